@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run lint check test soak bench docs clean redis-server chromium
+.PHONY: help run lint check test soak bench docs clean packages
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,13 +18,25 @@ CONSTRAINTS_cpu := -c constraints-cpu.txt
 # wheel may be taken to another machine, and pip tells wheels apart by name and not by these options.
 LLAMA_cpu := -DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF
 LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
+LLAMA := $(shell grep -o 'llama-cpp-python\[server\][^"]*' pyproject.toml)
 WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,test,docs
 JOBS ?= 2
+# Compiled modules are kept: without them each worker and each kernel compiles 400 files anew.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed-$(FLAVOUR)
 WORKERS ?= 2
 SPREAD := -n $(WORKERS) --dist loadfile
+# Without these plugins a worker starts two seconds earlier.
+LEAN := -p no:nbval -p no:schemathesis
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
+
+# $(call install,COMMAND,PACKAGE): installs a Debian package whose command is missing, where that is allowed. Never fails.
+# One apt at a time: it has no patience with another.
+define install
+if ! command -v $(1) >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	flock Makefile sh -c 'apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y $(2)' || true; fi
+endef
 
 help:
 	@echo "make run     JupyterLab on the runbooks, at 127.0.0.1:$(PORT)"
@@ -48,15 +60,15 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q $(SPREAD) -m "not processes and not soak" --hypothesis-profile=quick --doctest-modules tests gpu_runtime
+	$(BIN)/python -m pytest -q $(SPREAD) $(LEAN) -m "not processes and not soak" --hypothesis-profile=quick tests
 
-# What computes runs in parallel. What starts processes has bounds in time, so it runs by itself.
-test: lint redis-server chromium
-	$(BIN)/python -m pytest -q -rs $(SPREAD) -m "not processes and not soak" --doctest-modules tests gpu_runtime
-	$(BIN)/python -m pytest -rs -m "processes and not soak" tests
-	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -rs $(NBVAL) $(NOTEBOOKS))
+# One run for all. Three workers on two cores: many tests wait for processes.
+test:
+	@$(MAKE) --no-print-directory -j2 $(STAMP) packages
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest -rs -n 3 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
 
-soak: $(STAMP) redis-server
+soak: $(STAMP) packages
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests
 
 bench: $(STAMP)
@@ -66,15 +78,11 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "Open  docs/_build/html/index.html"
 
-# For the tests of the ledger in Redis, which start one of their own. Where it cannot be had they are skipped, and say so.
-redis-server:
-	@if ! command -v redis-server >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y redis-server || true; fi
-
-# For the tests that look at the console and JupyterLab as a person does. As above where it cannot be had.
-chromium:
-	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y chromium || true; fi
+# Redis for the tests of its ledger, which start one of their own; Chromium for the tests that look at the console and
+# JupyterLab as a person does. Where they cannot be had, these tests are skipped and say so.
+packages:
+	@$(call install,redis-server,redis-server)
+	@$(call install,chromium,chromium)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
@@ -88,12 +96,14 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@echo "Installing into $(VENV), with torch for $(FLAVOUR): about a minute where packages are near, 2 GB of disk."
 	@echo "The first time llama.cpp is built as well: some minutes more. It takes a C++ compiler."
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) --extra-index-url $(TORCH_INDEX) torch)
-	@if ! command -v c++ >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y g++ || true; fi
-	@extras=all,test,docs; if ! command -v c++ >/dev/null; then extras='$(WITHOUT_LLAMA)'; \
-		echo "No C++ compiler: llama.cpp is left out. For GGUF models: install g++, then  make clean run"; fi; \
-	CMAKE_ARGS='$(LLAMA_$(FLAVOUR))' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
-		$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[$$extras]"
+	@$(call install,c++,g++)
+	@export CMAKE_ARGS='$(LLAMA_$(FLAVOUR))' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS); \
+	pip="$(BIN)/python -m pip"; wheels=$(VENV)/wheels; extras='$(WITHOUT_LLAMA)'; \
+	if command -v c++ >/dev/null; then extras=all,test,docs; \
+		$$pip wheel -q --no-deps -w $$wheels '$(LLAMA)' & \
+	else echo "No C++ compiler: llama.cpp is left out. For GGUF models: install g++, then  make clean run"; fi; \
+	$$pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[$(WITHOUT_LLAMA)]"; \
+	wait; $$pip install -q --find-links $$wheels $(CONSTRAINTS_$(FLAVOUR)) -e ".[$$extras]"
 	@touch $@
 
 # The newest Python from 3.11 to 3.13 that can make environments, else any python3 that is new enough.

@@ -17,6 +17,7 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from . import forks
 from .errors import (
     AlreadyRegistered,
     AmbiguousName,
@@ -89,7 +90,7 @@ __all__ = [
     "UnknownSize",
 ]
 
-_lock = threading.Lock()
+_lock = forks.freed(threading.Lock())
 _runtime: Runtime | None = None
 
 

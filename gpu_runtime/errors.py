@@ -36,6 +36,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from .safe_text import MOST_MESSAGE, MOST_QUOTED, printable, quoted
+
 MOST_NAMES = 12  # in one sentence
 MOST_PROBLEMS = 9  # of one file, besides the first
 
@@ -44,8 +46,12 @@ class GpuError(Exception):
     """A failure, explained in one helpful sentence. Its `facts` are also its attributes."""
 
     def __init__(self, message: str, **facts: Any) -> None:
-        """`message` is the sentence; each of the `facts` becomes an attribute."""
-        super().__init__(message)
+        """`message` is the sentence; each of the `facts` becomes an attribute.
+
+        The sentence is bounded, and what cannot be printed in it is escaped: names, paths and the
+        messages of other libraries may be any text.
+        """
+        super().__init__(printable(message, MOST_MESSAGE, keep="\n"))
         self.facts = facts
         self.__dict__.update(facts)
 
@@ -122,10 +128,13 @@ class UnknownModel(GpuError, LookupError):
         `advice` is what to type; by default, how to register the model `name`.
         """
         if not advice:
-            advice = f"Register it:  %gpu load {name} PATH      or  rt.register({name!r}, PATH)"
+            short = printable(name, MOST_QUOTED)
+            advice = (
+                f"Register it:  %gpu load {short} PATH      or  rt.register({quoted(name)}, PATH)"
+            )
         existing = f"Known: {_listed(known)}." if known else none
         super().__init__(
-            f"no model is called {name!r}. {_nearest(name, known)}{existing}\n  {advice}",
+            f"no model is called {quoted(name)}. {_nearest(name, known)}{existing}\n  {advice}",
             name=name,
             known=known,
         )
@@ -135,7 +144,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
     """`Did you mean qwen? `, or nothing if no name is similar."""
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:MOST_QUOTED], known, n=1)
     return f"Did you mean {close[0]}? " if close else ""
 
 
@@ -153,7 +162,7 @@ class UnknownDevice(GpuError, LookupError):
         """`known` are the names of the machine's devices, `device` the one that was given."""
         existing = ", ".join(known) or "none"
         super().__init__(
-            f"no device is called {device!r}. This machine has {existing}.",
+            f"no device is called {quoted(device)}. This machine has {existing}.",
             device=device,
             known=known,
         )
@@ -169,7 +178,7 @@ class AmbiguousName(GpuError, LookupError):
     def __init__(self, name: str, choices: tuple[str, ...]) -> None:
         """`choices` are the full names to choose from, such as `qwen@4121` for the `name` qwen."""
         super().__init__(
-            f"several processes hold {name!r}: {', '.join(choices)}. Name one, as in {choices[0]}.",
+            f"several processes hold {quoted(name)}: {', '.join(choices)}. Name one, as in {choices[0]}.",
             name=name,
             choices=choices,
         )
@@ -181,8 +190,8 @@ class AlreadyRegistered(GpuError, ValueError):
     def __init__(self, name: str, message: str = "") -> None:
         """`message` replaces the usual sentence about a second registration of `name`."""
         usual = (
-            f"{name!r} is registered already, from another source or with other options.\n"
-            f"  Forget the old one first:  rt.forget({name!r})      or choose another name."
+            f"{quoted(name)} is registered already, from another source or with other options.\n"
+            f"  Forget the old one first:  rt.forget({quoted(name)})      or choose another name."
         )
         super().__init__(message or usual, name=name)
 
@@ -195,7 +204,7 @@ class BadSize(GpuError, ValueError):
     ) -> None:
         """`what` names what `value` should be, and `example` shows how to write it."""
         super().__init__(
-            f"{value!r} is not a {what}. Write it like {example}.",
+            f"{quoted(value)} is not a {what}. Write it like {example}.",
             value=value,
             what=what,
         )
@@ -208,8 +217,8 @@ class UnknownSize(BadSize):
         """`why` is the reason, as the second half of a sentence about the model `name`."""
         GpuError.__init__(
             self,
-            f"the size of {name} is unknown: {why}.\n"
-            f"  Declare it:  rt.register({name!r}, …, size='8 GiB'), "
+            f"the size of {printable(name, MOST_QUOTED)} is unknown: {why}.\n"
+            f"  Declare it:  rt.register({quoted(name)}, …, size='8 GiB'), "
             "or  memory: 8GiB  in the catalogue\n"
             f"  Or plan for a size:  %gpu plan 8GiB",
             name=name,
@@ -223,7 +232,7 @@ class BadSetting(GpuError, ValueError):
     def __init__(self, setting: str, value: Any, expected: str) -> None:
         """`setting` must be `expected`; it was `value`."""
         super().__init__(
-            f"{setting}={value!r} cannot be used: it must be {expected}.",
+            f"{printable(setting, MOST_QUOTED)}={quoted(value)} cannot be used: it must be {expected}.",
             setting=setting,
             value=value,
             expected=expected,

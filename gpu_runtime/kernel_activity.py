@@ -35,7 +35,7 @@ class Activity:
         self.forget()
 
     def forget(self) -> None:
-        """Drops all records: nothing runs and nothing ran. A forked child starts like this."""
+        """Drops all records: nothing runs and nothing ran."""
         self._running: dict[Hashable, float] = {}
         self._ended = NEVER
 
@@ -51,11 +51,6 @@ class Activity:
         self._ended = self._clock()
 
     @property
-    def running(self) -> bool:
-        """Whether a cell runs now."""
-        return bool(self._running)
-
-    @property
     def state(self) -> State:
         """Since when the oldest running cell runs, or when the last one ended.
 
@@ -67,5 +62,11 @@ class Activity:
         return State(idle_since=round(self._ended, 1))
 
 
+def _forget_all() -> None:
+    """In a forked child: it runs no cell, and its parent's monitors are not here."""
+    activity.forget()
+    activity.watchers.clear()
+
+
 activity = Activity(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
-os.register_at_fork(after_in_child=activity.forget)
+os.register_at_fork(after_in_child=_forget_all)

@@ -7,8 +7,8 @@ Each public method is a docstring and one call into `owner/`. What is decided is
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
-import sys
 import threading
 import time
 import weakref
@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import attribution, threads
+from .arguments import checked, read_all
 from .backends.base import Progress
 from .catalog.resolve import Catalogued
 from .catalog.store import Catalog
@@ -57,6 +58,7 @@ from .owner import (
 from .owner.governed_calls import release_calls
 from .owner.history import recorded_events
 from .owner.monitor import Monitor
+from .owner.notebook import notebook_path
 from .owner.operations import ASK_SECONDS
 from .owner.pins import Held
 from .owner.resident import Place
@@ -69,7 +71,7 @@ from .telemetry.journal import Journal
 from .telemetry.measurements import Measurements, measurements_in
 from .telemetry.recorder import record_in
 from .threads import finish
-from .units import parse_seconds, show_bytes
+from .units import show_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -84,6 +86,7 @@ class Runtime:
     letters: `Runtime(devices="sim:2x24GiB", ledger="memory:", gpu_memory_max_percent=0.9)`.
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -112,12 +115,13 @@ class Runtime:
             **settings,
         )
         check_policy(self.settings.gpu_placement)
-        cpu_only = self.settings.development_cpu_only or self.settings.inference_gpu_layers == 0
+        cpu_only = self.settings.development_cpu_only
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=cpu_only)
-        self._clock = clock or _boot_seconds
+        self._clock = clock or partial(time.clock_gettime, time.CLOCK_BOOTTIME)
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)
         self._closing = threading.Lock()
+        self._is_inherited = False  # forked, and not used in this process yet
         self._wants_monitor = monitor
         self._open()
         _runtimes.add(self)
@@ -166,6 +170,20 @@ class Runtime:
     def _session(self) -> Session:
         """This process as an owner. Raises LedgerUnavailable once the runtime is closed."""
         if self._opened.closed:
+            return self._reopened()
+        return self._opened
+
+    def _reopened(self) -> Session:
+        """In a forked child, at its first use: a new owner that holds nothing.
+
+        The parent's models stay in the child as plain objects. Raises LedgerUnavailable, also if
+        the runtime was closed.
+        """
+        with self._closing:
+            if self._is_inherited:
+                self._open()
+                self._is_inherited = False
+        if self._opened.closed:
             url = self._opened.ledger.url
             raise LedgerUnavailable(
                 f"this runtime was closed, and its ledger {url} with it.\n"
@@ -176,7 +194,7 @@ class Runtime:
 
     @property
     def _closed(self) -> bool:
-        return self._opened.closed
+        return self._opened.closed and not self._is_inherited
 
     @property
     def guest(self) -> bool:
@@ -185,10 +203,11 @@ class Runtime:
 
     @guest.setter
     def guest(self, value: bool) -> None:
-        self._opened.guest = value
+        self._session.guest = value
 
     # -- models
 
+    @checked
     def register(
         self,
         name: str,
@@ -227,8 +246,9 @@ class Runtime:
                 importance=importance,
                 keep=keep,
                 keep_alive=keep_alive,
+                model_type=model_type,
                 restore_on_call=restore_on_call,
-                **options,
+                **registry.adoption_options(options),
             )
         return registry.register(
             self._session,
@@ -247,6 +267,7 @@ class Runtime:
             options=options,
         )
 
+    @checked
     def adopt(
         self,
         name: str,
@@ -278,6 +299,7 @@ class Runtime:
             restore_on_call=restore_on_call,
         )
 
+    @checked
     def forget(self, name: str) -> None:
         """Frees a model's memory and its `name`. An adopted module stays with you, where it is.
 
@@ -289,10 +311,12 @@ class Runtime:
         """The specifications of the models registered in this process."""
         return status.specs(self._session)
 
+    @checked
     def spec(self, name: str) -> ModelSpec:
         """The specification of the model `name`, the catalogue's included. Raises UnknownModel."""
         return registry.find(self._session, name).spec
 
+    @checked
     def here(self, name: str) -> bool:
         """Whether the model `name` is on its device now. Nothing is asked or measured."""
         resident = self._session.residents.get(name)
@@ -318,8 +342,15 @@ class Runtime:
         report, if the device ran out of memory inside the block.
         """
         session = self._session
-        return acquire.use(session, registry.find(session, name), importance, timeout, keep_alive)
+        plainly = importance is None and timeout is None and keep_alive is None
+        # The table costs a microsecond. The plain name of a known model needs no check.
+        if not plainly or type(name) is not str or name not in session.residents:
+            name, importance, timeout, keep_alive = read_all(
+                "use", name=name, importance=importance, timeout=timeout, keep_alive=keep_alive
+            )
+        return acquire.Use(session, registry.find(session, name), importance, timeout, keep_alive)
 
+    @checked
     def lease(
         self,
         size: str | int | None,
@@ -340,6 +371,7 @@ class Runtime:
 
     # -- acting
 
+    @checked
     def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
         """`with rt.on_behalf_of("ann, console"):` — journals what this thread does as done for `name`.
 
@@ -347,6 +379,7 @@ class Runtime:
         """
         return attribution.on_behalf_of(name)
 
+    @checked
     def preload(
         self,
         name: str | LeaseId,
@@ -362,6 +395,7 @@ class Runtime:
 
     restore = preload
 
+    @checked
     def evict(
         self,
         name: str | LeaseId,
@@ -378,6 +412,7 @@ class Runtime:
         """
         return operations.evict(self._session, name, timeout=timeout, wait=wait)
 
+    @checked
     def move(
         self,
         name: str | LeaseId,
@@ -400,14 +435,17 @@ class Runtime:
         resident = registry.find(session, target.name)
         return migrate.move(session, resident, cards, by=requests.person(session))
 
+    @checked
     def pin(self, name: str | LeaseId) -> Outcome:
         """Keeps the model `name` on its device until `unpin`. Raises UnknownModel, NotAllowed."""
         return operations.set_keep(self._session, name, "pin")
 
+    @checked
     def unpin(self, name: str | LeaseId) -> Outcome:
         """Lets the model `name` be evicted again. Raises UnknownModel, NotAllowed."""
         return operations.set_keep(self._session, name, "unpin")
 
+    @checked
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
         """Frees memory that allocators hold and nobody uses, in every process that this user may ask.
 
@@ -417,6 +455,7 @@ class Runtime:
         """
         return defragment.defrag(self._session, process, timeout)
 
+    @checked
     def drain(
         self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0
     ) -> Outcome:
@@ -427,9 +466,9 @@ class Runtime:
 
         Raises UnknownDevice, and NotAllowed if others share the cards and this user is no operator.
         """
-        seconds = 0.0 if timeout is None else parse_seconds(timeout)
-        return drain.drain(self._session, device, undo=undo, timeout=seconds)
+        return drain.drain(self._session, device, undo=undo, timeout=timeout)
 
+    @checked
     def tell_waits(self, told: Callable[[str, Wait | None], None] | None) -> None:
         """Calls `told(name, wait)` in the waiting thread at each look, and with None at the end."""
         self._session.on_wait = told
@@ -460,14 +499,17 @@ class Runtime:
         """A table of who holds what on which device, one row a share."""
         return status.leases(self._session)
 
+    @checked
     def events(self, limit: int | None = None) -> DataFrame:
         """A table of what happened and why, the newest last; at most `limit` rows."""
         return status.events(recorded_events(self._session, limit))
 
+    @checked
     def evictions(self, limit: int | None = None) -> DataFrame:
         """A table of the last `limit` events in which a model left its device or host memory."""
         return status.events(recorded_events(self._session, limit, actions=books.LEFT))
 
+    @checked
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
         """How every device was used in the last `seconds`, and what happened meanwhile.
 
@@ -480,6 +522,7 @@ class Runtime:
         """
         return status.history(self._session, self.status(), seconds, points)
 
+    @checked
     def decisions(self, limit: int | None = 100) -> tuple[Event, ...]:
         """The last `limit` grants, waits and refusals with their reasons, the newest first."""
         return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]
@@ -500,6 +543,7 @@ class Runtime:
         """One line on the fullest card."""
         return status.health(self.status())
 
+    @checked
     def plan(
         self,
         name_or_size: str | int,
@@ -520,6 +564,7 @@ class Runtime:
         given = {option: value for option, value in options.items() if value is not None}
         return status.plan(self._session, name_or_size, given)
 
+    @checked
     def why(self, name: str) -> tuple[Event, ...]:
         """The last decisions on the model `name`, the newest first. Raises UnknownModel."""
         return status.why(self._session, name)
@@ -539,6 +584,7 @@ class Runtime:
 
     # -- the catalogue
 
+    @checked
     def apply(self, file: str | os.PathLike[str]) -> Applied:
         """Writes the models of `file` into the catalogue: all, or none. Loaded models stay as loaded.
 
@@ -554,6 +600,7 @@ class Runtime:
         """The names of the catalogue's models; empty if it cannot be read."""
         return self._catalogue.names()
 
+    @checked
     def inspect(self, name: str, format: str = "") -> Any:
         """The catalogue's entry for `name`, as `apply` takes it: a dict, or text in `yaml` or `json`.
 
@@ -561,6 +608,7 @@ class Runtime:
         """
         return self._catalogue.catalog.inspect(name, format)
 
+    @checked
     def delete(self, name: str) -> Outcome:
         """Removes the model `name` from the catalogue. If it is loaded, it stays until it is evicted.
 
@@ -577,6 +625,7 @@ class Runtime:
     def close(self) -> None:
         """Frees every model and leaves the book. Adopted modules stay, no longer governed."""
         with self._closing:
+            self._is_inherited = False
             if self._opened.closed:
                 return
             self._opened.closed = True
@@ -609,19 +658,13 @@ class Runtime:
         self.close()
 
     def _forked(self) -> None:
-        """In a forked child: opens the ledger as a new owner that holds nothing.
-
-        The parent's models stay in the child as plain objects.
-        """
+        """In a forked child: leaves everything to the parent, and opens nothing until it is used."""
+        self._closing = threading.Lock()
         if self._opened.closed:
             return
+        self._is_inherited = self._opened.closed = True
         for resident in self._opened.residents.values():
-            release_calls(resident.value)
-        self._closing = threading.Lock()
-        try:
-            self._open()
-        except GpuError as error:
-            log.warning("%s", error)
+            resident.leave_to_parent()
 
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -642,25 +685,6 @@ os.register_at_fork(after_in_child=_in_child)
 atexit.register(_at_exit)
 
 
-def notebook_path() -> str:
-    """The path of the notebook that this kernel runs; empty while the front end has not set it.
-
-    Jupyter sets an environment variable. Visual Studio Code and some servers set a name in the
-    notebook's own namespace, sometimes only after the kernel has started.
-    """
-    if path := os.environ.get("JPY_SESSION_NAME"):
-        return path
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    names = getattr(shell, "user_ns", None) or {}
-    found = (names.get(name) for name in ("__vsc_ipynb_file__", "__session__"))
-    return next((path for path in found if isinstance(path, str) and path), "")
-
-
-def _boot_seconds() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 def shared_url(ledger: str, slug: str) -> str:
     """The URL of the machine's shared `ledger`; `slug` selects its part for simulated devices."""
     return f"{ledger}/{slug}" if slug and ledger.startswith("sqlite:") else ledger
@@ -670,10 +694,10 @@ def _slug(probe: Probe) -> str:
     """A name for simulated devices of these sizes, so that each gets its own book; else empty."""
     if not probe.simulated:
         return ""
-    cards = [device for device in probe.devices if not device.is_host]
-    sizes = "-".join(dict.fromkeys(_compact(card.total_bytes) for card in cards))
+    cards = [_compact(device.total_bytes) for device in probe.devices if not device.is_host]
+    groups = [f"{len(list(same))}x{size}" for size, same in itertools.groupby(cards)]
     host = next((d for d in probe.devices if d.is_host and d.simulated), None)
-    return f"sim-{len(cards)}x{sizes}" + (f"-host{_compact(host.total_bytes)}" if host else "")
+    return f"sim-{'-'.join(groups)}" + (f"-host{_compact(host.total_bytes)}" if host else "")
 
 
 def _compact(size: int) -> str:

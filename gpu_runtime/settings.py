@@ -11,11 +11,19 @@ import difflib
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .errors import BadSetting
 from .facts import PlacementRules, Rules
+from .safe_text import MOST_QUOTED
 from .units import GIB, MIB, parse_seconds
 
 
@@ -25,6 +33,13 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _no_nul(value: Any) -> Any:
+    if isinstance(value, str) and ("\0" in value or len(value) > _LONGEST):
+        raise ValueError("it is no text that the operating system takes")
+    return value
+
+
+_LONGEST = 4096  # characters of a setting
 # True equals 1 in Python. Here it is an error, not 100 %.
 Number = BeforeValidator(_no_bool)
 Fraction = Annotated[float, Number, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -44,6 +59,10 @@ PRESETS: dict[str, dict[str, str]] = {
         "EVICTION_IDLE_THRESHOLD_SECONDS": "30",
     },
 }
+
+
+_LARGEST_PRESET = 24  # GB
+_CARD_SIZE = re.compile(r"\s*([0-9]{1,6})\s*G(?:i?B)?\s*\+?\s*", re.IGNORECASE)
 
 
 class SettingRow(NamedTuple):
@@ -85,7 +104,8 @@ class Settings(BaseSettings):
     inference_gpu_layers: Annotated[int | None, Number] = Field(
         None,
         ge=-1,
-        description="Layers on the GPU if the model's catalogue entry has no value: -1 all, 0 CPU only.",
+        description="Layers on the GPU of a llama.cpp model that does not set its own gpu_layers: -1 all, "
+        "0 CPU only.",
     )
     inference_backend: str | None = Field(
         None,
@@ -95,7 +115,7 @@ class Settings(BaseSettings):
     gpu_devices: str = Field(
         "auto",
         description="The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or "
-        "simulated ones such as sim:2x24GiB,host:64GiB.",
+        "simulated ones such as sim:2x24GiB,host:64GiB or sim:24GiB+12GiB.",
     )
     development_cpu_only: bool = Field(
         False, description="Simulate the devices even if there is a GPU."
@@ -213,6 +233,7 @@ class Settings(BaseSettings):
     )
 
     _arguments: frozenset[str] = PrivateAttr(frozenset())
+    _plain_text = field_validator("*", mode="before")(_no_nul)
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
@@ -291,17 +312,21 @@ class Settings(BaseSettings):
 
 
 def preset(name: str) -> dict[str, str]:
-    """The environment variables recommended for a card of the size `name`.
+    """The environment variables recommended for a card of the size `name`, such as 8GB.
 
-    >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"]
-    '0.85'
+    All larger cards use those of 24GB.
+
+    >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"], preset("80GB") == preset("24GB+")
+    ('0.85', True)
 
     Raises BadSetting for a size without a preset. Source: Semantik, Recommended Configurations by VRAM
     Size.
     """
-    found = PRESETS.get(str(name).upper().replace(" ", ""))
+    size = _CARD_SIZE.fullmatch(str(name))
+    is_large = size is not None and int(size[1]) >= _LARGEST_PRESET
+    found = PRESETS.get(f"{_LARGEST_PRESET if is_large else int(size[1])}GB") if size else None
     if found is None:
-        raise BadSetting("preset", name, f"one of {', '.join(PRESETS)}")
+        raise BadSetting("preset", name, f"one of {', '.join(PRESETS)}; larger cards use 24GB")
     return dict(found)
 
 
@@ -331,7 +356,9 @@ def _show(value: Any) -> str:
 
 
 def _unknown(name: str, value: Any) -> BadSetting:
-    nearest = difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(
+        name[:MOST_QUOTED].lower(), Settings.model_fields, n=1, cutoff=0.0
+    )
     shown = "***" if nearest[0] in _SECRET else _masked_value(value)
     return BadSetting(name, shown, f"a known setting, such as {nearest[0]}")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 MOST_SECONDS = 60.0  # how long the end of the interpreter waits for unfinished work
 _unfinished: set[object] = set()
+os.register_at_fork(after_in_child=_unfinished.clear)  # the work goes on in the parent
 
 
 class Running:

@@ -41,6 +41,8 @@ _SECONDS = {
 }
 _NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:[_,]\d{3})*(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
 _MOST_BYTES = 2**63
+_MOST_SECONDS = 100 * 365 * 86400.0  # longer time-outs overflow in the C library
+_LONGEST = 64  # characters of a size or a duration
 
 
 def parse_bytes(text: str | int | float) -> int:
@@ -57,7 +59,7 @@ def parse_bytes(text: str | int | float) -> int:
         if not 0 <= text < _MOST_BYTES:  # also true for nan
             raise BadSize(text)
         return int(text)
-    match = _NUMBER_AND_UNIT.fullmatch(text)
+    match = _NUMBER_AND_UNIT.fullmatch(text) if len(text) <= _LONGEST else None
     unit = _SIZES.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise BadSize(text)
@@ -71,10 +73,19 @@ def parse_bytes(text: str | int | float) -> int:
 def parse_room(text: str | int | float) -> int:
     """The bytes of the size `text`, which must be above zero. Raises BadSize.
 
+    Text without a unit that would be less than 1 MiB is refused: `14` was meant as GiB.
+
     >>> parse_room("8 GiB")
     8589934592
     """
     size = parse_bytes(text)
+    number = text.strip() if isinstance(text, str) else ""
+    if size < MIB and number[-1:].isdigit() and number.strip("0."):
+        raise BadSize(
+            text,
+            what=f"size: without a unit it would be {number} bytes",
+            example=f"'{number} GiB', or '{number} B' if you mean bytes",
+        )
     if not size:
         raise BadSize(text, what="size above zero")
     return size
@@ -89,14 +100,18 @@ def parse_seconds(text: str | int | float) -> float:
     Raises BadSize for anything negative or unknown.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        if not 0 <= text < float("inf"):
+        if not 0 <= text <= _MOST_SECONDS:  # also true for nan
             raise _bad_duration(text)
         return float(text)
-    match = _NUMBER_AND_UNIT.fullmatch(text) if isinstance(text, str) else None
+    is_short = isinstance(text, str) and len(text) <= _LONGEST
+    match = _NUMBER_AND_UNIT.fullmatch(text) if is_short else None
     unit = _SECONDS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise _bad_duration(text)
-    return float(re.sub("[_,]", "", match[1])) * unit
+    seconds = float(re.sub("[_,]", "", match[1])) * unit
+    if seconds > _MOST_SECONDS:
+        raise _bad_duration(text)
+    return seconds
 
 
 def _bad_duration(text: object) -> BadSize:

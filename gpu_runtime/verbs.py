@@ -253,7 +253,7 @@ _TABLE = (
             option(
                 "--preset",
                 "SIZE",
-                "the settings advised for a card: 24GB, 16GB, 8GB, 4GB",
+                "the settings advised for a card: 24GB or more, 16GB, 8GB, 4GB",
                 "presets",
             ),
         ),

@@ -78,14 +78,36 @@ PROCESSES = (
 )
 
 
+# The longest files start first, so that no worker is left alone with one of them at the end.
+LONGEST = (
+    "browser/test_served.py",
+    "stories/test_views_in_chromium.py",
+    "ledgers/test_shared.py",
+    "stories/test_history.py",
+    "stories/test_sampler.py",
+    "backends/test_contract.py",
+)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skips files of tests that `-m` deselects: their imports take longer than many of the tests."""
+    if "not processes" not in config.option.markexpr:
+        return None
+    here = Path(__file__).parent
+    if not collection_path.is_file() or not collection_path.is_relative_to(here):
+        return None
+    return True if collection_path.relative_to(here).as_posix().startswith(PROCESSES) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that start processes, and skips tests marked gpu if there is no GPU."""
+    """Marks tests that start processes, orders them, and skips tests marked gpu without a GPU."""
     here = Path(__file__).parent
     for item in items:
         inside = item.path.is_relative_to(here)
         path = item.path.relative_to(here).as_posix() if inside else item.path.name
         if inside and path.startswith(PROCESSES):
             item.add_marker(pytest.mark.processes)
+    items.sort(key=_turn)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else ""
     if reason:
@@ -93,11 +115,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def _turn(item: pytest.Item) -> int:
+    """When `item` runs: the longest files first, then other processes and notebooks, then the rest."""
+    place = next((i for i, path in enumerate(LONGEST) if item.path.match(f"tests/{path}")), None)
+    if place is not None:
+        return place
+    waits = item.get_closest_marker("processes") or item.path.suffix == ".ipynb"
+    return len(LONGEST) if waits else len(LONGEST) + 1
+
+
 def pytest_collection_finish() -> None:
     """Keeps what collecting imported out of every later garbage collection.
 
     Many tests collect garbage to count bytes; with pandas and torch loaded one collection took 0.3 s.
     """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_collections() -> None:
+    """Keeps what earlier modules imported out of the garbage collections of this one's tests."""
     gc.collect()
     gc.freeze()
 

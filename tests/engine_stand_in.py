@@ -7,6 +7,8 @@ It accepts the flags in the engine's recorded help; another flag ends it, as arg
     STAND_IN_RECORD    a file for the arguments of each start, one JSON line per start
     STAND_IN_SAYS      it ends at once with this text
     STAND_IN_MUTE      it never becomes ready
+    STAND_IN_LOADS     it listens only once this file exists, as engines do that load their model first
+    STAND_IN_HEARD     a file for each request: its path and its Authorization header
     STAND_IN_SPREAD=N  Ollama's model is half in RAM at the first N starts
     STAND_IN_CHILD     a file for the pid of a child process in a session of its own
 """
@@ -54,7 +56,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
+    def _record(self) -> None:
+        if heard := os.environ.get("STAND_IN_HEARD"):
+            with Path(heard).open("a") as file:
+                file.write(json.dumps([self.path, self.headers.get("Authorization")]) + "\n")
+
     def do_GET(self) -> None:
+        self._record()
         if os.environ.get("STAND_IN_MUTE"):
             return self._reply(503, {"error": "loading"})
         if self.path in ("/health", "/api/version"):
@@ -71,6 +79,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._reply(200, {"object": "list", "data": [{"id": self.name, "object": "model"}]})
 
     def do_POST(self) -> None:
+        self._record()
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))) or b"{}")
         if self.path == "/api/generate":
             type(self).name = body["model"]
@@ -131,6 +140,8 @@ def main(engine: str, words: list[str]) -> None:
         if port and engine == "ollama"
         else ("127.0.0.1", int(option(words, "--port")))
     )
+    while (loaded := os.environ.get("STAND_IN_LOADS")) and not Path(loaded).exists():
+        time.sleep(0.01)
     try:
         server = ThreadingHTTPServer(address, Handler)
     except OSError as error:

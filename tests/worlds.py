@@ -98,12 +98,11 @@ def book(
     tickets: Iterable[Ticket] = (),
     limits: dict[str, int] | None = None,
     residue: dict[int, dict[str, int]] | None = None,
-    names: dict[int, tuple[str, ...]] | None = None,
     **fields: Any,
 ) -> Book:
     """The book with these leases, each in its owner's section.
 
-    `owners` are pids of owners without a lease. `residue` and `names` are by pid.
+    `owners` are pids of owners without a lease. `residue` is by pid.
     """
     pids = {int(lease.owner.split(".")[0]) for lease in leases} | set(owners)
     pids |= {int(ticket.owner.split(".")[0]) for ticket in tickets}
@@ -114,7 +113,6 @@ def book(
             process,
             tuple(lease for lease in leases if lease.owner == process.id),
             (residue or {}).get(pid, {}),
-            (names or {}).get(pid, ()),
         )
     return Book(sections=sections, tickets=tuple(tickets), limits=limits or {}, **fields)
 

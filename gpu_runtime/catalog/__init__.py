@@ -1,5 +1,5 @@
-"""The catalogue: models on disk, which every process that shares it knows.
+"""The catalogue: descriptions of models in files, which several processes share.
 
-It reads and writes files, and derives a ModelSpec from an entry. It loads no model, and knows no
-scheduler.
+This folder reads and writes these files, and derives a ModelSpec from an entry. It loads no model and
+makes no decision about memory.
 """

@@ -1,8 +1,8 @@
-"""YAML or JSON text as plain values, each with its line; and plain values as YAML.
+"""Reads YAML or JSON text as plain values, each with its line; writes plain values as YAML.
 
-The values are text, numbers, true or false, lists and mappings. No tag makes an object, and a
-timestamp remains text. These are errors: a field that appears twice, and a file that is too large,
-too deep, or grows through its aliases. The meaning of the values is not decided here.
+The values are text, numbers, true or false, lists and mappings. A YAML tag never creates an object,
+and a timestamp remains text. A field that appears twice is an error. So is a file that is too large,
+nested too deep, or that grows through its aliases. `schema` gives the values their meaning.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import yaml
 
 from ..errors import BadDocument
 
-MOST_BYTES = 1 << 20  # of one file
-MOST_VALUES = 50_000  # of one file; the values behind an alias are counted at each use
-DEEPEST = 32  # levels
+MOST_BYTES = 1 << 20  # limit of one file
+MOST_VALUES = 50_000  # limit of one file; the values of an alias are counted at each use
+DEEPEST = 32  # levels of nesting
 
 Path = tuple[str | int, ...]  # ("models", 0, "memory"), from the top of a document
 
@@ -27,7 +27,7 @@ Path = tuple[str | int, ...]  # ("models", 0, "memory"), from the top of a docum
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MERGE, _MAP, _SEQ = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"
 _SCALARS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
-# JSON has neither of these; in a manifest they are meant as text.
+# JSON has neither of these types. In a manifest, such values are read as text.
 _AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
 _TOO_DEEP = f"this is nested deeper than {DEEPEST} levels"
 
@@ -72,8 +72,8 @@ def read(data: bytes, file: str) -> tuple[Document, ...]:
     if file.endswith(".json"):
         return tuple(_json(text, file))
     if text.lstrip()[:1] == "{":
-        # JSON is YAML except for its tabs and a few numbers. It may have several documents in a
-        # row.
+        # JSON is also valid YAML, except for tabs and a few numbers. A file may have several JSON
+        # documents, one after the other.
         try:
             return tuple(_json(text, file))
         except BadDocument as refused:
@@ -88,7 +88,7 @@ def read(data: bytes, file: str) -> tuple[Document, ...]:
 def _yaml(text: str, file: str) -> Iterator[Document]:
     builder = _Builder(file)
     try:
-        _require_shallow(text, file)  # first: composing deeply nested nodes crashes the process
+        _require_shallow(text, file)  # must be first: composing very deep nodes crashes the process
         loader = _Loader(text)
         try:
             while loader.check_node():
@@ -115,7 +115,7 @@ def _line_of(text: str, error: Any) -> int:
 
 
 def _require_shallow(text: str, file: str) -> None:
-    """Raises BadDocument if the YAML is nested too deep. It parses events, and builds no nodes."""
+    """Raises BadDocument if the YAML is nested too deep. It reads events and builds no nodes."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
@@ -125,7 +125,7 @@ def _require_shallow(text: str, file: str) -> None:
 
 
 class _Builder:
-    """Makes values of YAML's nodes, and records their lines."""
+    """Converts YAML's nodes to values, and records their lines."""
 
     def __init__(self, file: str) -> None:
         self.file, self.count = file, 0
@@ -146,7 +146,7 @@ class _Builder:
                 path,
                 f"the file has more than {MOST_VALUES} values; those of an alias count at each use",
             )
-        if len(path) > DEEPEST:  # an alias to a node around it
+        if len(path) > DEEPEST:  # possible if an alias refers to a node that contains it
             raise self._wrong(line, path, _TOO_DEEP)
         if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
             return self.mapping(node, path)
@@ -157,7 +157,7 @@ class _Builder:
         raise self._wrong(line, path, _not_plain(node.tag))
 
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
-        """The fields of the mapping `node` at `path`. They override those merged by `<<`."""
+        """The fields of the mapping `node` at `path`. They override fields that `<<` merges."""
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen: dict[str, int] = {}
@@ -177,7 +177,7 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
-        """The fields behind `<<`: of one mapping, or of a list of them, the first one first."""
+        """The fields that `<<` merges: from one mapping, or from a list of them in its order."""
         merged: dict[str, Any] = {}
         for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
             fields = self.value(part, path)
@@ -224,7 +224,7 @@ def _short(text: str) -> str:
 
 
 def _json(text: str, file: str) -> Iterator[Document]:
-    """The documents, one after the other, as `jq` reads them."""
+    """The JSON documents in the text, which follow one another, as `jq` reads them."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
     at = _skip(text, 0)
     while at < len(text):
@@ -246,7 +246,7 @@ def _json(text: str, file: str) -> Iterator[Document]:
 
 
 class _Pairs(list):
-    """A JSON object as it was written, with repeated fields."""
+    """The fields of a JSON object as pairs, in which a field may be repeated."""
 
 
 def _no_constant(word: str) -> Any:
@@ -280,8 +280,8 @@ def _plain(raw: Any, path: Path, document: Document, count: Iterator[int]) -> An
 def _json_lines(text: str, before: int) -> dict[Path, int]:
     """The lines of a valid JSON document that has `before` lines before it.
 
-    With its tabs replaced by spaces, the structure of JSON is that of YAML. If the document has a
-    character that YAML does not allow, only its first line is returned.
+    JSON with its tabs replaced by spaces is read as YAML, whose nodes have lines. If the document has
+    a character that YAML does not allow, only its first line is returned.
     """
     lines: dict[Path, int] = {}
     spaced = text.replace("\t", " ")
@@ -292,6 +292,7 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
         return {(): before + 1}
 
     def walk(node: Any, path: Path) -> None:
+        """Records the line of `node` and of everything inside it."""
         lines.setdefault(path, before + node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             for key, child in node.value:
@@ -310,7 +311,10 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, but rare line breaks in text are escaped: it would make them spaces."""
+    """PyYAML's dumper, with escapes for rare line breaks in text.
+
+    PyYAML itself would replace them by spaces.
+    """
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:

@@ -1,6 +1,6 @@
-"""One model of the catalogue: the entry as it was written, and its meaning in this process.
+"""One model of the catalogue: the entry as it was written, and the ModelSpec made from it.
 
-The entry is stored unchanged. Its meaning depends on the process: on its settings, and on the
+The entry is stored unchanged. Its ModelSpec depends on the settings of the process, and on the
 backends of this version.
 """
 
@@ -45,14 +45,14 @@ class CatalogEntry(Value):
 
     @property
     def id(self) -> str:
-        """The model's other name; empty if it has none."""
+        """The model's id, which is a second name; empty if it has none."""
         return str(self.body["spec"].get("id") or "")
 
 
 def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
-    """The meaning of the `entry` for a process with these `settings`.
+    """The ModelSpec that a process with these `settings` makes from the `entry`.
 
-    An engine's arguments override the fields beside them, because the engine gets the arguments.
+    If an engine's argument and a field contradict, the argument is used, because the engine gets it.
     """
     fields = Fields.model_validate(entry.body["spec"])
     values = _values(fields, settings)
@@ -115,9 +115,9 @@ def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
 
 
 def _template(given: str) -> str:
-    """The text of a chat template, which is `given` itself or in the file of that name.
+    """The text of a chat template: the text in the file `given`, or `given` itself.
 
-    If the file cannot be read, the name is returned; using it raises the error.
+    If the file cannot be read, its name is returned; an error is raised when the template is used.
     """
     if "{" in given:
         return given
@@ -129,7 +129,7 @@ def _template(given: str) -> str:
 
 
 def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
-    """The entry's backend, else the one of INFERENCE_BACKEND, else the one for its source."""
+    """The backend: the entry's, else that of INFERENCE_BACKEND, else the default for the source."""
     named = fields.runtime or fields.backend
     if named:
         return named
@@ -162,7 +162,7 @@ def _requests_trust(fields: Fields) -> bool:
     return any(value.lower() not in ("false", "0", "no") for value in values)
 
 
-# -- can it be loaded here -----------------------------------------------------------------------
+# -- whether a model can be loaded here ----------------------------------------------------------
 
 
 def require_loadable(spec: ModelSpec) -> None:
@@ -206,11 +206,11 @@ def state(spec: ModelSpec) -> str:
     return f"{spec.backend} is not installed" if cannot_load(spec) else "ready"
 
 
-# -- notes for the person who applies it ---------------------------------------------------------
+# -- notes for the person who applies a file -----------------------------------------------------
 
 
 def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
-    """Sentences about the `entry`: what is stored and has no effect with these `settings`."""
+    """Sentences about fields of the `entry` that are stored but have no effect here."""
     spec = spec_of(entry, settings)
     fields = Fields.model_validate(entry.body["spec"])
     found = []
@@ -226,7 +226,7 @@ def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
 
 
 def _argument_notes(fields: Fields) -> list[str]:
-    """Notes on an engine's arguments that the placement, or the engine alone, decides."""
+    """Notes on an engine's arguments that are kept, and that this process does not use."""
     flags = [(flag, field) for flag, field, _ in read_arguments(fields.runtime_args or ())]
     placed = [flag for flag, _ in flags if flag in RESERVED_FLAGS]
     for_engine = [

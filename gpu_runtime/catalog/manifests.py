@@ -1,13 +1,14 @@
-"""The shapes that a file of models may have, and the check of each model in it.
+"""The three formats of a file of models, and the check of each model in the file.
 
-Three shapes are read, in YAML or JSON, several in one file:
+A file may mix the formats, in YAML or JSON:
 
     apiVersion: model.aispec.org/v1alpha1      models:               models:
     kind: Model                                  phi-4:                - name: llama3:70b
     metadata: {name: qwen3:8b}                     path: phi-4.gguf      memory: 42949672960
     spec: {memory: 10GB, runtime: ollama}          gpu_layers: -1        runtime: ollama
 
-and a bare mapping that has a name. All of them are converted to the first shape.
+The third format is a mapping with a name, without `models:` around it. All of them are converted to
+the first format.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section
 4.
@@ -21,32 +22,32 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from ..arguments import bad_name
 from ..errors import BadDocument
 from .documents import Document, Path
 from .schema import SYNONYMS, Fields, in_words, misspelled_fields, read_arguments
 
 API_VERSION = "model.aispec.org/v1alpha1"
 KINDS = ("Model", "Agent", "AIApp")
-LONGEST_NAME = 200
 _EXAMPLE = f"a document with apiVersion {API_VERSION}, or an entry under `models:`"
 
 
 class Manifest(NamedTuple):
-    """One model of a file, in the first shape, and its place in the file."""
+    """One model of a file, in the first format, and its place in the file."""
 
     name: str
     body: dict[str, Any]  # apiVersion, kind, metadata, spec
     document: Document
-    path: Path  # of its spec in the document
+    path: Path  # path of the model's spec in the document
 
     def wrong(self, problem: str, *path: str | int) -> BadDocument:
         """The error for a `problem` at this `path` below the spec."""
         return self.document.wrong((*self.path, *path), problem)
 
 
-Found = Manifest | BadDocument  # a model, or the error in its place
+Found = Manifest | BadDocument  # a model, or the error if it cannot be read
 
-# -- reading the shapes --------------------------------------------------------------------------
+# -- reading the formats -------------------------------------------------------------------------
 
 
 def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...]:
@@ -73,7 +74,7 @@ def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...
 
 
 def _repeated(found: list[Manifest]) -> Iterator[BadDocument]:
-    """An error for each model whose name is in the file before it."""
+    """An error for each model with the same name as an earlier model of the file."""
     first: dict[str, Manifest] = {}
     for manifest in found:
         before = first.setdefault(manifest.name, manifest)
@@ -109,7 +110,7 @@ def _in_value(document: Document, value: Any, path: Path) -> Iterator[Found]:
 
 
 def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
-    """A document of the first shape."""
+    """The model in a document of the first format, or the error in it."""
     field, problem = _resource_problem(value)
     if problem:
         return document.wrong((*path, *field), problem)
@@ -117,7 +118,7 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
-    """The first wrong field of a document of the first shape, and the problem; empty if none."""
+    """The first wrong field of a document of the first format, and the problem; empty if none."""
     if value.get("apiVersion") != API_VERSION:
         return ("apiVersion",), (
             f"{value.get('apiVersion')!r} is not supported; it must be {API_VERSION}"
@@ -139,7 +140,7 @@ def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
 
 
 def _in_list(document: Document, value: dict[str, Any], path: Path) -> Iterator[Found]:
-    """The models under `models:`, which is a mapping of names or a list."""
+    """The models under `models:`, which is a mapping from names to fields, or a list."""
     for other in value.keys() - {"models"}:
         yield document.wrong(
             (*path, other),
@@ -158,7 +159,7 @@ def _in_list(document: Document, value: dict[str, Any], path: Path) -> Iterator[
 
 
 def _under_name(document: Document, name: Any, part: Any, path: Path) -> Found:
-    """A model of a mapping of names."""
+    """A model in a mapping from names to fields."""
     problem = bad_name(name)
     if problem:
         return document.wrong(path, problem)
@@ -168,7 +169,7 @@ def _under_name(document: Document, name: Any, part: Any, path: Path) -> Found:
 
 
 def _named(document: Document, part: Any, path: Path) -> Found:
-    """A mapping with a name, or with an id as its name."""
+    """A model in a mapping of fields that has a name; the id is used if the name is missing."""
     if not isinstance(part, dict):
         return document.wrong(path, "it must be a mapping of fields, with a name")
     key = "name" if "name" in part else "id"
@@ -184,23 +185,6 @@ def _named(document: Document, part: Any, path: Path) -> Found:
 
 def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": API_VERSION, "kind": KINDS[0], "metadata": {"name": name}, "spec": spec}
-
-
-def bad_name(name: Any) -> str:
-    """What is wrong with the `name` of a model; empty if nothing is.
-
-    >>> bad_name("Qwen/Qwen3:8b"), bad_name("a@b")
-    ('', "'a@b' cannot be a name: '@' separates a name from a process")
-    """
-    if not isinstance(name, str):
-        return f"{name!r} is not text; put it in quotes"
-    if not name.strip() or name != name.strip():
-        return f"{name!r} cannot be a name: it is empty, or has spaces around it"
-    if "@" in name:
-        return f"{name!r} cannot be a name: '@' separates a name from a process"
-    if len(name) > LONGEST_NAME or not name.isprintable():
-        return f"{name[:40]!r} cannot be a name: it must be at most {LONGEST_NAME} printable characters"
-    return ""
 
 
 # -- checking the fields -------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""The catalogue as one runtime sees it: its models on this machine's cards.
+"""The catalogue for one runtime: its models, with the ids of this machine's cards.
 
-If the catalogue cannot be read, only requests that need it fail. Models that are registered or
+If the catalogue cannot be read, only requests for its models fail. Models that are registered or
 loaded here are not affected.
 """
 
@@ -20,7 +20,7 @@ log = logging.getLogger("gpu_runtime")
 
 
 class Catalogued:
-    """The models of a catalogue, with their cards by the current ids of this machine's devices."""
+    """The models of a catalogue. Their cards have the current ids of this machine's devices."""
 
     def __init__(self, catalog: Catalog, devices: Callable[[], tuple[Device, ...]]) -> None:
         """Reads the `catalog`; `devices` returns the devices of this machine."""
@@ -35,14 +35,14 @@ class Catalogued:
     def spec(self, name: str) -> ModelSpec | None:
         """The model called `name`, or None.
 
-        Raises CatalogUnavailable, BadDocument, and UnknownDevice if it names a card that is not
-        here.
+        Raises CatalogUnavailable and BadDocument. Raises UnknownDevice if the model names a card
+        that this machine does not have.
         """
         spec = self.catalog.spec(name)
         return self._here(spec) if spec else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models. If the catalogue cannot be read: none, and the error is logged once."""
+        """All models. If the catalogue cannot be read: no models, and the error is logged once."""
         try:
             return self.catalog.specs()
         except (CatalogUnavailable, BadDocument) as error:
@@ -56,7 +56,7 @@ class Catalogued:
         return tuple(spec.name for spec in self.specs())
 
     def _here(self, spec: ModelSpec) -> ModelSpec:
-        """The spec with its cards by the ids of this machine."""
+        """The spec, with this machine's ids of its cards."""
         placement: dict[str, Any] = dict(spec.placement)
         most = placement.get("card_bytes")
         if isinstance(most, dict):

@@ -1,7 +1,7 @@
-"""The fields that a manifest may have: one table, which checks them and which the README shows.
+"""The fields of a manifest, in one table. It checks them, and the documentation is made from it.
 
 Each value is converted to the project's own units and words: sizes to bytes, durations to seconds.
-A field that is not in the table is kept, unless it looks like a misspelled one.
+An unknown field is kept, unless it looks like a misspelled known field.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section
 4; Model Boss, Backend Registry and Model Pinning; NDIF, GPU Fraction Deployment.
@@ -37,7 +37,7 @@ TYPES = {  # word in a manifest -> type of model
     "image": "diffusion",
     "other": "other",
 }
-BACKENDS = {  # word in a manifest -> backend; a backend that is unknown here is kept by its name
+BACKENDS = {  # word in a manifest -> backend; an unknown backend is kept under its name
     "transformers": "transformers",
     "fake": "fake",
     "llama_cpp": "llama_cpp",
@@ -98,11 +98,12 @@ def _word_of(
 ) -> Callable[[Any], str]:
     """A function that reads a word of the table `known`.
 
-    Another word is passed to `otherwise`, unless it looks like a misspelled one. `what` names the
-    kind of word in errors.
+    An unknown word is passed to `otherwise`, unless it looks like a misspelled known word. `what`
+    names the kind of word in errors.
     """
 
     def read(value: Any) -> str:
+        """The known word for `value`. Raises ValueError."""
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{value!r} is not a {what}; it must be text")
         word = value.strip().lower()
@@ -122,7 +123,7 @@ _WHICH_GPUS = "it must be how many GPUs, such as 2, or which, such as [0, 1] or 
 
 
 def _gpus(value: Any) -> int | tuple[str, ...]:
-    """How many cards, or which."""
+    """The number of cards, or the ids of certain cards."""
     if isinstance(value, list):
         named = [isinstance(card, (int, str)) and not isinstance(card, bool) for card in value]
         if not value or not all(named):
@@ -180,106 +181,115 @@ Backend = Annotated[str, BeforeValidator(_word_of(BACKENDS, str.lower, "backend"
 
 
 class Fields(BaseModel):
-    """The fields of a manifest, checked. The README's table has the same descriptions."""
+    """The checked fields of a manifest. The documentation shows the same descriptions."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: Text | None = Field(
-        None, description="What to show beside its name. In a list: its name."
+        None, description="A title to show with the name. In a list of models: the name."
     )
     id: Text | None = Field(
-        None, description="The hub id, or the engine's own name: the source if there is no path."
+        None, description="The hub id or the engine's name of the model; the source without a path."
     )
     description: str | None = Field(None, description="A sentence for people.")
     path: Text | None = Field(
         None, description="A file or directory, relative to the manifest's file."
     )
-    source: Text | None = Field(None, description="The same, or a hub id.")
+    source: Text | None = Field(None, description="The same as `path`, or a hub id.")
     runtime: Backend | None = Field(
         None,
         description="The backend: transformers, llama_cpp, llama-server, vllm, ollama, "
-        "diffusers, fake; others are kept, and refuse to load.",
+        "diffusers, fake. An unknown backend is stored; the model then cannot be loaded.",
     )
-    backend: Backend | None = Field(None, description="The same.")
+    backend: Backend | None = Field(None, description="The same as `runtime`.")
     type: ModelType | None = Field(
         None, description="chat or llm, embedding, reranker, vision, diffusion or image, other."
     )
-    model_type: ModelType | None = Field(None, description="The same.")
-    category: ModelType | None = Field(None, description="The same.")
-    quantization: Text | None = Field(None, description="Such as Q4_K_M or int8.")
+    model_type: ModelType | None = Field(None, description="The same as `type`.")
+    category: ModelType | None = Field(None, description="The same as `type`.")
+    quantization: Text | None = Field(
+        None, description="The format of the weights, such as Q4_K_M or int8."
+    )
     memory: Size | None = Field(
         None,
-        description="All the memory it needs: `10GB` decimal, `10GiB` or `10G` binary, or bytes.",
+        description="The memory that the model needs: `10GB` (decimal), `10GiB` or `10G` (binary), or bytes.",
     )
-    size: Size | None = Field(None, description="The same.")
+    size: Size | None = Field(None, description="The same as `memory`.")
     vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = Field(
-        None, description="The same, in MiB."
+        None, description="The same as `memory`, as a number of MiB."
     )
     context_length: Annotated[Whole, Field(gt=0)] | None = Field(
-        None, description="Tokens of context."
+        None, description="Tokens of context for which memory is reserved."
     )
     sequences: Annotated[Whole, Field(gt=0)] | None = Field(
-        None, description="How many such contexts at the same time."
+        None, description="The number of contexts at the same time."
     )
     cache_dtype: Text | None = Field(
-        None, description="Of the KV cache, such as float16, fp8 or q8_0."
+        None, description="The dtype of the KV cache, such as float16, fp8 or q8_0."
     )
     gpu_layers: Annotated[Whole, Field(ge=-1)] | None = Field(
-        None, description="-1: all on the GPU, 0: CPU only, else how many."
+        None, description="The number of layers on the GPU. -1: all layers; 0: CPU only."
     )
     dtype: Annotated[str, BeforeValidator(_word_of(DTYPES, None, "dtype"))] | None = Field(
-        None, description="auto, bfloat16, float16 or float32."
+        None, description="The dtype of the weights: auto, bfloat16, float16 or float32."
     )
     gpus: Annotated[int | tuple[str, ...], BeforeValidator(_gpus)] | None = Field(
-        None, description="How many GPUs (`2`), or which (`[0, 1]`)."
+        None, description="The number of GPUs (`2`), or certain GPUs (`[0, 1]`)."
     )
     gpu_memory: Annotated[int | dict[str, int], BeforeValidator(_card_bytes)] | None = Field(
         None,
         description="The most memory of each GPU: `20GiB`, or `{0: 20GiB, 1: 10GiB}`.",
     )
     max_tensor_parallel: Annotated[Whole, Field(gt=0)] | None = Field(
-        None, description="The most GPUs to split it over."
+        None, description="The largest number of GPUs to split the model over."
     )
     layout: Literal["auto", "single", "balanced", "proportional", "whole"] | None = Field(
-        None, description="How it is split: auto, single, balanced, proportional or whole."
+        None, description="How the model is split: auto, single, balanced, proportional or whole."
     )
     gpu_fraction_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Memory to lease, as a multiple of its weights, instead of the estimate."
+        None,
+        description="The memory to lease, as a multiple of the weights; replaces the estimate.",
     )
     fraction_largest_possible: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = (
-        Field(None, description="The part of a GPU above which such a model gets the whole GPU.")
+        Field(
+            None,
+            description="With `gpu_fraction_factor`: a model above this part of a GPU gets the whole.",
+        )
     )
     importance: Annotated[int, BeforeValidator(_importance)] | None = Field(
-        None, description="urgent, high, normal, low, batch or a number."
+        None, description="The importance: urgent, high, normal, low, batch or a number."
     )
-    keep: bool | None = Field(None, description="Never evict it.")
-    pin: bool | None = Field(None, description="The same.")
+    keep: bool | None = Field(None, description="`true`: the model is never evicted.")
+    pin: bool | None = Field(None, description="The same as `keep`.")
     keep_alive: Annotated[float, BeforeValidator(_seconds)] | None = Field(
         None,
-        description="How long after a use only a more important request evicts it, such as `10m`.",
+        description="For so long after a use, only a more important request evicts it: `10m`.",
     )
-    enabled: bool | None = Field(None, description="`false`: it is listed, and refuses to load.")
+    enabled: bool | None = Field(
+        None, description="`false`: the model is listed, and cannot be loaded."
+    )
     runtime_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] | None = Field(
         None, description="Arguments of an engine's command line."
     )
     trust_remote_code: bool | None = Field(
-        None, description="Let it run its own code, if GPU_TRUST_REMOTE_CODE allows it."
+        None,
+        description="`true`: the model's own code may run, if GPU_TRUST_REMOTE_CODE allows it.",
     )
-    revision: Text | None = Field(None, description="Of a hub id.")
+    revision: Text | None = Field(None, description="The revision of a hub id.")
     attn_implementation: Text | None = Field(None, description="Passed to transformers.")
     task: Text | None = Field(
-        None, description="Passed to transformers, if the type does not give it."
+        None, description="Passed to transformers, if `type` does not determine it."
     )
     chat_template: Text | None = Field(
         None, description="A chat template, or a file with one, instead of the model's own."
     )
     thinking: bool | None = Field(
         None,
-        description="Whether it reasons before it answers, if the request does not set it.",
+        description="Whether the model reasons before it answers, unless the request sets this.",
     )
 
 
-SYNONYMS = (  # fields that mean the same
+SYNONYMS = (  # fields with the same meaning
     ("path", "source"),
     ("runtime", "backend"),
     ("type", "model_type", "category"),
@@ -289,7 +299,7 @@ SYNONYMS = (  # fields that mean the same
 
 
 def misspelled_fields(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Unknown fields of the `spec` that look like a known one, each with the known one.
+    """Unknown fields of the `spec` that look like a known field, each with the known field.
 
     >>> misspelled_fields({"memroy": 1, "colour": "red", "x-memroy": 2})
     [('memroy', 'memory')]
@@ -347,9 +357,9 @@ def _unless_auto(text: str) -> str | None:
     return None if text == "auto" else text
 
 
-# --max-num-seqs and --parallel are not in it: those sequences share the context that is reserved,
-# so they need no more of it.
-_ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field, and how it is read
+# --max-num-seqs and --parallel are not in this table: their sequences share the reserved context,
+# so they need no more memory.
+_ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field, and its reader
     "--max-model-len": ("context_length", _tokens),
     "--ctx-size": ("context_length", _tokens),
     "-c": ("context_length", _tokens),

@@ -1,12 +1,12 @@
-"""The catalogue's files: every process that shares them reads them; `apply` and `delete` write.
+"""The catalogue's files. Several processes share and read them; `apply` and `delete` write.
 
     CATALOG/                  GPU_CATALOG, or gpu-console/catalog in the state directory
         catalog.json          what `apply` wrote: replaced whole, under catalog.lock
         catalog.damaged-1     a catalog.json that could not be read, set aside
         *.yaml *.yml *.json   written by hand: read as well, never written
 
-GPU_CATALOG may also name one file, written by hand or not. An entry is stored as it was written;
-`entries.py` decides what it means, and `manifests.py` reads the shapes of files.
+GPU_CATALOG may also name one file, written by hand or by `apply`. An entry is stored as it was
+written. `entries.py` makes a ModelSpec from it, and `manifests.py` reads the formats of files.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _USE_ANOTHER = "use another:  GPU_CATALOG=DIRECTORY"
 class _StoredFile(msgspec.Struct):
     """The content of the file that `apply` writes."""
 
-    gpu_console_catalog: int  # the version of this shape
+    gpu_console_catalog: int  # the version of this format
     models: list[dict[str, Any]]
 
 
 _decode = msgspec.json.Decoder(_StoredFile).decode
-_NOT_READABLE = (  # what decoding a damaged file may raise
+_NOT_READABLE = (  # the errors that decoding a damaged file may raise
     msgspec.MsgspecError,
     UnicodeDecodeError,
     KeyError,
@@ -56,7 +56,7 @@ _NOT_READABLE = (  # what decoding a damaged file may raise
 
 
 def default_place() -> Path:
-    """The directory of this user's own catalogue: in the state directory, which survives boots."""
+    """The directory of this user's own catalogue, in the state directory; a reboot keeps it."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(home) / "gpu-console" / "catalog"
 
@@ -74,7 +74,7 @@ class Catalog:
         self.place = place.absolute()
         self._one_file = self.place.suffix in _SUFFIXES and not self.place.is_dir()
         self.directory = self.place.parent if self._one_file else self.place
-        self.file = self.place if self._one_file else self.place / OURS  # the one `apply` writes
+        self.file = self.place if self._one_file else self.place / OURS  # the file `apply` writes
         self._known: tuple[Any, dict[str, CatalogEntry]] = (
             None,
             {},
@@ -115,7 +115,7 @@ class Catalog:
         """
         body = self._require(name).body
         if format in ("", None):
-            return json.loads(json.dumps(body))  # a copy, which the caller may change
+            return json.loads(json.dumps(body))  # a copy, since the caller may change it
         if format == "json":
             return json.dumps(body, indent=2, ensure_ascii=False)
         if format == "yaml":
@@ -171,7 +171,7 @@ class Catalog:
         return [_entry(manifest, file) for manifest in manifests(documents, str(file))]
 
     def _bytes(self, file: Path) -> bytes | None:
-        """The file's content; None if it was deleted since it was listed."""
+        """The file's content; None if the file was deleted after the directory was listed."""
         try:
             with open(file, "rb") as opened:
                 return opened.read(MOST_STORED_BYTES)
@@ -218,7 +218,7 @@ class Catalog:
     # -- writing
 
     def apply(self, file: str | os.PathLike[str]) -> Applied:
-        """The result of adding or changing the models of a `file`: all of them, or none.
+        """Adds or changes the models of a `file`: all of them, or none. Returns the result.
 
         Raises BadDocument, which names file, line and field, and CatalogUnavailable.
         """
@@ -240,7 +240,7 @@ class Catalog:
         return Applied(name, added, changed, unchanged, tuple(self._notes(new, set_aside)))
 
     def _notes(self, new: Iterable[CatalogEntry], set_aside: str) -> Iterator[str]:
-        """The notes on new entries; a note that several have in common appears once."""
+        """The notes on new entries. A note on several entries appears once."""
         if set_aside:
             yield f"the catalogue was damaged; its content is in {set_aside}"
         names_of: dict[str, list[str]] = {}
@@ -285,7 +285,7 @@ class Catalog:
             raise self._unwritable(error) from error
 
     def _for_writing(self) -> tuple[Mapping[str, CatalogEntry], str]:
-        """The entries; and, if the file was damaged, the name under which it was set aside."""
+        """The entries; and the new name of the old file if it was damaged and set aside."""
         try:
             return self.entries(), ""
         except _Damaged:
@@ -318,7 +318,7 @@ class Catalog:
                 )
 
     def _write(self, entries: Iterable[CatalogEntry]) -> None:
-        """Replaces the whole file, so that a reader finds the old content or the new one."""
+        """Replaces the whole file, so a reader finds either the old content or the new content."""
         bodies = [entry.body for entry in sorted(entries, key=lambda entry: entry.name)]
         stored = {"gpu_console_catalog": VERSION, "models": bodies}
         data = json.dumps(stored, indent=1, ensure_ascii=False).encode()
@@ -376,7 +376,7 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
-    """The entry to store. Its paths are made absolute, since it leaves its file."""
+    """The entry to store. Its paths are made absolute, since the entry moves to another file."""
     spec = dict(manifest.body["spec"])
     base = base or str(file.parent)
     if spec.get("path"):

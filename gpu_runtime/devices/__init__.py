@@ -1,4 +1,4 @@
-"""Devices: drivers and their figures, this process's memory, and allocator maps.
+"""Devices: the drivers' figures, this process's memory on each device, and maps of allocators.
 
-Nothing here decides who gets memory (`scheduler`), and no lease is known here (`owner`).
+Nothing here decides which request gets memory (`scheduler`), and no lease is known here (`owner`).
 """

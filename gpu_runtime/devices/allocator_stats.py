@@ -1,7 +1,7 @@
-"""Maps of allocators: how torch, or a simulated card's segments, have cut the memory of a device.
+"""Maps of allocators: the segments and blocks into which torch divides the memory of a device.
 
-Pure: an allocator's own figures go in, facts.AllocatorMap comes out. The owner of a map and its
-time are added in `owner/allocator_maps.py`; maps are stored by `ledgers/allocator_files.py`.
+Pure: an allocator's own figures go in, facts.AllocatorMap comes out. `owner/allocator_maps.py` adds
+the owner and the time of a map; `ledgers/allocator_files.py` stores maps.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..facts import AllocatorBlock, AllocatorMap, BlockState, SegmentMap
 from ..units import MIB
 from .simulated_allocator import FREE, HOLE, Segment, Segments
 
-MOST_BLOCKS = 8192  # of all of one owner's maps: 500 KiB as JSON at most
-# What torch maps and unmaps of an expandable segment at a time.
+MOST_BLOCKS = 8192  # blocks in all maps of one owner: at most 500 KiB as JSON
+# Bytes of an expandable segment that torch maps or unmaps at a time.
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
-# Any other state waits for a stream.
+# A block in any other state is freed, and a stream still uses it.
 _STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}
 
 
@@ -32,7 +32,7 @@ def of_segments(
 ) -> AllocatorMap:
     """The map of a simulated card, from the `state` of its allocator.
 
-    Its segments get addresses one after another, since they have no real ones. `alloc_retries` and
+    Simulated segments have no real addresses, so they get consecutive ones. `alloc_retries` and
     `ooms` are the allocator's counters for this `device`.
     """
     starts = itertools.accumulate((segment.span for segment in state.segments), initial=0)
@@ -67,7 +67,8 @@ def of_torch(
     """The map of the card that torch calls `cuda:NUMBER` and the book calls `device`.
 
     `segments` are from `torch.cuda.memory_snapshot()`, `stats` from `torch.cuda.memory_stats()`.
-    All that can be counted in the snapshot is: the statistics are of another moment.
+    Every number that the snapshot contains is taken from it, since the statistics are read at
+    another time.
     Source: torch/cuda/memory.py, `_snapshot`; c10/cuda/CUDACachingAllocator.cpp, `release_blocks`.
     """
     own = [segment for segment in segments if segment["device"] == number]
@@ -109,8 +110,8 @@ def _torch_segment(described: Mapping[str, Any]) -> SegmentMap:
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
     """The `maps` with at most `most` blocks in all; their figures stay exact.
 
-    Of too many segments the largest are kept, with the number and bytes of the others. In a segment
-    of too many blocks, small neighbours become one.
+    If there are too many segments, the largest are kept; the others are counted, with their bytes.
+    If a segment has too many blocks, small neighbours are joined.
     """
     each = most // max(1, len(maps))
     return tuple(_bounded(one, each) for one in maps)
@@ -125,7 +126,7 @@ def _runs(segment: Segment) -> tuple[AllocatorBlock, ...]:
 
 
 def _joined(blocks: Iterable[AllocatorBlock]) -> tuple[AllocatorBlock, ...]:
-    """The blocks; neighbours of one state become one. (The allocator joins free ones itself.)"""
+    """The blocks, after neighbours with the same state were joined."""
     joined: list[AllocatorBlock] = []
     for block in blocks:
         last = joined[-1] if joined else None
@@ -143,9 +144,9 @@ def _kind(segment: Mapping[str, Any]) -> str:
 
 
 def _releasable(segment: SegmentMap, type: str) -> int:
-    """Bytes that `torch.cuda.empty_cache()` gives back of a segment.
+    """Bytes of a segment that `torch.cuda.empty_cache()` gives back.
 
-    All or nothing, but whole pages of an expandable one.
+    A normal segment is given back whole or not at all; an expandable one, page by page.
     """
     if segment.kind == "expandable":
         return _whole_free_pages(segment, PAGE_BYTES[type])
@@ -155,7 +156,7 @@ def _releasable(segment: SegmentMap, type: str) -> int:
 
 
 def _whole_free_pages(segment: SegmentMap, page_bytes: int) -> int:
-    """Bytes of the pages that are wholly free."""
+    """Bytes of the pages of a segment that contain only free bytes."""
     released = start = 0
     for block in segment.blocks:
         end = start + block.bytes
@@ -184,7 +185,7 @@ def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
 
 
 def _quota(counts: Sequence[int], most: int) -> int:
-    """The largest number of blocks for each segment that keeps all of them within `most`.
+    """The largest limit of blocks in one segment at which all segments have at most `most` blocks.
 
     >>> _quota([2, 3, 100], 25)
     20
@@ -198,9 +199,10 @@ def _quota(counts: Sequence[int], most: int) -> int:
 
 
 def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
-    """The segment's blocks, at most `most`: small neighbours become one of mixed state.
+    """At most `most` blocks of the segment: small neighbours are joined into one of mixed state.
 
-    The sum of two consecutive groups is above the step, so there are at most 2 * bytes / step + 1.
+    Two consecutive groups are together larger than `step`, so there are at most
+    2 * bytes / step + 1 groups.
     """
     if len(segment.blocks) <= most:
         return segment.blocks

@@ -1,8 +1,9 @@
 """AMD's cards, as `amdsmi` (ROCm's own Python binding) describes them.
 
-`amdsmi` comes with ROCm. Without it no AMD card is found. The module was written from the binding's
+`amdsmi` is part of ROCm. Without it no AMD card is found. This module was written from the binding's
 source and documentation and is tested against its documented answers; it was not run on hardware.
-Memory is in MiB, a process's in bytes, power in W; "N/A" is what the driver does not know.
+The binding reports memory in MiB, a process's memory in bytes, and power in W. A value that the
+driver does not know is "N/A".
 
 Source: ROCm/amdsmi, py-interface/amdsmi_interface.py.
 """
@@ -27,7 +28,7 @@ def list_cards() -> Listing:
         import amdsmi
     except ImportError:
         return Listing(here, absent="ROCm's Python binding amdsmi is not installed")
-    except Exception as error:  # it loads its library on import, and fails in many ways
+    except Exception as error:  # the import loads a C library, and can raise many kinds of errors
         return Listing(here, absent=f"amdsmi cannot be imported ({error})")
     handles = _answer(amdsmi, lambda: _handles(amdsmi))
     cards: list[Card] = []
@@ -47,8 +48,9 @@ def _handles(smi: Any) -> list[Any]:
 
 
 def _numbered(smi: Any, handles: list[Any]) -> list[tuple[int, Any]]:
-    """The cards with HIP's numbers, in their order; with their positions if HIP has no such
-    numbers.
+    """The cards in the order of HIP's numbers, each with its number.
+
+    If the binding does not report HIP's numbers, the positions in the list are used.
     """
     numbers = []
     for position, handle in enumerate(handles):
@@ -67,7 +69,7 @@ def _card(
     """The card with that index. Raises NoAnswer."""
     total = _answer(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))["vram_total"]
     asic = _or_none(smi, lambda: smi.amdsmi_get_gpu_asic_info(handle)) or {}
-    # HIP's own UUID, which HIP_VISIBLE_DEVICES uses; the driver's is another.
+    # HIP_VISIBLE_DEVICES uses HIP's own UUID. The driver has another UUID for the same card.
     uuid = _enumeration(smi, handle).get("hip_uuid")
     if not uuid:
         uuid = _answer(smi, lambda: smi.amdsmi_get_gpu_device_uuid(handle))
@@ -87,8 +89,8 @@ def _enumeration(smi: Any, handle: Any) -> Mapping[str, Any]:
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
     """The cards of the `listing` that HIP shows a process with this `environment`.
 
-    Of those that ROCR_VISIBLE_DEVICES leaves, those that HIP_VISIBLE_DEVICES names, or
-    CUDA_VISIBLE_DEVICES if that is not set. torch names ROCm's cards cuda:0 too.
+    ROCR_VISIBLE_DEVICES selects cards first. HIP_VISIBLE_DEVICES then selects among these; if it is
+    not set, CUDA_VISIBLE_DEVICES does so. torch uses names such as cuda:0 for ROCm's cards too.
     """
     left = named_by(environment.get("ROCR_VISIBLE_DEVICES"), listing.cards, "")
     named = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
@@ -136,7 +138,10 @@ def _watts(smi: Any, handle: Any) -> float | None:
 
 
 def _temperature(smi: Any, handle: Any) -> float | None:
-    """At the hottest spot, which all cards measure; accelerators have no sensor at the edge."""
+    """The temperature at the hottest spot, which all cards measure, in °C.
+
+    Accelerators have no sensor at the edge.
+    """
     current = smi.AmdSmiTemperatureMetric.CURRENT
     for name in ("HOTSPOT", "EDGE"):
         sensor = getattr(smi.AmdSmiTemperatureType, name)
@@ -162,7 +167,7 @@ def versions() -> dict[str, str]:
 
 
 def _answer(smi: Any, ask: Callable[[], Any]) -> Any:
-    """The answer. Raises NoAnswer."""
+    """The result of `ask()`. Raises NoAnswer."""
     try:
         return ask()
     except smi.AmdSmiException as error:
@@ -170,7 +175,7 @@ def _answer(smi: Any, ask: Callable[[], Any]) -> Any:
 
 
 def _or_none(smi: Any, ask: Callable[[], Any]) -> Any:
-    """The answer, or None if this card or driver does not offer it."""
+    """The result of `ask()`, or None if this card or driver does not support it."""
     try:
         return ask()
     except smi.AmdSmiException:

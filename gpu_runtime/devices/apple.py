@@ -1,8 +1,8 @@
 """Apple's GPU under Metal, as system_profiler describes it.
 
-Apple silicon has one GPU, and its memory is the machine's. An Intel Mac's discrete card is used if
-there is one, with memory of its own; its free memory is unknown. Tested against recorded answers of
-the tool; not run on hardware.
+Apple silicon has one GPU, and the GPU uses the machine's memory. In an Intel Mac, a discrete card is
+used if there is one; it has memory of its own, and its free memory is unknown. This module is tested
+against recorded output of the tool; it was not run on hardware.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..units import parse_bytes
 from .drivers import Card, Listing, NoAnswer
 
 KIND, NAME = "metal", "system_profiler"
-SECONDS = 10.0  # it queries every display
+SECONDS = 10.0  # the time limit is long because the tool queries every display
 
 
 def list_cards() -> Listing:
-    """The first discrete GPU that Metal can use, else the first. Raises NoAnswer."""
+    """The first discrete GPU that supports Metal, else the first GPU. Raises NoAnswer."""
     here = sys.modules[__name__]
     if sys.platform != "darwin":
         return Listing(here, absent="this is no Mac")
@@ -79,12 +79,12 @@ def _has_metal(gpu: Mapping[str, Any]) -> bool:
 
 
 def _unified(gpu: Mapping[str, Any]) -> bool:
-    """Whether it uses the machine's memory: Apple's own GPUs and Intel's built-in ones do."""
+    """Whether the GPU uses the machine's memory. Apple's own GPUs and Intel's built-in GPUs do."""
     return "spdisplays_vram" not in gpu
 
 
 def _memory(gpu: Mapping[str, Any]) -> int | None:
-    """Bytes; the tool prints GB and means GiB."""
+    """The GPU's memory in bytes. The tool prints "GB" for GiB."""
     size = str(gpu["spdisplays_vram"])
     try:
         return parse_bytes(size.replace("GB", "GiB").replace("MB", "MiB"))
@@ -93,12 +93,15 @@ def _memory(gpu: Mapping[str, Any]) -> int | None:
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """All cards of the `listing`: there is one, and no variable of the `environment` hides it."""
+    """All cards of the `listing`: there is one card, and no variable can hide it."""
     return tuple(card._replace(torch="mps:0") for card in listing.cards)
 
 
 def measure(card: Card, now: float) -> Sample:
-    """Free bytes of the `card` at `now`, known if its memory is the machine's; no processes."""
+    """The free bytes of the `card` at `now`. None if the card has memory of its own.
+
+    The tool does not report processes.
+    """
     free = psutil.virtual_memory().available if card.device.unified else None
     return Sample(card.device.id, now, free)
 

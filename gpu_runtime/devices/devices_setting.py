@@ -1,4 +1,4 @@
-"""The setting GPU_DEVICES: which texts are allowed, and the simulated devices that one describes.
+"""The setting GPU_DEVICES: the allowed texts, and the simulated devices that a text describes.
 
 No driver is called here; `probe` opens the devices.
 """
@@ -6,7 +6,6 @@ No driver is called here; `probe` opens the devices.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import psutil
 
@@ -16,9 +15,14 @@ from ..units import KIB, parse_bytes
 from . import drivers
 from .drivers import Card
 
-EXPECTED = "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
+EXPECTED = (
+    "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:24GiB+12GiB, sim:2x24GiB or "
+    "sim:2x24GiB,host:64GiB"
+)
 KINDS = {"cuda": "CUDA card", "rocm": "ROCm card", "metal": "Apple GPU"}
 _MOST_CARDS = 64
+_LARGEST = 2**50  # bytes of one simulated device
+_SEVERAL = re.compile(r"([0-9]{1,9})x(.+)")  # 2x24GiB
 
 
 def is_expected(text: str, kind: str) -> bool:
@@ -31,7 +35,7 @@ def is_expected(text: str, kind: str) -> bool:
 def why_none(kind: str, cpu_only: bool) -> str:
     """Why no card of that `kind` is used; `cpu_only` forbids all cards."""
     if cpu_only:
-        return "DEVELOPMENT_CPU_ONLY or INFERENCE_GPU_LAYERS=0 forbids it"
+        return "DEVELOPMENT_CPU_ONLY forbids it"
     return f"no {KINDS[kind]} is visible here"
 
 
@@ -56,45 +60,36 @@ def chosen_cards(
     return found
 
 
-class _Wish(NamedTuple):
-    """The devices that a `sim:` text describes."""
-
-    cards: int
-    card_bytes: int
-    host_bytes: int | None
-
-    @property
-    def possible(self) -> bool:
-        """Whether there is a sensible number of cards, and no device is smaller than 1 KiB."""
-        sizes = (self.card_bytes, self.host_bytes)
-        too_small = any(size is not None and size < KIB for size in sizes)
-        return 0 < self.cards <= _MOST_CARDS and not too_small
-
-
 def simulated_devices(given: str, text: str) -> tuple[Device, ...]:
     """The devices that a `sim:` text describes, host last; `given` is the setting as it was typed.
 
     Raises BadSetting.
     """
-    wish = _parsed(given, text)
-    cards = [simulated_card(index, wish.card_bytes) for index in range(wish.cards)]
-    return *cards, host_device(wish.host_bytes)
-
-
-def _parsed(given: str, text: str) -> _Wish:
-    """The devices of a `sim:` text. Raises BadSetting."""
-    match = re.fullmatch(r"sim:(?:(\d+)x)?([^,]+)(?:,\s*host:([^,]+))?", text)
-    if match is None:
-        raise BadSetting("GPU_DEVICES", given, EXPECTED)
-    count, card, host = match.groups()
     try:
-        host_bytes = parse_bytes(host) if host else None
-        wish = _Wish(int(count or 1), parse_bytes(card), host_bytes)
+        card_sizes, host_bytes = _parsed(text)
     except BadSize:
         raise BadSetting("GPU_DEVICES", given, EXPECTED) from None
-    if not wish.possible:
+    sizes = card_sizes if host_bytes is None else [*card_sizes, host_bytes]
+    possible = all(KIB <= size <= _LARGEST for size in sizes)
+    if not possible or not 0 < len(card_sizes) <= _MOST_CARDS:
         raise BadSetting("GPU_DEVICES", given, EXPECTED)
-    return wish
+    cards = [simulated_card(index, size) for index, size in enumerate(card_sizes)]
+    return *cards, host_device(host_bytes)
+
+
+def _parsed(text: str) -> tuple[list[int], int | None]:
+    """Bytes of each card of a `sim:` text, and of the host; None: not given. Raises BadSize."""
+    cards, comma, host = text.removeprefix("sim:").partition(",")
+    host = host.strip()
+    if comma and not host.startswith("host:"):
+        raise BadSize(text)
+    sizes: list[int] = []
+    for part in cards.split("+"):
+        match = _SEVERAL.fullmatch(part.strip())
+        count, size = match.groups() if match else (1, part)
+        # One card more than the most is as wrong as a million, and takes no memory.
+        sizes += [parse_bytes(size)] * min(int(count), _MOST_CARDS + 1)
+    return sizes, parse_bytes(host.removeprefix("host:")) if host else None
 
 
 def simulated_card(index: int, size: int) -> Device:

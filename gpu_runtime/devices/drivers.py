@@ -1,8 +1,9 @@
-"""Cards as their vendors' drivers describe them, and which of them this process may use.
+"""The cards that the vendors' drivers report, and the cards that this process may use.
 
-Each vendor has one module (`nvml`, `nvidia_smi`, `amd`, `apple`) and one entry in SOURCES. All give
-the same facts: every card of the machine, those that this process sees, and the figures of one now.
-A call into a driver may hang for good, so a process on which others depend uses `with_time_limit`.
+Each source has a module (`nvml`, `nvidia_smi`, `amd`, `apple`) and an entry in SOURCES. All modules
+return the same facts: every card of the machine, the cards that this process sees, and the current
+figures of a card. A call into a driver may hang for ever, so use `with_time_limit` in a process that
+must not hang.
 """
 
 from __future__ import annotations
@@ -19,31 +20,33 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ..errors import ProbeFailed
 from ..facts import Device, Sample
 
-# Of one kind, the first source that finds its driver is used.
+# For each kind of card, the first source that finds its driver is used.
 SOURCES = ("nvml", "nvidia_smi", "amd", "apple")
 ANSWER_SECONDS = 5.0
 T = TypeVar("T")
 
 
 class NoAnswer(Exception):
-    """Why a driver, or one of its cards, does not answer: in the driver's words."""
+    """A driver or a card does not answer; the text is the driver's own error message."""
 
 
 class Card(NamedTuple):
-    """A card, or an instance of a partitioned one.
+    """A card, or an instance of a partitioned card.
 
     `device.index` and the number in `device.id` are the driver's own, the same for every process of
     the host, whichever cards it sees.
     """
 
     device: Device
-    handle: Any  # the vendor's
+    handle: Any  # the object by which the vendor's library identifies the card
     whole: str = ""  # UUID of the physical card that an instance is a part of
-    torch: str = ""  # torch's name for it in this process, such as cuda:0; empty: it is not visible
+    torch: str = (
+        ""  # torch's name in this process, such as cuda:0; empty if the card is not visible
+    )
 
     @property
     def is_part(self) -> bool:
-        """Whether it is an instance of a partitioned card."""
+        """Whether this is an instance of a partitioned card."""
         return bool(self.whole) and self.whole != self.device.uuid
 
 
@@ -52,8 +55,8 @@ class Listing(NamedTuple):
 
     source: ModuleType
     cards: tuple[Card, ...] = ()
-    failed: dict[str, str] = {}  # number of a card that cannot even be listed -> why
-    absent: str = ""  # why there is no such driver here; empty: there is one
+    failed: dict[str, str] = {}  # number of a card that cannot be listed -> why
+    absent: str = ""  # why this driver is not available; empty if it is
 
     @property
     def kind(self) -> str:
@@ -65,13 +68,13 @@ class Source(Protocol):
     """The functions of a vendor's module, as a guide for adding one. Modules are not instances."""
 
     KIND: str  # the first part of its cards' names: `cuda` for cuda:0
-    NAME: str  # of the library or tool, such as NVML
+    NAME: str  # the name of the library or tool, such as NVML
 
     @staticmethod
     def list_cards() -> Listing:
-        """All cards of the machine; of a partitioned one its instances.
+        """All cards of the machine; instead of a partitioned card, its instances.
 
-        May hang. Raises NoAnswer if there is a driver and it fails as a whole.
+        May hang. Raises NoAnswer if there is a driver and no card can be listed.
         """
         ...
 
@@ -102,7 +105,8 @@ def source(name: str) -> ModuleType:
 def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
     """The cards of this machine: one listing for each kind of card, or only for these `kinds`.
 
-    May hang. Raises ProbeFailed if a driver of a kind fails and no other source of it answers.
+    May hang. Raises ProbeFailed if the driver of a kind fails, and no other source for that kind
+    answers.
     """
     found: dict[str, Listing] = {}
     broken: dict[str, tuple[str, str]] = {}
@@ -121,7 +125,7 @@ def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
         if not listing.absent or kind not in found:
             found[kind] = listing
     for kind, (name, why) in broken.items():
-        # A card whose driver is broken must not be taken for no card.
+        # If the driver is broken, the result must not be "there is no card".
         if kind not in found or found[kind].absent:
             raise ProbeFailed(
                 f"the driver of the {kind} cards does not answer {name}: {why}.\n"
@@ -137,12 +141,13 @@ def visible_cards(
 ) -> Listing | None:
     """The cards that this process may use, in torch's order.
 
-    They are of that `kind`, or else of the first kind that has any. `environment` holds variables
-    such as CUDA_VISIBLE_DEVICES. None if there is no driver at all. Raises ProbeFailed if there is
-    one and it fails, or if no card can be listed.
+    They are cards of that `kind`; without a `kind`, of the first kind that has cards. `environment`
+    holds variables such as CUDA_VISIBLE_DEVICES. The result is None if there is no driver. Raises
+    ProbeFailed if there is a driver and it fails, or if no card can be listed.
     """
 
     def look() -> Listing | None:
+        """The first listing with cards, reduced to the visible ones. Raises ProbeFailed."""
         for listing in listings((kind,) if kind else ()):
             if listing.cards:
                 return _visible(listing, environment)
@@ -190,7 +195,7 @@ def sample(
         ) from error
 
 
-# -- which of them this process sees ---------------------------------------------------------------
+# -- the cards that this process sees --------------------------------------------------------------
 
 
 def named_by(
@@ -200,10 +205,11 @@ def named_by(
 ) -> tuple[Card, ...]:
     """The `cards` that a variable such as CUDA_VISIBLE_DEVICES names, as CUDA and HIP read it.
 
-    `variable` is its value: indices into `cards`, UUIDs or their unique beginnings, instances by
-    their UUID. None: it is not set. The first wrong entry ends the list; a card named twice leaves
-    none. Of a partitioned card the first instance is taken; and if one instance is visible, nothing
-    else is. They are named `TORCH:0`, `TORCH:1`, … by the name `torch`.
+    `variable` is the value of that variable; None if it is not set. It holds indices into `cards`,
+    UUIDs or their unique beginnings, and UUIDs of instances. The first wrong entry ends the list. If
+    a card is named twice, no card is visible. Only the first instance of a partitioned card is
+    visible, and then no other card. In the result the cards are called `TORCH:0`, `TORCH:1`, …,
+    where TORCH is the argument `torch`.
 
     Source: CUDA C++ Programming Guide, CUDA Environment Variables; MIG User Guide, Device
     Enumeration.
@@ -222,7 +228,7 @@ def named_by(
 
 
 def _listed(variable: str, groups: Mapping[str, list[Card]]) -> list[Card]:
-    """The cards up to the first wrong entry; none if one is named twice."""
+    """The cards up to the first wrong entry; empty if a card is named twice."""
     chosen: list[Card] = []
     for entry in variable.split(","):
         card = _named(entry.strip(), groups)
@@ -253,7 +259,7 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
 
 
 def chosen(wanted: str, cards: tuple[Card, ...]) -> tuple[Card, ...] | str:
-    """Those of the `cards` that are named explicitly; or the entry that names none of them.
+    """The `cards` that `wanted` names; or its first entry that names no card.
 
     `wanted` is `0,2`, or UUIDs or their unique beginnings. Numbers are the driver's own, as in
     `cuda:2` and nvidia-smi.
@@ -306,7 +312,8 @@ _driver_thread: _DriverThread | None = None
 def with_time_limit(device: str, ask: Callable[[], T]) -> T:
     """The result of `ask()`, run in the driver's thread, within ANSWER_SECONDS.
 
-    Raises ProbeFailed, naming the `device`, if the driver hangs; at once while it still does.
+    Raises ProbeFailed, which names the `device`, if the driver hangs. While an earlier call still
+    hangs, that error is raised at once.
     """
     global _driver_thread
     if _driver_thread is None or _driver_thread.pid != os.getpid():

@@ -1,7 +1,7 @@
-"""NVIDIA's cards, as the tool nvidia-smi describes them: for machines without NVML or its binding.
+"""NVIDIA's cards, as the tool nvidia-smi describes them. Used on machines without NVML's binding.
 
-One run of the tool answers for all cards, so runs are shared: a tenth of a second of a core each,
-at most two a second. Source of the report's form: nvsmi_device_v11.dtd and v12.dtd.
+One run of the tool reports all cards and takes 0.1 s of a core. So a report is shared by all callers,
+and there are at most two runs a second. The report's format is from nvsmi_device_v11.dtd and v12.dtd.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from xml.etree import ElementTree
 
 import psutil
 
+from .. import forks
 from ..facts import Device, Sample
 from ..units import GIB, KIB, MIB
 from . import nvml
 from .drivers import Card, Listing, NoAnswer
 
 KIND, NAME = nvml.KIND, "nvidia-smi"
-ALSO_AT = ("/usr/lib/wsl/lib/nvidia-smi",)  # WSL does not put it on every PATH
-SECONDS = 4.0  # for one run; waking eight cards that nobody uses takes two
+ALSO_AT = ("/usr/lib/wsl/lib/nvidia-smi",)  # under WSL this directory may be missing in PATH
+SECONDS = 4.0  # time limit of a run; if eight cards are asleep, a run takes 2 s
 SHARED_SECONDS = 0.5
 visible = nvml.visible
 
@@ -33,14 +34,14 @@ Element = ElementTree.Element
 
 
 class SmiReport(NamedTuple):
-    """The tool's report, and when the run began, by the monotonic clock."""
+    """The tool's report, and the time when the run began (monotonic clock)."""
 
     began: float
     root: Element
 
 
 def list_cards() -> Listing:
-    """All cards, of a partitioned one its instances. Raises NoAnswer."""
+    """All cards; instead of a partitioned card, its instances. Raises NoAnswer."""
     here = sys.modules[__name__]
     if _tool() is None:
         return Listing(here, absent="there is no nvidia-smi")
@@ -102,7 +103,7 @@ def _whole_card(
 
 
 def _instance_uuids() -> dict[tuple[int, int], str]:
-    """UUIDs by card and position. Some drivers leave them out of the report."""
+    """(card, position) -> UUID of the instance. Some drivers omit these UUIDs from the report."""
     found, index = {}, -1
     for line in _run("-L").splitlines():
         card = re.match(r"GPU (\d+):", line)
@@ -117,7 +118,7 @@ def _instance_uuids() -> dict[tuple[int, int], str]:
 def measure(card: Card, now: float) -> Sample:
     """The tool's figures of the `card`. Raises NoAnswer.
 
-    The shared run may have begun shortly before `now`; the sample then carries that time.
+    The shared run may have begun shortly before `now`; the sample then has that earlier time.
     """
     asked = time.monotonic()
     report = _report()
@@ -171,7 +172,7 @@ def _watts(gpu: Element) -> float | None:
 
 
 def _processes(gpu: Element, part: Element | None) -> Iterator[tuple[int, int | None]]:
-    """The pids on the card with their bytes; on an instance, only those that run on it."""
+    """(pid, bytes) of the processes on the card; for an instance, only of its own processes."""
     instance = None if part is None else part.findtext("gpu_instance_id")
     for process in gpu.iterfind("processes/process_info"):
         if part is None or process.findtext("gpu_instance_id") == instance:
@@ -189,7 +190,7 @@ def versions() -> dict[str, str]:
 
 # -- one run for all callers -----------------------------------------------------------------------
 
-_running = threading.Lock()
+_running = forks.freed(threading.Lock())
 _last: tuple[float, SmiReport | NoAnswer] | None = None  # when the tool was run, and its result
 
 
@@ -229,7 +230,7 @@ def _tool() -> str | None:
 def _run(*arguments: str) -> str:
     """The tool's output. Raises NoAnswer.
 
-    A run that hangs in the driver cannot be ended, so it is left behind.
+    A run that hangs in the driver cannot be killed, so this function stops waiting for it.
     """
     tool = _tool()
     if tool is None:
@@ -257,14 +258,14 @@ def _run(*arguments: str) -> str:
     return output
 
 
-# What the tool prints for a value that it does not know, such as `[N/A]`, `Not available in WDDM…`.
+# The tool prints this for an unknown value: `[N/A]`, `Not available in WDDM…` and others.
 _UNKNOWN = re.compile(
     r"\[?(n/a|not (available|supported)|unknown|insufficient|error)", re.IGNORECASE
 )
 
 
 def _text(element: Any, path: str) -> str:
-    """The text at that path; empty if there is none, or if the tool does not know the value."""
+    """The text at that path; empty if there is no such element, or if the value is unknown."""
     text = (element.findtext(path) or "").strip()
     return "" if _UNKNOWN.match(text) else text
 

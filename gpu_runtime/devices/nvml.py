@@ -1,7 +1,7 @@
 """NVIDIA's cards, as the management library NVML describes them.
 
-NVML, not torch: asking torch would create a CUDA context, and that is itself memory on the card.
-Cards are told apart by UUID, since NVML's index is not CUDA's. Every call may hang: use
+torch is not used: it would create a CUDA context, and that context takes memory on the card. Cards
+are identified by UUID, since NVML's index differs from CUDA's. Every call may hang: use
 `drivers.with_time_limit`, or a process that may be killed.
 """
 
@@ -22,19 +22,21 @@ from ..facts import Device, Sample
 from .drivers import Card, Listing, NoAnswer, named_by
 
 KIND, NAME = "cuda", "NVML"
-CUDA_SECONDS = 4.0  # within which a child process must report CUDA's order of the cards
+CUDA_SECONDS = 4.0  # time limit of the child process that reports CUDA's order of the cards
 T = TypeVar("T")
 
 
 class Handle(NamedTuple):
-    """NVML's handles of a card or of an instance."""
+    """NVML's handles for a card or an instance."""
 
     own: Any
-    whole: Any  # the physical card's: it has a temperature, an instance has none
+    whole: Any  # handle of the physical card, which has a temperature; an instance has none
 
 
 def list_cards() -> Listing:
-    """All cards, and by number why others cannot be listed. Of a partitioned card its instances.
+    """All cards, and number -> reason for cards that cannot be listed.
+
+        Instead of a partitioned card, its instances are listed.
 
     Raises NoAnswer.
     """
@@ -137,10 +139,10 @@ def _uses_machine_memory(
     handle: Any,
     name: str,
 ) -> bool:
-    """Whether a card that reports no memory uses the machine's: GB10 and Jetson do.
+    """Whether a card that reports no memory uses the machine's memory, as GB10 and Jetson do.
 
-    NVML reports that only by the addressing mode, ATS. Cards with memory of their own (GH200) have
-    that mode too, but those report how much.
+    NVML shows this only by the addressing mode, ATS. Cards with memory of their own (GH200) have
+    that mode too, but they report their memory.
     """
     if INTEGRATED.search(name):
         return True
@@ -151,11 +153,10 @@ def _uses_machine_memory(
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """The cards of the `listing` that CUDA shows a process with this `environment`, in CUDA's
-    order.
+    """The cards that CUDA shows a process with this `environment`, in CUDA's order.
 
-    If the listing does not determine that order (cards of several kinds, or some that cannot be
-    listed), CUDA is asked. Raises NoAnswer.
+    The order is unknown if the `listing` has cards of several models, or if some cards cannot be
+    listed. Then a child process gets the order from CUDA. Raises NoAnswer.
     """
     cards = listing.cards
     several_kinds = len({card.device.name for card in cards}) > 1
@@ -190,10 +191,10 @@ print(json.dumps(order))
 
 
 def _order_by_cuda(environment: Mapping[str, str]) -> list[str] | None:
-    """UUIDs of the cards that CUDA shows, in its order; None if there is no CUDA.
+    """UUIDs of the cards that CUDA shows, in CUDA's order; None if there is no CUDA.
 
-    A child process asks: CUDA, once started here, survives no fork. Raises NoAnswer if it takes too
-    long: a guess could use the wrong card.
+    A child process calls CUDA, because after a CUDA call in this process no fork of it could use
+    CUDA. Raises NoAnswer if the child takes too long, since a guess could select the wrong card.
     """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
     for key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
@@ -235,7 +236,7 @@ def _measure(
 ) -> Sample:
     own, whole = card.handle
     if card.device.unified:
-        nvml.nvmlDeviceGetUUID(own)  # raises if the card is gone
+        nvml.nvmlDeviceGetUUID(own)  # raises an error if the card is gone
         free: int | None = psutil.virtual_memory().available
     else:
         free = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(own).free)
@@ -284,7 +285,7 @@ def versions() -> dict[str, str]:
 
 
 def _not_offered(nvml: Any) -> tuple[type[Exception], ...]:
-    """The errors that mean: this card or driver does not offer it."""
+    """The errors that are raised if this card or driver does not support a call."""
     return (
         nvml.NVMLError_NotSupported,
         nvml.NVMLError_NoPermission,
@@ -293,7 +294,10 @@ def _not_offered(nvml: Any) -> tuple[type[Exception], ...]:
 
 
 def _or_none(nvml: Any, ask: Callable[[], T]) -> T | None:
-    """The answer, or None if this card or driver does not offer it. Any other error is raised."""
+    """The result of `ask()`; None if this card or driver does not support the call.
+
+    Any other error is raised.
+    """
     try:
         return ask()
     except _not_offered(nvml):

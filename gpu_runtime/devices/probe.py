@@ -1,13 +1,14 @@
-"""The devices of this machine: their names, their free memory, and what this process holds of them.
+"""The devices of this machine: their names, their free memory, and this process's bytes on them.
 
-The cards are listed once, with a time limit on their drivers. Their figures are read from what the
-host's helper process measures (`follow`); only a runtime whose book nobody shares measures by
-itself. Simulated cards count their own bytes. Nothing here decides anything.
+The cards are listed once, with a time limit on their drivers. The host's helper process measures
+their figures (`follow`). A runtime that shares its book with no other process measures them itself.
+Simulated cards count their own bytes. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -20,10 +21,12 @@ from msgspec.structs import replace
 from ..errors import BadSetting, ProbeFailed, UnknownDevice
 from ..facts import HOST, AllocatorMap, Device, Sample
 from ..ledgers.liveness import name_of
+from ..safe_text import quoted
 from ..units import GIB
 from . import allocator_stats, drivers
 from .devices_setting import (
     EXPECTED,
+    KINDS,
     chosen_cards,
     host_device,
     is_expected,
@@ -35,15 +38,20 @@ from .drivers import Card, Listing
 from .process_memory import Memory
 from .sampler_client import Sampling
 
-FIRST_SECONDS = 3.0  # for a helper to start and measure for the first time
+log = logging.getLogger("gpu_runtime")
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+FIRST_SECONDS = 3.0  # the longest wait until a new helper has measured for the first time
 
 
 class Probe:
-    """The devices of this machine, host last, and this process's memory on each. Thread-safe."""
+    """The devices of this machine, and this process's memory on each. Thread-safe.
+
+    The host is the last device.
+    """
 
     def __init__(self, devices: tuple[Device, ...], listing: Listing | None = None) -> None:
         self.devices = devices
-        self.listing = listing  # of the real cards
+        self.listing = listing  # the real cards
         cards = listing.cards if listing else ()
         self.simulated = not cards
         self._cards = {card.device.id: card for card in cards}
@@ -51,9 +59,9 @@ class Probe:
         self._sampling: Sampling | None = None
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Renames the cards: `names` maps an id of ours to that in the book.
+        """Renames the cards: `names` maps our id of a card to its id in the book.
 
-        Only before anything is held, since memories keep their names.
+        Must be called before any memory is held, since a memory keeps its name.
         """
         self.devices = tuple(_renamed(device, names) for device in self.devices)
         cards = {}
@@ -63,11 +71,11 @@ class Probe:
         self._memories = {device.id: self._memory(device) for device in self.devices}
 
     def follow(self, directory: Path | None, ledger: str = "") -> None:
-        """From now on reads the figures of real cards from the helper's files in `directory`.
+        """Reads the figures of real cards from the helper's files in `directory` from now on.
 
-        None: this process measures by itself. The helper records the history of that `ledger` (its
-        URL), if one is given. Starts a helper if there is none, and waits a moment for its first
-        figures.
+        With None, this process measures by itself. The helper records the history of the `ledger`
+        with this URL, if one is given. Starts a helper if there is none, and waits a moment for its
+        first figures.
         """
         self._sampling = None
         if directory is not None and self._cards:
@@ -107,11 +115,11 @@ class Probe:
     # -- figures
 
     def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
-        """The last figures of the drivers, and of the machine for `host`, by device id.
+        """Device id -> the last figures of the driver; for `host`, of the machine.
 
-        `fresh` requests new figures, if the helper answers at once. `now` is the time of samples
-        that this process takes itself. Simulated devices have none. Raises ProbeFailed, naming the
-        device that does not answer, if this process measures by itself.
+        `fresh` requests new figures, which are returned if the helper answers at once. `now` is the
+        time of samples that this process takes itself. Simulated devices have no sample. If this
+        process measures by itself, raises ProbeFailed for a device that does not answer.
         """
         if self._sampling:
             return self._samples_of_helper(self._sampling, fresh)
@@ -142,7 +150,7 @@ class Probe:
             self._sampling.look_after()
 
     def trouble(self, stale_seconds: float) -> str:
-        """Which cards cannot be used or measured, and why; empty if all can.
+        """A text on the cards that cannot be used or measured, and why; empty if all can.
 
         A sample older than `stale_seconds` does not count.
         """
@@ -183,8 +191,8 @@ class Probe:
     def used(self) -> dict[str, int]:
         """Bytes that this process holds on each device.
 
-        What its allocators hold, and on a card its context too if the driver reports it. Raises
-        ProbeFailed if this process measures by itself.
+        They are the bytes of its allocators. On a card, the CUDA context is included if the driver
+        reports it. Raises ProbeFailed if this process measures by itself and a driver fails.
         """
         held = {}
         for id, memory in self._memories.items():
@@ -196,10 +204,10 @@ class Probe:
         return held
 
     def contexts(self) -> dict[str, int]:
-        """Bytes of this process's CUDA context on each real card, beside torch's allocator.
+        """Bytes of this process on each real card beyond torch's allocator: its CUDA context.
 
-        0 without a context, or if the driver does not report it. (Bytes of other engines there are
-        included.)
+        0 without a context, or if the driver does not report it. Bytes of other engines in this
+        process are included.
         """
         if _started_cuda() is None:
             return dict.fromkeys(self._cards, 0)
@@ -209,7 +217,7 @@ class Probe:
         return contexts
 
     def watch_peaks(self) -> None:
-        """Resets torch's peak counters, so that `beyond_now` starts from this moment."""
+        """Resets torch's peak counters, so that `beyond_now` counts from now on."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return
@@ -217,9 +225,9 @@ class Probe:
             cuda.reset_peak_memory_stats(card.device.index)
 
     def beyond_now(self, device: str) -> int | None:
-        """Bytes that torch held at its peak on that `device` beyond those it holds now.
+        """Torch's peak on that `device` since `watch_peaks`, less the bytes that it holds now.
 
-        None: unknown.
+        None if it is unknown.
         """
         cuda, card = _started_cuda(), self._cards.get(device)
         if cuda is None or card is None:
@@ -228,16 +236,17 @@ class Probe:
         return cuda.max_memory_allocated(index) - cuda.memory_allocated(index)
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Bytes that the driver charges to process `pid` on these `devices`, with its CUDA context.
+        """Bytes that the driver reports for process `pid` on these `devices`, with its CUDA context.
 
-        0 if the driver does not report it.
+        0 if the driver does not report them.
         """
         return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
 
     def _charged(self, card: Card, pid: int = 0) -> int:
-        """Bytes that the driver charges to a process: this one, unless another pid is given.
+        """Bytes that the driver reports for a process: for this one, unless another pid is given.
 
-        0 if it does not report them, or if in a container it knows the process by another number.
+        0 if the driver does not report them. In a container the driver's pid of the process may
+        differ, and the result is 0 too.
         """
         pid = pid or os.getpid()
         if self._sampling is None:
@@ -251,7 +260,7 @@ class Probe:
     def bound(self, device: str, fraction: float) -> bool:
         """Limits torch in this process to that `fraction` of the `device`.
 
-        Returns whether the limit was set: not before this process uses CUDA.
+        Returns whether the limit was set. It is not set before this process uses CUDA.
         """
         card, cuda = self._cards.get(device), _started_cuda()
         if card is None or cuda is None or not card.torch.startswith("cuda"):
@@ -260,9 +269,10 @@ class Probe:
         return True
 
     def maps(self) -> tuple[AllocatorMap, ...]:
-        """How each card's allocator in this process has cut its memory.
+        """A map of each card's allocator in this process.
 
-        Unused allocators are left out, and those that are not torch's for CUDA or ROCm.
+        Unused allocators are left out. Only simulated cards and torch's allocators for CUDA and ROCm
+        have maps.
         """
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
@@ -276,7 +286,7 @@ class Probe:
         return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that is equal for as long as the maps are, and far cheaper to compute."""
+        """A value that stays equal while the maps stay equal; it is far cheaper to compute."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return tuple(self._memories[id].pulse() for id in self._simulated())
@@ -296,7 +306,7 @@ class Probe:
         return numbered
 
     def empty_cache(self) -> int:
-        """Gives memory that is kept for reuse back, on cards and host; returns its bytes."""
+        """Gives back memory that is kept for reuse, on cards and host. Returns its bytes."""
         released = sum(memory.empty_cache() for memory in self._memories.values())
         cuda = _started_cuda() if self._cards else None
         if cuda is not None:
@@ -328,14 +338,16 @@ def open_probe(
 ) -> Probe:
     """The probe of the devices that the text `devices` names.
 
-    - `auto`: the cards that this process sees in this `environment`, unless there are none or
-      `cpu_only` is set; then one simulated card of half this machine's memory.
-    - `cuda`, `rocm`, `metal`: those cards, or an error. `cuda:0,2` or `cuda:GPU-8a41`: these of
-      them.
+    - `auto`: the cards that this process sees in this `environment`. If there are none, or if
+      `cpu_only` is set: one simulated card with half of this machine's memory.
+    - `cuda`, `rocm`, `metal`: all cards of that kind, or an error.
+    - `cuda:0,2` or `cuda:GPU-8a41`: the named cards of that kind.
     - `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host. Without `host:` the host
-      is this machine's memory.
+      is this machine's memory. `sim:24GiB+12GiB`: cards of different sizes.
 
-    Raises BadSetting for anything else, and ProbeFailed if there is a driver and it fails.
+    If variables such as CUDA_VISIBLE_DEVICES hide all cards, that is logged as a warning.
+
+    Raises BadSetting for any other text, and ProbeFailed if there is a driver and it fails.
     """
     text = devices.strip().lower()
     if text.startswith("sim:"):
@@ -353,15 +365,27 @@ def open_probe(
     if kind != "auto":
         expected = f"auto or sim:24GiB on this machine, since {why_none(kind, cpu_only)}"
         raise BadSetting("GPU_DEVICES", devices, expected)
+    if listing:
+        log.warning("%s", _hidden(listing, environment))
     half = max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
     return Probe((simulated_card(0, half), host_device()))
+
+
+def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
+    """Sentences: this process sees none of the cards that the machine has."""
+    found = (f"{name}={quoted(environment[name])}" for name in _HIDING if name in environment)
+    return (
+        f"this process sees no {KINDS[listing.kind]} of this machine, so its devices are simulated. "
+        f"They are hidden by {', '.join(found) or 'the driver'}.\n"
+        f"  Use the cards:  unset the variable      or, to simulate:  GPU_DEVICES=sim:24GiB"
+    )
 
 
 # -- torch ---------------------------------------------------------------------------------------
 
 
 def _started_cuda():
-    """torch.cuda if this process uses it already, else None; the question must not start it."""
+    """torch.cuda if this process uses CUDA already, else None. This call must not start CUDA."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():

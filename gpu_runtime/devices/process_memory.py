@@ -1,9 +1,9 @@
 """This process's memory on one device: byte counts, and real pages if they are needed.
 
-A simulated device and the host are the same kind of memory: a capacity, segments cut into blocks,
-and for a block that must hold real bytes, a stretch of a region of real pages. A block is free once
-nothing refers to it or to its bytes, so a tensor that a user kept holds exactly its own bytes, as
-on a card. A real card's memory is managed by torch, not here.
+A simulated device and the host are modelled in the same way: a capacity, and segments that are cut
+into blocks. A block that must hold real bytes has a part of a region of real pages. A block is freed
+once nothing refers to the block or its bytes. So a tensor that a user keeps holds exactly its own
+bytes, as on a card. A real card's memory is managed by torch, not here.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from .. import forks
 from ..errors import OutOfMemory
 from ..facts import AllocatorMap
 from ..units import MIB, show_bytes
 from . import allocator_stats, simulated_allocator
 
 _keys = itertools.count(1)
-_TOUCH_BYTES = 64 * MIB  # one thread's piece
+_TOUCH_BYTES = 64 * MIB  # bytes that one thread touches at a time
 
 
 class Note(weakref.ref):
-    """Informs a memory that a block is gone.
+    """A weak reference that informs a memory when its block is gone.
 
-    Its callback is a deque's append: C code that no interrupt can split.
+    Its callback is a deque's `append`. That is C code, so an interrupt cannot stop it halfway.
     """
 
-    key = simulated_allocator.FREE  # until it has one of its own
+    key = simulated_allocator.FREE  # replaced by a key of its own when the block is allocated
 
 
 class Block:
-    """Bytes held on a device until `free`, or until the last reference or buffer is gone."""
+    """Bytes on a device. They are held until `free`, or until the last reference or buffer is gone."""
 
     __slots__ = ("memory", "size", "note", "segment", "offset", "__weakref__")
 
@@ -58,18 +59,18 @@ class Block:
         return array
 
     def free(self) -> None:
-        """Gives the bytes back. Only for a block without a buffer; a second call does nothing."""
+        """Gives the bytes back. The block must have no buffer. A second call does nothing."""
         self.memory._freed.append(self.note)
 
 
 class Memory:
     """The bytes that this process holds on one device; thread-safe.
 
-    A block that is garbage-collected, in whatever way, leaves a note, and notes are read before
-    every answer; so no caller has to report that it is gone.
+    When a block is garbage-collected, its `Note` is queued. The queue is read before every result,
+    so no caller has to report that a block is gone.
 
-    `device` is its id. Without `capacity_bytes` it is a real card's: nothing is counted here and
-    blocks hold nothing, since torch and the driver know better. `pinned` locks real pages for a
+    `device` is the device's id. Without `capacity_bytes` this is a real card: nothing is counted
+    here, and blocks hold nothing, since torch manages that memory. `pinned` locks real pages for a
     card's copy engine. `torch` is torch's name for the device in this process.
     """
 
@@ -84,35 +85,35 @@ class Memory:
     ) -> None:
         self.device, self.capacity_bytes = device, capacity_bytes
         self.simulated, self.pinned = simulated, pinned
-        self.torch = torch  # in another process the card may have another number
+        self.torch = torch  # the number of a card can differ between processes
         self.squeezed_bytes = 0
         self.alloc_retries = self.ooms = 0
         self._state = simulated_allocator.Segments()
         self._regions: dict[int, _Region] = {}
-        self._sizes: dict[int, int] = {}  # of the segments, for their regions
+        self._sizes: dict[int, int] = {}  # segment id -> bytes, for the segment's region
         self._freed: collections.deque[Note] = collections.deque()
-        self._notes: dict[int, Note] = {}  # of the blocks that exist
+        self._notes: dict[int, Note] = {}  # key -> note of an existing block
         self._failures = 0
-        self._lock = threading.Lock()
+        self._lock = forks.awaited(threading.Lock())
 
     @property
     def counted(self) -> bool:
-        """Whether its bytes are counted here: not those of a real card."""
+        """Whether this object counts the bytes. It does not count those of a real card."""
         return self.capacity_bytes is not None
 
     def allocate(self, size: int, *, force: bool = False) -> Block:
         """A block of `size` bytes. Raises OutOfMemory (torch's own error too if torch is loaded).
 
-        `force` ignores the capacity, for bytes that exist already.
+        `force` ignores the capacity. It is used for bytes that exist already.
         """
         return self.allocate_row([size], force=force)[0]
 
     def allocate_row(self, sizes: Sequence[int], *, force: bool = False) -> list[Block]:
-        """One block per size, side by side and each on a multiple of 512 bytes; all or none.
+        """A block for each size, side by side, each at a multiple of 512 bytes; all or none.
 
         `sizes` are bytes; `force` and errors as in `allocate`.
         """
-        # The blocks are made first: whatever happens then, they free themselves.
+        # The blocks are made first: after an error or an interrupt, they free themselves.
         blocks = [Block(self, size) for size in sizes]
         with self._lock:
             state = self._swept()
@@ -146,7 +147,7 @@ class Memory:
             return state.requested + reusable
 
     def map(self) -> AllocatorMap:
-        """How the allocator has cut its memory. Not for a real card, whose memory is torch's."""
+        """The map of this memory's allocator. It must not be called for a real card."""
         with self._lock:
             state = self._swept()
         return allocator_stats.of_segments(
@@ -154,9 +155,9 @@ class Memory:
         )
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that is equal for as long as the map is.
+        """A value that stays equal while the map stays equal.
 
-        An unchanged state is the same object, so the comparison is immediate.
+        An unchanged state is the same object, so the comparison takes no time.
         """
         with self._lock:
             return self._swept(), self.alloc_retries, self.ooms
@@ -180,11 +181,11 @@ class Memory:
         return False
 
     def fail_next(self, times: int = 1) -> None:
-        """The next allocations, so many `times`, fail as if the device were full: a drill."""
+        """Lets the next allocations fail as if the device were full: `times` of them. For drills."""
         self._failures = times
 
     def squeeze(self, size: int) -> None:
-        """From now on other programs hold `size` bytes of it; 0: none. A drill."""
+        """Simulates that other programs hold `size` bytes of the device from now on. For drills."""
         self.squeezed_bytes = size
 
     def _watch(self, block: Block) -> Note:
@@ -205,7 +206,7 @@ class Memory:
         return self._state
 
     def _settle(self, state: simulated_allocator.Segments) -> None:
-        self._state = state  # the only moment at which anything changes
+        self._state = state  # one assignment, so an interrupt cannot leave a half-changed state
         alive = {segment.id: segment.span for segment in state.segments}
         self._sizes = alive
         for gone in self._regions.keys() - alive.keys():
@@ -247,21 +248,21 @@ def _free_bytes(segment: simulated_allocator.Segment) -> int:
 class _Region(mmap.mmap):
     """Real pages of one segment, mapped until the last buffer in them is gone."""
 
-    start = 0  # its address
+    start = 0  # the region's address
     pinned = False
 
     def __del__(self) -> None:
         torch = sys.modules.get("torch") if self.pinned else None
-        # When the process ends torch may be gone already; then the driver cleans up.
+        # At the end of the process torch may be gone already. Then the driver unlocks the pages.
         if torch is not None:
             torch.cuda.cudart().cudaHostUnregister(self.start)
 
 
 def _map_pages(memory: Memory, size: int) -> _Region:
-    """Fresh pages, in huge pages if the system has them.
+    """New pages, in huge pages if the system has them.
 
-    A copy into fresh small pages ran at 0.7 GB/s, into fresh huge pages at 18, into used ones at
-    22.
+    Measured: a copy into new small pages runs at 0.7 GB/s, into new huge pages at 18 GB/s, and into
+    used pages at 22 GB/s.
     """
     try:
         region = _Region(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -278,7 +279,7 @@ def _map_pages(memory: Memory, size: int) -> _Region:
         try:
             region.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
-            pass  # a kernel without huge pages: slower the first time, else the same
+            pass  # this kernel has no huge pages, so the first copy is slower
     region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
     if memory.pinned:
         _pin(region)
@@ -286,9 +287,10 @@ def _map_pages(memory: Memory, size: int) -> _Region:
 
 
 def _pin(region: _Region) -> None:
-    """Locks the pages for the card's copy engine. Without that, copies run at a fifth of the bus.
+    """Locks the pages for the card's copy engine. Without it, copies have a fifth of the bus speed.
 
-    torch's own pinned memory rounds up to powers of two: 6 GiB requested, 10 locked.
+    torch's own pinned memory is not used: it rounds up to powers of two. For a request of 6 GiB it
+    locked 10 GiB.
     """
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     if cuda is None or not cuda.is_initialized():
@@ -306,7 +308,8 @@ def _pin(region: _Region) -> None:
 def out_of_memory(message: str, **facts: Any) -> OutOfMemory:
     """OutOfMemory with that `message` and these `facts` as attributes.
 
-    It is a torch.OutOfMemoryError as well if torch is loaded: code that catches either, catches it.
+    If torch is loaded, the error is also a torch.OutOfMemoryError, so code that catches either class
+    works.
     """
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "OutOfMemoryError"):

@@ -1,8 +1,8 @@
 """The measured figures of a host: one helper process publishes them, every process reads them.
 
-A call into a driver may hang for good, so no kernel makes one. The helper (`telemetry/sampler.py`)
-does. A process that finds the helper dead starts another; one that finds it hanging kills it first.
-This is the readers' side; nothing is decided here.
+A call into a driver may hang for ever. So only the helper (`telemetry/sampler.py`) calls drivers, and
+no kernel does. If the helper has ended, the process that notices this starts another. If the helper
+hangs, that process kills it first. This module is the readers' side.
 
     DIRECTORY/                the ledger's, of this boot
         samples               the last figures: JSON, replaced by a rename
@@ -11,9 +11,9 @@ This is the readers' side; nothing is decided here.
         sampler.starting      a process is starting a helper
         sampler.err           the last error message of a helper that failed
 
-The figures are stored beside the book, not in it: a page that changed every second would be read
-and decoded by every kernel every second. A decision puts the figures that it used into the page,
-and from there all processes use them.
+The figures are stored in a file of their own, not in the book. Otherwise the book would change every
+second, and every kernel would read and decode it every second. A decision writes the figures that it
+used into the book, and other processes use them from there.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from msgspec.structs import replace
 from ..facts import Device, Sample, Value
 from ..units import show_seconds
 
-HANG_SECONDS = 5.0  # without any card's answer
-START_SECONDS = 30.0  # before the first: an idle driver may take as long to wake eight cards
+HANG_SECONDS = 5.0  # a helper without any card's answer for so long is taken to hang
+START_SECONDS = 30.0  # limit for the first answer: an idle driver may need that to wake eight cards
 START_AGAIN_SECONDS = 3.0
 FRESH_SECONDS = 0.25  # how long a decision waits for new figures
 LOOK_SECONDS = 0.5  # how often one reader checks the helper
-LATE_SECONDS = 3.0  # figures are renewed every 1 to 2 s
+LATE_SECONDS = 3.0  # older figures are late, since they are renewed every 1 to 2 s
 DEAD_SECONDS = 2.0  # how long a killed helper may take to end
 
 
@@ -55,34 +55,34 @@ class Person(Value):
 class Figures(Value):
     """The figures that the helper measured last."""
 
-    pid: int  # the helper's
+    pid: int  # pid of the helper
     began_at: float  # when this round of measurements began
     host: Sample
-    cards: dict[str, Sample] = {}  # by UUID; a card that does not answer keeps its last
-    # Why there is no answer: by UUID, by the index of a card without one, or "" for all cards.
+    cards: dict[str, Sample] = {}  # by UUID; a card that does not answer keeps its last sample
+    # Why there is no answer: by UUID, by index for a card without a UUID, or under "" for all cards.
     failed: dict[str, str] = {}
-    people: dict[int, Person] = {}  # of the processes on the cards, as far as visible from here
+    people: dict[int, Person] = {}  # by pid, for the visible processes on the cards
 
     @property
     def newest(self) -> float:
-        """When a card answered last; 0 if none has."""
+        """When a card answered last; 0 if no card has answered."""
         return max((sample.taken_at for sample in self.cards.values()), default=0.0)
 
     def of(self, device: Device) -> Sample | None:
-        """The sample of that `device`; None: nothing was measured yet."""
+        """The sample of that `device`; None if the device was not measured yet."""
         if device.is_host:
             return self.host
         if device.uuid in self.failed or "" in self.failed:
-            # From now on unknown, whatever was measured before.
+            # The card does not answer now, so its earlier figures no longer hold.
             return Sample(device.id, self.began_at, None)
         sample = self.cards.get(device.uuid)
         return replace(sample, device=device.id) if sample else None
 
 
 class LockHolder(NamedTuple):
-    """The process that holds the helper's lock, as the operating system names it.
+    """The process that holds the helper's lock, as the operating system reports it.
 
-    pid 0: a process that is not visible from here (in another container).
+    The pid is 0 if the process is in another container and not visible from here.
     """
 
     pid: int
@@ -90,7 +90,7 @@ class LockHolder(NamedTuple):
 
 
 def boot_seconds() -> float:
-    """Seconds since boot: the clock of all times here."""
+    """Seconds since boot. All times in this module are of this clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -99,8 +99,8 @@ _decode = msgspec.json.Decoder(Figures).decode
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _BELL_FLAGS = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _STAMP_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-_MOST_BYTES = 1 << 20  # of figures; 64 cards with a hundred processes each take 200 KiB
-# Helpers that this process started; they outlive the objects that started them.
+_MOST_BYTES = 1 << 20  # limit of the file; 64 cards with a hundred processes each take 200 KiB
+# Helpers that this process started. They still run after the object that started them is gone.
 _children: list[subprocess.Popen[bytes]] = []
 
 
@@ -119,20 +119,23 @@ class Sampling:
     ) -> None:
         """Reads the files in `directory`.
 
-        `ledger`: the URL from which the helper writes the history. `simulated`: there is nothing to
-        measure, so any living helper is good enough.
+        `ledger` is the URL of the ledger whose history the helper writes. With `simulated`, no card
+        is measured, so a helper is never taken to hang.
         """
         self.directory = directory
         self._ledger, self._simulated = ledger, simulated
         self._read: tuple[tuple[int, int, int], Figures] | None = None
-        self._unanswered_since = -1.0  # the round after which the bell was not answered
+        self._unanswered_since = -1.0  # start of the last round before an unanswered request
         self._looked_at = float("-inf")
         self._began = boot_seconds()
-        self._killed: tuple[int, float] | None = None  # pid and time
+        self._killed: tuple[int, float] | None = None  # pid of the killed helper, and the time
         self._why = ""
 
     def figures(self) -> Figures | None:
-        """The last figures; None if there are none. One system call if unchanged, else 30 µs."""
+        """The last figures; None if there are none.
+
+        It takes one system call if the file has not changed, else 30 µs.
+        """
         path = self.directory / "samples"
         try:
             status = os.stat(path)
@@ -145,10 +148,10 @@ class Sampling:
             return None
 
     def fresh(self) -> Figures | None:
-        """Figures taken from now on; the last ones if the helper does not answer at once.
+        """Figures that are measured after this call; the last ones if the helper does not answer.
 
-        Only one caller waits for a helper that does not answer: until it has answered, the next
-        callers do not wait.
+        Only the first caller waits for a helper that does not answer. The next callers do not wait,
+        until the helper answers again.
         """
         requested_at = boot_seconds()
         last = self.figures()
@@ -168,7 +171,7 @@ class Sampling:
             pause = min(pause * 1.5, 0.005)
 
     def first(self, seconds: float) -> None:
-        """Waits for the first figures on this host, at most so many `seconds`."""
+        """Waits for the first figures on this host, for at most this number of `seconds`."""
         began = boot_seconds()
         self.look_after()
         while True:
@@ -180,7 +183,7 @@ class Sampling:
             time.sleep(0.005)
 
     def _ring(self) -> bool:
-        """Requests new figures; whether a helper listens."""
+        """Requests new figures. Returns whether a helper listens."""
         try:
             bell = os.open(self.directory / "sampler.bell", _BELL_FLAGS)
         except OSError:
@@ -188,7 +191,7 @@ class Sampling:
         try:
             os.write(bell, b"!")
         except BlockingIOError:
-            pass  # the pipe is full of requests already
+            pass  # the pipe is full of requests, so the helper will measure anyway
         finally:
             os.close(bell)
         return True
@@ -227,13 +230,13 @@ class Sampling:
         return state
 
     def _overdue_seconds(self, holder: LockHolder, now: float) -> float:
-        """How long the helper's next answer is overdue; negative if it is not."""
+        """Seconds by which the helper's next answer is overdue; negative if it is not overdue."""
         figures = self.figures()
         since_start = now - holder.started_at - START_SECONDS
         if figures is None or figures.began_at < holder.started_at:
             return since_start
         round_age = now - figures.began_at
-        if figures.failed or round_age > HANG_SECONDS:  # an error is an answer too
+        if figures.failed or round_age > HANG_SECONDS:  # a card that fails has answered too
             return round_age - HANG_SECONDS
         if figures.newest < holder.started_at:
             return since_start
@@ -242,7 +245,8 @@ class Sampling:
     def _holder(self) -> LockHolder | None:
         """The helper that holds the lock; None if there is none.
 
-        The lock is a POSIX one because the system names its holder; a file's content may be wrong.
+        The lock is a POSIX lock, because the system then reports the holder's pid. A pid in the file
+        could be wrong.
         """
         try:
             fd = os.open(self.directory / "sampler.lock", _READ_FLAGS)
@@ -260,13 +264,13 @@ class Sampling:
             return None
         try:
             return LockHolder(max(0, pid), float(words[0]))
-        except (ValueError, IndexError):  # it has the lock, and has not written its start yet
+        except (ValueError, IndexError):  # the helper has not written its start time yet
             return LockHolder(max(0, pid), self._began)
 
     def _start(self) -> None:
-        """Starts a helper, unless another process is doing so.
+        """Starts a helper, unless another process is starting one.
 
-        Of several that start at once, the lock leaves one.
+        If several helpers start at once, one gets the lock and the others end.
         """
         stamp = self.directory / "sampler.starting"
         try:
@@ -274,13 +278,13 @@ class Sampling:
                 return
             stamp.unlink()
         except OSError:
-            pass
+            pass  # no start is in progress
         try:
             os.close(os.open(stamp, _STAMP_FLAGS, 0o600))
             self._why = self._last_error()
             _children.append(self._spawn())
         except FileExistsError:
-            pass
+            pass  # another process has just begun to start a helper
         except OSError as error:
             reason = error.strerror or error
             self._why = f"the helper that measures them cannot be started ({reason})"
@@ -299,15 +303,15 @@ class Sampling:
                 *options,
                 str(self.directory),
             ],
-            # In the notebook's directory, a module there could hide one of the standard library.
+            # A module in the notebook's directory could hide a module of the standard library.
             cwd="/",
-            # The ledger is in the environment: its URL may hold a password, and every user can
-            # read a command line.
+            # The ledger's URL may contain a password. Every user can read a command line, so the
+            # URL is passed in the environment.
             env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": self._ledger},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # the stop button signals the whole group,
+            start_new_session=True,  # else the stop button would interrupt the helper too,
         )
 
     def _last_error(self) -> str:
@@ -320,7 +324,7 @@ class Sampling:
     def _end(self, holder: LockHolder, now: float) -> None:
         """Kills a helper that hangs.
 
-        In the driver's uninterruptible sleep it does not end; then none is started.
+        A helper that is blocked inside the driver cannot be killed. Then no other one is started.
         """
         if self._killed and self._killed[0] == holder.pid:
             if now - self._killed[1] > DEAD_SECONDS:
@@ -354,7 +358,7 @@ class Sampling:
             os.close(process)
 
     def trouble(self, stale_seconds: float, cards: dict[str, str]) -> dict[str, str]:
-        """Why cards are not measured now, by UUID; under "" if none of them is.
+        """UUID -> why the card is not measured now; one entry under "" if no card is measured.
 
         `cards` gives the name of each UUID. A sample older than `stale_seconds` does not count.
         """
@@ -380,7 +384,7 @@ class Sampling:
         now: float,
         stale_seconds: float,
     ) -> str:
-        """Why this card is not measured now; empty if it is."""
+        """Why this card is not measured now; empty if it is measured."""
         error = figures.failed.get(uuid) or figures.failed.get("")
         if error:
             return f"{name} does not answer: {error}"
@@ -395,9 +399,9 @@ class Sampling:
 
 
 def _read_file(path: Path) -> bytes:
-    """The content of a file that another member of a shared ledger may have put there.
+    """The content of a file that another user of a shared ledger may have written.
 
-    No pipe that blocks a reader, and a limited number of bytes. Raises OSError.
+    Reads only a plain file, since a pipe could block, and a limited number of bytes. Raises OSError.
     """
     fd = os.open(path, _READ_FLAGS)
     try:

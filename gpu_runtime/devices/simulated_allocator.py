@@ -1,15 +1,16 @@
-"""A caching segment allocator as a value: what torch does with a card's memory, in numbers alone.
+"""A simulation of torch's caching allocator. It only counts bytes and holds no memory.
 
 Pure: a state goes in, a state comes out. A state is replaced in one assignment, so an interrupt
-cannot leave it half-changed. Nothing here owns memory; `process_memory` does.
+cannot leave it half-changed. `process_memory` holds the memory.
 
-Requests are rounded to 512 bytes and cut from segments: of 2 MiB for requests below 1 MiB, of
-20 MiB up to 10 MiB, and one of its own, in steps of 2 MiB, for anything larger. A freed run joins
-its free neighbours and stays reserved.
+Requests are rounded to 512 bytes and cut from segments. A request below 1 MiB is cut from a segment
+of 2 MiB; a request up to 10 MiB, from a segment of 20 MiB. A larger request gets a segment of its
+own, in steps of 2 MiB. A freed run joins its free neighbours and stays reserved.
 
-Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp. Two things differ, so that what fits by its
-bytes always fits: the capacity counts requested bytes, not rounded ones; and if room is short, free
-runs inside segments in use are given back too, as torch does with expandable segments.
+Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp. There are two differences, so that an allocation
+always succeeds if enough bytes are free. The capacity counts requested bytes, not rounded bytes. If
+room is short, free runs inside segments in use are given back too, as torch does with expandable
+segments.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from ..units import MIB
 
 STEP = 512
-FREE, HOLE = 0, -1  # the key of a run that is reserved but free, and of one that was given back
+FREE, HOLE = 0, -1  # keys of runs without an allocation: reserved but free; given back
 
 
 class Run(NamedTuple):
@@ -67,7 +68,7 @@ class Segments(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """The same, rounded up to whole steps."""
+        """Bytes that callers asked for, rounded up to whole steps."""
         return sum(run.size for run in self.runs() if run.key > FREE)
 
     @property
@@ -103,11 +104,11 @@ def allocate(
     keys: Sequence[int],
     room: int,
 ) -> tuple[Segments, Spot, bool]:
-    """The `state` with one run per size, side by side; the first one's spot; whether it retried.
+    """The `state` with a run for each size, the position of the first run, and whether it retried.
 
-    It retries if cached memory has to be given back first. `keys` name the runs, one for each of
-    `sizes`. `room` is how many bytes may be reserved in all. The caller has checked that the
-    requested bytes fit into it.
+    The runs are side by side. `keys` name them, one for each of `sizes`. A retry is needed if cached
+    memory has to be given back first. `room` is how many bytes may be reserved in all; the caller
+    has checked that the requested bytes fit into it.
     """
     runs = tuple(Run(rounded(size), key, size) for size, key in zip(sizes, keys, strict=True))
     need = sum(run.size for run in runs)
@@ -147,7 +148,7 @@ def emptied(state: Segments) -> Segments:
 
 
 def trimmed(state: Segments) -> Segments:
-    """The `state` with every free run given back, in segments in use too: reserved is allocated."""
+    """The `state` after every free run was given back, also in segments that are in use."""
     segments = []
     for segment in emptied(state).segments:
         runs = [Run(run.size, HOLE) if run.key == FREE else run for run in segment.runs]
@@ -166,7 +167,7 @@ def _best_fit(
     need: int,
     small: bool,
 ) -> Spot | None:
-    """The spot of the smallest free run of sufficient size."""
+    """The position of the smallest free run that is large enough; None if there is none."""
     best: tuple[int, Spot] | None = None
     for segment in state.segments:
         if segment.small != small:
@@ -185,7 +186,7 @@ def _cut(
     runs: tuple[Run, ...],
     need: int,
 ) -> Segments:
-    """The state with these runs at the start of the free run at that spot."""
+    """The state with these runs at the start of the free run at this position."""
     segments = []
     for segment in state.segments:
         if segment.id == spot.segment:
@@ -212,7 +213,7 @@ def _cut_segment(
 
 
 def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs without empty ones; neighbours that are free (or given back) become one."""
+    """The runs without empty ones; neighbours that are free (or given back) are joined."""
     joined: list[Run] = []
     for run in runs:
         if not run.size:

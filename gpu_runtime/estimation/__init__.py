@@ -1,4 +1,4 @@
-"""How many bytes a model needs: weights, KV cache and activations, from what is known before a load.
+"""Estimates the bytes that a model needs before it is loaded: weights, KV cache and activations.
 
 Pure: nothing here reads a file, a device or a clock. `owner/footprints.py` reads the sources and
 stores the measurements.

@@ -1,22 +1,23 @@
-"""How many bytes a model needs on a device, part by part, with the source of each number.
+"""The bytes that a model needs on a device, part by part, with the source of each number.
 
 Pure: `Evidence` from the source, the declared size and earlier measurements go in; a `Footprint` comes
 out. Nothing is loaded. The weights are taken from the first of these that is known:
 
     declared size > measured before > header of the files > module without data > size of the files > the name
 
-The rest is what the registration requested beyond the weights. A *lease holds* the weights and the
-room for use that was requested (`context_length`, `sequences`): cache and activations, from the config.
-Without such a request nothing is reserved. What code then uses beyond its models is measured, and is in
-the book as the residue of its process.
+A lease holds the weights, and the room for use that the registration requested (`context_length`,
+`sequences`): KV cache and activations, calculated from the config. Without such a request, only the
+weights are reserved. Memory that code uses beyond its leases is measured, and is in the book as the
+residue of its process.
 
-*No overhead twice.* A declared size is the whole, room for use included. A measured one is the size of
-the storages, without a factor. If only the size of the files or a name is known, a factor stands for
-what cannot be calculated. It is left out as soon as cache and activations can be. The CUDA context is
-counted only for a process's first model on a card, until the context exists: then it is residue.
+*No overhead is counted twice.* A declared size includes the room for use. A measured size is the size
+of the storages, without a factor. If only the size of the files or a name is known, the weights are
+multiplied by a factor for cache and activations. If cache and activations can be calculated, there is
+no factor. The CUDA context is counted only for a process's first model on a card. Once the context
+exists, it is residue.
 
-*Peak.* The peak use of a model is stored and shown, but not leased: one large batch would make its lease
-large forever. While torch keeps those bytes, they are in the book as residue.
+*Peak.* The peak use of a model is stored and shown, but not leased: one large batch would make the
+lease large forever. While torch keeps those bytes, they are in the book as residue.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ FILE_FACTORS = {
     "gguf": 1.1,
     "safetensors": 1.3,
 }
-# Of a CUDA context, until this process has measured one. Source: NDIF, about 400 MiB.
+# Bytes of a CUDA context, until this process has measured one. Source: NDIF, about 400 MiB.
 CONTEXT_BYTES = 500 * 2**20
 
-# Bits a weight, including scales and the few tensors that are kept larger. Source: llama.cpp,
-# tools/quantize/README, Llama 2 7B; for types not listed there (IQ*, TQ*, *_0, *_1), the block of the
-# type itself.
+# Bits for each weight, including scales and the few tensors with more bits. Source: llama.cpp,
+# tools/quantize/README, Llama 2 7B. For types not listed there (IQ*, TQ*, *_0, *_1), the number is
+# calculated from the type's block.
 QUANT_BITS = {
     "Q2_K": 3.35,
     "Q2_K_S": 3.35,
@@ -78,7 +79,7 @@ QUANT_BITS = {
     "MXFP4": 4.25,
     "NVFP4": 4.5,
 }
-# Names of other formats -> bits a weight.
+# Names of other formats -> bits for each weight.
 _WORD_BITS = {
     "fp32": 32,
     "float32": 32,
@@ -105,7 +106,7 @@ _WORD_BITS = {
 }
 _COUNT = re.compile(r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d+(?:\.\d+)?)([mbt])(?![a-z0-9])")
 _SCALES = {"m": 10**6, "b": 10**9, "t": 10**12}
-# Of n × size: experts share attention. Mixtral 8x7B has 46.7 of 56 billion weights.
+# Fraction of n × size, since experts share attention. Mixtral 8x7B has 46.7 of 56 billion weights.
 _EXPERTS_SHARE = 0.83
 
 
@@ -119,15 +120,15 @@ def footprint(
     quantization: str = "",
     context_bytes: int = 0,
 ) -> Footprint:
-    """The footprint of the model `name`, from the best that is known about it.
+    """The footprint of the model `name`, from the best known source of its size.
 
-    `evidence` is from its source, `declared` its declared bytes, `measured` an earlier measurement,
-    `options` those of its registration, and `quantization` its format, if that is not in the name.
-    `context_bytes` is what its process's first use of a card will take there in addition; 0 if that
-    has happened or the devices are simulated.
+    `evidence` is from the model's source, `declared` are its declared bytes, `measured` is an
+    earlier measurement, and `options` are those of its registration. `quantization` is its format,
+    if the name does not show it. `context_bytes` is the size of the CUDA context that the load will
+    create; 0 if the process has one on the card, or if the devices are simulated.
 
-    Raises UnknownSize, which asks for a size, if nothing is known. Raises BadSetting for an option
-    that cannot be used.
+    Raises UnknownSize, which asks for a declared size, if nothing is known. Raises BadSetting for
+    an option that cannot be used.
     """
     use = kv_cache.planned_use(options or {}, evidence.config)
     weights = _weights(name, evidence, measured, quantization)
@@ -157,7 +158,7 @@ def _weights(
     measured: Measurement | None,
     quantization: str,
 ) -> Part | None:
-    """The weights, from the best source; None if nothing shows them."""
+    """The weights, from the best known source; None if no source shows their size."""
     if measured is not None:
         when = "as it is in memory now"
         if measured.day:
@@ -177,7 +178,7 @@ def _weights(
 
 
 def _declared(declared: int, weights: Part | None, use_requested: bool) -> tuple[Part, ...]:
-    """A declared size is the whole. Its rest beyond the weights is room for use, if that was requested."""
+    """The parts of a declared size: the whole, or the weights and the requested room for use."""
     if not use_requested or weights is None or weights.bytes >= declared:
         return (Part("all", declared, "declared"),)
     rest = Part(
@@ -196,13 +197,26 @@ def _beyond_weights(
     measured: Measurement | None,
     use: kv_cache.PlannedUse | None,
 ) -> tuple[Part, ...]:
-    """Cache and activations, or the margin that stands for them."""
+    """Cache and activations if they can be calculated; else the margin for them."""
     if evidence.at_load:
-        # An engine's cache was measured with its weights. If no weights are on the card, the cache
-        # is not there either.
+        # An engine's cache is measured together with its weights. If no weights are on the card,
+        # the cache is not there either.
         if measured is not None or evidence.weight_bytes == 0:
             return ()
+    if use and weights.source == "name" and kv_cache.cache_layers(evidence.config) is None:
+        return _typical_cache(name, evidence, use), *_margin(weights, evidence)
     return _room(name, evidence.config, use) or _margin(weights, evidence)
+
+
+def _typical_cache(name: str, evidence: Evidence, use: kv_cache.PlannedUse) -> Part:
+    """The cache of a model that only its name describes: the most that its size allows."""
+    count, text = _count_in(name) or _count_in(evidence.name) or (0.0, "")
+    layers = kv_cache.typical_layers(count)
+    size = kv_cache.kv_cache_bytes(
+        layers, tokens=use.tokens, sequences=use.sequences, bits=use.cache_bits
+    )
+    words = f"{_cache_in_words(layers, use)}: at most, as for {text} without grouped attention"
+    return Part("kv_cache", size, "name", words)
 
 
 def _context(size: int) -> Part:
@@ -243,7 +257,7 @@ def _room(
 
 
 def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
-    """A factor that stands for cache and activations, if the weights themselves are only a guess."""
+    """The margin for cache and activations, by a factor, if the size of the weights is a guess."""
     if weights.source not in ("file size", "name"):
         return ()
     factor = FILE_FACTORS[evidence.file_format or _format_in(weights.detail)]
@@ -259,7 +273,7 @@ def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
 
 
 def _format_in(detail: str) -> str:
-    """The file format that goes with a quantization in this text."""
+    """The file format of the quantization that this text names."""
     return "gguf" if any(word in detail for word in QUANT_BITS) else "safetensors"
 
 
@@ -287,7 +301,7 @@ def _notes(
     measured: Measurement | None,
     use: kv_cache.PlannedUse | None,
 ) -> tuple[str, ...]:
-    """Sentences on the peak that was measured, and on a cache that is not counted."""
+    """Sentences about the measured peak, and about a cache that is not counted."""
     notes = []
     if measured is not None and measured.day:
         peak = measured.peak_bytes or 0
@@ -304,7 +318,7 @@ def _notes(
 
 
 def _cache_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """Bytes that the cache of one sequence grows by; 0 if there is none, or the config does not show it."""
+    """Bytes of cache for one more token of a sequence; 0 if the config shows no cache."""
     layers = kv_cache.cache_layers(config)
     if not layers:
         return 0
@@ -313,7 +327,7 @@ def _cache_bytes_per_token(config: Mapping[str, Any]) -> int:
 
 
 def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """The pieces, each with its part of the overheads; they sum to the total, to the byte.
+    """The pieces, each with its part of the overheads. Their sum is exactly `total` bytes.
 
     >>> _stretched((1, 1, 2), 10)
     (2, 3, 5)
@@ -322,8 +336,8 @@ def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
     if not whole:
         return ()
     stretched = []
-    passed = 0  # bytes of the pieces so far
-    start = 0  # bytes given so far
+    passed = 0  # bytes of the pieces before this one
+    start = 0  # bytes of the stretched pieces before this one
     for piece in pieces:
         passed += piece
         end = passed * total // whole
@@ -333,22 +347,28 @@ def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
 
 
 def from_name(name: str, quantization: str = "") -> tuple[int, str] | None:
-    """Bytes of the weights as `name` shows them, and how they were read; None if it shows nothing.
+    """Bytes of the weights by the `name`, and a text on how they were read; None without a number.
 
-    Half precision if neither `name` nor `quantization` is a known format. If there are several
-    numbers, the largest counts.
+    The weights have 16 bits if neither `name` nor `quantization` is a known format. If the name has
+    several numbers, the largest counts.
 
     >>> from_name("Llama-2-7B-Q4_K_M.gguf")
     (4235000000, '7B at 4.84 bits (Q4_K_M)')
     >>> from_name("Mixtral-8x7B-Instruct-AWQ")[1], from_name("writer")
     ('8x7B at 4.5 bits (awq)', None)
     """
-    counts = [_weight_count(match) for match in _COUNT.finditer(name.lower().replace("_", "-"))]
-    if not counts:
+    found = _count_in(name)
+    if found is None:
         return None
-    count, text = max(counts)
+    count, text = found
     bits, format = _bits(f"{name} {quantization}")
     return int(count * bits / 8), f"{text} at {bits:g} bits ({format})"
+
+
+def _count_in(name: str) -> tuple[float, str] | None:
+    """The largest number of weights in the `name`, and its text, such as `8x7B`; None without one."""
+    matches = _COUNT.finditer(name.lower().replace("_", "-"))
+    return max((_weight_count(match) for match in matches), default=None)
 
 
 def _weight_count(match: re.Match[str]) -> tuple[float, str]:
@@ -361,7 +381,7 @@ def _weight_count(match: re.Match[str]) -> tuple[float, str]:
 
 
 def _bits(text: str) -> tuple[float, str]:
-    """Bits a weight by the format that the text names, and the format."""
+    """Bits for each weight in the format that the text names; and the format."""
     upper = text.upper().replace("-", "_")
     for quantization in sorted(QUANT_BITS, key=len, reverse=True):
         if re.search(rf"(?<![A-Z0-9]){quantization}(?![A-Z0-9])", upper):

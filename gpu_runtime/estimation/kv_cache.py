@@ -1,4 +1,4 @@
-"""The memory that a model uses beyond its weights while it runs: KV cache and activations, from its config.
+"""The memory that a running model uses beyond its weights: KV cache and activations.
 
 Pure: a config with Hugging Face's names goes in (a GGUF header is translated first), bytes come out. A
 value that the config does not contain is None, never zero. All figures are for inference, without
@@ -37,11 +37,11 @@ CACHE_BITS = {
     "iq4_nl": 4.5,
     "int4": 4.0,
 }
-_MOST_LAYERS = 10_000  # a larger number in a config is taken for an error
-# Where multimodal models keep the config of their language model.
+_MOST_LAYERS = 10_000  # a larger number in a config is treated as an error
+# Keys under which multimodal models keep the config of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
-# Model type -> every how many layers one sees the whole context, if the config has a window and no
-# pattern: as in transformers.
+# Model type -> n, if every n-th layer reads the whole context and the others have a window. It is used
+# for a config with a window and no pattern; the numbers are those of transformers.
 _PATTERNS = {
     "gemma2": 2,
     "gemma3": 6,
@@ -60,11 +60,16 @@ _GENERATES = (
     "Seq2SeqLM",
     "LMHeadModel",
 )
-# Activation functions computed step by step, so that more intermediate values are alive at once.
+# Activation functions that are computed in several steps, so more intermediate values exist at once.
 _UNFUSED = {"gelu_new", "gelu_fast", "quick_gelu", "gelu_accurate"}
-_RECURRENT = ("linear", "mamba", "conv", "recurrent")  # in the name of a layer's type
+_RECURRENT = (
+    "linear",
+    "mamba",
+    "conv",
+    "recurrent",
+)  # words in the name of a recurrent layer's type
 
-# The different names of one number.
+# The different names of the same number.
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
@@ -87,7 +92,7 @@ _CONTEXT = (
 
 
 class Layer(NamedTuple):
-    """What one layer keeps in the cache: `values` for each token, of at most `window` tokens (0: of all)."""
+    """The cache of one layer: `values` for each of the last `window` tokens (0: for every token)."""
 
     values: int
     window: int = 0
@@ -96,19 +101,19 @@ class Layer(NamedTuple):
 class PlannedUse(NamedTuple):
     """The use of a model for which room is reserved."""
 
-    tokens: int  # of context, for each sequence
+    tokens: int  # context of each sequence
     sequences: int
     cache_bits: float
-    item_bytes: int  # of an activation
-    eager: bool = False  # attention that stores its whole matrix of scores
+    item_bytes: int  # bytes of one activation value
+    eager: bool = False  # whether attention stores its whole matrix of scores
 
 
 def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> PlannedUse | None:
     """The use that `context_length`, `sequences` and `cache_dtype` in `options` describe.
 
-    None if the first two are not given, unless the engine allocates a cache when it loads: then
-    `config` has its length. With `sequences` alone, the context is the longest that the config names.
-    Raises BadSetting.
+    If both `context_length` and `sequences` are missing, the length is `config["context_at_load"]`: an
+    engine that allocates its cache at load sets it. Without that key the result is None. With
+    `sequences` alone, the context is the longest that the config names. Raises BadSetting.
     """
     tokens = options.get("context_length")
     sequences = options.get("sequences")
@@ -135,7 +140,7 @@ def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> Planne
 
 
 def _cache_bits(dtype: Any, item_bytes: int) -> float:
-    """Bits of a cached value with this dtype; without one, those of an activation."""
+    """Bits of a cached value with this dtype; without a dtype, the bits of an activation."""
     if dtype is None:
         return 8.0 * item_bytes
     bits = _bits_of(dtype)
@@ -149,7 +154,7 @@ def _bits_of(dtype: Any) -> float | None:
 
 
 def item_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Bytes of an activation: by the `dtype` in `options`, else in `config`, else two."""
+    """Bytes of an activation, by the `dtype` in `options` or else in `config`; 2 without a dtype."""
     text = _text(config)
     for source in (options, text):
         for name in ("dtype", "torch_dtype"):
@@ -165,7 +170,7 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 
 def batch_tokens(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the engine reads at once, by `config`; None: a whole context."""
+    """Tokens that the engine reads at once, by `config`; None if it reads a whole context."""
     return _number(config, "batch_tokens")
 
 
@@ -180,10 +185,10 @@ def attention_heads(config: Mapping[str, Any]) -> int:
 def kv_cache_bytes(
     layers: Sequence[Layer], *, tokens: int, sequences: int = 1, bits: float = 16.0
 ) -> int:
-    """Bytes of the cache of `sequences` sequences of `tokens` tokens each, with `bits` bits a value.
+    """Bytes of the cache for `sequences` sequences of `tokens` tokens, with `bits` bits for each value.
 
-    `layers` are those of `cache_layers`. A lower bound: an engine that allocates pages or blocks rounds
-    up.
+    `layers` are those of `cache_layers`. The result is a lower bound: an engine that allocates pages or
+    blocks rounds up.
 
     >>> llama_3_8b = [Layer(2 * 8 * 128)] * 32
     >>> kv_cache_bytes(llama_3_8b, tokens=8192)
@@ -195,15 +200,32 @@ def kv_cache_bytes(
     return math.ceil(kept * sequences * bits / 8)
 
 
+def typical_layers(weights: float) -> tuple[Layer, ...]:
+    """What the layers of a transformer with that many `weights` keep, if only its name is known.
+
+    An upper bound: every head has keys and values of its own. Models with grouped heads keep a
+    quarter or less. A transformer has about 12 × layers × width² weights, and about one layer for
+    each 128 of its width: Llama 2 7B and 13B have 32 × 4096 and 40 × 5120.
+
+    >>> llama_2_7b = typical_layers(7e9)
+    >>> len(llama_2_7b), llama_2_7b[0]
+    (33, Layer(values=8422, window=0))
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, table 1; Touvron et al. 2023, arXiv:2307.09288.
+    """
+    width = (weights * 128 / 12) ** (1 / 3)
+    return (Layer(2 * round(width)),) * max(1, round(width / 128))
+
+
 def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
-    """What each layer of the model with this `config` keeps of each token.
+    """The cache of each layer of the model with this `config`.
 
     Empty for a model without a cache; None if the config does not show it.
 
-    Multi-head attention keeps a key and a value for each head; grouped-query attention for each group
-    of heads; multi-head latent attention one compressed vector and one rotary key for all of them.
-    Layers with a sliding window (or chunks) drop what is outside it. Layers of a recurrent kind keep a
-    state that does not grow with the context, which is not counted.
+    Multi-head attention keeps a key and a value for each head. Grouped-query attention keeps them for
+    each group of heads. Multi-head latent attention keeps one compressed vector and one rotary key for
+    all heads. Layers with a sliding window (or chunks) drop the tokens outside the window. Recurrent
+    layers keep a state that does not grow with the context; it is not counted.
 
     Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries); DeepSeek-AI 2024, arXiv:2405.04434
     (latent).
@@ -217,9 +239,9 @@ def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
     if count is None or count > _MOST_LAYERS:
         return None
     window = _number(text, *_WINDOW) or 0
-    # The last layers may read the cache of another layer.
+    # In some models, the last layers have no cache of their own and read another layer's.
     with_own_cache = count - min(_number(text, "num_kv_shared_layers") or 0, count)
-    caches = 2 if encoder_decoder else 1  # of the decoder itself, and of the encoder's output
+    caches = 2 if encoder_decoder else 1  # one for the decoder, one for the encoder's output
     layers = []
     for index, kind in enumerate(_kinds(text, count)):
         values = _values(text, index, whole=kind == "full")
@@ -232,7 +254,7 @@ def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
 
 
 def _values(text: Mapping[str, Any], index: int, *, whole: bool) -> int | None:
-    """Values that one layer keeps of a token; `whole`: it sees the whole context."""
+    """Values that one layer keeps for a token; `whole`: the layer reads the whole context."""
     latent = _number(text, "kv_lora_rank")
     rotary = _number(text, "qk_rope_head_dim")
     if latent and rotary:
@@ -255,7 +277,7 @@ def _values(text: Mapping[str, Any], index: int, *, whole: bool) -> int | None:
 
 
 def _groups(text: Mapping[str, Any], index: int, heads: int) -> int:
-    """The number of keys, and of values, that one layer keeps of a token."""
+    """The number of keys that one layer keeps for a token; the number of values is the same."""
     if text.get("multi_query") and "num_kv_heads" not in text:
         return 1
     groups = _at(text, index, *_GROUPS)
@@ -278,7 +300,7 @@ def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
 def _windows(text: Mapping[str, Any], model: str, count: int) -> list[bool]:
     """For each layer of a model with a window: whether the window limits it."""
     pattern = text.get("sliding_window_pattern")
-    if isinstance(pattern, str) and pattern:  # such as LLLG
+    if isinstance(pattern, str) and pattern:  # a letter for each layer, such as LLLG
         return [pattern[n % len(pattern)] == "L" for n in range(count)]
     if isinstance(pattern, (list, tuple)) and pattern:
         return [bool(pattern[n % len(pattern)]) for n in range(count)]
@@ -302,21 +324,20 @@ def _kind(word: str) -> str:
 
 
 def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
-    """The most bytes alive at once besides weights and cache, while a context is read in one pass.
+    """The most bytes of activations at one time, while a context is read in one pass.
 
-    `config` describes the model, `use` the context. None if the config does not show it.
+    `config` describes the model, `use` the context. None if the config does not show the size.
 
-    The peak is where the feed-forward layer multiplies its two halves: three vectors of its inner width
-    and four of the model's, for each token; with experts, those for each expert that a token goes to.
-    Then the scores of the last token. Attention that stores its scores (`attn_implementation="eager"`)
-    holds a matrix of scores for each head, twice.
+    The peak is where the feed-forward layer multiplies its two halves. Each token then needs three
+    vectors of the layer's inner width and four of the model's width. With experts, each expert that a
+    token uses needs these vectors. The scores of the last token are added. Attention that stores its
+    scores (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
 
-    An engine that reads in batches (llama.cpp: 512 tokens, in float32, and the scores of all of them) is
-    marked in its config. It reuses one buffer; if it stores attention, it also holds the whole matrix of
-    each head and a mask.
+    An engine that reads in batches is marked in its config (llama.cpp: 512 tokens, in float32, with the
+    scores of all of them). It reuses one buffer. If it stores attention, it also holds the whole matrix
+    of each head and a mask.
 
-    Checked against what a forward pass of transformers really keeps alive:
-    `tests/backends/test_estimates.py`.
+    `tests/backends/test_estimates.py` compares the result with a forward pass of transformers.
     """
     text = _text(config)
     width = _number(text, *_WIDTH)
@@ -339,7 +360,7 @@ def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
 
 
 def _values_per_token(text: Mapping[str, Any], width: int) -> int:
-    """Values alive for each token at the peak of a feed-forward layer."""
+    """Values that exist for each token at the peak of a feed-forward layer."""
     inner = _number(text, *_INNER) or 4 * width
     function = text.get("activation_function", text.get("hidden_act"))
     of_inner, of_width = 3, 4
@@ -368,7 +389,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
-    """Whether the model generates tokens, and so has a cache. An embedder or a classifier has none."""
+    """Whether the model generates tokens, and so has a cache. Embedders and classifiers have none."""
     architectures = config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures:
         return True
@@ -376,7 +397,7 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these that is a whole number above 0; of a list, the largest."""
+    """The first value under these names that is a whole number above 0; the largest one of a list."""
     for name in names:
         value = config.get(name)
         if isinstance(value, (list, tuple)):
@@ -387,7 +408,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _at(config: Mapping[str, Any], index: int, *names: str) -> int | None:
-    """The same for one layer, if a list has a number for each; zero means a layer without."""
+    """As `_number`, for the layer at `index` if the value is a list. A zero is a valid number here."""
     for name in names:
         value = config.get(name)
         if isinstance(value, (list, tuple)):

@@ -16,6 +16,7 @@ IMPORTANCE = {
 }
 NORMAL = IMPORTANCE["normal"]
 _NUMBER = re.compile("-?[0-9]{1,9}")
+_MOST = 999_999_999
 _NAMES = {number: name for name, number in IMPORTANCE.items()}
 
 
@@ -31,7 +32,7 @@ def parse_importance(value: str | int, *, least: int | None = None, most: int | 
     Raises BadSetting for anything else.
     """
     number: int | None = None
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:
         number = value
     elif isinstance(value, str) and _NUMBER.fullmatch(value):
         number = int(value)

@@ -26,6 +26,8 @@ class Owner(Value):
     user: str = ""
     notebook: str = ""
     inode: int = 0  # of the lock file that this owner holds for life
+    # The namespaces in which its pid and its start time hold; empty: unknown.
+    namespaces: str = ""
 
     @property
     def id(self) -> str:
@@ -96,6 +98,7 @@ class Lease(Value):
     movable: bool = True  # its backend can move it between memories
     settled_at: float = 0.0
     away_since: float = 0.0  # since when it is in host memory
+    moves_again_at: float = 0.0  # its last move failed; until then it is not moved again
     measured_bytes: int | None = None  # of a block: the measured peak of its code
     backend: str = ""
     model_type: str = "other"
@@ -182,7 +185,6 @@ class Section(Value):
     leases: tuple[Lease, ...] = ()
     # Device -> bytes that the process holds besides its leases: context, cache, tensors of its own.
     residue: dict[str, int] = {}
-    names: tuple[str, ...] = ()  # models that it can load on request
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
     # Processes that it started to run models in. Their memory belongs to its leases.
     engines: tuple[int, ...] = ()

@@ -158,6 +158,7 @@ class Snapshot(Value):
     rules: Rules = Rules()  # of the process that took it: thresholds of the levels, reserve, grace
     # Processes that do not respond to a request, the longest unresponsive first.
     unanswered: tuple[Unanswered, ...] = ()
+    names: dict[str, tuple[str, ...]] = {}  # owner id -> models that it can load on request
 
     def leases(self) -> Iterator[Lease]:
         """Every lease of every owner."""

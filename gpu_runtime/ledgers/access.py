@@ -3,7 +3,7 @@
                           private    shared (by group G, whatever the umask)
     LEDGER, owners/       0700       3770  sticky: nobody removes or replaces another user's file
     other directories     0700       2770  new files in them belong to G too
-    owners/ID, ID.map     0600       0640  others read it, only its user writes it
+    owners/ID, .map .names 0600      0640  others read it, only its user writes it
     owners/ID.bell        0600       0660  members ring
     all other files       0600       0660  SQLite gives its journal the mode of its database
 

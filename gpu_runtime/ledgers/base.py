@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
 from ..facts import AllocatorMap, Book, Owner, Ticket
@@ -54,6 +54,17 @@ class Ledger(Protocol):
         """
         ...
 
+    def unknown(self, book: Book) -> frozenset[str]:
+        """Ids of the owners of sections and tickets in `book` that are proven neither dead nor alive."""
+        ...
+
+    def declare_dead(self, owners: Iterable[str]) -> None:
+        """Makes `dead` return the owners with these ids (`owners`), unless they are proven alive.
+
+        For a person who knows that their processes have ended.
+        """
+        ...
+
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user who runs the owner `owner_id` of `book`, and who made the request `ticket`.
 
@@ -92,6 +103,21 @@ class Ledger(Protocol):
 
     def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
         """The allocator maps of the living owners that can be read from here, by owner id."""
+        ...
+
+    def add_name(self, name: str) -> None:
+        """Adds one model to those that this owner can load, beside the book. Raises OSError."""
+        ...
+
+    def publish_names(self, names: Collection[str]) -> None:
+        """Makes `names` the models that this owner can load. Raises OSError.
+
+        They are removed together with the owner.
+        """
+        ...
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The models that each living owner can load, by owner id, as far as seen from here."""
         ...
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +22,8 @@ from .allocator_files import MapFiles
 from .book_parts import owner_ids
 from .book_store import BookStore, DamagedBook, LostRace, Page
 from .invariants import refuse_unlawful
-from .liveness import Life, OwnerFile, life, testimony
+from .liveness import Life, OwnerFile, life, life_of, testimony
+from .name_files import NameFiles
 from .notify import Doorbell
 from .sqlite import files
 from .sqlite.backoff import Pace, processor_seconds
@@ -43,6 +44,7 @@ class SharedLedger:
 
     # The stamp of the book when it was last read, and the book.
     _seen: tuple[tuple[str, int, int], Book] | None = None
+    _declared_dead: frozenset[str] = frozenset()
 
     def __init__(self, url: str, directory: Path, me: Owner, patience_seconds: float) -> None:
         """Opens the book in `directory` (the ledger's, of this boot) for the new owner `me`.
@@ -70,6 +72,7 @@ class SharedLedger:
         self._store = self._make_store(owner_file)
         self._queue = writer_queue_in(directory)
         self._maps = MapFiles(owners, group)
+        self._names = NameFiles(owners, group)
         self._closed = False
         _open_ledgers.add(self)
         try:
@@ -204,16 +207,29 @@ class SharedLedger:
     # Other owners
 
     def dead(self, book: Book) -> frozenset[str]:
-        """Ids of the owners in `book` that are proven dead, by the lock on their file."""
+        """Ids of the owners in `book` that are proven dead, and of those that were declared so."""
+        others = owner_ids(book) - {self.owner.id}
+        return frozenset(id for id in others if self._life(book, id) is Life.DEAD)
 
-        def is_dead(id: str) -> bool:
-            owner = book.owner(id)
-            # The book has no inode of an owner that has a ticket only. Its file's name, which is
-            # never used again, must be enough.
-            inode = owner.inode if owner else 0
-            return life(f"{self.directory}/owners/{id}", inode) is Life.DEAD
+    def unknown(self, book: Book) -> frozenset[str]:
+        """Ids of the owners in `book` that are proven neither dead nor alive."""
+        others = owner_ids(book) - {self.owner.id}
+        return frozenset(id for id in others if self._life(book, id) is Life.UNKNOWN)
 
-        return frozenset(filter(is_dead, owner_ids(book) - {self.owner.id}))
+    def _life(self, book: Book, id: str) -> Life:
+        path = f"{self.directory}/owners/{id}"
+        owner = book.owner(id)
+        # The book does not describe an owner that has a ticket only. Its file's name, which is
+        # never used again, must be enough.
+        found = life_of(owner, path) if owner else life(path)
+        return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
+
+    def declare_dead(self, owners: Iterable[str]) -> None:
+        """Makes `dead` return the owners with these ids (`owners`), unless they are proven alive.
+
+        For a person who knows that their processes have ended.
+        """
+        self._declared_dead = self._declared_dead.union(owners)
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user of the owner `owner_id` in `book`.
@@ -266,6 +282,21 @@ class SharedLedger:
         self._require_open()
         return self._maps.read()
 
+    def add_name(self, name: str) -> None:
+        """Adds one model to those that this owner can load. Raises OSError."""
+        self._require_open()
+        self._names.add(self.owner.id, name)
+
+    def publish_names(self, names: Collection[str]) -> None:
+        """Makes `names` the models that this owner can load. Raises OSError."""
+        self._require_open()
+        self._names.publish(self.owner.id, names)
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The models that each living owner can load, by owner id."""
+        self._require_open()
+        return self._names.read()
+
     # Closing
 
     def close(self) -> None:
@@ -284,6 +315,7 @@ class SharedLedger:
     def _shut(self, *, remove: bool) -> None:
         self._closed = True
         self._maps.withdraw(self.owner.id)
+        self._names.withdraw(self.owner.id)
         self._bell.close()
         self._queue = None
         self._store.close(remove=remove)
@@ -304,6 +336,8 @@ class SharedLedger:
     def _leave_to_parent(self) -> None:
         """In a forked child: closes the files; the lock remains, the connection is not used again."""
         self._bell.close_here()
+        if self._queue:
+            self._queue.close_here()
         self._queue = None
         self._store.leave_to_parent()
 

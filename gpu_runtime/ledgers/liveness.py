@@ -20,6 +20,7 @@ import secrets
 import socket
 import stat
 import struct
+import threading
 import weakref
 import zlib
 from pathlib import Path
@@ -27,8 +28,10 @@ from typing import IO, NamedTuple
 
 from msgspec.structs import replace
 
+from .. import forks
 from ..errors import LedgerUnavailable
 from ..facts import Owner
+from ..safe_text import LONGEST_NAME, LONGEST_PATH, printable
 
 _serials = itertools.count()
 
@@ -61,9 +64,22 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
         pid=os.getpid(),
         started=start_ticks(Path("/proc/self/stat").read_text()),
         serial=next(_serials),
-        user=user or _user(),
-        notebook=notebook,
+        user=printable(user, LONGEST_NAME) or _user(),
+        notebook=printable(notebook, LONGEST_PATH),
+        namespaces=namespaces(),
     )
+
+
+def namespaces() -> str:
+    """The namespaces that number this process and date its start; empty if they are not known.
+
+    Two processes with the same text see each other under the same pid and start time.
+    """
+    try:
+        ids = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "time")]
+    except OSError:  # an old kernel
+        return ""
+    return "-".join(map(str, ids))
 
 
 def _user() -> str:
@@ -71,9 +87,12 @@ def _user() -> str:
 
 
 def name_of(uid: int) -> str:
-    """The name of the user `uid`, or the number as text if it has no name, as in containers."""
+    """The name of the user `uid`, or the number as text if it has no name, as in containers.
+
+    A name from a directory service may be any bytes; owner records hold only what can be printed.
+    """
     try:
-        return pwd.getpwuid(uid).pw_name
+        return printable(pwd.getpwuid(uid).pw_name, LONGEST_NAME)
     except KeyError:
         return str(uid)
 
@@ -128,6 +147,49 @@ def life(path: Path | str, inode: int = 0) -> Life:
         os.close(fd)
 
 
+def life_of(owner: Owner, path: Path | str) -> Life:
+    """Whether `owner` is alive, by its lock file `path` or, if that file is missing, by its process.
+
+    A file that another process deleted would otherwise hide the owner's death for good. The process
+    is a proof only for an observer in the same namespaces.
+    """
+    found = life(path, owner.inode)
+    if found is not Life.UNKNOWN or os.path.lexists(path):
+        return found
+    if not owner.namespaces or owner.namespaces != namespaces():
+        return Life.UNKNOWN
+    pid, started = map(int, owner.id.split(".")[:2])
+    return _life_of_process(pid, started)
+
+
+def _life_of_process(pid: int, started: int) -> Life:
+    """Whether the process `pid` that began at `started` (clock ticks after the boot) lives."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return Life.DEAD
+    except PermissionError:
+        pass  # another user's process
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # hidden from this user, or it ended just now
+        return Life.UNKNOWN
+    ended = start_ticks(stat) != started or is_zombie(stat)
+    return Life.DEAD if ended else Life.ALIVE
+
+
+def is_zombie(stat: str) -> bool:
+    """Whether a process has ended, and its parent has not noticed; `stat` is /proc/PID/stat.
+
+    The first thread of a process can end before the others: then the process lives on.
+
+    >>> is_zombie("7 (python) Z 1 " + "0 " * 15 + "1 0 4321"), is_zombie("7 (a) R 1 ")
+    (True, False)
+    """
+    fields = stat.rpartition(")")[2].split()
+    return fields[0] in "ZX" and fields[17] == "1"
+
+
 # struct flock. The lock is an OFD lock: it belongs to the open file, not to the process. So closing
 # another descriptor of the same file does not drop it, as it would drop a POSIX lock.
 _FLOCK = struct.Struct("hhqqi4x")
@@ -163,10 +225,11 @@ class OwnerFile:
 
         Raises LedgerUnavailable, OSError.
         """
-        fd, self.owner, self.path = _locked_file(directory, owner, group)
-        self._fd = fd
+        with _making:  # a child forked meanwhile would not close it, and keep the lock
+            fd, self.owner, self.path = _locked_file(directory, owner, group)
+            self._fd = fd
+            _open_files.add(self)
         self._turn = 0
-        _open_files.add(self)
 
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
         """Writes the roster `payload` for the book's revision `rev`, in the format `schema`.
@@ -325,6 +388,7 @@ def _slot(file: IO[bytes], offset: int) -> Roster | None:
 
 
 _open_files: weakref.WeakSet[OwnerFile] = weakref.WeakSet()
+_making = forks.awaited(threading.Lock())
 
 
 def _close_in_child() -> None:

@@ -12,6 +12,8 @@ from urllib.parse import parse_qsl, urlencode
 from ..errors import BadSetting
 from .sqlite import files
 
+FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive a logout
+
 
 def sqlite_directory(url: str, rest: str) -> Path:
     """The directory that `url` names; `rest` is the part of it after `sqlite:`.
@@ -65,8 +67,17 @@ def default_url(devices_slug: str = "") -> str:
     it is in /var/tmp; home directories often are. `devices_slug` separates books of different
     machines, such as simulated and real cards.
     """
+    return f"sqlite://{local_state() / 'ledger' / devices_slug}"
+
+
+def local_state() -> Path:
+    """The directory on a local disk for this user's files with locks; it may not exist yet.
+
+    It is the state directory, or one in /var/tmp if the state directory is on a network file system.
+    Anybody can make that one first, so `private_paths.weak_step` must check it before it is used.
+    """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    directory = Path(home) / "gpu-console" / "ledger"
+    directory = Path(home) / "gpu-console"
     if files.is_network(files.file_system_of(directory)):
-        directory = Path(f"/var/tmp/gpu-console-{os.geteuid()}/ledger")
-    return f"sqlite://{directory / devices_slug}"
+        return FALLBACK / f"gpu-console-{os.geteuid()}"
+    return directory

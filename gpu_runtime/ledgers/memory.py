@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
+from .. import forks
 from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket
 from .book_parts import owner_ids
@@ -23,17 +24,18 @@ T = TypeVar("T")
 
 
 class _MemoryBook:
-    """A book, and the bells and maps of the owners that have it open."""
+    """A book, and the bells, maps and names of the owners that have it open."""
 
     def __init__(self) -> None:
         self.book = Book()
-        self.writing = threading.Lock()
+        self.writing = forks.freed(threading.Lock())
         self.bells: dict[str, Bell] = {}
         self.maps: dict[str, tuple[AllocatorMap, ...]] = {}
+        self.names: dict[str, dict[str, None]] = {}
 
 
 _named: weakref.WeakValueDictionary[str, _MemoryBook] = weakref.WeakValueDictionary()
-_naming = threading.Lock()
+_naming = forks.freed(threading.Lock())
 
 
 class MemoryLedger:
@@ -82,6 +84,13 @@ class MemoryLedger:
         living = self._open_book().bells.keys()
         return frozenset(owner_ids(book) - living)
 
+    def unknown(self, book: Book) -> frozenset[str]:
+        """No owner: all are in this process, so each is dead or alive."""
+        return frozenset()
+
+    def declare_dead(self, owners: Iterable[str]) -> None:
+        """Nothing: no owner is unknown."""
+
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user of the owner `owner_id` in `book`; `ticket` does not matter in one process."""
         owner = book.owner(owner_id)
@@ -113,11 +122,25 @@ class MemoryLedger:
         """The allocator maps of the open ledgers, by owner id."""
         return dict(self._open_book().maps)
 
+    def add_name(self, name: str) -> None:
+        """Adds one model to those that this owner can load."""
+        self._open_book().names.setdefault(self.owner.id, {})[name] = None
+
+    def publish_names(self, names: Collection[str]) -> None:
+        """Makes `names` the models that this owner can load."""
+        self._open_book().names[self.owner.id] = dict.fromkeys(names)
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The models that each open ledger's owner can load, by owner id."""
+        listed = list(self._open_book().names.items())
+        return {id: tuple(names) for id, names in listed if names}
+
     def close(self) -> None:
-        """Removes this owner's bell and maps: it is dead then."""
+        """Removes this owner's bell, maps and names: it is dead then."""
         memory, self._book = self._book, None
         if memory:
             memory.maps.pop(self.owner.id, None)
+            memory.names.pop(self.owner.id, None)
             memory.bells.pop(self.owner.id, None)
             self._bell.close()
 

@@ -40,40 +40,42 @@ from ..scheduler import transitions as books
 from ..scheduler.admission import admit
 from ..units import parse_seconds
 from . import demand, failures, release, requests
-from .pins import Anchor, Held
+from .pins import AnchorRef, Held
 from .resident import Place, Resident, held_by
 from .session import POLL_SECONDS, Key, Session
 
 log = logging.getLogger("gpu_runtime")
 
-AnchorRef = Callable[[], Anchor | None]  # a weak reference to the anchor of a `with` block
 LOAD_ATTEMPTS = 2  # after an out-of-memory error, room is made and the load is tried once more
 
 
 # -- a model
 
 
-def use(
-    session: Session,
-    resident: Resident,
-    importance: str | int | None = None,
-    timeout: str | float | None = None,
-    keep_alive: str | float | None = None,
-    call: bool = False,
-) -> Held:
-    """A `with` block that yields the model, on its device and pinned while the block runs.
+class Use(Held):
+    """A `with` block that yields the model, on its device and pinned while the block runs."""
 
-    `call` marks the block of a call of the model itself.
-    """
+    __slots__ = ("_session", "_resident", "_wishes")
 
-    def start(anchor: AnchorRef) -> Any:
+    def __init__(self, session: Session, resident: Resident, *wishes: Any) -> None:
+        """`wishes` are the importance, the timeout and the keep_alive, as for `obtain`."""
+        self._anchor = self._kept = None
+        self._session, self._resident, self._wishes = session, resident, wishes
+
+    def _start(self, anchor: AnchorRef) -> Any:
+        resident, session = self._resident, self._session
         if not resident.enter(anchor):
-            obtain(session, resident, anchor, importance, timeout, keep_alive)
+            obtain(session, resident, anchor, *self._wishes)
         if session.dozing:
             session.wake_monitor()
         return resident.value
 
-    return Held(start, partial(failures.finish_block, session, resident=resident), call)
+    def _release(self, anchor: AnchorRef) -> None:
+        self._resident.pins.discard(anchor)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if error is not None:
+            failures.finish_block(self._session, error, self._resident)
 
 
 def call(session: Session, resident: Resident, restore: bool) -> Held:
@@ -89,7 +91,7 @@ def call(session: Session, resident: Resident, restore: bool) -> Held:
             name=resident.spec.name,
             where=resident.place.value,
         )
-    return use(session, resident, call=True)
+    return Use(session, resident)
 
 
 def obtain(

@@ -13,9 +13,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..facts import Device, Footprint, Lease, Phase, PlacementRules, parse_importance
+from ..safe_text import LONGEST_NAME, printable
 from ..units import parse_room, parse_seconds, show_bytes
 from . import acquire, failures
-from .pins import Held
+from .pins import AnchorRef, Held
 from .session import Session
 
 
@@ -81,31 +82,42 @@ def lease_memory(
     rank = parse_importance(importance)
     seconds = None if timeout is None else parse_seconds(timeout)
     program = os.path.basename(session.owner.notebook or sys.argv[0]) or "python"
-    name = f"{purpose or program}#{session.new_block_number()}"
-    running: list[LeasedBlock] = []
+    name = f"{purpose or printable(program, LONGEST_NAME)}#{session.new_block_number()}"
+    return _Block(session, name, wanted_bytes, rank, seconds)
 
-    def start(anchor: acquire.AnchorRef) -> LeasedBlock:
+
+class _Block(Held):
+    """The `with` block of `lease_memory`. Its last reading stays readable after the end."""
+
+    __slots__ = ("_session", "_name", "_wanted", "_running")
+
+    def __init__(self, session: Session, name: str, *wanted: Any) -> None:
+        """`wanted` are the bytes, the importance and the timeout in seconds or None."""
+        super().__init__()
+        self._session, self._name, self._wanted = session, name, wanted
+        self._running: list[LeasedBlock] = []
+
+    def _start(self, anchor: AnchorRef) -> LeasedBlock:
+        session = self._session
         session.start_monitor()
-        lease = _lease_block(session, name, wanted_bytes, anchor, rank, seconds)
+        lease = _lease_block(session, self._name, anchor, *self._wanted)
         id = lease.shares[0].device
         device = next(device for device in session.probe.devices if device.id == id)
-        running.append(LeasedBlock(lease, device, session.probe.place(id).torch))
-        return running[0]
+        self._running.append(LeasedBlock(lease, device, session.probe.place(id).torch))
+        return self._running[0]
 
-    def finish(error: BaseException | None) -> None:
-        for block in running:
+    def _finish(self, error: BaseException | None) -> None:
+        for block in self._running:
             block.end()
-        _end_block(session, name)
-        failures.finish_block(session, error)
-
-    return Held(start, finish)
+        _end_block(self._session, self._name)
+        failures.finish_block(self._session, error)
 
 
 def _lease_block(
     session: Session,
     name: str,
+    anchor: AnchorRef,
     size: int,
-    anchor: acquire.AnchorRef,
     importance: int,
     timeout: float | None,
 ) -> Lease:
@@ -146,4 +158,5 @@ def _end_block(session: Session, name: str) -> None:
     lease, _ = session.blocks.pop(name, (None, None))
     for share in lease.shares if lease else ():
         session.forget_torch_limit(share.device)  # the block has lifted the cap
-    session.publish()
+    if not session.closed:  # closed meanwhile, or left in a forked child: the lease is not ours
+        session.publish()

@@ -57,7 +57,8 @@ def empty_cache(session: Session) -> int:
 
 
 def _all_owners(session: Session, book: Book) -> list[str]:
-    owners = [id for id, section in book.sections.items() if section.names or section.leases]
+    names = session.ledger.names()
+    owners = [id for id, section in book.sections.items() if section.leases or id in names]
     return [*owners, session.me]
 
 

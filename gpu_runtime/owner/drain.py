@@ -6,19 +6,23 @@ from ..attribution import attributed, speaking_for
 from ..errors import NotAllowed, UnknownDevice
 from ..facts import Book, Device, Lease, Outcome, World
 from ..scheduler import drain as drains
-from ..units import show_bytes, show_seconds
+from ..scheduler.eligibility import MOVE_FAILED
+from ..units import parse_seconds, show_bytes, show_seconds
 from . import maintenance, permissions
 from .session import Session
 
 LOOK_SECONDS = 0.1  # between two looks at what is still on the card
 
 
-def drain(session: Session, name: str, *, undo: bool = False, timeout: float) -> Outcome:
+def drain(
+    session: Session, name: str, *, undo: bool = False, timeout: str | float | None
+) -> Outcome:
     """Drains a card, or lets it take leases again with `undo`.
 
     Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed,
     LedgerUnavailable.
     """
+    seconds = 0.0 if timeout is None else parse_seconds(timeout)
     book = session.read_book()
     device = _card(name, book, session.world())
     if because := permissions.refusal_of_drain(session, book):
@@ -38,7 +42,7 @@ def drain(session: Session, name: str, *, undo: bool = False, timeout: float) ->
         )
     before = {lease.id: lease for lease, _ in drains.staying(book, device.id, world)}
     session.ledger.ring({lease.owner for lease in before.values()} - {session.me})
-    staying = _wait_until_left(session, device, timeout)
+    staying = _wait_until_left(session, device, seconds)
     still_there = {lease.id for lease, _ in staying}
     freed = sum(_bytes_on(lease, device) for id, lease in before.items() if id not in still_there)
     said = "is drained already" if was_drained else "is drained: it takes no new leases"
@@ -88,6 +92,7 @@ def _reasons(session: Session, staying: list[tuple[Lease, str]]) -> list[str]:
             "a block of code": f"{what} is held by running code and leaves when that ends",
             "kept": f"{what} is pinned and stays until it is unpinned",
             "arriving": f"{what} is being loaded and leaves when it is idle",
+            MOVE_FAILED: f"{what} could not be moved; its process tries again",
         }
         sentences.append(known.get(why, f"{what} stays: it {why}"))
     return sentences

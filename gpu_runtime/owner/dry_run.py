@@ -21,7 +21,7 @@ from .session import Session
 
 # A number of parameters such as 7B, as in a model's name; it does not mean seven bytes.
 _PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")
-_LIKE_A_SIZE = re.compile(r"\s*[-+]?[\d.]+\s*[a-zA-Z]{0,3}\s*$")
+_LIKE_A_SIZE = re.compile(r"\s*[-+]?[\d._,]+\s*[a-zA-Z]{0,3}\s*$")
 
 
 class Subject(NamedTuple):

@@ -48,6 +48,7 @@ def tick(session: Session, notebook: str = "") -> float:
     session.journal.flush()
     vacate(session)
     session.maps.publish()
+    session.publish_names()
     nothing_to_write = quiet(session, book)
     if not (nothing_to_write or book.tickets):
         _start_orders(session)
@@ -273,7 +274,7 @@ def carry_out_order(session: Session, order: Order) -> None:
         outcome = _perform(session, order)
         requested = f", as {order.who} requested" if order.who else ""
         action, because, size = order.verb, outcome.because + requested, outcome.bytes
-    except GpuError as error:
+    except Exception as error:  # a driver's too: without an answer the requester waits for ever
         action, because, size = "failed", explain.first_line(error), 0
     try:
         session.decide(

@@ -77,6 +77,7 @@ def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: s
     """
     name, began = resident.spec.name, session.clock()
     rules = _rules(session, resident, wanted)
+    release.try_again_now(resident)
     key = session.new_key(f"move {name}")
     try:
         step = _reserve(session, resident, rules, key, by)

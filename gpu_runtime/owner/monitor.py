@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -92,8 +93,15 @@ class _Promptly:
             if not self._inside and ours:
                 sys.setswitchinterval(self._usual)
 
+    def forget(self) -> None:
+        """In a forked child: the threads inside are the parent's."""
+        if self._inside:
+            sys.setswitchinterval(self._usual)
+        self._lock, self._inside = threading.Lock(), 0
+
 
 promptly = _Promptly()
+os.register_at_fork(after_in_child=promptly.forget)
 
 
 class Monitor:

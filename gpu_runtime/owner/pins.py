@@ -1,102 +1,109 @@
-"""Pins: objects that keep a model on its device while a block of code uses it.
+"""Pins: weak references that keep a model on its device while a block of code uses it.
 
 A pin must end with its `with` block, even if the stop button strikes inside `__exit__`, where a
-release written in Python would never run. So a pin is no counter. It is the life of a small object
-that only the interpreter's stack refers to while the block runs. When the block ends, in any way,
-the object dies. A weak reference's callback, C code that no signal handler can interrupt, then
-removes the pin from the set.
+release written in Python would never run. So a pin is no counter. It is the life of a small object,
+the anchor, that only the interpreter's stack refers to while the block runs. When the block ends, in
+any way, the anchor dies. A weak reference's callback, C code that no signal handler can interrupt,
+then removes the pin from the set.
+
+The anchor is the bound method that the interpreter finds as `__exit__`. Its function is `_leave`, and
+its `__self__` is the entry: a list of the thread's identifier, the `Held`, and a weak reference to
+the anchor. No frame of ours ever binds an anchor to a name: a traceback keeps frames alive.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 import weakref
+from _thread import get_ident
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
-
-class Anchor:
-    """Lives exactly as long as a `with` block runs, and records the thread that runs it.
-
-    `call` is true if the block is a call of the model itself.
-    """
-
-    __slots__ = ("thread", "call", "__weakref__")
-
-    def __init__(self, call: bool = False) -> None:
-        self.thread, self.call = threading.get_ident(), call
+Anchor = MethodType
+AnchorRef = Callable[[], Anchor | None]  # a weak reference to an anchor
 
 
-class Pin(weakref.ref[Anchor]):
-    """One use of a model: a weak reference to its anchor, and the thread it runs in."""
-
-    __slots__ = ("thread", "call")
-    thread: int
-    call: bool
-
-    def __new__(cls, anchor: Anchor, ended: Callable[[Any], None]) -> Pin:
-        """`ended(pin)` is called when the anchor dies."""
-        pin = super().__new__(cls, anchor, ended)
-        pin.thread, pin.call = anchor.thread, anchor.call
-        return pin
+def thread_of(pin: AnchorRef) -> int:
+    """The identifier of the thread that runs the pin's block; 0 if the block has ended."""
+    entry = getattr(pin(), "__self__", (0,))
+    return entry[0]
 
 
 class _Leave:
-    """`__exit__`, looked up on a `Held`: a C callable that alone keeps the anchor alive.
+    """`__exit__` of a `Held`: each lookup on an object returns a new anchor.
 
     The interpreter looks `__exit__` up before it calls `__enter__`. It keeps the result on its stack
     and drops it when the block has ended, at whatever instruction an interrupt strikes.
-    `contextlib.ExitStack` looks it up on the class instead. It gets a plain function, and the anchor
-    lives as long as the stack holds the `Held`.
+    `contextlib.ExitStack` looks it up on the class instead, and gets a plain function.
     """
 
     def __get__(self, held: Held | None, kind: type | None = None) -> Any:
         if held is None:
-            return _leave_late
-        anchor = Anchor(held._call)
-        held._anchor = weakref.ref(anchor)
-        leave = functools.partial(_leave, held._finish)
-        leave.anchor = anchor  # type: ignore[attr-defined]
+            return _leave_by_hand
+        entry = [get_ident(), held]
+        leave = MethodType(_leave, entry)
+        held._anchor = anchor = weakref.ref(leave)
+        entry.append(anchor)
         return leave
 
 
-def _leave(
-    finish: Callable[[BaseException | None], None], kind: Any, error: Any, trace: Any
-) -> None:
-    finish(error)
+def _leave(entry: list[Any], kind: Any, error: Any, trace: Any) -> None:
+    _, held, anchor = entry
+    if held._anchor is anchor:  # no `__enter__` has taken this anchor
+        held._anchor = None
+        _leave_by_hand(held, kind, error, trace)
+        return
+    if anchor() is not None:  # the caller keeps a reference to `__exit__`
+        held._release(anchor)
+    held._finish(error)
 
 
-def _leave_late(held: Held, kind: Any, error: Any, trace: Any) -> None:
-    held._kept = None
+def _leave_by_hand(held: Held, kind: Any, error: Any, trace: Any) -> None:
+    if held._kept:
+        held._kept.pop()
     held._finish(error)
 
 
 class Held:
-    """A `with` block that holds something for exactly as long as it runs, also when interrupted."""
+    """A `with` block that holds something for exactly as long as it runs, also when interrupted.
 
-    __slots__ = ("_start", "_finish", "_anchor", "_kept", "_call")
+    `__enter__` and `__exit__` may be called by hand as well, and by `contextlib.ExitStack`. Then what
+    is held ends with the call of `__exit__`, or with this object.
+    """
 
-    def __init__(
-        self,
-        start: Callable[[Callable[[], Anchor | None]], Any],
-        finish: Callable[[BaseException | None], None],
-        call: bool = False,
-    ) -> None:
-        """`start(anchor)` returns what the block yields, and registers the weak reference `anchor`.
+    __slots__ = ("_anchor", "_kept")
 
-        `finish(error)` runs at the end for what is better done at once. Nothing may depend on its
-        running. `call` marks a block that is a call of the model itself.
-        """
-        self._start, self._finish, self._call = start, finish, call
-        self._anchor: Callable[[], Anchor | None] | None = None
-        self._kept: Anchor | None = None
+    def __init__(self) -> None:
+        self._anchor: AnchorRef | None = (
+            None  # of the latest lookup of `__exit__`, until it is used
+        )
+        self._kept: list[Anchor] | None = None  # anchors of blocks that were entered by hand
+
+    def _start(self, anchor: AnchorRef) -> Any:
+        """Holds it while the anchor lives. Returns what the block yields."""
+        raise NotImplementedError
+
+    def _release(self, anchor: AnchorRef) -> None:
+        """Ends what `anchor` holds, although the anchor lives. `_finish` follows."""
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Does at the end what is better done at once. Nothing may depend on its running."""
 
     def __enter__(self) -> Any:
         anchor, self._anchor = self._anchor, None
-        if anchor is None:  # `__enter__` was called by hand or by an ExitStack
-            self._kept = Anchor(self._call)
-            anchor = weakref.ref(self._kept)
+        if anchor is None or anchor() is None:  # no `with` statement holds an anchor
+            return self._enter_by_hand()
         return self._start(anchor)
+
+    def _enter_by_hand(self) -> Any:
+        if self._kept is None:
+            self._kept = []
+        # The entry does not contain this object, which would be a cycle.
+        self._kept.append(MethodType(_leave, [get_ident()]))
+        try:
+            return self._start(weakref.ref(self._kept[-1]))
+        except BaseException:  # the caller does not call `__exit__` then
+            self._kept.pop()
+            raise
 
     __exit__ = _Leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,7 +14,6 @@ from ..catalog.entries import require_loadable
 from ..errors import (
     AlreadyRegistered,
     AmbiguousName,
-    BadSetting,
     CannotGovern,
     GpuError,
     NotLoaded,
@@ -21,6 +21,7 @@ from ..errors import (
     UnknownModel,
 )
 from ..facts import Book, LeaseId, ModelSpec, parse_importance
+from ..options import read_options, unknown_option
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..units import parse_room, parse_seconds
@@ -28,7 +29,12 @@ from . import acquire, demand, failures, permissions
 from .governed_calls import release_calls
 from .resident import Place, Resident
 from .session import Session
-from .training import watch_zero_grad
+
+# The keywords of Runtime.register, any of which a misspelled option may stand for.
+_KEYWORDS = (
+    "backend", "size", "importance", "keep", "keep_alive", "layout", "model_type", "quantization",
+    "devices", "restore_on_call",
+)  # fmt: skip
 
 # -- registering
 
@@ -51,7 +57,6 @@ def register(
     options: dict[str, Any],
 ) -> ModelSpec:
     """Makes a model known by name; see Runtime.register."""
-    check_name(name)
     chosen = backend_for(source, backend)
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     spec = ModelSpec(
@@ -66,7 +71,7 @@ def register(
         keep_alive=parse_seconds(keep_alive),
         layout=check_layout(layout),
         devices=_known_devices(session, devices),
-        options=_with_defaults(session, chosen, options),
+        options=_with_defaults(session, chosen, read_options(chosen, options, _KEYWORDS)),
     )
     factory = source if callable(source) and not text else None
     known = session.residents.get(name)
@@ -84,11 +89,19 @@ def register(
 
 def _with_defaults(session: Session, backend: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options, completed by the settings that apply to that backend."""
-    settings, options = session.settings, dict(options)
+    settings = session.settings
     if settings.inference_gpu_layers is not None and backend in LAYERED:
         options.setdefault("gpu_layers", settings.inference_gpu_layers)
     if settings.gpu_trust_remote_code and backend == "transformers":
         options.setdefault("trust_remote_code", True)
+    return options
+
+
+def adoption_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The `options` of `register` that `adopt` takes too. Raises BadSetting for any other."""
+    for name, value in options.items():
+        if name != "optimizer":
+            raise unknown_option(name, value, ("optimizer", *_KEYWORDS), "a module")
     return options
 
 
@@ -105,7 +118,6 @@ def adopt(
     restore_on_call: bool,
 ) -> ModelSpec:
     """Governs a module that the user already has; see Runtime.adopt."""
-    check_name(name)
     if not is_module(module):
         kind = type(module).__name__
         raise CannotGovern(
@@ -149,6 +161,7 @@ def _require_new(session: Session, name: str, module: Any) -> None:
 
 def _install_adopted(session: Session, resident: Resident, module: Any, optimizer: Any) -> None:
     spec = resident.spec
+    resident.adopted = True
     handle = resident.backend.adopt(spec, module, optimizer)  # type: ignore[attr-defined]
     now = session.clock()
     lease = replace(
@@ -163,8 +176,6 @@ def _install_adopted(session: Session, resident: Resident, module: Any, optimize
         model_type=spec.model_type,
     )
     resident.install(handle, lease, None)
-    if optimizer is not None:
-        watch_zero_grad(optimizer, resident.training)
 
 
 def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
@@ -192,19 +203,20 @@ def _add(session: Session, resident: Resident) -> ModelSpec:
         session.residents[resident.spec.name] = resident
     if first:
         session.start_monitor()
-    session.announce()  # from now on other owners can request it by name
+    session.announce(resident.spec.name)  # from now on other owners can request it by name
     return resident.spec
 
 
 def forget(session: Session, name: str) -> None:
     """Frees a model's memory and its name; see Runtime.forget."""
     resident = find(session, name)
-    if resident.training.blocks():
+    if resident.pins:
         raise in_use_error(session, resident)
     release_calls(resident.value)
     resident.forget()
     session.residents.pop(resident.spec.name, None)
     session.probe.empty_cache()
+    session.publish_names()
     session.publish()
 
 
@@ -280,7 +292,7 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
         if resident is not None:
             return LeaseId(session.me, resident.spec.name)
     book = session.ledger.read()
-    found = _holders(book, bare, pid, loadable)
+    found = _holders(book, bare, pid, session.ledger.names() if loadable else {})
     if len(found) == 1:
         return LeaseId(found[0][0], bare)
     if found:
@@ -305,16 +317,26 @@ def _exact(session: Session, id: LeaseId) -> LeaseId:
     if id.owner == session.me and by_key(session, id.name):
         return id
     section = session.ledger.read().sections.get(id.owner)
-    if section is None or not (section.lease(id.name) or id.name in section.names):
+    if section is None or not (section.lease(id.name) or _can_load(session, id)):
         raise UnknownModel(id.name, known_names(session))
     return id
 
 
-def _holders(book: Book, name: str, pid: str, loadable: bool) -> list[tuple[str, int]]:
-    """Owner id and process id of each owner that holds that model, or can load it."""
+def _can_load(session: Session, id: LeaseId) -> bool:
+    """Whether the owner has registered that model."""
+    return id.name in session.ledger.names().get(id.owner, ())
+
+
+def _holders(
+    book: Book, name: str, pid: str, loadable: Mapping[str, Collection[str]]
+) -> list[tuple[str, int]]:
+    """Owner id and process id of each owner that holds that model, or can load it.
+
+    `loadable` has the names that each owner can load.
+    """
     found = []
     for id, section in book.sections.items():
-        holds = section.lease(name) or (loadable and name in section.names)
+        holds = section.lease(name) or name in loadable.get(id, ())
         if holds and pid in ("", str(section.owner.pid)):
             found.append((id, section.owner.pid))
     return found
@@ -334,12 +356,6 @@ def in_use_error(session: Session, resident: Resident) -> GpuError:
 
 
 # -- checks of arguments
-
-
-def check_name(name: Any) -> None:
-    """Raises BadSetting unless `name` is text without '@' or spaces around it."""
-    if not isinstance(name, str) or not name.strip() or "@" in name or name != name.strip():
-        raise BadSetting("name", name, "some text without '@' or spaces around it")
 
 
 def is_module(source: Any) -> bool:

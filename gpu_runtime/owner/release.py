@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+
 from msgspec.structs import replace
 
 from ..errors import DoesNotFit, GpuError, StillInUse
-from ..facts import HOST, Book, Drop, Lease, Move, Step, World
+from ..facts import HOST, Book, Drop, Lease, Move, Shares, Step, World
 from ..scheduler import eligibility, explain
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import show_bytes
 from .resident import Place, Resident, Stays
 from .session import Key, Session
+
+log = logging.getLogger("gpu_runtime")
+
+FIRST_PAUSE_SECONDS = 1.0  # after a failed move, before the model is chosen again
+LONGEST_PAUSE_SECONDS = 60.0
 
 
 def evict(
@@ -20,10 +27,11 @@ def evict(
     """Evicts an own model now. Returns the step taken; None if it is on no device already.
 
     `drop` unloads it although host memory has room. `by` is the person who requested it.
-    Raises StillInUse, DoesNotFit.
+    Raises StillInUse, DoesNotFit, and what the move raises.
     """
     if resident.handle is None or (resident.place is Place.AWAY and not drop):
         return None
+    try_again_now(resident)
     key = session.new_key(f"evict {resident.spec.name}")
 
     def leave(book: Book, world: World) -> tuple[Book, Move | Drop | GpuError]:
@@ -35,7 +43,7 @@ def evict(
             raise step
         if not carry_out(session, step, key, by):
             # It was used meanwhile, or it may not be dropped: decide again.
-            return evict(session, resident, because, by=by)
+            return evict(session, resident, because, drop=drop, by=by)
         return step
     finally:
         session.done_with(key.note)
@@ -78,36 +86,55 @@ def _only_copy(lease: Lease) -> DoesNotFit:
 
 
 def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bool:
-    """Performs an own step where no interrupt cuts it in half.
+    """Performs an own step that was requested for this model, where no interrupt cuts it in half.
 
-    False if the model is in use or its bytes have changed; then nothing was moved.
+    False if the model is in use or its bytes have changed; then nothing was moved. Raises what the
+    move raised.
     """
-    return session.uninterrupted(key, lambda: step_aside(session, step, key, by))
+    failure = session.uninterrupted(key, lambda: _leave_now(session, step, key, by))
+    if failure is not None and not isinstance(failure, Stays):
+        raise failure
+    return failure is None
 
 
 def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
-    """Moves or drops one of our own models. False if it is in use after all, and stays."""
+    """Moves or drops one of our own models for another request. False if the model stays.
+
+    A failed move is logged here and never raised: it does not concern the requester. Where that is
+    lawful the model is dropped instead.
+    """
     assert isinstance(step, (Move, Drop))
+    relieves = step.reason == "memory_pressure"  # the level of pressure decides whether to drop
+    return _leave_now(session, step, key, by, may_drop=not relieves) is None
+
+
+def try_again_now(resident: Resident) -> None:
+    """Ends the pause after a failed move, because a person requests the move."""
+    resident.lease = replace(resident.lease, moves_again_at=0.0)
+
+
+def _leave_now(
+    session: Session, step: Move | Drop, key: Key, by: str, *, may_drop: bool = False
+) -> Exception | None:
+    """Performs a step of an own model. Returns None, or the error if the model stays."""
     name = step.lease.partition("/")[2]
     resident = session.residents.get(name)
     if resident is None or not resident.begin_moving():
         _abandon(session, name, key)
-        return False
+        return Stays("it is in use")
     try:
         if resident.remeasure():  # the room reserved for it may be too little: decide again
             raise Stays("its bytes have changed since they were counted")
-        shares = resident.carry(step)
+        step, shares = _carry(resident, step, may_drop)
     except BaseException as error:
-        resident.lease = replace(resident.lease, droppable=resident.droppable())
         resident.stay()
-        expected = isinstance(error, Stays)
-        why = str(error) if expected else f"{type(error).__name__}: {explain.first_line(error)}"
-        _abandon(session, name, key, f"{name} stays where it is: {why}.")
-        if expected:
-            return False
+        _abandon(session, name, key, _stays(session, resident, error))
+        if isinstance(error, Exception):
+            return error
         raise
+    resident.failed_moves = 0
     if isinstance(step, Move):
-        moved = replace(resident.lease, target=step.shares).holding(shares)
+        moved = replace(resident.lease, target=step.shares, moves_again_at=0.0).holding(shares)
         now = session.clock()
         away_since = 0.0 if moved.on_device else now
         resident.settle_at(replace(moved, settled_at=now, away_since=away_since))
@@ -116,13 +143,53 @@ def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
     session.decide(
         lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True
     )
-    return True
+    return None
+
+
+def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move | Drop, Shares]:
+    """Performs the step. Returns the step that was taken, and the shares measured afterwards."""
+    try:
+        return step, resident.carry(step)
+    except Exception as error:
+        if isinstance(step, Drop) and resident.handle is None:
+            log.warning("%s was dropped, with an error: %s", step.lease, _in_words(error))
+            return step, ()
+        lawful = may_drop and resident.lease.droppable and not isinstance(error, Stays)
+        if not lawful or isinstance(step, Drop):
+            raise
+        failed = f"{step.because} It could not be moved: {_in_words(error)}."
+        log.warning("%s is dropped, since it could not be moved: %s", step.lease, _in_words(error))
+        drop = Drop(step.lease, step.source, failed.lstrip(), step.reason, step.by)
+        return drop, resident.carry(drop)
+
+
+def _stays(session: Session, resident: Resident, error: BaseException) -> str:
+    """Records that a step failed, and returns the sentence for the book; empty after the first.
+
+    Each further failure doubles the pause before the model is chosen again.
+    """
+    name = resident.spec.name
+    resident.lease = replace(resident.lease, droppable=resident.droppable())
+    if isinstance(error, Stays):
+        return f"{name} stays where it is: {error}."
+    because = f"{name} stays where it is: {_in_words(error)}."
+    resident.failed_moves += 1
+    pause = min(FIRST_PAUSE_SECONDS * 2 ** (resident.failed_moves - 1), LONGEST_PAUSE_SECONDS)
+    resident.lease = replace(resident.lease, moves_again_at=session.clock() + pause)
+    if resident.failed_moves > 1:
+        log.debug("%s", because)
+        return ""
+    log.warning("%s", because)
+    return because
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {explain.first_line(error)}"
 
 
 def _abandon(session: Session, name: str, key: Key, because: str = "") -> None:
-    session.decide(
-        lambda book, world: (
-            books.abandon(book, session.me, name, key.text, world, because),
-            None,
-        )
-    )
+    def stay(book: Book, world: World) -> tuple[Book, None]:
+        book = books.abandon(book, session.me, name, key.text, world, because)
+        return books.publish(book, session.truth(), world), None  # with the time of the next try
+
+    session.decide(stay)

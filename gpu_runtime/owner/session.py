@@ -51,7 +51,7 @@ from .allocator_maps import Maps
 from .footprints import Sizing
 from .keys import Key, Keys
 from .monitor import Breaker, Monitor
-from .pins import Anchor
+from .pins import AnchorRef
 from .resident import Resident
 from .residue import residue
 
@@ -107,7 +107,7 @@ class Session:
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
 
         self.residents: dict[str, Resident] = {}
-        self.blocks: dict[str, tuple[Lease, Callable[[], Anchor | None]]] = {}
+        self.blocks: dict[str, tuple[Lease, AnchorRef]] = {}
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.lock = threading.Lock()  # guards residents and the monitor's start, never a load
@@ -133,6 +133,7 @@ class Session:
         self.reap_turn = 0
         self.checked_at = clock()
         self.opened_at = time.monotonic()
+        self._announced = False  # whether the book has had a section of this owner
 
     @property
     def me(self) -> str:
@@ -172,7 +173,7 @@ class Session:
 
     def truth(self) -> Truth:
         """What this process holds and does now, from which its section of the book is written."""
-        residents = list(self.residents.values())
+        residents = [r for r in list(self.residents.values()) if r.handle is not None]
         models = tuple(lease for r in residents if (lease := r.truth()) is not None)
         blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor())
         engines = tuple(pid for resident in residents for pid in resident.engines)
@@ -181,7 +182,6 @@ class Session:
             models + blocks,
             self.keys.texts(),
             self._residue(models),
-            tuple(self.residents),
             *self.activity.state,
             engines,
         )
@@ -202,8 +202,9 @@ class Session:
 
     def in_use(self) -> bool:
         """Whether a model is pinned, a block runs or a cell runs, so that news will follow soon."""
-        busy = self.blocks or self.activity.running
-        return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
+        if self.blocks or self.activity.state.busy_since:
+            return True
+        return any(resident.pins for resident in list(self.residents.values()))
 
     def world(self, fresh: bool = False) -> World:
         """The devices as last measured, or measured now if `fresh`.
@@ -265,14 +266,29 @@ class Session:
         """Writes this owner's section as it is now."""
         self.decide(lambda book, world: (book, None))
 
-    def announce(self) -> None:
-        """Publishes this owner. If the book cannot be written now, the monitor does it later."""
+    def announce(self, name: str) -> None:
+        """Publishes the model `name`, and this owner with its first one.
+
+        If the ledger cannot be written now, the monitor does it later.
+        """
         if not self.settings.enable_memory_governor:
             return
         try:
-            self.publish()
-        except GpuError as error:  # a ledger or driver that fails now must not stop `register`
+            self.ledger.add_name(name)
+            if not self._announced:
+                self.publish()
+                self._announced = True
+        except (GpuError, OSError) as error:  # what fails now must not stop `register`
             log.debug("announced later: %s", error)
+
+    def publish_names(self) -> None:
+        """Publishes which models this process can load, if that has changed."""
+        if not self.settings.enable_memory_governor:
+            return
+        try:
+            self.ledger.publish_names(self.residents.keys())
+        except OSError as error:  # a full disk: others keep the last names
+            log.debug("the names are published later: %s", error)
 
     def note(
         self,
@@ -438,11 +454,9 @@ class Session:
         )
 
     def cell_began(self) -> None:
-        """Wakes a dozing monitor, and waits for moves of modules in training to end."""
+        """Wakes a dozing monitor, so that a cell's start is published within a second."""
         if self.dozing and not self.closed:
             self.wake_monitor()
-        for resident in list(self.residents.values()):
-            resident.await_move()
 
     def wake_monitor(self) -> None:
         """Ends the monitor's sleep now."""

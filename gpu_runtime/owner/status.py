@@ -75,8 +75,16 @@ def snapshot(session: Session) -> Snapshot:
         books.totals(book),
         strangers(book, world, session.probe.people()),
         rules=world.rules,
+        names=_names(session),
     )
     return replace(found, unanswered=unresponsive.unanswered(found, world.rules))
+
+
+def _names(session: Session) -> dict[str, tuple[str, ...]]:
+    """Owner id -> the models that it can load; our own as they are now."""
+    names = session.ledger.names()
+    own = tuple(list(session.residents))
+    return names | {session.me: own} if own else names
 
 
 def _device_views(session: Session, book: Book, world: World) -> tuple[Any, ...]:

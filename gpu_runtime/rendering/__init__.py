@@ -1,4 +1,4 @@
-"""Pure views of facts for every face: text, HTML and JSON of a snapshot, a plan or an outcome.
+"""Renders facts as text, HTML and JSON, for magics, the command and the console.
 
-Nothing here reads a runtime, a device or a clock (`progress` excepted), and nothing imports Panel.
+Pure: nothing here reads a runtime, a device or a clock, except `progress`. Panel is not imported.
 """

@@ -1,8 +1,9 @@
-"""An allocator's map as a picture: rows of equal length, cut into pieces.
+"""Draws an allocator's map: rows of equal length, cut into pieces.
 
-Pure. The picture is the same for text, SVG and the console. All segments are laid end to end by
-address and wrapped into rows like the words of a page, so area is bytes. Blocks too small to be
-seen are drawn together, by the part of their bytes that is in use.
+Pure. The picture is the same for text, SVG and the console. All segments are laid end to end in the
+order of their addresses, and wrapped into rows like the words of a page. So the area of a piece is
+proportional to its bytes. Blocks too small to be seen are drawn as one piece, which shows how much
+of them is in use.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WORDS = {
     RELEASABLE: "inactive, released by defrag",
     RELEASED: "released",
 }
-# The colours of Okabe and Ito, as in every face; empty: a hatch alone.
+# The colours of Okabe and Ito, as in all other views. An empty one is drawn as a pattern only.
 COLOURS = {
     ALLOCATED: "#0072b2",
     PENDING: "#cc79a7",
@@ -38,11 +39,11 @@ COLOURS = {
     RELEASABLE: "#f0e442",
     RELEASED: "",
 }
-# Bottom to top: a kind that may be drawn wider than it is is on top.
+# Drawn first to last. Bytes in use are last, as they may be drawn wider than they are.
 _ORDER = (RELEASED, RELEASABLE, STUCK, PENDING, ALLOCATED)
-MIDDLING = 20 * MIB  # torch's segment for blocks of 1 to 10 MiB, and its page of an expandable one
+MIDDLING = 20 * MIB  # torch's segment for blocks of 1 to 10 MiB, and the page of an expandable one
 MOST_ROWS = 16
-CELLS = 400  # pieces that can be told apart in a row; narrower ones are drawn with their neighbours
+CELLS = 400  # pieces that are visible in a row; narrower ones are joined with their neighbours
 
 
 class Mapped(NamedTuple):
@@ -53,7 +54,7 @@ class Mapped(NamedTuple):
 
 
 def mapped(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Mapped:
-    """The `maps` with titles from the `snapshot`, the one with most inactive bytes first."""
+    """The `maps` with titles from the `snapshot`; the map with most inactive bytes is first."""
     labels = {section.owner.id: section.owner.label for section in snapshot.sections.values()}
     labels.setdefault(snapshot.owner.id, snapshot.owner.label)
     ordered = sorted(maps, key=lambda map: (-(map.inactive_bytes or 0), map.device, map.owner))
@@ -64,8 +65,7 @@ def mapped(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Mapped:
 class MapPiece(NamedTuple):
     """A rectangle of a row.
 
-    It reaches from `left` to `right` in bytes, and from `low` to `high` in parts of the row's
-    height.
+    Its left and right ends are in bytes. `low` and `high` are fractions of the row's height.
     """
 
     row: int
@@ -74,7 +74,7 @@ class MapPiece(NamedTuple):
     low: float
     high: float
     kind: str  # one of KINDS
-    title: str  # what it shows, in words
+    title: str  # the text that describes the piece
 
 
 class Edge(NamedTuple):
@@ -95,7 +95,7 @@ class Picture(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Bytes that are drawn as one: a block, or several neighbours."""
+    """Bytes that are drawn as one piece: a block, or several neighbours."""
 
     start: int
     sizes: tuple[int, ...]  # bytes of each kind, in the order of KINDS
@@ -108,7 +108,7 @@ class _Stretch(NamedTuple):
         return sum(self.sizes)
 
     def with_next(self, other: _Stretch) -> _Stretch:
-        """This stretch and the `other`, which follows it, as one."""
+        """One stretch made of this one and of `other`, which follows it."""
         sizes = tuple(one + more for one, more in zip(self.sizes, other.sizes, strict=True))
         where = other.where if self.where == other.where else "several segments"
         return _Stretch(self.start, sizes, self.blocks + other.blocks, where)
@@ -117,7 +117,8 @@ class _Stretch(NamedTuple):
 def picture(map: AllocatorMap, cells: int = CELLS) -> Picture:
     """The `map` as at most 16 rows, of `cells` pieces each; without rows if the map is empty.
 
-    A row is as long as a segment of middling size, or, of a larger map, a power of two.
+    A row stands for 20 MiB (torch's middle size of segment). If the map is too large for that, a row
+    stands for 32 MiB, 64 MiB, and so on.
     """
     total = sum(segment.bytes for segment in map.segments)
     if not total:
@@ -142,7 +143,7 @@ def legend(map: AllocatorMap) -> tuple[tuple[str, int], ...]:
 
 
 def verdict(map: AllocatorMap) -> str:
-    """What the `map` shows, in a sentence or two."""
+    """One or two sentences that summarize the `map`."""
     allocated, reserved = show_bytes(map.allocated_bytes), show_bytes(map.reserved_bytes)
     head = f"{allocated} of {reserved} reserved are allocated"
     if map.inactive_bytes is None or map.releasable_bytes is None:
@@ -157,7 +158,7 @@ def verdict(map: AllocatorMap) -> str:
 
 
 def _inactive_future(stuck: int, releasable: int) -> str:
-    """What defrag does with inactive bytes of which `stuck` are in segments in use."""
+    """The end of a sentence: what defrag does with inactive bytes. `stuck` are in segments in use."""
     if not stuck:
         return "defrag releases them"
     if not releasable:
@@ -169,7 +170,7 @@ def _inactive_future(stuck: int, releasable: int) -> str:
 
 
 def left_out(map: AllocatorMap) -> str:
-    """A sentence about the segments that the `map` leaves out; empty if it has all of them."""
+    """A sentence about the segments that the `map` leaves out; empty if it contains all segments."""
     if not map.left_out:
         return ""
     return f"Not drawn: {map.left_out} smaller segments, {show_bytes(map.left_out_bytes)} in all."
@@ -184,7 +185,7 @@ _KIND_OF_STATE = {  # the other states are inactive: STUCK or RELEASABLE
 
 
 def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
-    """For each block of the segment: its bytes of each kind, and how many blocks it stands for."""
+    """For each block of the segment: its bytes of each kind, and the number of joined blocks."""
     whole = not segment.in_use and segment.kind != "private"
     for block in segment.blocks:
         pages = segment.kind == "expandable" and block.bytes >= 2 * MIDDLING
@@ -196,9 +197,9 @@ def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretch]:
-    """Blocks, and runs of neighbours that are together narrower than `least` bytes.
+    """The stretches: single blocks, and neighbours that are together smaller than `least` bytes.
 
-    Blocks of a large segment are not joined with those of another one.
+    Blocks of a large segment are not joined with blocks of another segment.
     """
     pending: _Stretch | None = None
     start = 0
@@ -226,10 +227,10 @@ def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretc
 
 
 def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
-    """The stretch, cut at the ends of rows, with one piece above the other for each of its kinds.
+    """The pieces of a stretch: it is cut at the ends of rows, and its kinds are stacked.
 
-    Bytes in use are drawn at least `least` bytes wide: they may be all that keeps a segment from
-    being released.
+    Bytes in use are drawn at least `least` bytes wide, since a few of them can keep a whole segment
+    from being released.
     """
     title = _title(stretch)
     start, end = stretch.start, stretch.start + stretch.bytes
@@ -275,7 +276,7 @@ def _edges(segments: Iterable[SegmentMap], row: int, least: float) -> Iterator[E
 # -- SVG -----------------------------------------------------------------------------------------
 
 _WIDTH, _ROW, _GAP, _LABEL = 720, 16, 3, 72
-_SVG_CELLS = 240  # a map of thousands of blocks is then some 100 KB
+_SVG_CELLS = 240  # with this number, the SVG of a map of thousands of blocks has about 100 KB
 _HATCH = {STUCK: "gpuc-hatch-stuck", RELEASED: "gpuc-hatch-released"}
 _PATTERNS = (
     f'<defs><pattern id="{_HATCH[STUCK]}" width="5" height="5" patternUnits="userSpaceOnUse">'
@@ -287,7 +288,7 @@ _PATTERNS = (
 
 
 def as_svg(map: AllocatorMap, label: str) -> str:
-    """The `map` as a self-contained SVG without script or style; screen readers read `label`."""
+    """The `map` as an SVG without script or style sheet; screen readers read `label`."""
     drawn = picture(map, _SVG_CELLS)
     if not drawn.rows:
         return ""
@@ -321,7 +322,7 @@ def _box(
 
 
 def _paths(drawn: Picture) -> Iterator[str]:
-    """One path for each kind, and one for all outlines: thousands of elements make a slow page."""
+    """One path for each kind, and one for all outlines. Thousands of elements would be slow."""
     for kind, pieces in itertools.groupby(drawn.pieces, lambda piece: piece.kind):
         fill = f"url(#{_HATCH[kind]})" if kind in _HATCH else COLOURS[kind]
         boxes = "".join(
@@ -378,7 +379,8 @@ _MARKS = {ALLOCATED: "█", PENDING: "▓", STUCK: "░", RELEASABLE: "·", RELE
 def as_text(map: AllocatorMap, title: str) -> str:
     """The `map` in characters, under its `title`.
 
-    A cell shows the kind of most of its bytes; `▒` is a cell with some bytes in use, and most not.
+    A cell shows the kind of most of its bytes. In a cell with `▒`, some bytes are in use and most are
+    not.
     """
     drawn = picture(map, _CELLS)
     lines = [title, verdict(map)]

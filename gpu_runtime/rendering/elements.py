@@ -1,12 +1,12 @@
 """The HTML elements of every page: style, colours, bars and tables. Pure.
 
-The colours are those of Okabe and Ito, which colour-blind people can tell apart; a model has the
+The colours are those of Okabe and Ito, which colour-blind people can distinguish; a model has the
 same colour everywhere. Nothing here is random, so that executed notebooks can be compared. Every
 name given by a person or a file is escaped.
 
 JupyterLab removes the style sheet from a notebook that it does not trust yet, and keeps inline
-styles. So colours, widths and alignment are inline, and the sheet has only what a page can do
-without. If both are removed, tables remain.
+styles. So colours, widths and alignment are inline; the sheet has only optional rules. If both are
+removed, tables remain.
 
 Source: Okabe & Ito 2008, Color Universal Design.
 """
@@ -28,12 +28,12 @@ from . import views
 from .views import Bar, BarSegment, clean
 
 COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
-TEXTURES = 3  # classes gpuc-t0 … of style.css: plain, stripes, dots
+TEXTURES = 3  # number of classes gpuc-t0 … in style.css: plain, stripes, dots
 _DARK_COLOURS = ("#0072b2",)  # text on these is white
-_GREY = "rgba(128,128,128,0.5)"  # of bytes that belong to no model
+_GREY = "rgba(128,128,128,0.5)"  # colour of bytes that belong to no model
 _TRACK = "rgba(128,128,128,0.16)"
 _BAR_HEIGHT = "22px"
-_LABEL_FROM = 0.09  # a segment narrower than this part of its bar is too thin for its label
+_LABEL_FROM = 0.09  # a segment narrower than this fraction of its bar has no label
 
 
 @functools.cache
@@ -57,13 +57,13 @@ class Look(NamedTuple):
     """How a model is drawn."""
 
     colour: str
-    ink: str  # the colour of text on it
+    ink: str  # the colour of text on the model's colour
     texture: str  # a class of style.css
 
 
 def look(name: str) -> Look:
     """The colour and texture of the model `name`; they depend on the name only."""
-    number = zlib.crc32(name.encode()) >> 8  # the low bits of short names are much alike
+    number = zlib.crc32(name.encode()) >> 8  # the low bits of short names are often equal
     colour = COLOURS[number % len(COLOURS)]
     ink = "#ffffff" if colour in _DARK_COLOURS else "#000000"
     return Look(colour, ink, f"gpuc-t{number // len(COLOURS) % TEXTURES}")
@@ -89,7 +89,7 @@ def line(*parts: str, soft: bool = False) -> str:
 
 
 def pre(lines: str) -> str:
-    """The `lines` of text as they are, in a fixed-width font."""
+    """The `lines` of text, unchanged, in a fixed-width font."""
     return f'<pre class="gpuc-pre">{html.escape(lines)}</pre>'
 
 
@@ -108,7 +108,7 @@ def simulated(snapshot: Snapshot) -> str:
 
 
 def bar(drawn: Bar) -> str:
-    """The bar `drawn` of one device. Its label has in words what the bar shows in colour."""
+    """The bar `drawn` of one device. Its label describes the bar for screen readers."""
     scale = drawn.scale_bytes
     segments = "".join(_segment(segment, segment.bytes / scale) for segment in drawn.segments)
     limit = ""
@@ -223,7 +223,7 @@ _EMPTY_CELL = re.compile("<td[^>]*></td>")
 
 
 def _used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The numbers of the columns with at least one cell that is not empty."""
+    """The indices of the columns that have at least one non-empty cell."""
     if not rows:
         return []
     return [
@@ -238,8 +238,8 @@ def _body(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> str:
 def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
     """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
 
-    The alignment is inline, because frontends have their own rules for tables. `style` is added to
-    it.
+    The alignment is inline, because frontends have their own rules for tables. `style` is appended
+    to the inline style.
     """
     side = "right" if "gpuc-num" in kind else "left"
     more = f";{style}" if style else ""

@@ -53,7 +53,7 @@ def status(snapshot: Snapshot) -> str:
 
 
 def host(snapshot: Snapshot) -> str:
-    """The `snapshot` of one host of several as a page, under the host's name."""
+    """The `snapshot` of one of several hosts as a page, under the host's name."""
     return page(line(f"<b>{esc(words.host_title(snapshot))}</b>")) + status(snapshot)
 
 
@@ -132,7 +132,7 @@ def health(found: Health) -> str:
 
 
 def outcome(done: Outcome) -> str:
-    """What a verb has `done`, as one line."""
+    """The outcome `done` of a verb, as one line."""
     head, _, detail = text.outcome(done).partition(": ")
     return page(line(f"<b>{'✓' if done.done else '✗'} {esc(head)}</b>", esc(detail)))
 

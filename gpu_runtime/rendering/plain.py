@@ -1,4 +1,4 @@
-"""Answers as plain values for JSON. Pure.
+"""Results of verbs as plain values for JSON. Pure.
 
 Every field is present; bytes are numbers, and times are epoch seconds.
 """
@@ -15,12 +15,12 @@ from . import views
 
 
 def as_json(value: Any) -> str:
-    """The answer `value` as indented JSON."""
+    """The result `value` as indented JSON."""
     return json.dumps(plain(value), indent=2, ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
-    """The answer `value` as dicts, lists, strings and numbers."""
+    """The result `value` as dicts, lists, strings and numbers."""
     if isinstance(value, Snapshot):
         return status(value)
     if isinstance(value, Value):
@@ -46,11 +46,11 @@ def _fact(value: Value) -> dict[str, Any]:
 
 
 def _scalar(value: Any) -> Any:
-    if value is None or value != value:  # NaN and NaT differ from themselves; JSON has neither
+    if value is None or value != value:  # NaN or NaT (they differ from themselves), not in JSON
         return None
     if hasattr(value, "timestamp"):
         return value.timestamp()
-    if hasattr(value, "item"):  # a number of NumPy's
+    if hasattr(value, "item"):  # a NumPy number
         return value.item()
     return value if isinstance(value, (str, int, float, bool)) else str(value)
 

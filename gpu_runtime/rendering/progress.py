@@ -1,8 +1,7 @@
-"""The progress of a load: one line that moves, and settles when the load ends.
+"""The progress of a load: one line that is updated until the load ends.
 
-In a notebook it is a display that is updated in place; in a terminal it is a line that is
-overwritten. The line that remains in the notebook depends on the outcome only, so that executed
-notebooks can be compared.
+In a notebook, a display is updated in place; in a terminal, a line is overwritten. The line that
+remains in the notebook depends only on the outcome, so executed notebooks can be compared.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ REDRAW_SECONDS = 0.1
 
 
 class Progress:
-    """A callable that a load calls with its progress, and the context around the load.
+    """A context manager around a load; the load calls it to report its progress.
 
     Subclasses decide where the line is shown.
     """
@@ -73,7 +72,7 @@ class Progress:
 class NotebookProgress(Progress):
     """One display in the cell's output, updated in place."""
 
-    count = 0  # displays so far; their ids belong to the session and are not saved in the notebook
+    count = 0  # displays made so far, for their ids, which are not saved in the notebook
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """As Progress, for the model `name` with the `clock`."""
@@ -96,7 +95,7 @@ class NotebookProgress(Progress):
             self._handle.update(picture)
 
     def settle(self, failed: bool) -> None:
-        """Shows a full bar; an empty one if the load `failed`, as its last progress is random."""
+        """Shows a full bar. If the load `failed`, the bar is empty: its last progress is random."""
         self.done_bytes = 0 if failed else self.all_bytes
         self.draw("stopped" if failed else f"{show_bytes(self.all_bytes)}, done")
 

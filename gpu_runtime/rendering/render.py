@@ -1,6 +1,6 @@
-"""Answers that render themselves: as text everywhere, as HTML in a browser, as JSON on request.
+"""Wraps the result of a verb in an object that shows itself: as text, as HTML, or as JSON.
 
-Pure: an answer goes in, and an object comes out that Jupyter, a terminal or a program can show.
+Pure: a result goes in, and an object comes out that Jupyter, a terminal or a program can show.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shown:
         self._text, self._html = as_text, as_html
 
     def __getattr__(self, name: str) -> Any:
-        # A display hook that looks for a method of its own must not find the value's.
+        # A display hook looks for private methods; it must not find those of the value.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.value, name)
@@ -68,10 +68,10 @@ def shown(
     around: Snapshot | None = None,
     prompt: str = "%gpu",
 ) -> Any:
-    """The `value` that a `verb` answered, with its text and its HTML.
+    """The `value` that a `verb` returned, with its text and its HTML.
 
-    `subject` is the text that the verb was typed with, `around` the status at that time; commands
-    are written as typed after `prompt`. A DataFrame shows itself and is returned as it is.
+    `subject` is the text that was typed after the verb, `around` the status at that time. Commands
+    in the text begin with `prompt`. A DataFrame shows itself and is returned unchanged.
     """
     if isinstance(value, Plan) and around is not None:
         return Shown(
@@ -84,7 +84,7 @@ def shown(
 
 
 def _shown_by_type(value: Any, prompt: str) -> Shown | None:
-    """The shown value, if its type alone decides how; else None."""
+    """The value in its wrapper, if its type alone decides how it is shown; else None."""
     if isinstance(value, Snapshot):
         return Shown(value, lambda: text.status(value, prompt), lambda: html.status(value))
     if isinstance(value, Health):
@@ -103,7 +103,7 @@ def _shown_by_type(value: Any, prompt: str) -> Shown | None:
 
 
 def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
-    if verb == "status" and isinstance(value, tuple):  # every host
+    if verb == "status" and isinstance(value, tuple):  # one snapshot for each host
         return Shown(
             value,
             lambda: "\n\n".join(text.host(one, prompt) for one in value),
@@ -121,7 +121,7 @@ def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
 
 
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
-    """The `value` that `verb` answered; allocator maps get titles from the status of `rt`."""
+    """The `value` that `verb` returned; allocator maps get titles from the status of `rt`."""
     if verb == "fragmentation" and isinstance(value, tuple):
         return allocator_map.mapped(value, rt.status())
     return value
@@ -153,7 +153,7 @@ def nothing(verb: str, prompt: str = "%gpu") -> str:
 
 
 def note(words: str) -> Shown:
-    """The `words` as they are, in a fixed-width font."""
+    """The `words`, unchanged, in a fixed-width font."""
     return Shown(words, lambda: words, lambda: elements.page(elements.pre(words)))
 
 
@@ -167,7 +167,7 @@ def hint(sentence: str) -> Shown:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether the `value` is a DataFrame; pandas is not imported to find out."""
+    """Whether the `value` is a DataFrame. This does not import pandas."""
     return hasattr(value, "to_dict") and hasattr(value, "columns")
 
 

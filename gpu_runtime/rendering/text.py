@@ -1,4 +1,4 @@
-"""Facts as aligned text, for a terminal and for readers of a notebook's file. Pure."""
+"""Facts as aligned text, for a terminal and for the text output in a notebook's file. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from . import views, words
 from .views import Bar, clean, clock
 
 BAR_CELLS = 32
-_LEASES = "█▓"  # neighbours alternate, so that they can be told apart
+_LEASES = "█▓"  # neighbours alternate, so that their border is visible
 _MARKS = {"arriving": "▒", "leaving": "▒", "residue": "░", "strangers": "░"}
 _FREE, _LIMIT = "·", "│"
-LONGEST = 44  # characters of a cell; longer ones are shortened in the middle
+LONGEST = 44  # characters of a cell; a longer text is shortened in the middle
 LONGEST_LEGEND = 28  # characters of a model's name in a bar's legend
 MOST_LEGEND = 8  # entries of a bar's legend
 
@@ -24,7 +24,7 @@ MOST_LEGEND = 8  # entries of a bar's legend
 def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
     """The `snapshot` as text: devices, holders, the queue, the last decision.
 
-    Commands in it are written as typed after `prompt`.
+    Commands in the text begin with `prompt`.
     """
     title = f"{views.device_title(snapshot)} · pressure {views.worst_level(snapshot)}"
     sections = [
@@ -38,7 +38,7 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
 
 def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `snapshot` of one host of several, under its name; commands are typed after `prompt`."""
+    """The `snapshot` of one of several hosts, under its name; commands begin with `prompt`."""
     return f"── {words.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
 
 
@@ -57,7 +57,7 @@ def _devices(snapshot: Snapshot) -> Iterable[str]:
             yield f"{'':{id_width}}  {legend}"
 
 
-# The state is last: its width changes with time.
+# The state is the last column, because its width changes with time.
 _HOLDERS = ("MODEL", "SIZE", "WHERE", "HELD BY", "IMPORTANCE", "STATE")
 
 
@@ -99,7 +99,7 @@ def _past(snapshot: Snapshot) -> list[str]:
 
 
 def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
-    """What to type after `prompt` while nothing is loaded; `registered` are the known models."""
+    """The hint while nothing is loaded. It begins with `prompt`; `registered` are known models."""
     if registered:
         return (
             f"Nothing is loaded. Registered here: {clean(', '.join(registered))}. Load one:  "
@@ -121,7 +121,7 @@ def size(count: int | None) -> str:
 def draw(bar: Bar, cells: int = BAR_CELLS) -> tuple[str, str]:
     """The `bar` in characters, `cells` wide, and its legend.
 
-    A segment gets one cell at least, so that small ones are visible.
+    Every segment gets at least one cell, so that small ones are visible.
 
     >>> from gpu_runtime.facts import Device
     >>> from gpu_runtime.rendering.views import BarSegment
@@ -166,9 +166,9 @@ def _character_width(character: str) -> int:
 
 
 def shorten(text: str, longest: int = LONGEST) -> str:
-    """The `text`; if it is over `longest` characters, without its middle.
+    """The `text`; if it has over `longest` characters, its middle is removed.
 
-    Both ends of a name distinguish it from other names.
+    The ends stay, since both ends of a name distinguish it from other names.
 
     >>> shorten("Qwen/Qwen3-Embedding-0.6B", 15)
     'Qwen/Qw…ng-0.6B'
@@ -217,7 +217,7 @@ def frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 def cell(column: str, value: Any) -> str:
     """A DataFrame's `value` for people; the name of the `column` gives its unit."""
-    if value is None or value != value:  # NaN and NaT differ from themselves
+    if value is None or value != value:  # NaN or NaT: they differ from themselves
         return "unknown" if column.endswith("bytes") else ""
     if column.endswith("bytes"):
         return show_bytes(int(value))
@@ -225,7 +225,7 @@ def cell(column: str, value: Any) -> str:
         return show_seconds(value)
     if hasattr(value, "strftime"):
         return value.strftime("%Y-%m-%d %H:%M:%S")
-    if isinstance(value, bool) or type(value).__name__ == "bool":  # NumPy's too
+    if isinstance(value, bool) or type(value).__name__ == "bool":  # also NumPy's bool
         return "yes" if value else ""
     return str(value)
 
@@ -241,7 +241,7 @@ def health(found: Health) -> str:
 
 
 def outcome(done: Outcome) -> str:
-    """What a verb has `done`, in one line, with its bytes and seconds."""
+    """The outcome `done` of a verb in one line, with its bytes and seconds."""
     because, moved = done.because.rstrip("."), show_bytes(done.bytes)
     figures = [] if moved in because else [moved]
     if done.bytes and done.seconds:
@@ -278,7 +278,7 @@ def plan(found: Plan, snapshot: Snapshot, subject: str = "", prompt: str = "%gpu
     """The plan `found`: its verdict, its reason, its steps, and the bars after them.
 
     `snapshot` is the status that the plan was made for, `subject` the text it was requested for.
-    Commands are written as typed after `prompt`.
+    Commands begin with `prompt`.
     """
     lines = [
         f"{clean(words.verdict(found))}{' · simulated' if snapshot.simulated else ''}",
@@ -322,7 +322,7 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
 def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
     """The `events` about the model `name` as sentences, newest first.
 
-    Without events it is the command to type after `prompt`.
+    Without events, the result is a hint with a command, which begins with `prompt`.
     """
     if not events:
         command = f"{prompt} plan {clean(name)}"

@@ -1,7 +1,7 @@
-"""A Snapshot as bars and rows, the same for text and HTML.
+"""A Snapshot as bars and rows, which text and HTML share.
 
-Pure. This module decides what is shown where. Sentences are in `words.py`; the layout is in
-`text.py` and `html.py`.
+Pure. This module decides which facts a bar or a row shows. Sentences are in `words.py`; the layout
+is in `text.py` and `html.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.units import show_bytes
 
-MOST_ROWS = 20  # in one table; the rest is counted, and `%gpu leases` shows all of them
+MOST_ROWS = 20  # rows in one table; the others are counted, and `%gpu leases` shows all of them
 STRANGERS = "other programs"
 RESIDUE = "context and cache"
-NOT_LISTED = 99  # sorts a device that the snapshot does not list behind all others
+NOT_LISTED = 99  # sort key of a device that the snapshot does not list: it is last
 _LEVELS = (Level.UNKNOWN, Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)
 
 
@@ -52,7 +52,7 @@ class BarSegment(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The segment in words, such as `qwen 14.0 GiB, arriving`."""
+        """The text of the segment, such as `qwen 14.0 GiB, arriving`."""
         moving = f", {self.kind}" if self.kind in ("arriving", "leaving") else ""
         return f"{self.label} {show_bytes(self.bytes)}{moving}"
 
@@ -136,7 +136,7 @@ def strangers_bytes(view: DeviceView) -> int:
 
 
 def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
-    """The bars of the `snapshot` as they would be after the `steps`, of the devices that change."""
+    """The bars after the `steps`, for the devices of the `snapshot` that change."""
     before = bars(snapshot)
     after: dict[str, list[BarSegment]] = {bar.device.id: list(bar.segments) for bar in before}
     changed: set[str] = set()
@@ -184,7 +184,7 @@ def device_title(snapshot: Snapshot) -> str:
 
 
 def fill(view: DeviceView) -> str:
-    """Claimed of usable bytes of the device in `view`: `14.0 of 21.6 GiB`."""
+    """Claimed and usable bytes of the device in `view`, as text: `14.0 of 21.6 GiB`."""
     claimed, limit = show_bytes(view.claimed_bytes), show_bytes(view.limit_bytes)
     if claimed.split()[1] == limit.split()[1]:
         claimed = claimed.split()[0]
@@ -289,7 +289,7 @@ def _marks(lease: Lease) -> Iterator[str]:
 
 
 def holder(snapshot: Snapshot, owner_id: str) -> str:
-    """The process `owner_id`, for a reader in the process that made the `snapshot`."""
+    """The name of the process `owner_id`, for readers in the process that made the `snapshot`."""
     if owner_id == snapshot.owner.id:
         return THIS_PROCESS
     section = snapshot.sections.get(owner_id)

@@ -1,6 +1,6 @@
-"""The sentences of the faces: the queue, past events, and plans.
+"""Sentences about the queue, past events and plans, for text, HTML and the console.
 
-Pure. The labels inside a sentence (state, holder, cards) are those of `facts/labels.py`.
+Pure. `facts/labels.py` has the labels inside a sentence (state, holder, cards).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gpu_runtime.units import is_source, show_bytes, show_seconds
 
 from .views import clean, holder, lease_name
 
-QUIET_SECONDS = 10.0  # a host that no owner has updated for longer is shown as quiet
+QUIET_SECONDS = 10.0  # a host is shown as quiet after so long without an update by any owner
 MOST_CONSIDERED = 8  # alternatives that a plan lists
 
 # -- the queue and the past ----------------------------------------------------------------------
 
 
 def waiting(snapshot: Snapshot) -> list[str]:
-    """A sentence for each request in the queue of the `snapshot`, and for each one to an owner."""
+    """A sentence for each waiting request of the `snapshot`, and for each request to an owner."""
     return [_ticket_sentence(snapshot, ticket) for ticket in snapshot.tickets]
 
 
@@ -170,14 +170,15 @@ def _plan_subject(plan: Plan) -> str:
 
 
 def _is_size(plan: Plan) -> bool:
-    """Whether the plan is for a number of bytes, which it calls `a lease of 2.0 GiB`."""
+    """Whether the plan is for a number of bytes; its name is then like `a lease of 2.0 GiB`."""
     return plan.name.startswith("a lease")
 
 
 def how_to_do_it(plan: Plan, subject: str, prompt: str) -> str:
     """The command that does what the `plan` shows, as typed after `prompt`; or why it would fail.
 
-    `subject` is the text that the plan was requested for. Empty if no command does it.
+    `subject` is the text that the plan was requested for. The result is empty if there is no such
+    command.
     """
     if plan.obstacle:
         return f"It would not be loaded: {clean(plan.obstacle)}."
@@ -221,7 +222,7 @@ def others_considered(plan: Plan) -> list[tuple[str, str]]:
 
 
 def on_cards(plan: Plan) -> str:
-    """The cards of the `plan`, such as ` · GPUs: 0,1`, if it uses several; else empty."""
+    """The cards of the `plan`, such as ` · GPUs: 0,1`, if the plan uses several; else empty."""
     return f" · {plan.cards}" if len(plan.shares) > 1 else ""
 
 
@@ -246,7 +247,7 @@ def needs(plan: Plan) -> str:
 def parts(plan: Plan) -> list[tuple[str, str, str]]:
     """The footprint of the `plan` by part: its name, its size, and the source of the number.
 
-    Empty if there is one part only: `needs` shows that one.
+    Empty if there is only one part, since `needs` shows it.
     """
     if plan.footprint is None or len(plan.footprint.parts) < 2:
         return []

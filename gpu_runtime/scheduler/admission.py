@@ -1,12 +1,12 @@
-"""Which request gets memory, which waits, which is refused: the numbered decision tree.
+"""Decides whether a request gets memory, waits, or is refused: the numbered decision tree.
 
 Pure. A book, a request and the world go in; a new book and a verdict come out. Nothing here reads a
 clock, a device, a setting or a ledger, so a decision can be made twice, or replayed in a test.
 
 The parts of the tree have modules of their own: free bytes (`capacity`), order (`queue`), which
 leases may be evicted (`eligibility`), how room is made (`eviction`), what can never fit
-(`feasibility`, `deadlock`), why a request waits (`obstacles`). Changes of the book after a step was
-done are in `transitions`.
+(`feasibility`, `deadlock`), why a request waits (`obstacles`). `transitions` changes the book after
+a step was done.
 """
 
 from __future__ import annotations
@@ -53,34 +53,34 @@ from .transitions import note
 def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Book, Verdict]:
     """Whether the `request` gets room now, must wait, or can never have it; and the new `book`.
 
-    1. settled here already → Grant, no steps
-    2. on its way in or out → Wait
-    3. hopeless, or beyond the operator's caps → Refuse, evicting nothing
-    4. fits in what is free, elders' needs set aside → Grant: Load, or Move back from host
-    5. fits once idle leases have left → Wait, with our own Moves and Drops now, others recalled
-    6. deadlocked → Refuse the youngest, naming the cycle
-    7. otherwise → Wait behind its elders
+    1. The lease is settled here already → Grant, no steps
+    2. The lease is on its way in or out → Wait
+    3. The request is hopeless, or beyond the operator's caps → Refuse; nothing is evicted
+    4. It fits into the free bytes that no elder needs → Grant: Load, or Move back from host
+    5. It fits once idle leases have left → Wait; our own leases leave now, others are recalled
+    6. It is deadlocked → Refuse the youngest request, and name the cycle
+    7. Otherwise → Wait behind its elders (the requests ahead in the queue)
 
-    A Grant is a reservation: the lease is in the book, pinned by its loader, and its bytes count
-    from now on. The owner's section must be in the book: `publish` comes first. `rank` is the
-    policy that orders evictions.
+    A Grant is a reservation: the lease is in the book, pinned by the process that loads it, and
+    its bytes count from now on. The owner's section must be in the book already: call `publish`
+    first. `rank` is the policy that orders evictions.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
     unreceived = _unreceived(book, request, lease)
     if unreceived:
         return book, unreceived
 
-    # 1. settled here already
+    # 1. The lease is settled here already.
     if lease and lease.phase is Phase.SETTLED and (lease.on_device or lease.kind == "block"):
         because = f"{lease.name} is on {lease.where} already"
         return _without_ticket(book, request), Grant(lease, (), because)
 
-    # 2. on its way in or out
+    # 2. The lease is on its way in or out.
     if lease and lease.phase is not Phase.SETTLED:
         going = "arriving" if lease.phase is Phase.ARRIVING else "being evicted"
         return _enqueue(book, request, world, Wait(f"{lease.name} is {going}"), ())
 
-    # 3. hopeless, or beyond the operator's caps
+    # 3. The request is hopeless, or beyond the operator's caps.
     request = _as_measured(request, lease) if lease else request
     out = drained(book, world)
     never = _never_alone(book, request, world, out)
@@ -89,7 +89,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     if refusal:
         return _refuse(book, request, world, refusal)
 
-    # 4. fits in what is free
+    # 4. It fits into the free bytes.
     context = Context.of(book, request, world)
     candidates = candidates_for(book, request, world, context, out)
     possible = without_hopeless(candidates, never)
@@ -97,18 +97,18 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     if measured and measured[0].fits:
         return _grant(book, request, world, measured[0], candidates)
 
-    # 5. fits once idle leases have left
+    # 5. It fits once idle leases have left.
     evicting = _evict(book, request, world, rank, context, measured)
     if evicting:
         return evicting
 
-    # 6. deadlocked
+    # 6. It is deadlocked.
     queued, verdict = _wait(book, request, world, context, possible, candidates)
     cycle = _cycle_to_break(queued, request, world, verdict)
     if cycle:
         return _refuse(book, request, world, _deadlock(cycle, request))
 
-    # 7. otherwise
+    # 7. Otherwise it waits.
     return queued, verdict
 
 
@@ -120,7 +120,10 @@ def _unreceived(
     request: Request,
     lease: Lease | None,
 ) -> Verdict | None:
-    """A verdict that was written but perhaps never received (an interrupt, a lost reply)."""
+    """The verdict that an earlier call wrote for this key; None if there is none.
+
+    The caller may not have received it: an interrupt, or a lost reply of the ledger.
+    """
     if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
         return Grant(lease, (_arrival(lease),), "granted before")
     steps = unfinished_steps(book, request.lease.owner, request.key)
@@ -131,7 +134,7 @@ def _unreceived(
 
 
 def _as_measured(request: Request, lease: Lease) -> Request:
-    """The request with the weights that were measured: its lease is in host memory."""
+    """The request with the measured size of the weights, which its lease in host memory has."""
     parts = [Part("weights", lease.bytes, "measured")]
     parts += [part for part in request.footprint.parts if part.for_use]
     return replace(request, footprint=replace(request.footprint, parts=tuple(parts)))
@@ -160,8 +163,8 @@ def _evict(
 ) -> tuple[Book, Verdict] | None:
     """The book and the Wait while idle leases leave; None if that cannot make the room.
 
-    Nothing is evicted if the page has no room for the ticket, nor if an elder's ticket makes room
-    for this very model.
+    Nothing is evicted if the page has no room for the ticket, or if an earlier ticket already
+    makes room for the same model.
     """
     if _full(book, request) or twin(context, request):
         return None
@@ -182,7 +185,7 @@ def _wait(
     candidates: tuple[Candidate, ...],
 ) -> tuple[Book, Verdict]:
     """The book with the ticket, and the Wait that names what is in the way."""
-    if not possible:  # only several cards together can hold it
+    if not possible:  # no single card can hold the model, only several together
         possible = candidates = (*waiting_candidates(book, request, world), *candidates)
     wait = wait_for_obstacles(book, request, world, context, possible)
     need = () if twin(context, request) else possible[0].shares

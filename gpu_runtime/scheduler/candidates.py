@@ -1,4 +1,4 @@
-"""The cards, or sets of cards, that a request may use as things are.
+"""The cards, or sets of cards, that a request may use now.
 
 Pure. The first candidate is the best; the order is that of `placement` and `splitting`. Which of
 them gets the request, and whether room is made on it, is decided in `admission` and `eviction`.
@@ -60,12 +60,12 @@ def candidates_for(
     rules, free = request.placement, context.free()
     if out:
         free = {device: size for device, size in free.items() if device not in out}
-    if rules.layout == "single" and not rules.factor:  # one card, and no more of it than is needed
+    if rules.layout == "single" and not rules.factor:  # one card; the claim is the footprint
         found = place(request.footprint, free, rules)
     else:
         limits = {device: limit_of(book, world, device) for device in free}
         found = place(request.footprint, free, rules, limits)
-        # The room of several cards together is a sum of what each may give.
+        # The room of several cards together is a sum, so an unmeasured card or the own limit counts.
         if context.blind or context.own_left is not None:
             found = _splits_within(request, context, free, limits, found)
     return _with_reserved(found, context) + _drained_candidates(request, out)
@@ -103,7 +103,7 @@ def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candi
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """The candidates; those without room also say what is reserved there, though it looks free."""
+    """The candidates. The reason of one without room also names the bytes reserved for elders."""
     if not context.blocking_elders:
         return candidates
     found = []
@@ -142,7 +142,7 @@ def waiting_candidates(
     request: Request,
     world: World,
 ) -> tuple[Candidate, ...]:
-    """The division that it waits for, if none fits now."""
+    """The division over several cards that the request waits for; empty if none can ever fit."""
     found = best_division(book, request, world)
     if isinstance(found, Refuse):
         return ()

@@ -1,7 +1,7 @@
 """Free bytes that a grant may spend on each device.
 
 Pure. The smaller of two numbers counts: the bytes that the book has not promised, and the bytes
-that the driver measured as free. Which request may spend them first is decided in `queue`.
+that the driver measured as free. `queue` decides which request may spend them first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def limit_of(
     world: World,
     device: str,
 ) -> int:
-    """The budget of a `device` in bytes: that in the `book`, or this process's own if less."""
+    """The budget of a `device` in bytes: the smaller of the book's and this process's own."""
     own_limit = world.limits.get(device, 0)
     return min(own_limit, book.limits.get(device, own_limit))
 
@@ -30,14 +30,14 @@ def limit_of(
 def room(book: Book, world: World) -> dict[str, int]:
     """Bytes that a grant may spend on each device of the `world`; negative in an overdraft.
 
-    min(limit − claims in the `book`, measured free − reserve − what the sample cannot have seen). A
-    simulated device has no sample: there the book is the measurement.
+    min(limit − claims in the `book`, measured free − reserve − bytes that the sample cannot have
+    seen). A simulated device has no sample: there, the book is the measurement.
     """
     return room_and_blind(book, world)[0]
 
 
 def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
-    """The `room`, and for each device that is not measured well enough for a grant, the reason.
+    """The `room`; and device -> reason, for devices whose measurement is too poor for a grant.
 
     `book` holds the claims, `world` the devices, samples and rules.
     """
@@ -85,7 +85,7 @@ def _why_blind(
     sample: Sample | None,
     world: World,
 ) -> str:
-    """Why the sample of this device is no ground for a grant; empty if it is one."""
+    """Why no grant can be based on the sample of this device; empty if one can."""
     id = device.id
     if sample is None:
         return f"{id} has not been measured yet"
@@ -123,10 +123,10 @@ def _left_of_one_memory(
 
 
 def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Bytes, Bytes]:
-    """Bytes claimed on each device, and those of them that a sample taken then cannot have counted.
+    """Bytes claimed on each device, and the part of them that its sample cannot have counted.
 
-    Unseen is what settled after the sample, and everything that is arriving: its bytes may appear
-    at any moment.
+    `taken_at` is when each device was sampled. The sample cannot have counted leases that settled
+    after it, nor leases that are still arriving: their bytes may appear at any moment.
     """
     claims: Bytes = {}
     unseen: Bytes = {}
@@ -145,7 +145,7 @@ def _add_section(
     claims: Bytes,
     unseen: Bytes,
 ) -> None:
-    """Adds one owner's residue and leases to both. Plain loops: every decision runs this."""
+    """Adds one owner's residue and leases to both sums. Plain loops: every decision runs this."""
     for device, size in section.residue.items():
         claims[device] = claims.get(device, 0) + size
     for lease in section.leases:
@@ -164,8 +164,9 @@ def _add_section(
 def freed_since(book: Book, world: World) -> dict[str, int]:
     """Bytes that left each measured device after its sample was taken, or with a process that died.
 
-    The sample does not show them as free yet, so no grant spends them. But no further lease needs
-    to be evicted for them either. `book` holds the events and ghosts, `world` the samples.
+    The sample does not show them as free yet, so no grant spends them. They will be free soon, so
+    no other lease is evicted in their place. `book` holds the events and ghosts, `world` the
+    samples.
     """
     freed: Bytes = {}
     for device in world.devices:

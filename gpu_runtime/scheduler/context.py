@@ -21,15 +21,15 @@ class Context(NamedTuple):
 
     leases: tuple[Lease, ...]
     room_now: Bytes
-    room_later: Bytes  # once the elders have what they need and all that is leaving has left
+    room_later: Bytes  # once the elders are served and all leaving leases have left
     leaving: Mapping[str, str]  # device -> name of a lease that is leaving it
     blind: Mapping[str, str]  # device -> why no grant can be made on it
     elders: tuple[Ticket, ...]  # requests ahead in the queue
-    blocking_elders: tuple[Ticket, ...]  # those of them that this request must not pass
-    recalled: frozenset[str]  # ids of the leases whose eviction the blocking elders have requested
+    blocking_elders: tuple[Ticket, ...]  # the elders that this request must not pass
+    recalled: frozenset[str]  # ids of the leases that the blocking elders have recalled
     own_left: int | None  # bytes left under this owner's own limit; None: no limit
     own_left_later: int | None  # the same once its leaving models have left
-    silent: frozenset[str]  # ids of recalled leases that could leave but did not: no answer
+    silent: frozenset[str]  # ids of recalled idle leases whose owner does not answer
     cap_left: Bytes  # bytes left under the operator's cap on this user; empty: no cap
     cap_left_later: Bytes
     cap_owners: frozenset[str]  # ids of all processes that this cap counts together
@@ -62,7 +62,7 @@ class Context(NamedTuple):
         )
 
     def free(self) -> dict[str, int]:
-        """Bytes that the request may take on each card without those promised to an elder."""
+        """Bytes that the request may take on each card; bytes promised to an elder are left out."""
         free = {}
         for id, size in self.room_now.items():
             if id == HOST:
@@ -83,7 +83,7 @@ def _later(
     leases: Iterable[Lease],
     freed: Bytes,
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The room once all decided steps are done; and for each device a lease that is leaving it."""
+    """The room once all decided steps are done; and device -> name of a lease that is leaving it."""
     room = dict(room_now)
     leaving: dict[str, str] = {}
     for ticket in blocking:

@@ -1,7 +1,7 @@
 """Whether waiting requests can ever be served.
 
-Pure. Threads that each hold a model in use, and wait for room that the other thread's model takes,
-would wait for ever.
+Pure. Two threads wait for ever if each uses a model, and each waits for the room that the other
+thread's model takes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from .capacity import limit_of
 def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests that can never be served: their threads hold what each other needs.
 
-    `book` holds the tickets and leases, `world` the devices and their limits. Empty for none.
-    By reduction; cycles in a wait-for graph are not enough where a need may be met in several ways:
+    `book` holds the tickets and leases, `world` the devices and their limits. The result is empty
+    if there is no deadlock. A request can often be served in several ways, so a cycle in the
+    wait-for graph proves nothing. The test is a reduction instead:
 
     1. A thread that waits for nothing will finish and release its leases.
     2. Grant every request that then fits. Its thread will finish too. Repeat.
-    3. What remains is deadlocked, except requests that hold nothing another could use.
+    3. The remaining requests are deadlocked, except those that hold nothing another could use.
 
     Source: Holt 1972, Some Deadlock Properties of Computer Systems, ACM Computing Surveys 4(3).
     """
@@ -65,8 +66,8 @@ def _fits(
 ) -> bool:
     """Whether the need fits beside the bytes that stay, on any cards that the ticket allows.
 
-    A ticket carries neither margin nor pieces, so this may be too optimistic for a divided need.
-    Then it waits.
+    A ticket has neither margin nor pieces, so this may be too optimistic for a divided model. Then
+    the request waits, although it could be refused.
     """
     size = sum(share.bytes for share in ticket.need)
     cards = _allowed_cards(ticket, limits)
@@ -102,7 +103,7 @@ def _blocking_others(
     stuck: list[Ticket],
     limits: dict[str, int],
 ) -> tuple[Ticket, ...]:
-    """Those of the stuck requests that hold bytes on a card that another of them could use."""
+    """The stuck requests whose threads hold bytes on a card that another stuck request could use."""
     while True:
         blocking = [ticket for ticket in stuck if _blocks_another(book, ticket, stuck, limits)]
         if len(blocking) == len(stuck):

@@ -1,9 +1,8 @@
 """The book's names for the cards of its host.
 
-Pure. Each process sees its own choice of cards, and torch numbers them from 0. In the book, one name
-is one physical card for all processes. The first owner names its cards by its driver's numbers;
-later owners find them by UUID. (In containers that see different cards, each driver numbers from 0
-too.)
+Pure. Each process sees its own choice of cards, and torch numbers them from 0. In a container, the
+driver also numbers the visible cards from 0. In the book, one name is one physical card for all
+processes. The first owner uses its driver's numbers as names; later owners find the cards by UUID.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..facts import Book, Device
 
 
 def names(mine: Iterable[Device], book: Book) -> dict[str, str]:
-    """Names of `mine` that differ from the book's -> the book's name for the same card.
+    """Our name -> the book's name, for each card of `mine` that has another name in the book.
 
     A card that `book` does not contain keeps its name if no other card has it. Otherwise it gets the
     next free number.
@@ -41,7 +40,10 @@ def _is_card(device: Device) -> bool:
 
 
 def _next(id: str, taken: set[str]) -> str:
-    """`cuda:2` where cuda:0 and cuda:1 are taken. For an instance, its last number is raised."""
+    """The next free name: `cuda:2` if cuda:0 and cuda:1 are taken.
+
+    For an instance of a divided card, the last number in its name is raised.
+    """
     stem_before_number = re.match(r".*?(?=\d+$)", id)
     stem = stem_before_number[0] if stem_before_number else f"{id}."
     highest = -1

@@ -1,8 +1,8 @@
 """Cards that an operator has drained: they take no new leases, and their idle models leave.
 
-Pure. That a card is drained is a fact of the book and belongs to no owner. So it outlives the
-terminal in which it was typed. The mark is stored under the card's UUID. Whether a user may drain a
-card is checked in the runtime; each owner moves its own tensors.
+Pure. The mark of a drained card is stored in the book under the card's UUID, and belongs to no
+owner. So the drain continues after the terminal in which it was typed is closed. The runtime checks
+whether a user may drain a card; each owner moves its own tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def undrain(book: Book, device: Device, by: str, world: World) -> Book:
 
 
 def drained(book: Book, world: World) -> dict[str, str]:
-    """The drained cards of `world` -> who drained the card and how long ago, as a sentence."""
+    """Drained card of `world` -> a sentence with the user who drained it and how long ago."""
     sentences = {}
     for device in world.devices if book.drained else ():
         mark = book.drained.get(device.key)
@@ -116,8 +116,8 @@ def vacate(
 ) -> tuple[Book, tuple[Step, ...]]:
     """The book with the idle models of `owner` leaving drained cards, and the steps for it.
 
-    A model in use leaves when it is idle, a kept one when it is unpinned. `key` marks the leaving
-    leases.
+    A model in use leaves once it is idle, and a kept model once it is unpinned. `key` marks the
+    leaving leases.
     """
     cards = drained(book, world)
     section = book.sections.get(owner)
@@ -154,7 +154,7 @@ def has_leases_on_drained(book: Book, owner: str, world: World) -> bool:
 
 
 def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:
-    """The leases still on `card`, each with why it stays; no reason if it is about to leave."""
+    """The leases still on `card`, each with the reason; the reason of a leaving lease is empty."""
     host_room = room(book, world).get(HOST, 0)
     found = []
     for lease in _on(book.leases(), {card: ""}):
@@ -174,7 +174,7 @@ def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
 
 
 def _those_that_need_the_host_first(leases: Iterable[Lease]) -> list[Lease]:
-    """Leases that cannot be dropped before those that can."""
+    """The leases in order: first those that cannot be dropped, since they need host memory."""
     return sorted(leases, key=lambda lease: lease.droppable)
 
 

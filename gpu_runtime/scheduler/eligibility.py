@@ -13,11 +13,12 @@ from msgspec.structs import replace
 from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, World
 from .eviction_policy import victims
 
-MOST_TRIED = 12  # leases of which every combination is tried; beyond it the largest are taken first
+MOVE_FAILED = "waiting after a failed move"  # a reason to stay
+MOST_TRIED = 12  # up to this many leases, every combination is tried; with more, largest first
 
 
 def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
-    """Why this `lease` may not be evicted now; empty if it may. The in-use rule knows no exception.
+    """Why this `lease` may not be evicted now; empty if it may. A lease in use always stays.
 
     `asker` is the id of the owner that needs the room, `importance` that of its request. Grace and
     `keep_alive` are measured at `world.now`.
@@ -30,10 +31,12 @@ def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -
         return lease.phase.value
     if lease.keep:
         return "kept"
+    if world.now < lease.moves_again_at:
+        return MOVE_FAILED
     if lease.importance < importance:
         return "more important"
     now = world.now
-    # A use may be stamped just after the world was measured.
+    # The last use may have a later time than `now`, as the world was measured before it.
     used = lease.last_used if lease.last_used < now else now
     if lease.keep_alive and now < used + lease.keep_alive and importance >= lease.importance:
         return "kept alive"
@@ -54,8 +57,8 @@ def eviction_step(
     """The step that evicts this `lease`: a Move to the host, or a Drop if the host is full.
 
     None if neither is possible: weights that exist nowhere else are never dropped. `host_room` is
-    bytes; `drop` prefers a Drop although the host has room. `because` (a sentence) and `reason` (a
-    word) are put into the step. `world` holds the devices and the offload setting.
+    in bytes. With `drop`, a Drop is preferred even if the host has room. `because` (a sentence) and
+    `reason` (a word) are put into the step. `world` holds the devices and the offload setting.
     """
     size = lease.own_bytes
     moves = can_move(lease, world) and size <= host_room and not lease.on_host
@@ -69,15 +72,15 @@ def eviction_step(
 def can_move(lease: Lease, world: World) -> bool:
     """Whether this `lease` could be offloaded if the host had room.
 
-    Never from a card of the `world` that has no memory of its own.
+    A lease on a card of the `world` that shares the host's memory is never offloaded.
     """
     return lease.movable and world.rules.offload and not _uses_host_memory(lease, world)
 
 
 def _uses_host_memory(lease: Lease, world: World) -> bool:
-    """Whether it is on a card whose memory is the host's: an offload there would free nothing."""
+    """Whether the lease is on a card that shares the host's memory: an offload would free nothing."""
     for device in world.devices:
-        if device.unified:  # a plain loop: every decision asks this of every lease
+        if device.unified:  # a plain loop: every decision runs this for every lease
             return any(share.device == device.id for share in lease.shares)
     return False
 
@@ -96,7 +99,7 @@ def permanent_reason_to_stay(
     if lease.id in held:
         return "is held by the block that makes the request"
     if lease.kind == "block":
-        return ""  # it ends with its cell
+        return ""  # a block ends with its cell
     if lease.keep:
         return "is kept on the device (unpin it to let it go)"
     if lease.droppable:
@@ -130,7 +133,7 @@ def unfinished_steps(
 ) -> tuple[Move | Drop, ...]:
     """Steps of this `owner` in the `book` that were decided under this `key` and not reported done.
 
-    The owner may never have received that verdict, so the steps are returned again.
+    The owner may not have received that verdict, so the steps are returned again.
     """
     section = book.sections.get(owner)
     if section is None:
@@ -194,7 +197,7 @@ def warm_pool_victims(
 
 
 def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
-    """Those of the `leases` that together fill the host best without exceeding `host_bytes`."""
+    """The `leases` that together use most of `host_bytes` without exceeding it."""
     small = [lease for lease in leases if lease.own_bytes <= host_bytes]
     small.sort(key=lambda lease: -lease.own_bytes)
     if sum(lease.own_bytes for lease in small) <= host_bytes:

@@ -1,6 +1,6 @@
-"""How room is made on a card: which leases leave, at the least cost.
+"""How room is made on a card: the leases whose eviction costs least.
 
-Pure. The steps and the sentences are made in `eviction_verdict`.
+Pure. `eviction_verdict` makes the steps and the sentences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .eviction_multi import multi_card_ways
 from .eviction_policy import OWNER, eviction_order, fewest_victims, victims_in_order
 from .splitting import may_split
 
-MOST_OTHERS = 8  # ways that are reported beside the one taken
+MOST_OTHERS = 8  # other ways that are reported with the chosen one
 
 Bytes = Mapping[str, int]  # by device id
 Enough = Callable[[Bytes, Iterable[Lease]], tuple[Lease, ...] | None]
@@ -29,8 +29,8 @@ class Way(NamedTuple):
     candidate: Candidate
     leaving: tuple[Lease, ...]
     warm: tuple[Lease, ...] = ()
-    seconds: float = 0.0  # that it takes to load again what leaves
-    others: tuple[Way, ...] = ()  # that were not taken, the cheapest first
+    seconds: float = 0.0  # time to load the evicted leases again
+    others: tuple[Way, ...] = ()  # ways that were not chosen, the cheapest first
 
 
 class _Priced(NamedTuple):
@@ -52,9 +52,9 @@ def cheapest_way(
 ) -> Way | None:
     """The way that makes room for the `request` at the least cost; None if there is none.
 
-    `candidates` are cards that may hold it alone. Owners that do not answer are asked only if no
-    other lease can make the room. `context` and `world` are the inputs of this decision, `rank` is
-    the eviction policy.
+    `candidates` are cards that may hold the request alone. Leases of owners that do not answer
+    are recalled only if no other leases can make the room. `context` and `world` are the inputs of
+    this decision, `rank` is the eviction policy.
     """
     if context.silent:
         way = _cheapest(
@@ -129,7 +129,7 @@ def _cheapest(
         asker=asker,
         importance=importance,
     )
-    others = found[1 : MOST_OTHERS + 1] if request.wait else found[1:]  # a plan shows them all
+    others = found[1 : MOST_OTHERS + 1] if request.wait else found[1:]  # a plan shows all ways
     return Way(
         best.candidate,
         best.leaving,
@@ -145,7 +145,7 @@ def _evictable(
     context: Context,
     spared: frozenset[str],
 ) -> list[Lease]:
-    """Leases that may leave now and that no elder has recalled. Hot: a plain loop."""
+    """Leases that may leave now and that no elder has recalled. A plain loop, as it runs often."""
     asker, importance = request.lease.owner, request.lease.importance
     recalled = context.recalled
     found = []
@@ -172,13 +172,14 @@ def _priced(
 ) -> _Priced:
     """The way with its cost.
 
-    The least important are evicted first, whatever card they are on. Then counts the way that costs
-    the fewest seconds of reloading, and the fewest cards; then the fewest leases (first of all, if
-    `fewest-evictions` is set); then those that the policy ranks lowest.
+    Ways are compared by the importance of their leases first, on whatever card these are. Equal
+    ways are compared by seconds of reloading, then by number of cards, then by number of leases.
+    With `fewest-evictions`, the number of leases is compared before the seconds. The last
+    criterion is the rank that the policy gives.
     """
     most_important, highest_rank = _most_precious(leaving, world, rank)
     seconds = sum([lease.restore_seconds or lease.reload_seconds for lease in leaving])
-    # Times that are measured anew each time differ by less than 0.1 s from one time to the next.
+    # Two measurements of the same load differ by less than 0.1 s.
     rounded_seconds = round(seconds, 1)
     cards, leases = len(candidate.shares), len(leaving)
     if request.placement.policy == "fewest-evictions":
@@ -213,7 +214,7 @@ def _ways(
     idle: list[Lease],
     host_bytes: int,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Every card, and every division, on which room can be made; each with the leases that leave."""
+    """Every card, and every division over cards, on which room can be made; with its victims."""
     fewest = request.placement.policy == "fewest-evictions"
     enough = fewest_victims if fewest else victims_in_order
     idle_on = _by_device(idle)
@@ -266,7 +267,7 @@ def _victims(
     host_bytes: int,
     enough: Enough,
 ) -> tuple[Lease, ...] | None:
-    """The leases that leave; of those that exist nowhere else, only as many as the host can take."""
+    """The leases to evict. Weights that exist nowhere else leave only if the host can hold them."""
     chosen = enough(need, idle)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
         return chosen
@@ -276,7 +277,7 @@ def _victims(
 
 
 def _helps(lease: Lease, need: Bytes) -> bool:
-    """Whether any of the need is met if this lease leaves."""
+    """Whether this lease has bytes on a device that needs room."""
     if OWNER + lease.owner in need:
         return True
     return any(share.device in need for share in lease.shares)
@@ -290,7 +291,7 @@ def _victims_under_cap(
     candidate: Candidate,
     enough: Enough,
 ) -> tuple[Lease, ...] | None:
-    """The leases that leave; under the operator's cap, the user's own leave first."""
+    """The leases to evict; under the operator's cap, the user's own leases are evicted first."""
     over_cap = {}
     for share in candidate.shares:
         allowed = context.cap_left_later.get(share.device, share.bytes)

@@ -1,8 +1,8 @@
-"""How room is made on several cards at once: on which of them, and which leases leave.
+"""How room is made on several cards at once: which cards are used, and which leases are evicted.
 
-Pure. One lease may have bytes on several of the cards, and free bytes on one may replace those on
-another. So leases leave one by one, in order, until the free bytes hold the model; then every lease
-that can be spared stays after all.
+Pure. A lease may have bytes on several of the cards, and free bytes on one card may replace missing
+bytes on another. So victims are added one by one, in order, until the model fits. Then every victim
+that is not needed is taken off the list again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .eligibility import largest_fitting_set
 from .splitting import claimed, divide, fitting, split
 
 FEW_CARDS = 4  # up to this many, every set of cards is tried
-MOST_SETS = 2_000  # of leases, when the fewest are looked for
+MOST_SETS = 2_000  # sets of leases that the search for the smallest set tries
 
 Bytes = Mapping[str, int]  # by device id
 
@@ -30,10 +30,11 @@ def multi_card_ways(
     host_bytes: int,
     limits: Bytes,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Divisions of the `request` for which room can be made, each with the leases that would leave.
+    """Divisions of the `request` for which room can be made, each with the leases to evict.
 
-    `idle` are the leases that may leave, in order; `context` holds the room. `host_bytes` is room
-    for those that only the host can take. `limits` are the budgets of the cards that may be used.
+    `idle` are the leases that may leave, in order; `context` holds the room. `host_bytes` is the
+    host memory for weights that exist nowhere else. `limits` are the budgets of the cards that may
+    be used.
     """
     footprint, rules = request.footprint, request.placement
     for cards in _sets(request, context, idle, limits):
@@ -55,7 +56,7 @@ def _enough(
     holds: Callable[[Bytes], bool],
     total: int,
 ) -> Callable[[], bool]:
-    """A function that returns whether the room is enough as it is then."""
+    """A function that returns whether the room is enough at the time of the call."""
 
     def enough() -> bool:
         if room.own_left is not None and room.own_left < total:
@@ -72,7 +73,7 @@ def _victims_within_host(
     host_bytes: int,
     rules: PlacementRules,
 ) -> tuple[Lease, ...] | None:
-    """The leases that leave; of those that exist nowhere else, only what the host can take."""
+    """The leases to evict. Weights that exist nowhere else leave only if the host can hold them."""
     fewest = rules.policy == "fewest-evictions"
     chosen = _victims(pool, room, enough, fewest=fewest)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
@@ -87,7 +88,7 @@ def _precious_bytes(leases: Iterable[Lease]) -> int:
 
 
 def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
-    """The pool without those precious leases that the host has no room for."""
+    """The pool without the precious leases for which the host has no room."""
     precious = [lease for lease in pool if not lease.droppable]
     saved = largest_fitting_set(precious, host_bytes)
     return [lease for lease in pool if lease.droppable or lease in saved]
@@ -101,8 +102,8 @@ def _sets(
 ) -> list[tuple[str, ...]]:
     """Sets of cards on which room may be made.
 
-    All of them if the cards are few. Else, for each number of cards, the first in order that could
-    be emptied enough, and those with the most room by then and by now.
+    All sets if the cards are few. With more cards there are two sets for each number of cards: the
+    first cards in order that could be emptied enough, and the cards with the most free bytes now.
     """
     rules = request.placement
     cards = []
@@ -128,7 +129,7 @@ def _sets(
 
 
 class _Room:
-    """The bytes that a split may use on each card, as leases are counted as gone or back."""
+    """The bytes that a split may use on each card, while leases are tentatively evicted."""
 
     def __init__(
         self,
@@ -150,16 +151,16 @@ class _Room:
         return {card: min(size, self.cap_left[card]) for card, size in self.free.items()}
 
     def gains(self, lease: Lease, total: int) -> bool:
-        """Whether anything is gained if this `lease` leaves; `total` is what the model claims."""
+        """Whether evicting this `lease` helps; `total` is the bytes that the new model claims."""
         if self.own_left is not None and self.own_left < total and lease.owner == self.owner:
             return True
-        for share in lease.shares:  # a plain loop, as each set of cards asks this of every lease
+        for share in lease.shares:  # a plain loop: it runs for every set of cards and every lease
             if share.device in self.free:
                 return True
         return False
 
     def let_go(self, lease: Lease, times: int = 1) -> None:
-        """Counts the `lease` as gone; with `times=-1`, as back."""
+        """Counts the `lease` as evicted; with `times=-1`, as back on its cards."""
         for share in lease.shares:
             if share.device in self.free:
                 self.free[share.device] += times * share.bytes
@@ -169,13 +170,13 @@ class _Room:
             self.own_left += times * lease.bytes
 
     def take_back(self, leases: Iterable[Lease]) -> None:
-        """Counts the `leases` as back."""
+        """Counts the `leases` as back on their cards."""
         for lease in leases:
             self.let_go(lease, -1)
 
     @contextmanager
     def without(self, leases: Sequence[Lease]) -> Iterator[None]:
-        """Counts the `leases` as gone for as long as the block runs."""
+        """Counts the `leases` as evicted while the block runs."""
         for lease in leases:
             self.let_go(lease)
         yield
@@ -189,7 +190,10 @@ def _victims(
     *,
     fewest: bool,
 ) -> tuple[Lease, ...] | None:
-    """Those of the pool that leave, none to be spared; None if too few. The room stays as it was."""
+    """The leases of the pool to evict, none of them needless; None if all are not enough.
+
+    The room is the same before and after the call.
+    """
     order = sorted(pool, key=_least_important_largest_first(room)) if fewest else pool
     gone = 0
     while not enough():
@@ -213,7 +217,7 @@ def _pruned(
     room: _Room,
     enough: Callable[[], bool],
 ) -> tuple[Lease, ...]:
-    """Those of the gone leases that cannot be spared; the others are counted as back."""
+    """The needed leases among the evicted ones; the others are counted as back."""
     needed = []
     for lease in reversed(gone):
         room.let_go(lease, -1)
@@ -230,7 +234,7 @@ def _fewer(
     enough: Callable[[], bool],
     than: int,
 ) -> tuple[Lease, ...] | None:
-    """A smaller set that is enough; None if there is none, or too many would be tried."""
+    """A smaller set that is enough; None if there is none, or too many sets would be tried."""
     tried = 0
     for count in range(1, than):
         tried += comb(len(pool), count)

@@ -1,7 +1,8 @@
 """Which leases are evicted first when room is needed.
 
-Pure: values in, values out. A policy gives each idle lease a number, and the lowest leaves first;
-importance always counts before it. Which leases may be evicted at all is decided in `eligibility`.
+Pure: values in, values out. A policy gives each idle lease a number, and the lowest number leaves
+first. Importance always counts before that number. `eligibility` decides which leases may be
+evicted at all.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from ..errors import BadSetting
 from ..facts import HOST, Lease, Policy, World
 from ..units import GIB
 
-MOST_TRIED = 12  # leases that might be spared, of which every set is tried
-MOST_LOOKS = 5_000  # steps of a search for the fewest
+MOST_TRIED = 12  # up to this many leases that might be spared, every set of them is tried
+MOST_LOOKS = 5_000  # steps of a search for the smallest set
 OWNER = (
     "owner:"  # prefix of a place in `need` that stands for all cards on which an owner has leases
 )
@@ -31,9 +32,9 @@ def lru(lease: Lease, world: World) -> float:
 def cost_aware(lease: Lease, world: World) -> float:
     """The cost of evicting this `lease`; the cheapest leaves first.
 
-    The score is the seconds that it takes to load again, for each GiB that it frees, discounted by
-    how long it has been idle at `world.now`: a model unused for an hour is unlikely to be wanted in
-    the next minute.
+    The score is the seconds of loading it again, divided by the GiB that it frees, and lowered by
+    its idle time at `world.now`. A model that was idle for an hour is unlikely to be used in the
+    next minute.
 
     Source: GreedyDual-Size-Frequency, Cherkasova 1998 (HPL-98-69R1), with idle time in the place of
     frequency.
@@ -62,9 +63,9 @@ def victims(
 ) -> tuple[Lease, ...] | None:
     """The leases to evict to free `need` bytes on each device; None if all are not enough.
 
-    The least important of the `idle` leave first, then those with the lowest `rank` in this
-    `world`. The set is then pruned until no member can be spared. A key `owner:ID` in `need` stands
-    for all cards on which this owner has leases.
+    The least important of the `idle` leases are chosen first, then those with the lowest `rank` in
+    this `world`. Then every lease that is not needed is removed from the set. A key `owner:ID` in
+    `need` stands for all cards on which this owner has leases.
     """
     return victims_in_order(need, eviction_order(idle, world, rank))
 
@@ -82,15 +83,15 @@ def eviction_order(
     return sorted(idle, key=key)
 
 
-# -- the first in order that are enough ------------------------------------------------------------
+# -- the shortest prefix of the order that is enough -----------------------------------------------
 
 
 def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """`victims`, for leases that are in order already.
+    """As `victims`, for leases that are already in order.
 
-    No lease is evicted while those before it are enough. Of these as much as possible is spared,
-    counted in seconds of loading again, then in bytes. `need` is bytes by device, or by `owner:ID`;
-    `ordered` is from `eviction_order`.
+    No lease is evicted if the leases before it are enough. Among those, the ones that are not
+    needed stay: as many seconds of loading again as possible, then as many bytes. `need` is bytes
+    by device, or by `owner:ID`; `ordered` is from `eviction_order`.
     """
     missing = _missing(need)
     if not missing:
@@ -108,7 +109,7 @@ def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple
 def _first_enough(missing: Gain, ordered: Iterable[Lease]) -> list[tuple[Lease, Gain]] | None:
     """The first leases that free all that is missing; None if all are not enough.
 
-    Their bytes are subtracted from `missing`, so that what is negative then is the surplus.
+    Their bytes are subtracted from `missing`. A negative number there is then the surplus.
     """
     owners = _owners(missing)
     chosen: list[tuple[Lease, Gain]] = []
@@ -136,7 +137,7 @@ def _owners(places: Iterable[str]) -> frozenset[str]:
 
 
 def _fits_in(gain: Gain, surplus: Gain) -> bool:
-    """Whether the room is enough without this gain."""
+    """Whether the need is still met if the lease with this gain stays."""
     for place, size in gain.items():
         if size > surplus[place]:
             return False
@@ -144,12 +145,12 @@ def _fits_in(gain: Gain, surplus: Gain) -> bool:
 
 
 def _spared(chosen: Gains, surplus: Gain) -> set[int]:
-    """Indices of the leases that need not leave, together worth the most.
+    """Indices of the leases that need not leave: the set that costs most to load again.
 
-    Of equal sets the one with the most precious leases, which are the last.
+    Of equal sets, the set with the later leases is returned: they are more precious.
     """
     last_first = range(len(chosen) - 1, -1, -1)
-    if len(surplus) == 1:  # nearly always
+    if len(surplus) == 1:  # one device, which is the usual case
         [(place, most)] = surplus.items()
         able = [index for index in last_first if chosen[index][1][place] <= most]
     else:
@@ -164,6 +165,7 @@ def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set
     best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
 
     def try_from(start: int, seconds: float, size: int, kept: tuple[int, ...]) -> None:
+        """Compares `kept` with the best set, then adds each further index that fits."""
         nonlocal best
         if (seconds, size) > best[0]:
             best = (seconds, size), kept
@@ -198,14 +200,15 @@ def _spare_in_turn(
     return spared
 
 
-# -- the fewest that are enough --------------------------------------------------------------------
+# -- the smallest set that is enough ---------------------------------------------------------------
 
 
 def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """The smallest set that makes the room, with the fewest bytes of such sets; None if none.
+    """The smallest set of leases that makes the room; None if there is none.
 
-    No more important lease is evicted while less important ones are enough. `need` is bytes by
-    device, or by `owner:ID`. The leases are `ordered`; recency decides among equals only.
+    Of several such sets, the set with the fewest bytes is returned. No important lease is evicted
+    if less important leases are enough. `need` is bytes by device, or by `owner:ID`. The order of
+    `ordered` decides only between sets that are equal otherwise.
     """
     missing = _missing(need)
     if not missing:
@@ -220,7 +223,7 @@ def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[L
 def _least_important_that_do(
     need: Gain, ordered: Iterable[Lease]
 ) -> list[tuple[Lease, Gain]] | None:
-    """The least important classes of leases that meet the need together; None if none do."""
+    """The leases of the least important classes that meet the need together; None if all do not."""
     owners = _owners(need)
     able: list[tuple[Lease, Gain]] = []
     missing = dict(need)
@@ -238,24 +241,24 @@ def _least_important_that_do(
 
 
 class _SmallestSet:
-    """A search for the smallest set that meets a need, and of those the one of fewest bytes.
+    """A search for the smallest set that meets a need; of equal sets, for the fewest bytes.
 
-    Sets of one are tried first, then of two, and so on. Leases that free most are tried first, and
-    a branch ends where even the largest of the rest would not do. Exact, unless that takes more
-    than MOST_LOOKS steps.
+    Sets of one lease are tried first, then sets of two, and so on. Leases that free most are tried
+    first. A branch ends when even the largest remaining leases would not be enough. The result is
+    exact, unless the search takes more than MOST_LOOKS steps.
     """
 
     def __init__(self, able: Gains, need: Gain) -> None:
         self.able, self.need = able, need
         self.looks = 0
         self.best: tuple[int, tuple[Lease, ...]] | None = None
-        self.sums = {}  # place -> bytes that the first leases free there, by their number
+        self.sums = {}  # place -> bytes that the first 0, 1, 2, … leases free there
         for place in need:
             freed = (gain.get(place, 0) for _, gain in able)
             self.sums[place] = list(accumulate(freed, initial=0))
 
     def find(self) -> tuple[Lease, ...]:
-        """The smallest set; if the search takes too long, the largest leases that do."""
+        """The smallest set; if the search takes too long, the largest leases that are enough."""
         for count in range(1, len(self.able) + 1):
             self._try_from(0, count, self.need, 0, ())
             if self.best is not None:
@@ -294,7 +297,7 @@ class _SmallestSet:
         size: int,
         taken: tuple[Lease, ...],
     ) -> None:
-        """Completes the set with the smallest lease that is enough alone, if there is one."""
+        """Completes the set with one lease: the smallest that is enough, if there is one."""
         enough = []
         for lease, gain in self.able[start:]:
             if all([gain.get(place, 0) >= missing for place, missing in left.items()]):
@@ -312,8 +315,8 @@ class _SmallestSet:
         count: int,
         left: Mapping[str, int],
     ) -> bool:
-        """Whether no `count` leases from `start` on can free what is left to free."""
-        # With one place, leases are in order of their gain there, so the next ones are the largest.
+        """Whether no `count` leases from `start` on can free the bytes that are still missing."""
+        # With one place, the leases are sorted by their gain there, so the next ones are the largest.
         one_place = len(self.need) == 1
         for place, missing in left.items():
             sums = self.sums[place]
@@ -328,7 +331,7 @@ def _gain(
     missing: Mapping[str, int],
     owners: frozenset[str],
 ) -> Gain:
-    """Bytes that this lease would free of those that are missing, by place."""
+    """Bytes that this lease would free in each place that needs bytes."""
     gain: Gain = {}
     for share in lease.shares:
         device = share.device

@@ -1,7 +1,7 @@
 """The verdict on a request for which leases are evicted: own steps, recalls, sentences.
 
-Pure. Nothing is free before it has left: a request that makes room waits, and its ticket holds the
-place.
+Pure. Bytes are free only after the victim has left. So a request that makes room waits, and its
+ticket keeps its place in the queue.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from .context import Context
 from .eligibility import eviction_step, mark_leaving
 from .eviction import Way
 
-LOOK_AGAIN_SECONDS = 0.1  # how soon, if a driver is about to free what a dead process held
-MEASURE_AGAIN_SECONDS = 1.0  # how soon, if only the next measurement shows what has left
+LOOK_AGAIN_SECONDS = 0.1  # until the next try, if a driver is about to free a dead process's memory
+MEASURE_AGAIN_SECONDS = 1.0  # until the next try, if only a new sample shows the freed bytes
 
 
 def make_room(
@@ -39,7 +39,7 @@ def make_room(
     eviction = _Eviction(book, request, world, context, where(shares))
     for lease in way.warm:
         eviction.unload_from_warm_pool(lease)
-    # First those that need host memory.
+    # Leases that need host memory are first.
     for lease in sorted(way.leaving, key=lambda lease: lease.droppable):
         eviction.evict(lease)
     return eviction.book, Wait(
@@ -87,7 +87,7 @@ class _Eviction:
     ) -> None:
         self.book, self.request = book, request
         self.world, self.context = world, context
-        self.at = at  # the cards on which room is made, in words
+        self.at = at  # the cards on which room is made, as text
         self.host_room = context.room_now.get(HOST, 0)
         self.steps: list[Step] = []
         self.recalled: list[str] = []  # lease ids of other owners

@@ -42,8 +42,8 @@ from ..units import MIB, show_bytes, show_seconds
 from .placement import runners_up
 from .pressure import views
 
-MOST_HOLDERS = 8  # lines of a report
-MOST_RUNNERS_UP = 8  # sentences with a decision
+MOST_HOLDERS = 8  # leases in a report, one a line
+MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
 SMALLEST_STRANGER = 64 * MIB  # less unleased memory than this is not reported
 
 
@@ -65,7 +65,7 @@ def with_runners_up(
     """The `events`, with the alternatives added to the one that records `verdict`.
 
     `rules` are the request's. `room_made` are the ways to make room that were compared before this
-    grant, if it needed room to be made.
+    grant; None if there was room.
     """
     action = _ACTIONS[type(verdict)]
     found = []
@@ -84,7 +84,7 @@ def alternatives(
 ) -> tuple[str, ...]:
     """The places that were considered for `verdict` and not chosen, each in a sentence with the reason.
 
-    The nearest first. `rules` and `room_made` are as in `with_runners_up`.
+    The nearest place is first. `rules` and `room_made` are as in `with_runners_up`.
     """
     considered: Sequence[Candidate] = verdict.considered
     if isinstance(verdict, Grant):
@@ -143,7 +143,7 @@ def _plan_argument(name: str, verdict: Refuse) -> str:
 
 
 def _hint(verdict: Refuse, plan: str) -> str:
-    """What to type after a refusal for lack of room."""
+    """The advice after a refusal for lack of room: what to type."""
     first_holder = next(iter(verdict.holders), "").partition("/")[2]
     if verdict.kind == "nested":
         return f"Leave the block of {first_holder} first: the two do not fit at the same time."

@@ -1,8 +1,7 @@
 """Whether a request can be served at all.
 
-Pure. A request that can never fit is refused at once, and nothing is evicted for it. `never` holds
-the cards that can never take it alone, each with the reason. If it may be divided, the room of
-several cards together counts.
+Pure. A request that can never fit is refused at once, and nothing is evicted for it. If the model
+may be divided, the room of several cards together counts.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse]) -> Refuse | None:
-    """Why the `request` can never fit, even if all that can leave had left; None if it can.
+    """Why the `request` can never fit, even after all evictions that are possible; None if it can.
 
     `book` and `world` hold leases and devices. `never` is from `hopeless_cards`: each card that can
-    never take it alone, with the refusal.
+    never hold the request alone, with the refusal.
     """
     rules = request.placement
     cards = _cards(request, world)
@@ -89,11 +88,11 @@ def _all_drained(
 
 
 def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refuse]:
-    """Cards of the `world` that can never take the `request` alone, each with the refusal.
+    """Cards of the `world` that can never hold the `request` alone, each with the refusal.
 
-    These leases of the `book` cannot leave: what is kept, what the requesting thread itself pins,
-    and what neither its source can reproduce nor the host can take in. Of several such leases, the
-    host may have room for some only.
+    Three kinds of leases of the `book` cannot leave: kept leases, leases that the requesting thread
+    itself pins, and weights that exist nowhere else and do not fit into host memory. If there are
+    several leases of the last kind, the host may have room for some of them.
     """
     stuck = stuck_leases(book, request, world)
     rules = request.placement
@@ -119,7 +118,7 @@ def _above_card_bytes(
     card: Device,
     size: int,
 ) -> Refuse:
-    """The refusal because the rules allow less of this card."""
+    """The refusal if the rules allow less of this card than the request needs."""
     most = request.placement.card_bytes.get(card.id, 0)
     name = request.lease.name
     return Refuse(
@@ -136,7 +135,7 @@ def _above_limit(
     size: int,
     limit: int,
 ) -> Refuse:
-    """The refusal because the budget of this card is too small."""
+    """The refusal if the budget of this card is too small."""
     return Refuse(
         f"{request.lease.name} needs {show_bytes(size)} on one device; the largest budget is "
         f"{show_bytes(limit)} ({card.id})",
@@ -153,7 +152,7 @@ def _beside_stuck(
     limit: int,
     all_stuck: Stuck,
 ) -> Refuse | None:
-    """The refusal if leases that cannot leave this card take too much of it; None if not."""
+    """The refusal if leases that cannot leave this card use too much of it; else None."""
     stuck = all_stuck.leases.get(card.id, [])
     precious = all_stuck.precious.get(card.id, [])
     left = limit - sum(bytes_on(lease, card.id) for lease, _ in stuck)
@@ -190,7 +189,7 @@ def _stuck_refusal(
 
 
 def best_division(book: Book, request: Request, world: World) -> Candidate | Refuse:
-    """How the `request` would be divided if all that can leave had left, or why it could not.
+    """How the `request` would be divided after all possible evictions; or why it could not be.
 
     `book` and `world` hold leases and devices; drained cards are left out.
     """
@@ -229,7 +228,7 @@ def _held_up(
     room: Bytes,
     stuck: Stuck,
 ) -> Refuse:
-    """The refusal because leases that cannot leave take too much of the cards together."""
+    """The refusal that names the leases that cannot leave and use too much of the cards together."""
     name, size = request.lease.name, request.footprint.bytes
     holders: dict[str, tuple[Lease, str]] = {}
     for card in limits:
@@ -256,7 +255,7 @@ def _too_small(
     *,
     capped: bool,
 ) -> Refuse:
-    """The refusal because the cards' budgets together, or the operator's cap, are too small."""
+    """The refusal that says that the cards' budgets, or the operator's cap, are too small."""
     footprint, rules, cap = request.footprint, request.placement, world.rules.cap
     name, size = request.lease.name, footprint.bytes
     by_cap = capped and bool(split(footprint, limits, rules, limits))
@@ -273,7 +272,7 @@ def _too_small(
 
 
 def _heads_rule(footprint: Footprint, rules: PlacementRules) -> str:
-    """The rule on attention heads, if it applies."""
+    """The rule on attention heads as the rest of a sentence; empty if it does not apply."""
     if rules.layout != "balanced" or not footprint.heads:
         return ""
     return f", and the number of cards must divide its {footprint.heads} attention heads"
@@ -285,7 +284,7 @@ def _margin_rule(
     room: Bytes,
     limits: Bytes,
 ) -> str:
-    """The rule on the driver's margin, if the model would fit without it."""
+    """The driver's margin as the rest of a sentence, if the model would fit without the margin."""
     if not split(footprint, room, replace(rules, margin_bytes=0), limits):
         return ""
     margin = show_bytes(rules.margin_bytes)
@@ -324,7 +323,7 @@ def _card_bytes(lease: Lease) -> int:
 
 
 def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Refuse | None:
-    """The refusal if what cannot leave and the new model exceed INFERENCE_MEMORY_LIMIT_GB."""
+    """The refusal if the new model and the leases that stay exceed INFERENCE_MEMORY_LIMIT_GB."""
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":
         return None
@@ -353,7 +352,7 @@ def _beside_what_remains(
     left: int,
     mine: list[Lease],
 ) -> bool:
-    """Whether it fits on the cards and into the own limit, beside leases that must stay."""
+    """Whether the request fits on the cards, and into the own limit, beside leases that stay."""
     stuck = stuck_leases(book, request, world)
     choices = sets_that_stay(stuck)
     if choices == [()]:

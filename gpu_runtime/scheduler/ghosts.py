@@ -1,6 +1,6 @@
 """Samples in the book, and ghosts: memory of dead processes that a driver may not have freed yet.
 
-Pure. Facts only; nothing is decided here.
+Pure. This module updates facts in the book; it decides nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ..facts import Book, Ghost, Sample, Section, World
 def measure(book: Book, world: World) -> Book:
     """The book with the samples of `world` in place of its old ones, and without ended ghosts.
 
-    A sample is replaced only when it is getting old: a field that changed every second would be
-    written by every kernel every second.
+    A sample is replaced only when it is getting old. Otherwise every kernel would write the book
+    every second.
     """
     fresh = _fresh_samples(book, world)
     if book.ghosts:
@@ -36,7 +36,7 @@ def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
 
 
 def _proofs(book: Book, world: World) -> dict[str, Sample]:
-    """The samples that prove the end of a ghost. They are stored, so that no older one is believed."""
+    """Samples in which a ghost's process is gone. They replace older samples that show it."""
     proofs = {}
     for ghost in book.ghosts:
         sample = world.samples.get(ghost.device)
@@ -51,7 +51,7 @@ def _proofs(book: Book, world: World) -> dict[str, Sample]:
 def _without_ended(book: Book) -> Book:
     """The book without the ghosts that its samples no longer show.
 
-    A pid that now belongs to a living owner also proves that the process which had it has ended.
+    If the pid now belongs to a living owner, the process that had it before has ended too.
     """
     alive = {section.owner.pid for section in book.sections.values()}
     left = []
@@ -62,7 +62,7 @@ def _without_ended(book: Book) -> Book:
 
 
 def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
-    """A ghost for each real card on which the dead owner of `section` held memory, or was about to."""
+    """A ghost for each real card on which the dead owner of `section` held or reserved memory."""
     real = set()
     for device in (*book.devices, *world.devices):
         if not device.simulated and not device.is_host:

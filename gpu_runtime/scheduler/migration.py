@@ -1,8 +1,8 @@
-"""A model moves from its cards to others on request, without leaving the devices in between.
+"""A model moves from its cards to other cards on request, without a stay in host memory.
 
-Pure. Only free bytes are spent: nothing is evicted for a move. Until the move is done, the bytes
-reserved on the new cards and those on the old ones both count in full, even on a card that is among
-both.
+Pure. A move spends only free bytes; nothing is evicted for it. Until the move is done, the bytes on
+the old cards and the bytes reserved on the new cards both count in full. That also holds for a card
+that is both old and new.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def move(
 ) -> tuple[Book, Move | Refuse | None]:
     """The book with the lease moving to the cards of `rules`, and the step for it.
 
-    `owner` and `name` address the lease; `footprint` is the model's. `key` marks the lease, and
+    `owner` and `name` identify the lease; `footprint` is the model's. `key` marks the lease, and
     `because` ends the sentence of the step.
 
     The step is None if the lease is on exactly these cards already. A Refuse changes nothing: the
@@ -88,7 +88,7 @@ def _shares(
     rules: PlacementRules,
     world: World,
 ) -> Shares | str:
-    """The bytes that it would take on each of these cards; or why it cannot."""
+    """The bytes that the model would take on each of these cards; or why they cannot hold it."""
     request = Request(
         "",
         replace(lease, target=()),
@@ -119,7 +119,7 @@ def _shares(
 
 
 def _free_bytes(card: str, context: Context) -> int:
-    """What a move may spend on this card: free now, not needed by earlier requests, and allowed."""
+    """Bytes that a move may use on this card: free, not reserved for elders, within the limits."""
     return min(
         context.room_now.get(card, 0),
         context.room_later.get(card, 0),

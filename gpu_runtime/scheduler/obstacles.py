@@ -1,6 +1,6 @@
-"""Why a request waits: what is in its way on the nearest card, in words, and when to decide again.
+"""The reason why a request waits, as a sentence, and the time of the next decision.
 
-Pure. Nothing here decides who waits; `admission` does.
+Pure. `admission` decides whether a request waits; this module only explains it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import NamedTuple
 from ..facts import Book, Candidate, Lease, Phase, Request, Shares, Ticket, Wait, World, where
 from ..units import show_bytes, show_seconds
 from .context import Context
-from .eligibility import reason_to_stay
+from .eligibility import MOVE_FAILED, reason_to_stay
 
-MOST_TOLD = 4  # leases in the way, by name
+MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
 
 
 def twin(context: Context, request: Request) -> Ticket | None:
-    """An elder's ticket for the same model as the `request`: room is made for it only once.
+    """An elder's ticket for the same model as the `request`; None if there is none.
 
-    `context` holds the elders.
+    Room for one model is made only once. `context` holds the elders.
     """
     wanted = request.lease
     for ticket in context.blocking_elders:
@@ -35,10 +35,10 @@ def wait_for_obstacles(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> Wait:
-    """A Wait that names what is in the way on the nearest card.
+    """A Wait that names the leases in the way on the nearest card.
 
-    Its `retry_at` is when time alone may change that, on that card or on another of the
-    `candidates` (the nearest first). `book`, `request`, `world` and `context` are the inputs of
+    Its `retry_at` is the time at which a lease may become evictable without any event, on any of
+    the `candidates` (the nearest first). `book`, `request`, `world` and `context` are the inputs of
     this decision.
     """
     ahead = len(context.elders)
@@ -72,10 +72,10 @@ def wait_for_obstacles(
 class _InTheWay(NamedTuple):
     """The leases in the way of one request."""
 
-    blockers: list[str]  # ids of those that are in use or arriving
+    blockers: list[str]  # ids of the leases that are in use or arriving
     sentences: list[str]
-    retry: list[float]  # when a lease may be evicted, if nothing uses it until then
-    leased: bool  # whether some lease is the reason to wait, and not memory outside the leases
+    retry: list[float]  # times at which a lease may be evicted, if nothing uses it until then
+    leased: bool  # whether a lease is the reason to wait; else it is memory outside the leases
 
 
 def _leases_in_the_way(
@@ -99,6 +99,8 @@ def _leases_in_the_way(
         why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
         if why in ("just used", "kept alive") and not devices.isdisjoint(all_cards):
             retry.append(lease.last_used + _quiet_seconds(lease, wanted, world))
+        if why == MOVE_FAILED and not devices.isdisjoint(all_cards):
+            retry.append(lease.moves_again_at)
         counts_against_limit = over_own_limit and lease.owner == wanted.owner and lease.on_device
         if devices.isdisjoint(nearest) and not counts_against_limit:
             continue
@@ -120,7 +122,7 @@ def _leases_in_the_way(
 
 
 def reserved_for_elders(context: Context, shares: Shares) -> str:
-    """A sentence on the free bytes of these cards that wait for elders; empty if there are none.
+    """A sentence about the free bytes that are reserved for elders; empty if there are none.
 
     `shares` name the cards, `context` holds the elders and the room.
     """
@@ -150,7 +152,7 @@ def _ahead_in_words(ahead: int) -> str:
 
 
 def _shortened(sentences: list[str]) -> str:
-    """The sentences, as many as people read: on a crowded card sixty leases may be in the way."""
+    """The first few sentences: on a crowded card, sixty leases may be in the way."""
     more = len(sentences) - MOST_TOLD
     if more >= 2:
         sentences = [*sentences[:MOST_TOLD], f"and {more} more"]
@@ -162,7 +164,7 @@ def _quiet_seconds(
     wanted: Lease,
     world: World,
 ) -> float:
-    """How long after its last use this lease may be evicted."""
+    """Seconds after its last use until this lease may be evicted."""
     grace = world.rules.grace_seconds if lease.owner != wanted.owner else 0.0
     keep_alive = lease.keep_alive if wanted.importance >= lease.importance else 0.0
     return max(grace, keep_alive)
@@ -185,6 +187,8 @@ def _in_words(
     if why == "kept alive":
         left = lease.last_used + lease.keep_alive - world.now
         return f"is kept alive for {show_seconds(left)} more"
+    if why == MOVE_FAILED:
+        return "could not be moved; its process tries again"
     if why == "more important":
         return f"is more important (importance {lease.importance}, ours {wanted.importance})"
     if why == "kept":
@@ -209,7 +213,7 @@ def _by(
     asker: str,
     world: World,
 ) -> str:
-    """Which other process uses the lease, and for how long; empty for one of the asker's own."""
+    """The other process that uses the lease, and for how long; empty for a lease of our own."""
     owner = book.owner(lease.owner)
     if owner is None or lease.owner == asker:
         return ""
@@ -220,7 +224,7 @@ def _by(
 
 
 def _outside_memory(shares: Shares, context: Context) -> str:
-    """The sentence if no lease is the reason to wait."""
+    """The sentence if memory outside the leases is the reason to wait."""
     has = "has" if len(shares) == 1 else "have"
     free = sum(max(0, context.room_now.get(share.device, 0)) for share in shares)
     need = sum(share.bytes for share in shares)

@@ -1,6 +1,6 @@
 """How many bytes of a divided model each card takes.
 
-Pure: numbers in, numbers out. Which cards are used is decided in `splitting`.
+Pure: numbers in, numbers out. `splitting` decides which cards are used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..facts import Footprint
 
 
 def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
-    """Equal parts, to a byte; or to the nearest piece, if it may be cut only between pieces."""
+    """Equal parts, to a byte; or to the nearest piece, if the model is cut only between pieces."""
     size = footprint.bytes
     if not footprint.pieces:
         part, rest = divmod(size, count)
@@ -24,7 +24,7 @@ def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
 
 
 def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...] | None:
-    """Parts in proportion to the free bytes, none larger than those; None if they do not fit."""
+    """Parts in proportion to the free bytes of each card; None if the model does not fit."""
     size, total = footprint.bytes, sum(free)
     if min(free) <= 0 or total < size:
         return None
@@ -33,7 +33,7 @@ def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int,
     ends = [size * until // total for until in accumulate(free)]
     parts = [end - start for start, end in pairwise([0, *ends])]
     _move_excess(parts, free)
-    # No card is left without a byte, however small the model is.
+    # Every card gets at least one byte, however small the model is.
     while 0 in parts and max(parts) > 1:
         largest = parts.index(max(parts))
         empty = parts.index(0)
@@ -45,7 +45,7 @@ def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int,
 def _move_excess(parts: list[int], free: Sequence[int]) -> None:
     """Moves bytes from parts that are too large for their card to cards that have room.
 
-    A difference of two roundings may be a byte too large; the next card then has a byte to spare.
+    After rounding, a part may be a byte too large; the next card then has a byte to spare.
     """
     over = 0
     for index, most in enumerate(free):
@@ -59,7 +59,7 @@ def _move_excess(parts: list[int], free: Sequence[int]) -> None:
 
 
 def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:
-    """Whole pieces in proportion to the free bytes, or else filling each card in turn."""
+    """Whole pieces in proportion to the free bytes; if that fails, each card is filled in order."""
     until = list(accumulate(free))
     size, total = sums[-1], until[-1]
     ideal = [size * end / total for end in until]
@@ -72,7 +72,7 @@ def running_sums(footprint: Footprint) -> list[int]:
     total = sums[-1]
     if total == footprint.bytes:
         return sums
-    # The model was measured, and has another size than its pieces.
+    # The measured size of the model differs from the sum of its pieces.
     return [until * footprint.bytes // total for until in sums]
 
 
@@ -115,7 +115,7 @@ def _cut(
 
 
 def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The boundary that each card must reach at least, so that those after it can hold the rest."""
+    """The lowest boundary for each card at which the cards after it can still hold the rest."""
     left = len(sums)
     ends = [left] * len(most)
     for index in range(len(most) - 1, 0, -1):
@@ -135,7 +135,7 @@ def _nearest(
     low: int,
     high: int,
 ) -> int:
-    """The boundary from `low` to `high` that is nearest to the ideal, the lower of two."""
+    """The boundary from `low` to `high` that is nearest to the ideal; the lower of two equal ones."""
     first_above = bisect_left(sums, ideal) + 1
     end = min(max(first_above, low), high)
     if end == low:

@@ -1,7 +1,7 @@
-"""On which device a model may be placed, given the room on each: one card first.
+"""Finds the device for a model from the free bytes of each. One card is preferred to several.
 
 Pure. A candidate that does not fit is kept, with the reason: `plan` shows it, and `eviction` tries
-to make room on it. How a model is divided over several cards is decided in `splitting`.
+to make room on it. `splitting` decides how a model is divided over several cards.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def place(
     rules: PlacementRules,
     limits: Bytes | None = None,
 ) -> tuple[Candidate, ...]:
-    """The ways to place the `footprint`: those that fit, the best first; then the nearest.
+    """The candidates for the `footprint`: first those that fit, the best first; then the nearest.
 
-    `room` is bytes free to grant, by device id; its order decides where nothing else does. `limits`
-    are the devices' budgets, that is, the size of a whole card; without them the room is. Several
-    cards are tried only if no card alone has the room. The `rules` name the policy, the layout and
-    the devices that are allowed.
+    `room` is bytes free to grant, by device id. Its order decides between equal devices. `limits`
+    are the devices' budgets, used as the size of a whole card; without `limits`, `room` is used.
+    Several cards are tried only if no card alone has the room. The `rules` name the policy, the
+    layout and the allowed devices.
     """
     limits = room if limits is None else limits
     alone = on_one_card(footprint, room, rules, limits) if may_use_one_card(rules) else ()
@@ -64,7 +64,7 @@ def on_one_card(
     rules: PlacementRules,
     limits: Bytes,
 ) -> tuple[Candidate, ...]:
-    """One candidate a device. Order, `footprint`, `room`, `rules` and `limits` as in `place`."""
+    """One candidate for each device. The order and the parameters are as in `place`."""
     size = footprint.bytes
     allowed = [device for device in room if not rules.devices or device in rules.devices]
     if rules.card_bytes or not claims_footprint_only(rules):
@@ -89,7 +89,7 @@ def _claiming_more(
     rules: PlacementRules,
     limits: Bytes,
 ) -> tuple[Candidate, ...]:
-    """The same if a claim may exceed the model, or if the rules bound what a card gives."""
+    """As `on_one_card`, if a claim may exceed the model, or if the rules limit bytes on a card."""
     found = []
     for device in allowed:
         limit = limits.get(device, 0)
@@ -132,10 +132,11 @@ def claim(
     rules: PlacementRules,
     limit: int,
 ) -> int:
-    """Bytes that the `footprint` claims of one card; if above its budget `limit`, it cannot fit.
+    """Bytes that the `footprint` claims of one card with the budget `limit`, in bytes.
 
-    With a factor in the `rules`, NDIF's rule: the weights times the factor if that is less than the
-    given fraction of the card, else the whole card. Without one the estimate itself, in which KV
+    A result above `limit` means that the model cannot fit. With a factor in the `rules`, NDIF's
+    rule applies: the claim is the weights times the factor if that is less than the given fraction
+    of the card, else the whole card. Without a factor, the claim is the estimate, in which the KV
     cache and the rest are named parts.
 
     >>> rules = PlacementRules(factor=3.0, largest_fraction=0.8)
@@ -170,7 +171,7 @@ def _because(
     return f"{device} has {show_bytes(free)} free and would keep {rest}"
 
 
-# -- why the others lost ---------------------------------------------------------------------------
+# -- why the other candidates were not chosen ------------------------------------------------------
 
 
 def runners_up(
@@ -178,9 +179,9 @@ def runners_up(
     taken: Shares,
     rules: PlacementRules,
 ) -> tuple[Candidate, ...]:
-    """The `considered` candidates, the chosen one first, each other with the reason why it lost.
+    """The `considered` candidates: the chosen one first, the others with why they were not chosen.
 
-    `taken` are the shares that were chosen, `rules` the policy that chose them.
+    `taken` are the chosen shares, `rules` the policy that chose them.
     """
     listed = list(considered)
     cards = _cards(taken)

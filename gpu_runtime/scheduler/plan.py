@@ -1,6 +1,6 @@
-"""A dry run of admission: what a request would get now, changing nothing.
+"""A dry run of admission: what a request would get now. The book does not change.
 
-Pure. It repeats `admit` and takes every step to succeed at once.
+Pure. It calls `admit` repeatedly, as if every step succeeded at once.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _steps_of_others(
     """The steps by which other owners would evict the leases that they are asked to evict."""
     host_room = room(book, world).get(HOST, 0)
     leases = [lease for id in asked if (lease := book.find(id))]
-    leases.sort(key=lambda lease: lease.droppable)  # first those that need host memory
+    leases.sort(key=lambda lease: lease.droppable)  # leases that need host memory are first
     steps: list[Step] = []
     for lease in leases:
         step = eviction_step(lease, host_room, world)
@@ -132,7 +132,7 @@ def _as_if_measured(
     step: Step,
     world: World,
 ) -> World:
-    """The world with samples that show the bytes that the step freed."""
+    """The world with samples in which the bytes of the finished step are free."""
     source = getattr(step, "source", ())
     samples = dict(world.samples)
     shared = one_memory(world.devices)

@@ -1,7 +1,7 @@
-"""How full a device is, in four levels, and what each level demands.
+"""How full a device is, in four levels, and which idle models each level evicts.
 
-Pure. The levels and their table are those of the Semantik governor. Nothing here decides when the
-table is applied: that is in `relief.py` (`GPU_RELIEF`).
+Pure. The levels and their table are those of the Semantik governor. `relief.py` decides when the
+table is applied (`GPU_RELIEF`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ..facts import Book, Device, DeviceView, Level, Rules, Sample, Value, World
 
 
 class Relief(Value):
-    """The demand of a level: evict models that have been idle for more than `idle_seconds`."""
+    """The rule of a level: evict models that were idle for more than `idle_seconds`."""
 
     idle_seconds: float
-    may_drop: bool  # drop what cannot be offloaded
+    may_drop: bool  # drop models that cannot be offloaded
     drop: bool  # drop without trying to offload
 
 
@@ -34,7 +34,7 @@ def level(pressure: float, rules: Rules) -> Level:
 
 
 def relief(at: Level, rules: Rules) -> Relief | None:
-    """The demand of the level `at`, exactly as in the table, with the idle times of `rules`.
+    """The rule of the level `at`, exactly as in the table, with the idle times of `rules`.
 
     None at LOW and UNKNOWN.
     """

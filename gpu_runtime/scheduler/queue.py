@@ -49,7 +49,7 @@ def elders(
 ) -> tuple[Ticket, ...]:
     """The tickets ahead of this `request` in the queue.
 
-    A ticket that was not refreshed lately (its process is stopped) is skipped.
+    A ticket that was not refreshed lately is skipped, since its process is stopped.
     """
     if not book.tickets:
         return ()
@@ -79,7 +79,7 @@ def _position(
 
 
 def awake(ticket: Ticket, world: World) -> bool:
-    """Whether the process of this `ticket` still refreshes it, and so would take freed room."""
+    """Whether the process still refreshes this `ticket`, so that it would take freed room."""
     return world.now - ticket.refreshed <= world.rules.refresh_seconds
 
 
@@ -91,9 +91,9 @@ def may_pass(
 ) -> bool:
     """Whether the `request` may take room before this `elder`.
 
-    It may in two cases, because the elder cannot use the room now. Either a model in use blocks the
-    elder (for the first 30 s only), or the leases that block it are held by the very thread that
-    makes the request.
+    The `request` may do so in two cases, because the elder cannot use the room now. A model in use
+    blocks the elder (for the first 30 s only), or the requesting thread itself holds the leases
+    that block the elder.
     """
     blocked_since = elder.blocked_since
     if blocked_since and world.now - blocked_since < world.rules.passing_seconds:

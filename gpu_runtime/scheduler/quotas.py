@@ -1,8 +1,8 @@
-"""The operator's caps on a user: how much on each card, how important, what may be pinned, how long.
+"""The operator's caps on a user: bytes on each card, importance, pinning, seconds of a block.
 
-Pure. Every process decides about its own requests, with its own user's cap; all processes of that
+Pure. Every process checks its own requests against the cap of its own user; all processes of that
 user count together. A block of code that is held for too long is not ended, since its memory is in
-use. Until it ends, its user is granted nothing new.
+use. Until the block ends, the user is granted nothing new.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .placement import claim
 
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:
-    """The refusal of `request` on every card by the user's cap; None if only its size may matter."""
+    """The refusal of `request` by the user's cap on every card; None if only bytes are capped."""
     cap = world.rules.cap
     if cap is None:
         return None
@@ -46,9 +46,9 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
 
 
 def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
-    """Why the user of `cap` may not hold the model `name` in this way on any device; empty if allowed.
+    """Why the user of `cap` may not hold the model `name` this way; empty if it is allowed.
 
-    `importance` is its number, `keep` whether it is to stay on its device.
+    `importance` is a number. `keep`: the model would be pinned to its device.
     """
     if cap is None:
         return ""
@@ -65,7 +65,7 @@ def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
 def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse]:
     """Cards on which the user may not hold as much as `request` needs, with the refusal.
 
-    It counts what is there once everything of theirs that can leave has left.
+    Only the user's leases that cannot leave the card are counted.
     """
     cap = world.rules.cap
     if cap is None or cap.bytes_per_device is None:
@@ -94,9 +94,9 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
 
 
 def at_most(book: Book, world: World) -> dict[str, int]:
-    """Bytes that the user may have on each card once everything of theirs that can leave has left.
+    """Bytes that the user may take on each card after all their leases that can leave have left.
 
-    Empty without a cap.
+    The result is empty if the user has no cap.
     """
     cap = world.rules.cap
     if cap is None:
@@ -127,7 +127,7 @@ def left(book: Book, world: World, *, leaving: bool = True) -> dict[str, int]:
 
 
 def _left_beside(leases: Iterable[Lease], world: World) -> dict[str, int]:
-    """The cap on bytes less these leases, for each card; empty without such a cap."""
+    """The cap on bytes minus the bytes of these leases, for each card; empty without such a cap."""
     cap = world.rules.cap
     if cap is None or cap.bytes_per_device is None:
         return {}

@@ -1,7 +1,7 @@
 """Requests to another owner, and what an owner does on request.
 
-Pure. A process that wants something from another owner writes it on a ticket of its own. The owner
-obeys within the same rules for all: a model in use is never moved, a kept one never evicted.
+Pure. A process writes its request to another owner on a ticket of its own. Every owner follows the
+same rules: a model in use is never moved, and a kept model is never evicted.
 """
 
 from __future__ import annotations
@@ -34,13 +34,19 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .capacity import room
-from .eligibility import eviction_step, mark_leaving, reason_to_stay, warm_pool_victims
+from .eligibility import (
+    MOVE_FAILED,
+    eviction_step,
+    mark_leaving,
+    reason_to_stay,
+    warm_pool_victims,
+)
 from .eviction_policy import lru
 from .queue import awake
 from .transitions import note
 
 ASKS = ("evict", "restore", "preload", "move", "pin", "unpin", "defrag")
-PERSON = -1  # the importance of a person's request: above every model's
+PERSON = -1  # importance of a person's request; lower numbers are more important
 
 
 class Ask(Value):
@@ -53,19 +59,19 @@ class Ask(Value):
     arrived: float
     by: str = ""  # the user of the requesting process
     places: tuple[str, ...] = ()  # the cards to move to, for a move
-    said_by: str = ""  # the person that the process names, if any
+    said_by: str = ""  # the person for whom the process asks, as the process says; may be empty
 
 
 class Order(Value):
-    """What an owner's monitor is to do besides steps: preload, restore, move, pin or defragment."""
+    """Work for an owner's monitor besides steps: preload, restore, move, pin or defragment."""
 
     key: str
     verb: str
     name: str
     by: str = ""  # the requesting user, if the ledger identifies one
-    refused: str = ""  # why it is not done
+    refused: str = ""  # why the order is refused; empty if it is not
     places: tuple[str, ...] = ()  # the cards to move to, for a move
-    who: str = ""  # the person that was named, if any, and the requesting process
+    who: str = ""  # the person, if the process named one, and the requesting process
 
 
 # -- the requesting side ---------------------------------------------------------------------------
@@ -74,8 +80,8 @@ class Order(Value):
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     """The book with the request `asked` on a ticket, and its state.
 
-    The verdict is Grant (done), Wait (under way) or Refuse. A call with the same key returns the state
-    again, so the requester polls with it.
+    The verdict is Grant (done), Wait (under way) or Refuse. A call with the same key returns the
+    current state, so the requester calls this again until the request is done.
     """
     owner_id, _, name = asked.target.partition("/")
     section = book.sections.get(owner_id)
@@ -101,7 +107,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
 
 
 def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
-    """The book with an event for a request that failed, so that a person's wish is always logged.
+    """The book with an event for a failed request, so that every person's request is logged.
 
     `because` is the reason.
     """
@@ -174,10 +180,10 @@ def _known_result(
     name: str,
     world: World,
 ) -> Verdict | None:
-    """The verdict that the book alone allows; None if the owner has to act first."""
+    """The verdict that follows from the book alone; None if the owner has to act first."""
     lease = section.lease(name)
     if asked.verb in ("preload", "restore"):
-        return _result_of_load(lease, section, name)
+        return _result_of_load(lease)
     if asked.verb == "defrag":
         return None
     if asked.verb == "evict":
@@ -191,15 +197,15 @@ def _known_result(
         return _result_of_pin(lease, keep=asked.verb == "pin")
     if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
         return Grant(lease, (), f"{name} is on {lease.where}")
-    return _refusal_to_leave(book, lease, section.owner, world)
+    refusal = _refusal_to_leave(book, lease, section.owner, world)
+    if refusal and refusal.kind == "failed" and asked.verb == "move":
+        return None  # its owner tries at once, and answers
+    return refusal
 
 
-def _result_of_load(lease: Lease | None, section: Section, name: str) -> Verdict | None:
+def _result_of_load(lease: Lease | None) -> Verdict | None:
     if lease and lease.on_device and lease.phase is Phase.SETTLED:
-        return Grant(lease, (), f"{name} is on {lease.where}")
-    if lease is None and name not in section.names:
-        because = f"{section.owner.label} has not registered {name}, so it cannot load it"
-        return Refuse(because, kind="unknown")
+        return Grant(lease, (), f"{lease.name} is on {lease.where}")
     return None
 
 
@@ -228,6 +234,10 @@ def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> R
             f"{holding} is memory of running code of {owner.label}; it is freed when that code ends"
         )
         return Refuse(because, kind="in use", holders=holders)
+    if why == MOVE_FAILED:
+        wait = show_seconds(max(1.0, lease.moves_again_at - world.now))
+        because = f"{holding} could not be moved. Request it again in {wait}"
+        return Refuse(because, kind="failed", holders=holders)
     if not why and not _can_leave_for_a_person(book, lease, world):
         because = f"{holding} exists nowhere else, and the host has no room for it"
         return Refuse(because, kind="stays", holders=holders)
@@ -242,7 +252,7 @@ def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
 
 
 def _host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """The owner's models in host memory to drop, so that a lease that exists nowhere else fits there."""
+    """The owner's models in host memory to drop, to make room there for a lease without a source."""
     if not (lease.movable and world.rules.offload):
         return ()
     victims = warm_pool_victims(
@@ -273,18 +283,17 @@ def obey(
 ) -> tuple[Book, tuple[Move | Drop, ...], tuple[Order, ...]]:
     """The book with the recalled leases of `owner` leaving, the steps for them, and the orders.
 
-    A recall is obeyed if the rules let the lease go for a request of that importance and its grace
-    period is over. A lease that may not leave stays; its published pins show the requester why.
-    `key` marks the leaving leases.
+    A recalled lease leaves if its grace period is over and the rules allow its eviction for a
+    request of that importance. Otherwise it stays; its published pins show the requester why. `key`
+    marks the leaving leases.
 
     `askers` maps the key of a ticket to the user who wrote it; None: all are trusted. A ticket that is
-    missing there was forged, and is ignored. For another user, idle models are evicted and nothing
-    else is done.
+    missing there was forged, and is ignored. Another user can only have idle models evicted.
     """
     steps: list[Move | Drop] = []
     orders: list[Order] = []
     host_room = room(book, world).get(HOST, 0)
-    # A requester that has not read its answer yet still has its ticket in the book.
+    # The ticket is still in the book if the requester has not read the answer yet.
     answered = {event.answers for event in book.events if event.owner == owner}
     for ticket in book.tickets:
         asker = _TRUSTED
@@ -296,7 +305,7 @@ def obey(
         if _is_order_to(owner, ticket) and ticket.key not in answered:
             orders.append(_order(book, owner, ticket, asker))
         if ticket.verb == "use" and not awake(ticket, world):
-            continue  # a stopped process could not take the room
+            continue  # the requesting process is stopped, so it could not take the room
         for lease in _recalled(book, owner, ticket):
             for step in _steps_for(book, lease, ticket, host_room, world, asker):
                 if isinstance(step, Move):
@@ -307,7 +316,7 @@ def obey(
 
 
 def _is_order_to(owner: str, ticket: Ticket) -> bool:
-    """Whether the ticket asks this owner for more than an eviction."""
+    """Whether the ticket requests more than an eviction from this owner."""
     if ticket.verb not in ASKS or ticket.verb == "evict":
         return False
     target, _, _ = ticket.name.partition("/")
@@ -343,7 +352,7 @@ def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
 
 
 def _recalled(book: Book, owner: str, ticket: Ticket) -> list[Lease]:
-    """The owner's leases that the ticket recalls. Those that need host memory are first."""
+    """The owner's leases that the ticket recalls; leases that need host memory are first."""
     leases = []
     for lease_id in ticket.recalls:
         lease = book.find(lease_id)
@@ -360,9 +369,12 @@ def _steps_for(
     world: World,
     asker: Asker,
 ) -> tuple[Move | Drop, ...]:
-    """The steps with which this lease, or others first, make room for the ticket; none if it stays."""
+    """The steps that evict this lease for the ticket; empty if the lease stays.
+
+    If host memory is full, the steps first unload other leases from there.
+    """
     person = ticket.verb == "evict"
-    # A person's "evict" is obeyed within the grace period; another program's request is not.
+    # A person's "evict" also applies within the grace period. A program's request does not.
     stays = reason_to_stay(
         lease,
         world,
@@ -375,8 +387,8 @@ def _steps_for(
     who = attributed(ticket.said_by, owner.label if owner else "another process")
     by = attributed(ticket.said_by, _process(asker.user, owner))
     if lease.on_host:
-        # Only a program recalls from the warm pool. A lease that arrived there since the ticket was
-        # last refreshed was recalled from its device, and has already obeyed.
+        # Only a program recalls from the warm pool. If the lease arrived there after the ticket was
+        # last refreshed, it was recalled from its device and has already left it.
         if person or not lease.droppable or lease.away_since >= ticket.refreshed:
             return ()
         because = f"{who} needs host memory to make room for {ticket.name}."
@@ -405,8 +417,8 @@ def answer(
 ) -> Book:
     """The book with the answer of `owner` to `order`: an event with the key of the request.
 
-    `action` is the event's ("failed" for a refusal), `because` its sentence, and `size` the bytes that
-    were freed or taken. The event also names the requester.
+    `action` is the event's ("failed" for a refusal), `because` its sentence, and `size` the number
+    of bytes that were freed or taken. The event also names the requester.
     """
     lease = book.lease(owner, order.name) or Lease(owner, order.name)
     return note(

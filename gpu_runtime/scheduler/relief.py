@@ -1,6 +1,6 @@
 """Relief: idle models leave a device that is under pressure.
 
-Pure. What each level of pressure demands is in `pressure.py`.
+Pure. `pressure.py` has the rule of each level of pressure.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def relieve(
 
     `rank` orders the leases of one importance, the lowest first; `key` marks the leaving leases.
 
-    The rule `relief` chooses between:
-    - `always`: the table exactly; everything that is idle for long enough leaves.
-    - `auto`: acts only while it helps someone, that is, while requests wait or unleased memory grows
-      on the card. It stops once the level is down, and prefers the host to the disk at every level.
-      Bytes that are already leaving count as gone.
+    `world.rules.relief` is one of:
+    - `always`: every model leaves that has been idle for as long as the table says.
+    - `auto`: models leave only while requests wait, or while unleased memory grows on the card. This
+      stops once the level is down; bytes that are already leaving count as gone. At every level,
+      models are offloaded to the host if it has room.
     - `never`: nothing leaves.
     """
     rules = world.rules
@@ -68,10 +68,10 @@ def relieve(
 def _step(
     lease: Lease, at: Level, view: DeviceView, freed: int, host_room: int, world: World
 ) -> Move | Drop | None:
-    """How this lease leaves the card at the level `at`; None if it stays."""
+    """The step by which this lease leaves the card at the level `at`; None if it stays."""
     demand = relief(at, world.rules)
     assert demand is not None
-    # Pressure is no request: background evictions respect grace and keep_alive for every owner.
+    # These evictions serve no request, so they respect grace and keep_alive of every owner.
     if reason_to_stay(lease, world, asker="", importance=lease.importance):
         return None
     idle = lease.idle_seconds(world.now)
@@ -104,12 +104,12 @@ def _on(lease: Lease, device: str) -> bool:
 
 
 def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
-    """Bytes on the device that are already on their way out."""
+    """Bytes on the device of leases that are leaving it."""
     return sum(lease.bytes_on(device) for lease in leases if lease.phase is Phase.LEAVING)
 
 
 def _helps(book: Book, view: DeviceView) -> bool:
-    """Whether room on this card helps: a request waits for it, or unleased memory grows on it."""
+    """Whether free room on this card is needed: a request waits, or unleased memory grows there."""
     for ticket in book.tickets:
         if ticket.verb == "use" and any(share.device == view.device.id for share in ticket.need):
             return True
@@ -119,7 +119,7 @@ def _helps(book: Book, view: DeviceView) -> bool:
 
 
 def _level_now(view: DeviceView, freed: int, world: World) -> Level:
-    """The level that counts: as measured with `always`, else as it will be once `freed` bytes are gone."""
+    """The level to act on: with `always` the measured one, else the level without `freed` bytes."""
     if world.rules.relief == "always":
         return view.level
     return level(_pressure_after(view, freed), world.rules)

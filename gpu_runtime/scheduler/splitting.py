@@ -1,8 +1,9 @@
 """How a model is divided among several cards.
 
-Pure. `balanced` gives every card the same, as tensor parallelism needs; `proportional` gives each
-in proportion to its room; `whole` takes each card whole. Cards are claimed in the order of their
-index. Which cards are emptied for a model is decided in `eviction_multi`.
+Pure. The layout `balanced` puts equal parts on all cards, as tensor parallelism needs.
+`proportional` makes each part proportional to the card's room. `whole` claims all bytes of each
+card. Cards are claimed in the order of their index. `eviction_multi` decides which cards are
+emptied for a model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..facts import Candidate, Footprint, PlacementRules, Share, where
 from ..units import show_bytes
 from .parts import equal_parts, packed, parts_in_proportion, pieces_in_proportion, running_sums
 
-MOST_TRIED = 300  # sets of cards of which every one is tried; beyond it the first and the largest
+MOST_TRIED = 300  # up to this many sets of cards, all are tried; else the first and the largest
 
 Room = Mapping[str, int]  # bytes by device id
 Holds = Callable[[Room], bool]
@@ -27,7 +28,7 @@ def split(
     rules: PlacementRules,
     limits: Room,
 ) -> tuple[Candidate, ...]:
-    """The ways to divide the `footprint` that fit, one for each number of cards, fewest first.
+    """The divisions of the `footprint` that fit: one for each number of cards, fewest cards first.
 
     `room` is bytes by device id, in the order of the devices; `limits` are their budgets, needed
     for whole cards. The `rules` name the layout, the devices and how many. A card that cannot take
@@ -51,7 +52,7 @@ def _first_that_fits(
     rules: PlacementRules,
     limits: Room,
 ) -> Candidate | None:
-    """The division over the first of these sets of cards that can hold it."""
+    """The division over the first of these sets of cards that can hold the model; else None."""
     for cards in sets:
         chosen_room = {card: room[card] for card in cards}
         candidate = divide(footprint, chosen_room, rules, limits)
@@ -66,7 +67,7 @@ def divide(
     rules: PlacementRules,
     limits: Room,
 ) -> Candidate | None:
-    """The `footprint`, divided over all cards of this `room`; None if they cannot hold it so.
+    """The `footprint`, divided over all cards of this `room`; None if they cannot hold their parts.
 
     `rules` and `limits` as in `split`.
 
@@ -128,11 +129,11 @@ def fitting(
     rules: PlacementRules,
     limits: Room,
 ) -> Holds:
-    """A function of the room: whether `divide` can divide the `footprint` over these `cards`.
+    """A function of the room that returns whether the `footprint` fits over these `cards`.
 
-    A part must go to each of the cards. (If it said yes for cards that do not all get a part, no
-    lease would be asked to leave them, and the model could be placed nowhere.) `rules` and `limits`
-    as in `split`.
+    Every card must get a part, as in `divide`. Otherwise `eviction_multi` would evict nothing from
+    a card without a part, and the model could still not be placed. `rules` and `limits` as in
+    `split`.
     """
     if footprint.bytes < len(cards):
         return _never_holds
@@ -171,7 +172,7 @@ def _fitting_balanced(
     equal = equal_parts(footprint, len(cards))
     if equal is None:
         return _never_holds
-    # Each card must be able to take the largest part, whichever it gets.
+    # Any card may get the largest part, so each must have room for it.
     part = _with_overhead(max(equal), rules)
 
     def holds(room: Room) -> bool:
@@ -190,7 +191,8 @@ def _fitting_proportional(
     plain = not (rules.card_bytes or rules.overhead)
     margin = rules.margin_bytes
 
-    def holds(room: Room) -> bool:  # some hundred times for one plan
+    def holds(room: Room) -> bool:
+        """Whether the cards can hold their parts. It runs some hundred times for one plan."""
         if plain:
             spend = [room[card] - margin for card in cards]
         else:
@@ -202,7 +204,7 @@ def _fitting_proportional(
         ends = packed(sums, spend)
         if ends is None:
             return False
-        # Mostly every card has some piece. Then no cut needs to be looked for.
+        # Usually every card has a piece, and the slower search is not needed.
         return _none_is_empty(ends) or pieces_in_proportion(sums, spend) is not None
 
     return holds
@@ -224,7 +226,7 @@ def claimed(
     rules: PlacementRules,
     limits: Room,
 ) -> int:
-    """Bytes that the `footprint` claims of these `cards` together, at most.
+    """The most bytes that the `footprint` can claim on these `cards` together.
 
     Each card's part of an overhead is rounded up. `rules` and `limits` as in `split`.
     """
@@ -279,7 +281,7 @@ def _sets(
     else:
         yield in_order
         yield with_most
-    # A cut between pieces may fail although the bytes suffice.
+    # The model is cut only between pieces, so it may not fit although the bytes are enough.
     if footprint.pieces and comb(len(able), count) <= MOST_TRIED:
         yield from combinations(able, count)
 
@@ -313,7 +315,7 @@ def _first_in_order(
     count: int,
     size: int,
 ) -> tuple[str, ...]:
-    """The first `count` cards that have `size` together. The largest must have it."""
+    """The first `count` cards that have `size` bytes together; the `count` largest must have it."""
     chosen: list[str] = []
     left = size
     for index, card in enumerate(cards):
@@ -333,7 +335,7 @@ def _held_to(
     card: str,
     rules: PlacementRules,
 ) -> int:
-    """The room on a card, or less if the rules bound what the model may take there."""
+    """The room on a card, or less if the rules limit the model's bytes there."""
     return min(free, rules.card_bytes.get(card, 0)) if rules.card_bytes else free
 
 
@@ -342,7 +344,7 @@ def _to_spend(
     card: str,
     rules: PlacementRules,
 ) -> int:
-    """The model's own bytes that a card can take, without the margin and the overhead."""
+    """The bytes of the model that a card can hold beside the margin and the overhead."""
     spend = free - rules.margin_bytes
     if rules.card_bytes:
         spend = _held_to(spend, card, rules)

@@ -1,7 +1,7 @@
 """Leases that cannot leave their card, however long a request waits.
 
-Pure. *Precious* are weights that exist nowhere else: they can leave for the host only, while it has
-room.
+Pure. A lease is *precious* if its weights exist nowhere else: it can only be offloaded, and only
+while the host has room.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ..facts import HOST, Book, Lease, Request, World
 from .capacity import limit_of
 from .eligibility import permanent_reason_to_stay
 
-MOST_TRIED = 8  # precious leases of which every combination is tried on several cards
+MOST_TRIED = 8  # up to this many precious leases, every combination is tried
 
 
 class Stuck(NamedTuple):
     """Leases that cannot leave their card, and those that may have to stay."""
 
-    leases: dict[str, list[tuple[Lease, str]]]  # card -> leases that cannot leave it, and why
+    leases: dict[str, list[tuple[Lease, str]]]  # card -> leases that cannot leave, with the reason
     precious: dict[str, list[Lease]]  # card -> leases that can only go to the host, if it has room
-    host_bytes: int  # host memory that the precious ones may use
+    host_bytes: int  # host memory that the precious leases may use
 
     def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
-        """Bytes on this `card` that cannot leave, and those of the `remaining` precious leases."""
+        """Bytes on this `card` of leases that cannot leave and of the `remaining` precious leases."""
         stuck = [lease for lease, _ in self.leases.get(card, ())]
         return sum(bytes_on(lease, card) for lease in (*stuck, *remaining))
 
@@ -53,8 +53,8 @@ def stuck_leases(
 def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     """Sets of precious leases that must stay on their cards; the emptiest cards first.
 
-    The host has no room for all leases that are `stuck`. If there are too many to try every set, no
-    lease is taken to stay: then the request waits, and evicts nothing.
+    The host may not have room for all precious leases in `stuck`. If there are too many to try
+    every set, the result is one empty set: the request is then not refused, and waits.
     """
     by_id = {}
     for leases in stuck.precious.values():
@@ -80,7 +80,7 @@ def bytes_on(lease: Lease, card: str) -> int:
 
 
 def _host_bytes_to_be_had(book: Book, world: World) -> int:
-    """Host memory that weights may move to, once all that may be dropped has left it."""
+    """Bytes of host memory that weights may move to, after everything droppable has left it."""
     taken = 0
     for lease in book.leases():
         if lease.keep or not lease.droppable:

@@ -1,8 +1,7 @@
-"""The fraction of each card that torch may use in this process, so that it spares others' leases.
+"""The fraction of each card that torch may use in this process without touching others' leases.
 
-Pure. A lease covers weights. Code may take what it needs beyond them (activations, caches) from
-unclaimed memory. torch refuses more with its own out-of-memory error, in the process that wants too
-much and not in another one.
+Pure. A lease covers weights. Code may use unclaimed memory for activations and caches. If it uses
+more, torch raises its own out-of-memory error in this process, and no other process fails.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ def bounds(
 ) -> dict[str, float]:
     """The fraction of each real card of `world` that torch may use in the process of `owner`.
 
-    That is all but other owners' claims in `book` and the CUDA context, which torch does not count
-    (`contexts`: card -> bytes). It is never less than the owner's own leases there. A card is left
-    out, and so unbounded, if the owner has nothing there, if one of its models is split over several
-    cards including this one, or if a block of code sets its own bound (`open_cards`).
+    This is the whole card less other owners' claims in `book` and the CUDA context, which torch
+    does not count (`contexts`: card -> bytes). It is never less than the owner's own leases there.
+    A card that is left out has no bound. It is left out if the owner has nothing there, if one of
+    the owner's models is split over this card and others, or if a block of code sets its own bound
+    (`open_cards`).
     """
     section = book.sections.get(owner)
     if section is None:

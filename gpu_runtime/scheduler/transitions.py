@@ -1,6 +1,6 @@
-"""What the book records after something has happened: settled, abandoned, published, reaped.
+"""Changes of the book after something has happened: settled, abandoned, published, reaped.
 
-Pure. Nothing is decided here: facts are always accepted, even if they show an overdraft.
+Pure. This module decides nothing: facts are always accepted, even if they show an overdraft.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ class Truth(Value):
     """What an owner knows about itself. Its section of the book is rewritten from this."""
 
     owner: Owner
-    leases: tuple[Lease, ...] = ()  # in its memories, with the current pins and last use
-    keys: tuple[str, ...] = ()  # its own decisions that are under way
+    leases: tuple[Lease, ...] = ()  # its leases with their current pins and last use
+    keys: tuple[str, ...] = ()  # keys of its own decisions that are under way
     residue: dict[str, int] = {}
-    names: tuple[str, ...] = ()
     busy_since: float = NEVER
     idle_since: float = NEVER
-    engines: tuple[int, ...] = ()  # processes in which it runs models
+    engines: tuple[int, ...] = ()  # pids of the processes in which it runs models
 
 
 def note(
@@ -63,7 +62,7 @@ def note(
     answers: str = "",
     seconds: float = 0.0,
 ) -> Book:
-    """The book with one more event on `lease`, and its owner's counter of this `action` raised.
+    """The book with one more event about `lease`; its owner's counter for `action` is raised by one.
 
     `reason` is one word and `because` the sentence. `size` is in bytes; `device` defaults to the
     lease's first one; `by` is the requester, `answers` the key of an answered ticket, and `seconds`
@@ -115,7 +114,7 @@ def arrived(
 ) -> Book:
     """The book with the lease `name` of `owner` settled on a device.
 
-    `shares` is what it claims there, and `filled` what was measured if it claims more than that.
+    `shares` are the claimed bytes. `filled` are the measured bytes, if the claim is larger.
     `because` is the event's sentence. `reload_seconds` or `restore_seconds` is how long it took; 0
     keeps the old value. `droppable`: its source is proven to have the same bytes.
     """
@@ -159,7 +158,7 @@ def _how_it_arrived(before: Lease) -> str:
 def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = "") -> Book:
     """The book after `step`: the lease is on `shares`, or is gone if it was dropped.
 
-    `by` is who requested it. A repeated call (the first answer was lost) changes nothing.
+    `by` names the requester. A second call changes nothing (the first answer may have been lost).
     """
     owner, _, name = step.lease.partition("/")
     lease = book.lease(owner, name)
@@ -192,7 +191,7 @@ def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = 
 
 
 def perform(book: Book, step: Step, world: World) -> Book:
-    """The book as if `step` had succeeded: for plans."""
+    """The book as if `step` had succeeded. Plans use it."""
     owner, _, name = step.lease.partition("/")
     if isinstance(step, Drop):
         return left(book, step, (), world)
@@ -213,8 +212,9 @@ def abandon(
 ) -> Book:
     """The book as it was before the decision `key` about the lease `name` of `owner`.
 
-    A loading lease is removed, a restoring one is on the host again, and a leaving one stays. `because`
-    is the sentence of the event; without it there is none. `pins` counts its users.
+    A lease that was loading is removed. A lease that was being restored is on the host again. A lease
+    that was leaving stays. `because` is the sentence of the event; if it is empty, no event is noted.
+    `pins` counts the users of the lease.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.key != key or lease.phase is Phase.SETTLED:
@@ -268,10 +268,10 @@ def withdraw(book: Book, key: str) -> Book:
 
 
 def publish(book: Book, truth: Truth, world: World) -> Book:
-    """The book with this owner's section as in `truth`; the same book where nothing has changed.
+    """The book with this owner's section rewritten from `truth`; the same book if nothing changed.
 
-    A lease that is under way stays, by its key. A key that the owner does not know was left behind by
-    an interrupt; it is withdrawn, with all that it had reserved.
+    A lease that is under way is not changed if the owner knows its key. An unknown key was left behind
+    by an interrupt; it is withdrawn, and everything that it had reserved is released.
     """
     me = truth.owner.id
     if me not in book.sections:
@@ -281,7 +281,6 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
         owner=truth.owner,
         leases=_published_leases(section, truth),
         residue=truth.residue,
-        names=truth.names,
         counts=section.counts,
         engines=truth.engines,
         busy_since=truth.busy_since,
@@ -314,7 +313,7 @@ def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:
 
 
 def _under_way(moving: Lease, known: Lease) -> Lease:
-    """The lease as in the book, with the pins and uses that its owner knows."""
+    """The lease as in the book, with the pins and the last use from its owner."""
     born_with = moving.pins if moving.phase is Phase.ARRIVING else 0
     return replace(
         moving,

@@ -1,7 +1,7 @@
 """Memory on the cards that no lease covers: how much, and which processes may hold it.
 
-Pure. It is the measured use less the book's account of it. A lease is an agreement among processes
-that ask; a process that never asks is visible only here.
+Pure. The number is the measured use less the leases and residue in the book. A process without
+leases is visible only here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
     beyond: dict[str, int | None] = {}
     freed = freed_since(book, world)
     for device in world.devices:
-        # On unified memory the rest belongs to the machine, so it cannot be attributed.
+        # Unified memory is the machine's RAM: any program may use it, so it is not counted here.
         if device.simulated or device.is_host or device.unified:
             continue
         sample = sample_of(device, book, world)
@@ -53,9 +53,9 @@ def strangers(
 ) -> tuple[Stranger, ...]:
     """Processes that the driver lists on real cards of `world` and that `book` has no owner for.
 
-    The largest first. `people` maps pid -> (user, command), as far as known. In a container the
-    driver's pids differ from ours; then an owner may be listed here under a pid that nothing connects
-    with it.
+    The largest process is first. `people` maps pid -> (user, command), as far as known. In a container
+    the driver's pids differ from ours. An owner may then be listed here under a pid that is unknown in
+    the book.
     """
     ours = _pids(book)
     found = []

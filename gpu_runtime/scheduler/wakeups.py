@@ -1,6 +1,6 @@
-"""Whether a change of the book concerns the waiting requests, so that their processes must be woken.
+"""Whether a change of the book concerns waiting requests, so that their processes must be woken.
 
-Pure.
+Pure: it compares the book before and after the change.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from ..facts import Book, Lease
 def affects_waiters(before: Book, after: Book) -> bool:
     """Whether a waiting request might get another verdict from `after` than from `before`.
 
-    A refreshed ticket, a counted use and a new sample do not matter. Otherwise the waiting processes
+    A refreshed ticket, a counted use and a new sample do not count. If they did, the waiting processes
     would wake each other forever.
     """
     if before.ghosts != after.ghosts or before.drained != after.drained:
         return True
     if before.limits != after.limits or before.sections.keys() != after.sections.keys():
         return True
+    if any(event.answers for event in after.events if event.seq > before.seq):
+        return True  # an answer such as that to `defrag` changes nothing else in the book
     return _tickets_differ(before, after) or _leases_differ(before, after)
 
 

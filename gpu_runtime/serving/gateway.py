@@ -121,7 +121,7 @@ class Gateway:
         )
         self._counts: Counter[str] = Counter()
         self._decode_failures: Counter[str] = Counter()  # in a row, by model
-        self._http: httpx.AsyncClient | None = None
+        self._http_clients: dict[bool, httpx.AsyncClient] = {}  # by whether they use proxies
         self._calls: set[asyncio.Task[Any]] = set()
         self._streams: WeakSet[Streamed] = WeakSet()
         self._closed = False
@@ -170,8 +170,8 @@ class Gateway:
             await asyncio.wait(calls, timeout=CLOSING_SECONDS)
         await self.keep_warm.close()
         await self._holds.close()
-        if self._http is not None:
-            await self._http.aclose()
+        for client in self._http_clients.values():
+            await client.aclose()
 
     # -- answering
 
@@ -276,22 +276,26 @@ class Gateway:
         self, choice: Choice, call: Call, stack: AsyncExitStack
     ) -> tuple[EngineAdapter, bool | None]:
         """The model's adapter, once the call's turn has come and the model is on its device; and thinking on or off."""
-        if self._http is None:
-            self._http = openai_http.open_client()
         if choice.cloud:
             cloud = cloud_of(choice.model, self._environment)
             if isinstance(cloud, str):
                 text = f"{choice.model} cannot be reached: {cloud}"
                 raise EngineFailed(text, name=choice.model, why=cloud)
-            return openai_http.HttpAdapter(choice.model, cloud, self._http), None
+            return openai_http.HttpAdapter(choice.model, cloud, self._client(proxies=True)), None
         spec = self._rt.spec(choice.model)
         require(call.kind, spec)
         importance = spec.importance if call.importance is None else call.importance
         if not spec.keep:
             stack.callback(lambda: self.keep_warm.keep(spec.name, self._stay_warm(call, spec)))
         turn = await stack.enter_async_context(self.queue.turn(spec.name, importance))
-        adapter = self._make_adapter(turn.value, spec, self._http)
+        adapter = self._make_adapter(turn.value, spec, self._client(proxies=False))
         return adapter, wants_thinking(call, spec.options)
+
+    def _client(self, *, proxies: bool) -> httpx.AsyncClient:
+        """The HTTP client, made at its first use."""
+        if proxies not in self._http_clients:
+            self._http_clients[proxies] = openai_http.open_client(proxies=proxies)
+        return self._http_clients[proxies]
 
     def _stay_warm(self, call: Call, spec: ModelSpec) -> float:
         task = self._choices.task(call.model)

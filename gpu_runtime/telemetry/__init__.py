@@ -1,4 +1,5 @@
-"""What is measured and recorded about a host: device figures, their history, events, model sizes.
+"""Measures and records a host: device figures and their history, events, sizes of models.
 
-Nothing depends on these records: where one cannot be written, that is logged and the work goes on.
+No decision is made here, and no other folder depends on these records. If a record cannot be
+written, that is logged and the program continues.
 """

@@ -1,7 +1,7 @@
-"""The history of events with their reasons, beyond the few events of the page and beyond a boot.
+"""The journal: the history of events with their reasons. It also keeps events of earlier boots.
 
-One SQLite table to which every owner of a ledger appends. Nothing depends on it: where it cannot be
-written, that is logged once and the work goes on.
+It is one SQLite table to which every owner of a ledger appends; the book has the newest events only.
+Nothing depends on the journal. If it cannot be written, that is logged once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pathlib import Path
 
 import msgspec
 
+from .. import forks
 from ..facts import Event
 from ..ledgers.access import access_to
+from ..ledgers.sqlite import after_fork
 
 KEPT = 10_000  # events in the file; the oldest are removed first
 EVERY_SECONDS = 1.0
@@ -33,9 +35,9 @@ _decode = msgspec.json.Decoder(Event).decode
 class Journal:
     """Appends events and returns the latest ones.
 
-    The file is opened for each write, so no connection is carried across a fork. When many events
-    happen, it is written once a second, because opening it takes longer than granting a lease. If
-    this process is killed, the events of the last second are missing here; the page has them.
+    The file is opened for each write, so no connection is carried across a fork. Many events are
+    written together once a second, because opening the file takes longer than granting a lease. If
+    this process is killed, the events of the last second are missing here; the book has them.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Journal:
         self._recent: deque[Event] = deque(maxlen=KEPT)
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
         self._written_at = float("-inf")
-        self._lock = threading.Lock()
+        self._lock = forks.awaited(threading.Lock())
         self._broken = False
 
     def append(self, events: Iterable[Event]) -> None:
@@ -107,8 +109,8 @@ class Journal:
     ) -> tuple[Event, ...]:
         """At most `limit` of the latest events, the newest last.
 
-        Only those of `model` (None: of any), with one of `actions` (none: any), and not before the
-        wall time `since`.
+        The events are those of `model` (None: of any model), with one of the `actions` (empty: any
+        action), and not before the wall time `since`.
         """
         count = KEPT if limit is None else limit
 
@@ -136,6 +138,8 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         """A connection for one use. It is never kept, so none is carried across a fork."""
         assert self._path is not None
+        if not after_fork.is_usable():
+            raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         if not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self._path.parent).make_file(self._path)

@@ -1,9 +1,9 @@
-"""How much memory models were measured to take, in a small JSON file that outlives the boot.
+"""The measured sizes of models, in a small JSON file that is kept over a reboot.
 
-It is keyed by what was loaded and how: source, fingerprint of its files, dtype and other options,
-backend. So a source that changed on disk is another one, and measurements of the old one are not
-used for it. Nothing depends on this file: where it is damaged or cannot be written, that is logged
-once, and estimates use file headers again.
+The key of a measurement consists of the source, the fingerprint of its files, the options (such as
+the dtype) and the backend. If the files change on disk, the fingerprint changes, and the old
+measurement is no longer used. Nothing depends on this file. If it is damaged or cannot be written,
+that is logged once, and estimates use file headers again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pathlib import Path
 
 import msgspec
 
+from .. import forks
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..ledgers.access import access_to, journal_in
 
 KEPT = 1000  # models; the oldest measurement is dropped first
-LONGEST = 1 << 20  # bytes of a file that is read
-PATIENCE_SECONDS = 0.2  # a process that is stopped while it writes must not block the others
-# Options for the use of a model; they do not change what is loaded.
+LONGEST = 1 << 20  # bytes; a larger file is not read
+PATIENCE_SECONDS = 0.2  # the wait for the lock, which a process that was stopped may hold
+# Options for the use of a model. The same bytes are loaded with and without them.
 OF_USE = ("context_length", "sequences", "cache_dtype", "attn_implementation")
 
 log = logging.getLogger("gpu_runtime")
@@ -38,7 +39,7 @@ class MeasurementFile(Value):
     """The content of the file."""
 
     schema: int = 1
-    models: dict[str, Measurement] = {}  # in the order in which they were measured
+    models: dict[str, Measurement] = {}  # in the order of their measurement
     contexts: dict[str, int] = {}  # bytes of a CUDA context, by the card's name
 
 
@@ -50,11 +51,11 @@ class Measurements:
         self._path = path
         self._content = MeasurementFile()
         self._stamp: tuple[int, ...] = ()
-        self._lock = threading.Lock()
-        self._gave_up = False  # the file cannot be used
+        self._lock = forks.awaited(threading.Lock())
+        self._gave_up = False  # whether the file was found to be unusable
 
     def of(self, spec: ModelSpec, evidence: Evidence) -> Measurement | None:
-        """What was measured for the source with this `evidence`, loaded as `spec` says; or None."""
+        """The measurement of the source with this `evidence`, loaded as `spec` says; or None."""
         name = key(spec, evidence)
         with self._lock:
             return self._latest().models.get(name) if name else None
@@ -111,7 +112,7 @@ class Measurements:
                 _require_plausible(found)
                 self._content, self._stamp = _decode(self._path.read_bytes()), stamp
         except FileNotFoundError:
-            pass
+            pass  # nothing was measured yet
         except msgspec.MsgspecError as error:  # the next write replaces it
             log.warning("%s is damaged (%s); earlier measurements are lost", self._path, error)
             self._content, self._stamp = MeasurementFile(), stamp
@@ -134,7 +135,7 @@ class Measurements:
             os.close(fd)
 
     def _write(self, content: MeasurementFile) -> None:
-        """Replaces the file as a whole: a reader finds the old content or the new one."""
+        """Replaces the whole file, so a reader finds either the old content or the new content."""
         assert self._path is not None
         draft = self._path.with_name(f".{self._path.name}-{os.getpid()}-{threading.get_ident()}")
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -181,14 +182,14 @@ def _lock_within(fd: int, seconds: float) -> None:
 
 
 def key(spec: ModelSpec, evidence: Evidence) -> str:
-    """A short text for what was loaded (`evidence`) and how (`spec`).
+    """The key of a measurement: a short text made from the `evidence` of the source and the `spec`.
 
     Empty if the source has no fingerprint.
     """
     if not evidence.fingerprint:
         return ""
     source = os.path.realpath(spec.source) if os.path.exists(spec.source) else spec.source
-    # An engine that allocates everything when it loads was measured with the options of its use.
+    # If an engine allocates its cache at load, the options of use change the measured size.
     ignored = () if evidence.at_load else OF_USE
     options = sorted(
         (name, str(value)) for name, value in spec.options.items() if name not in ignored
@@ -215,6 +216,6 @@ def _with_newest(
 def measurements_in(ledger: Path) -> Path:
     """The file of a ledger's measurements, in the directory `ledger`.
 
-    It is beside the journal, because a user who may write one may write the other.
+    It is in the same directory as the journal, so the same users may write it.
     """
     return journal_in(ledger).with_name("measured.json")

@@ -1,6 +1,6 @@
-"""One line of the devices' history, made from one look at them.
+"""Moments: the entries of the devices' history.
 
-Pure. A line holds what a snapshot shows of each device: its use, its budget and the claims on it.
+Pure. A moment holds the figures of one device at one time: its use, its budget and the claims on it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def alike(one: Moment, other: Moment) -> bool:
 
 
 def _exact(moment: Moment) -> tuple[object, ...]:
-    """The figures whose every change counts."""
+    """The figures of which even a small change is recorded."""
     return moment.total_bytes, moment.limit_bytes, moment.level, moment.claims
 
 
@@ -67,10 +67,10 @@ def _near(one: float | None, other: float | None, tolerance: float) -> bool:
 
 
 class ChangeFilter:
-    """Selects the moments worth keeping: a changed one, and one in a while.
+    """Selects the moments to record: each changed moment, and one now and then without a change.
 
-    Changed means that it differs from the last one kept. Before a changed moment it also keeps the
-    last unchanged one. Otherwise the chart draws a slope where there was a step.
+    A moment is changed if it differs from the last recorded one. The last unchanged moment before
+    it is recorded too. Otherwise the chart draws a slope where there was a step.
     """
 
     def __init__(self, rest_seconds: float) -> None:
@@ -80,7 +80,7 @@ class ChangeFilter:
         self._skipped: dict[str, Moment] = {}  # the last moment that was not kept, by device
 
     def select(self, moments: Iterable[Moment]) -> list[Moment]:
-        """Those of `moments` and of the skipped ones before them that are to be kept, in order."""
+        """The moments to record, in order: from `moments` and from earlier skipped moments."""
         rows: list[Moment] = []
         for moment in moments:
             kept = self._kept.get(moment.device)

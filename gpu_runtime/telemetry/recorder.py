@@ -1,8 +1,8 @@
-"""Records how the devices are used, as long as any process shares the ledger.
+"""Records how the devices are used, while any process shares the ledger.
 
-It runs in the host's helper process (`sampler.py`); there is one for each ledger. It reads the book
-without being an owner (`ledgers/reader.py`). Nothing depends on it: what it cannot read or write is
-left out.
+It runs in the host's helper process (`sampler.py`), of which each ledger has one. It reads the book
+without being an owner (`ledgers/reader.py`). Nothing depends on it. If it cannot read or write, the
+history has a gap.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .moments import ChangeFilter, moments_of
 from .timeline import Record
 
 EVERY_SECONDS = 2.0
-REST_SECONDS = 30.0  # while nothing changes
+REST_SECONDS = 30.0  # between two records while nothing changes
 WRITE_SECONDS = 5.0
 THIN_SECONDS = 60.0
-MOST_UNWRITTEN = 5_000  # moments, while the file cannot be written
+MOST_UNWRITTEN = 5_000  # moments that are held while the file cannot be written
 
 
 def record_in(directory: Path) -> Record:
-    """The history of the ledger whose files of this boot are in `directory`; it outlives the boot."""
+    """The history of the ledger whose files of this boot are in `directory`; a reboot keeps it."""
     return Record(journal_in(directory.parent).with_name("history.db"))
 
 
 class Recorder:
-    """Looks every two seconds, keeps what changed, and writes every five seconds."""
+    """Reads the book every two seconds, selects changed moments, and writes every five seconds."""
 
     def __init__(self, directory: Path, url: str) -> None:
         """`directory` is the ledger's, of this boot; `url` is the ledger's."""
@@ -43,7 +43,7 @@ class Recorder:
         self._book: Peek | None = None
 
     def turn(self, figures: Figures) -> None:
-        """Looks at the book once and combines it with the measured `figures`. Raises GpuError."""
+        """Reads the book once and combines it with the measured `figures`. Raises GpuError."""
         if self._book is None:
             self._book = peek(self._url, self._directory)
         book = self._book.look()

@@ -1,17 +1,18 @@
-"""The helper process of a host that calls the driver, so that no kernel has to.
+"""The helper process of a host. It calls the driver, so that no kernel has to.
 
-    GPU_LEDGER=URL python -m gpu_runtime.telemetry.sampler [--simulated] DIRECTORY
+GPU_LEDGER=URL python -m gpu_runtime.telemetry.sampler [--simulated] DIRECTORY
 
-It measures the cards and the machine's memory: once a second while the figures change, every other
-second while they do not, and at once when its bell is rung. It publishes them in the ledger's
-directory (`devices/sampler_client.py`). It ends by itself if another process is the helper, if no
-owner of that ledger is left, if its lock is gone, or if for some seconds no card answers, because a
-new process may succeed after a driver was replaced. A call that hangs blocks one card's thread; the
-other cards are still measured. If no card is measured any more, the readers end this process and
-start another.
+The helper measures the cards and the machine's memory: once a second while the figures change,
+every other second while they do not, and at once when it gets a notification. It publishes the
+figures in the ledger's directory (`devices/sampler_client.py`).
 
-In a thread of its own it also records how the devices are used (`recorder.py`); on simulated ones
-it does nothing else.
+The helper ends if another process is the helper, if no owner of that ledger is left, or if its lock
+is gone. It also ends if no card answers for some seconds: after a driver was replaced, only a new
+process can call it. A call that hangs blocks one card's thread; the other cards are still measured.
+If no card is measured any more, the readers end this process and start another.
+
+A separate thread records how the devices are used (`recorder.py`). With simulated devices, only the
+machine's memory is measured.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from ..ledgers.liveness import Life, life
 from ..ledgers.sqlite.files import owner_files
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
-MOVING_SECONDS = 10.0  # figures that have not changed for so long are at rest
-LEAST_SECONDS = 0.01  # between two rounds, however often the bell is rung
-# A slower card is not waited for; its answer is used in a later round.
+MOVING_SECONDS = 10.0  # after so long without a change, cards are measured every other second
+LEAST_SECONDS = 0.01  # between two rounds, however many notifications arrive
+# A round does not wait longer for a slow card; the answer is used in a later round.
 ROUND_SECONDS = 0.2
-LINGER_SECONDS = 5.0  # after the last owner has ended, since another may start
+LINGER_SECONDS = 5.0  # the helper stays after the last owner has ended, since another may start
 FAILING_SECONDS = 10.0
-CLOSE_SECONDS = 1.0  # for the last write of the history
+CLOSE_SECONDS = 1.0  # the longest wait for the last write of the history
 
 _Answers = queue.SimpleQueue[tuple[str, Sample | str]]  # UUID of a card, and its sample or error
 
 
 class HelperFiles:
-    """The helper's files in the ledger's directory: its lock, its bell, and the published figures."""
+    """The helper's files in the ledger's directory: lock, notification socket, published figures."""
 
     def __init__(self, directory: Path) -> None:
         """Opens the lock in `directory`. Raises OSError if the directory cannot be used."""
@@ -64,7 +65,7 @@ class HelperFiles:
     def take_lock(self) -> bool:
         """Whether this process is the helper now.
 
-        It must not open and close the lock's file again: that would drop the lock.
+        This process must not open and close the lock's file again: that would drop the lock.
         """
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,7 +78,7 @@ class HelperFiles:
             os.mkfifo(bell, 0o600)
             self._access.open_file(bell)
         except FileExistsError:
-            pass
+            pass  # an earlier helper made it
         self.bell = os.open(bell, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         for name in ("sampler.starting", "sampler.err"):
             (self.directory / name).unlink(missing_ok=True)
@@ -105,7 +106,7 @@ class HelperFiles:
                 file.write(f"{type(error).__name__}: {error}\n")
             self._access.open_file(self.directory / "sampler.err")
         except OSError:
-            pass
+            pass  # the readers then report no reason
 
 
 def _private(path: str, flags: int) -> int:
@@ -113,7 +114,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class CardReader(threading.Thread):
-    """Measures one card in a thread of its own, so that a card that hangs blocks no other."""
+    """Measures one card in a thread of its own, so a card that hangs does not block the others."""
 
     def __init__(self, listing: Listing, card: Card, answers: _Answers) -> None:
         """Measures the `card` of that `listing`, and puts each result into `answers`."""
@@ -148,7 +149,7 @@ class CardRounds:
         self._answers: _Answers = queue.SimpleQueue()
         self._cards: dict[str, Sample] = {}
         self._failed: dict[str, str] = {}
-        self._unlisted: dict[str, str] = {}  # cards that could not even be listed
+        self._unlisted: dict[str, str] = {}  # card -> why it could not be listed
         self._people: dict[int, Person] = {}
         self._readers: list[CardReader] = []
         try:
@@ -160,10 +161,10 @@ class CardRounds:
                 self._unlisted = {"": "no driver lists a card"}
         except ProbeFailed as error:
             self._unlisted = {"": str(error).splitlines()[0]}
-        psutil.cpu_percent()  # its first result means nothing
+        psutil.cpu_percent()  # the first result is always 0, so it is dropped
 
     def next(self) -> Figures:
-        """New figures; for a card that does not answer in time, its last ones."""
+        """New figures; for a card that does not answer in time, its last figures."""
         began = boot_seconds()
         awaited = set()
         for reader in self._readers:
@@ -214,7 +215,7 @@ class CardRounds:
 
 
 class SimulatedRounds:
-    """Measures the machine's own memory only, beside simulated cards."""
+    """Measures only the machine's own memory, since the cards are simulated."""
 
     hopeless = False
 
@@ -232,7 +233,7 @@ def _machine(now: float) -> Sample:
 def _person(pid: int) -> Person | None:
     """The user and the command of a process.
 
-    None if they cannot be seen from here: it is in another container, or has ended.
+    None if the process cannot be seen from here: it is in another container, or has ended.
     """
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
@@ -240,7 +241,7 @@ def _person(pid: int) -> Person | None:
         command = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return None
-    # `python` alone means little, so add the script's name. Arguments may hold secrets.
+    # Every kernel is called `python`, so add the script's name. Other arguments may be secrets.
     script = next((word for word in words[1:] if word.endswith(b".py")), b"")
     script_name = os.path.basename(script).decode(errors="replace")
     return Person(uid, f"{command} {script_name}".strip())
@@ -254,11 +255,11 @@ def _any_owner_lives(directory: Path) -> bool:
 
 
 class HistoryThread:
-    """The thread that writes the history: a ledger that does not answer must not delay the figures."""
+    """The thread that writes the history. A ledger that does not answer delays only this thread."""
 
     def __init__(self, directory: Path, url: str) -> None:
         """`directory` is the ledger's, of this boot; `url` is the ledger's, empty: no history."""
-        self.figures: Figures | None = None  # the last ones
+        self.figures: Figures | None = None  # the last published figures
         self._directory, self._url = directory, url
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -281,7 +282,7 @@ class HistoryThread:
         recorder = Recorder(self._directory, self._url)
         try:
             while not self._ended.wait(EVERY_SECONDS):
-                # A page that makes no sense is skipped; the next may be readable.
+                # A book that cannot be read is skipped; the next one may be readable.
                 with contextlib.suppress(Exception):
                     if self.figures is not None:
                         recorder.turn(self.figures)
@@ -319,14 +320,14 @@ def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: His
 def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
     """Waits for the bell or for `pause` seconds after the round `began`.
 
-    It waits at least LEAST_SECONDS, so that rings alone do not keep the driver busy.
+    It waits at least LEAST_SECONDS, so many notifications do not keep the driver busy.
     """
     time.sleep(max(0.0, LEAST_SECONDS - (boot_seconds() - began)))
     if poll.poll(1000 * max(0.0, pause - (boot_seconds() - began))):
         try:
             os.read(bell, 65536)
         except BlockingIOError:
-            pass
+            pass  # the pipe is empty
 
 
 def main(arguments: list[str]) -> int:
@@ -355,4 +356,4 @@ if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     finally:
-        os._exit(code)  # without waiting for threads that a driver may block for good
+        os._exit(code)  # does not wait for threads, since a driver may block them for ever

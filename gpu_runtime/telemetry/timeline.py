@@ -1,9 +1,9 @@
-"""How the devices were used over the last day, on disk: bounded, and thinned as it gets older.
+"""The use of the devices over the last day, on disk. Older parts have fewer moments.
 
-One SQLite table beside the journal, with a row for each device and moment. The host's helper
-process writes it, all others read it. Nothing depends on it. Beyond half an hour it keeps the
-fullest moment of every 15 s, beyond three hours of every minute; after a day it is removed. A
-summary consists of recorded moments: none is averaged or invented.
+This is one SQLite table in the directory of the journal, with a row for each device and moment. The
+host's helper process writes it, all others read it. Nothing depends on it. After half an hour, only
+the fullest moment of every 15 s is kept; after three hours, the fullest of every minute; after a
+day, none. Only recorded moments are returned; no figure is an average.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import errno
 import logging
 import os
 import sqlite3
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from .. import forks
 from ..facts import Moment
 from ..ledgers.access import access_to
+from ..ledgers.sqlite import after_fork
 
 DAY = 86400.0
-THINNED = ((1800.0, 15.0), (10800.0, 60.0))  # older than so many seconds: one moment in so many
-AHEAD_SECONDS = 60.0  # a moment further in the future was written while the clock was wrong
+THINNED = ((1800.0, 15.0), (10800.0, 60.0))  # (age, stretch) in seconds: one moment a stretch
+AHEAD_SECONDS = 60.0  # a moment later than now + this was written while the clock was wrong
 MOST_ROW_BYTES = 1 << 20
 
 log = logging.getLogger("gpu_runtime")
@@ -31,29 +34,31 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Moment).decode
 _Row = tuple[float, str, int, bytes]  # wall time, device, peak bytes, encoded moment
 
-# The rowid of the fullest moment, for each device and stretch of time: SQLite takes a bare column
-# from the row of max().
+# The rowid of the fullest moment, for each device and stretch of time. SQLite returns a column
+# without an aggregate from the row that has the max().
 _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE wall >= ? AND wall < ?
     GROUP BY device, CAST(wall / ? AS INTEGER))"""
 
 
 class Record:
-    """The history in one file, which every call opens again.
+    """The history in one file. Every call opens the file again.
 
-    If it is damaged or not ours, its writer sets it aside, and its readers find nothing.
+    If the file is damaged or not ours, the writer renames it, and the readers find no moments.
     """
 
     def __init__(self, path: Path) -> None:
-        """The history in the file `path`. It is made by the first write."""
+        """The history in the file `path`. The first write creates the file."""
         self.path = path
         self._warned = False
+        self._lock = forks.awaited(threading.Lock())
 
     # Writing
 
     def append(self, moments: Iterable[Moment]) -> bool:
         """Writes `moments`.
 
-        False, logged once, if that is not possible now; they may be given again.
+        Returns False, and logs that once, if the file cannot be written now. The caller may then
+        pass the moments again.
         """
         rows = [(one.wall, one.device, one.peak_bytes, _encode(one)) for one in moments]
         try:
@@ -73,7 +78,7 @@ class Record:
         if not self.path.exists():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self.path.parent).make_file(self.path)
-        with contextlib.closing(self._connect()) as db:
+        with self._lock, contextlib.closing(self._connect()) as db:
             db.execute("PRAGMA journal_mode=TRUNCATE")
             db.execute(
                 "CREATE TABLE IF NOT EXISTS moments(wall REAL, device TEXT, peak INTEGER, body BLOB)"
@@ -87,13 +92,15 @@ class Record:
     def thin(self, now: float) -> None:
         """Removes moments that at the wall time `now` are too old, or too many for their age."""
         try:
-            with contextlib.closing(self._connect()) as db:
+            with self._lock, contextlib.closing(self._connect()) as db:
                 db.execute(
                     "DELETE FROM moments WHERE wall < ? OR wall > ?",
                     (now - DAY, now + AHEAD_SECONDS),
                 )
                 for age, stretch in THINNED:
-                    edge = (now - age) // stretch * stretch  # whole stretches: each is thinned once
+                    edge = (
+                        (now - age) // stretch * stretch
+                    )  # only complete stretches, so each is thinned once
                     db.execute(
                         f"DELETE FROM moments WHERE wall < ? AND rowid NOT IN ({_FULLEST})",
                         (edge, 0.0, edge, stretch),
@@ -119,13 +126,13 @@ class Record:
         Stretches of time are cut at the same places in every call, so a chart that moves on does
         not flicker.
         """
-        # Cut at round times, a period touches one stretch more than its length. If only one moment
-        # is wanted, there is a single stretch for all time.
+        # Stretches begin at multiples of their length, so a period can touch one more stretch than
+        # fit into it. For a single moment, one stretch covers all time.
         stretch = max((until - since) / (most - 1), 1e-3) if most > 1 else 1e18
         try:
             if most < 1 or not self.path.exists():
                 return ()
-            with contextlib.closing(self._connect()) as db:
+            with self._lock, contextlib.closing(self._connect()) as db:
                 rows = db.execute(
                     f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",
                     (since, until, stretch),
@@ -139,6 +146,8 @@ class Record:
     # Both
 
     def _connect(self) -> sqlite3.Connection:
+        if not after_fork.is_usable():
+            raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         # In a shared ledger, a link could lead to a database of ours elsewhere.
         if self.path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(self.path))

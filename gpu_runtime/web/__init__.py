@@ -1,4 +1,4 @@
-"""What a server of this package needs besides its routes: tokens and roles, the gate, and the server's start and end.
+"""The parts that every server of this package shares: tokens and roles, the gate, start and end of the server.
 
-It knows Tornado and no page: the console's pages are in `gpu_panels`, the HTTP API in `gpu_runtime.serving`.
+No page and no route is here: the console's pages are in `gpu_panels`, the HTTP API in `gpu_runtime.serving`.
 """

@@ -1,7 +1,7 @@
-"""A Tornado handler that answers with an ASGI application, so that one server and one gate serve pages and programs.
+"""A Tornado handler that answers with an ASGI application. So one server, behind one gate, serves pages and the API.
 
-Tornado has read the whole request and its body, up to the server's limit, before the application is called. The
-answer is written as the application sends it. The admitted visitor is in `scope["state"]["visitor"]`.
+Tornado reads the whole request and its body, up to the server's limit, before it calls the application. Each part of
+the answer is written when the application sends it. The admitted visitor is in `scope["state"]["visitor"]`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Asgi(RequestHandler):
         self._body_taken = False
 
     def compute_etag(self) -> None:
-        """None: the answers change all the time."""
+        """None, so no answer has an etag: the answers change all the time."""
 
     def on_connection_close(self) -> None:
         """Records that the client has disconnected."""
@@ -66,7 +66,7 @@ class Asgi(RequestHandler):
             "method": request.method,
             "scheme": request.protocol,
             "path": unquote(path),
-            # With the lane, so that links in a page of the application keep to it.
+            # The prefix includes the lane, so that links in a page of the application include it too.
             "root_path": f"/{self.settings[COOKIE].lane}" if by_lane else "",
             "raw_path": path.encode("latin-1", "replace"),
             "query_string": query.encode("latin-1", "replace"),
@@ -112,4 +112,4 @@ class Asgi(RequestHandler):
         if not write.done() or write.cancelled():
             return
         if isinstance(write.exception(), StreamClosedError):
-            self._disconnected.set()  # `receive` then reports it to the application
+            self._disconnected.set()  # `_receive` then reports the disconnection to the application

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 Role = Literal["operator", "viewer"]
 OPERATOR: Role = "operator"
 VIEWER: Role = "viewer"
-GUEST = "guest"  # Panel's name for a visitor without a login, where its options admit such visitors
+GUEST = "guest"  # Panel's name for a visitor without a login, if its options admit such visitors
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Visitor:
     Check `may_act` when an action runs, not only when its button is shown.
     """
 
-    name: str  # for the journal and the page; escape it where it is shown
+    name: str  # is written to the journal and shown on the page, where it must be escaped
     may_act: bool
 
 
@@ -128,7 +128,7 @@ class GuessLimiter:
     def __init__(
         self, clock: Callable[[], float], *, free: int = 5, seconds: float = 1.0, waiting: int = 10
     ) -> None:
-        """A limiter on this `clock`: `free` guesses at once, then one each `seconds`, at most `waiting` of them."""
+        """Allows `free` guesses at once, then one every `seconds` by this `clock`; at most `waiting` may wait."""
         self._clock = clock
         self._seconds = seconds
         self._free_seconds = free * seconds
@@ -136,7 +136,7 @@ class GuessLimiter:
         self._used_until = clock()
 
     def wait_seconds(self) -> float | None:
-        """Seconds that the next guess waits. None: too many wait already, so this one must not be checked."""
+        """Seconds that the next guess waits. None: too many guesses wait already, so the next must not be checked."""
         wait = max(0.0, self._used_until - self._clock() - self._free_seconds)
         return wait if wait < self._longest_wait else None
 

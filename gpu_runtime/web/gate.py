@@ -31,14 +31,14 @@ from . import auth, login
 from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
 
 COOKIE = "gpu-console"
-# A token, or a session that the sender of a link chose: the visitor would share that session with the sender.
+# A token is secret. A session that the sender of a link chose would be shared by the visitor and the sender.
 REMOVED_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
 REMOVED_HEADERS = ("Authorization", "Bokeh-Session-Id")
 REFUSED_BODY_BYTES = 4096  # largest body of a request that is refused
-# A client may finish sending a too large body up to this size, so that it can read the reason.
+# A client may finish sending a body that is too large, up to this size. Then it can read why it was refused.
 DISCARDED_BODY_BYTES = 1 << 30
 HEADERS = {
-    "Referrer-Policy": "no-referrer",  # sends the lane to no other server
+    "Referrer-Policy": "no-referrer",  # the browser sends the lane to no other server
     "X-Content-Type-Options": "nosniff",
     # JupyterLab shows its tile in a frame of the same origin. Panel compiles its components in the page (eval, blob).
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
@@ -65,12 +65,12 @@ class Credentials:
 
 
 class Gate(ReversibleRouter):
-    """The router in front of the routes of one Tornado application; `install` makes it and puts it there.
+    """The router in front of the routes of one Tornado application; `install` creates it.
 
     A subclass states what its application adds: a URL prefix, a login with names, websockets.
     """
 
-    prefix = ""  # of all paths of the application
+    prefix = ""  # the first part of all paths of the application
     home = "/"  # path of the page that an unknown path is redirected to
     keeps_cookies = False  # whether handlers may read the other cookies of the request
 
@@ -82,10 +82,10 @@ class Gate(ReversibleRouter):
         self.closed_because = ""  # why every request is refused; empty: the gate is open
         self.lane = secrets.token_urlsafe(16)
         self.guesses = GuessLimiter(clock)
-        self.max_body_bytes = DISCARDED_BODY_BYTES  # the server's own limit, where it set one
+        self.max_body_bytes = DISCARDED_BODY_BYTES  # a server may set its own limit here
         self._app = app
         self._routes = app.default_router
-        # Cookies have values of their own: a stolen cookie reveals no token that is valid after this start.
+        # Cookies have values of their own. So a stolen cookie is worthless after the next start of the server.
         self._cookie_rules = replace(
             rules,
             operator_token=secrets.token_urlsafe(32),
@@ -107,7 +107,7 @@ class Gate(ReversibleRouter):
         return self._admit(request, credentials)
 
     def try_token(self, token: str) -> tuple[Role | None, float | None]:
-        """The role of a typed `token`, and the seconds that a wrong one waits. Seconds None: it was not checked."""
+        """The role of a typed `token`, and the seconds that a wrong token waits; None for the seconds: not checked."""
         wait = self.guesses.wait_seconds()
         if wait is None:
             return None, None
@@ -141,7 +141,7 @@ class Gate(ReversibleRouter):
         return set()
 
     def may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
-        """Whether this `visitor` may open the websocket that `request` names. Here no websocket has an owner."""
+        """Whether this `visitor` may open the websocket that `request` names. True, unless a subclass refuses."""
         return True
 
     def _admit(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
@@ -240,11 +240,13 @@ class Gate(ReversibleRouter):
         return self._app.get_handler_delegate(request, harden(handler), {"gate": self, **options})
 
     def _path_by_lane(self, request: HTTPServerRequest) -> str:
-        """The same URL by the lane. It is relative, since a proxy may use another prefix than ours."""
+        """The URL of the same page by the lane. It is relative, since a proxy may use another prefix than ours."""
         here = request.path.removeprefix(self.prefix)
         known = self._routes.find_handler(request) is not None
-        there = here if known else self.home  # unknown: such as the lane of an earlier start
-        if not here:  # the prefix without its slash
+        there = (
+            here if known else self.home
+        )  # unknown paths include those by the lane of an earlier start
+        if not here:  # the request's path is the prefix without its slash
             up = posixpath.basename(self.prefix) + "/"
         else:
             levels = here.count("/") - (0 if request.by_lane else 1)
@@ -258,7 +260,9 @@ class Gate(ReversibleRouter):
         """Removes the credentials from `request`, and the lane from its path, and returns the credentials."""
         sent_cookies = request.headers.get("Cookie", "")
         authorization = request.headers.get("Authorization", "")
-        if not self.keeps_cookies:  # they include other servers' cookies; Bokeh would show them
+        if (
+            not self.keeps_cookies
+        ):  # the header includes other servers' cookies, which Bokeh would show
             request.headers.pop("Cookie", None)
         for name in REMOVED_HEADERS:
             request.headers.pop(name, None)
@@ -271,7 +275,7 @@ class Gate(ReversibleRouter):
         )
 
     def _take_from_query(self, request: HTTPServerRequest, query: str) -> str:
-        """Removes secrets from the query of `request`; the last token of `query`, or ""."""
+        """Removes secrets from the query of `request`, and returns the last token in `query`, or ""."""
         pairs = parse_qsl(query, keep_blank_values=True)
         kept = [(name, value) for name, value in pairs if name not in REMOVED_FROM_QUERY]
         request.query = urlencode(kept)
@@ -282,7 +286,7 @@ class Gate(ReversibleRouter):
         return tokens[-1] if tokens else ""
 
     def _take_lane(self, request: HTTPServerRequest, path: str) -> bool:
-        """Sets the path of `request` to `path` without the lane; whether the lane was there."""
+        """Sets the path of `request` to `path` without the lane. Returns whether the lane was there."""
         rest = path.removeprefix(self.prefix)
         by_lane = path.startswith(self.prefix) and rest.startswith(f"/{self.lane}/")
         request.path = self.prefix + rest[len(self.lane) + 1 :] if by_lane else path
@@ -291,7 +295,7 @@ class Gate(ReversibleRouter):
 
 
 def install(app: Any, rules: AccessRules, gate_class: type[Gate] = Gate) -> Gate:
-    """The gate of the Tornado application `app`. If it has none yet, one of `gate_class` is put there."""
+    """The gate of the Tornado application `app`. If there is none yet, a new one of `gate_class` is installed."""
     gate = app.settings.get(COOKIE)
     if gate is None:
         gate = app.settings[COOKIE] = gate_class(app, rules)
@@ -322,6 +326,7 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
     """A subclass of `handler` whose answers restrict the browser to this server."""
 
     def set_default_headers(self: RequestHandler) -> None:
+        """Sets the headers that restrict the browser."""
         super(hardened, self).set_default_headers()
         for name, value in HEADERS.items():
             self.set_header(name, value)

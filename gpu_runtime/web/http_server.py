@@ -1,7 +1,7 @@
 """Runs one server behind the gate until it is interrupted: its address, its URL, its log, and its end.
 
-The caller makes the server itself: `gpu_runtime.serving.server` a plain Tornado one, `gpu_panels.server` one with
-the console's page.
+The caller makes the server: `gpu_runtime.serving.server` makes a plain Tornado server, and `gpu_panels.server` makes
+one with the console's page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import sockets
 from .auth import AccessRules
 
 MASKED_LOGS = ("tornado.access", "tornado.application", "tornado.general")
-CANCEL_SECONDS = 5.0  # for cancelled tasks to end
+CANCEL_SECONDS = 5.0  # the longest wait until cancelled tasks have ended
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,11 @@ class Service:
     """What a server offers, apart from pages."""
 
     name: str  # begins the line that is printed at the start
-    command: str  # what an error says to type
+    command: str  # the command that an error advises to type
     default_port: int
-    ports_tried: int = (
-        1  # from the default port on; a port that the caller names is the only one tried
-    )
+    ports_tried: int = 1  # ports that are tried, from the default one on; a port that the caller names is tried alone
     routes: tuple[Any, ...] = ()  # Tornado's routes
-    max_body_bytes: int = 1 << 20  # of one request
+    max_body_bytes: int = 1 << 20  # limit of one request's body
     close: Callable[[], Awaitable[None]] | None = (
         None  # runs at the end, in the server's event loop
     )
@@ -89,8 +87,8 @@ def run(
 ) -> None:
     """Serves `service` until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
 
-    `make_server` makes the server. It listens on `socket_path`, else on `port` of `host`; without a port, on the
-    service's own. With `read_only` no visitor may act. With `browser` the URL is opened in a browser.
+    `make_server` makes the server. It listens on `socket_path`, else on `port` of `host`. Without a `port`, it uses
+    the service's default port. With `read_only` no visitor may act. With `browser` the URL is opened in a browser.
     """
     rules = access_rules(read_only=read_only)
     address = _free_address(service, host, port, socket_path)
@@ -165,7 +163,7 @@ def mask_logs() -> None:
 def open_browser(address: str) -> Path | None:
     """Opens `address` in a browser, and returns the file that redirects there. None if there is no screen.
 
-    The file has mode 0600. A token on the browser's command line could be read by every user of this machine.
+    The file has mode 0600. Without it, every user of this machine could read the token on the browser's command line.
     """
     has_screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if not has_screen and sys.platform != "darwin":
@@ -191,7 +189,7 @@ def _free_address(
 
 
 def _announce(service: Service, rules: AccessRules, address: Address) -> str:
-    """Prints where the server listens; its URL, or "" on a Unix socket."""
+    """Prints where the server listens, and returns its URL, or "" on a Unix socket."""
     if address.socket_path is not None:
         print(
             f"{service.name} listens on {address.socket_path}, for {rules.user} alone.", flush=True

@@ -39,7 +39,7 @@ class TokenChecker(Protocol):
     """The part of the gate that these handlers use."""
 
     def try_token(self, token: str) -> tuple[Role | None, float | None]:
-        """The role of a typed `token`, and the seconds that a wrong one waits."""
+        """The role of a typed `token`, and the seconds that a wrong token waits."""
 
     def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
         """Answers through `handler` with the cookie of `role` and a redirect to the page."""
@@ -53,7 +53,7 @@ def page(text: str, *, form: bool) -> str:
 
 
 def as_json(text: str, status: int) -> dict[str, Any]:
-    """The sentence `text` for programs, with the HTTP `status`, in the shape in which OpenAI's clients read errors."""
+    """The error body with the sentence `text` and the HTTP `status`, in the format that OpenAI's clients read."""
     kind = "rate_limit_error" if status == 429 else "invalid_request_error"
     return {"error": {"message": text, "type": kind, "code": None, "param": None}}
 
@@ -90,14 +90,14 @@ class RefusalHandler(RequestHandler):
             await self._refuse(403, WRONG_TOKEN, wait)
 
     def check_xsrf_cookie(self) -> None:
-        """No check: the form itself needs a secret."""
+        """Checks nothing: the form itself contains a secret, the token."""
 
     async def _refuse(self, status: int, text: str, wait: float) -> None:
         if wait:
             await asyncio.sleep(wait)
         is_program = "text/html" not in self.request.headers.get("Accept", "text/html")
         if is_program and status == 403 and self._form:
-            status = 401  # a token would help: HTTP calls this unauthorized
+            status = 401  # the visitor may type a token
             self.set_header("WWW-Authenticate", "Bearer")
         self.set_status(status)
         if status == 429:
@@ -107,7 +107,7 @@ class RefusalHandler(RequestHandler):
 
 @stream_request_body
 class TooLargeHandler(RefusalHandler):
-    """Refuses a body by its announced length.
+    """Refuses a body whose announced length is too large.
 
     A client that does not wait for `100 Continue` may finish sending, and its body is discarded. If the server
     closed the connection earlier, the client would never read the reason.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from gpu_runtime.errors import GpuError
 
-MAX_PATH_BYTES = 107  # of a Unix socket's path, on Linux
+MAX_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 
 
 def prepare(path: str) -> Path:
-    """The absolute `path`, free to be bound: only this user can enter its directory, and no server listens there.
+    """The absolute `path`, after it was made ready: its directory is this user's alone, and no server listens there.
 
     A missing directory is made with mode 0700. A socket that an ended server left is removed. Raises GpuError.
     """
@@ -39,7 +39,7 @@ def prepare(path: str) -> Path:
 def free_port(host: str, port: int, tries: int, command: str = "gpu console") -> int:
     """The first free port of `host` among `tries` ports, beginning with `port`.
 
-    Raises GpuError if none is free, or the host cannot be listened on. `command` is what the error says to type.
+    Raises GpuError if none is free, or the host cannot be listened on. The error advises to type `command`.
     """
     last_error: OSError | None = None
     for candidate in range(port, port + tries):

@@ -1,7 +1,7 @@
 """`%load_ext gpu`: the magics `%gpu` and `%%gpu`, their completions, and the runtime as `rt`.
 
-Loading prints nothing, and imports no torch, transformers or pandas: the first model or table does.
-The verbs themselves are in `gpu_runtime.verbs`.
+Loading the extension prints nothing. It does not import torch, transformers or pandas; they are
+imported with the first model or table. The verbs are defined in `gpu_runtime.verbs`, not here.
 """
 
 from __future__ import annotations

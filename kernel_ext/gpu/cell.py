@@ -1,4 +1,4 @@
-"""Runs a cell in the user's namespace, as IPython itself would, for `%%gpu`.
+"""Runs the cell of a `%%gpu` magic in the user's namespace, as IPython would run it.
 
 `shell.run_cell` is not used: it shows tracebacks itself, so they would be shown twice.
 """
@@ -23,7 +23,7 @@ _AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 class CellSyntaxError(GpuError):
     """The cell is not Python.
 
-    It is shown with Python's own message. As every failure it is raised, so that nbval sees it.
+    The error has Python's own message. It is raised, not printed, so that nbval notices it.
     """
 
 
@@ -36,7 +36,7 @@ class Compiled:
         Raises CellSyntaxError if it is not Python, and GpuError if it awaits at its top level.
         """
         self._shell = shell
-        # The magic's own line is blank, so that a traceback counts lines as the notebook does.
+        # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.
         source = "\n" + shell.transform_cell(cell)
         name = shell.compile.cache(source, shell.execution_count, raw_code="%%gpu\n" + cell)
         try:
@@ -66,7 +66,7 @@ class Compiled:
         return code
 
     def run(self) -> None:
-        """Runs the cell. An error's traceback shows the user's own lines only."""
+        """Runs the cell. The traceback of an error shows only the user's own lines."""
         try:
             for code in self._code:
                 exec(code, self._shell.user_ns)
@@ -79,11 +79,12 @@ class Compiled:
 def _show_own_lines(
     shell: InteractiveShell, error: BaseException, codes: tuple[CodeType, ...]
 ) -> None:
-    """Makes IPython show the error without the frames between the notebook's cell and its code."""
+    """Removes the frames of this package from the traceback that IPython shows."""
 
     def render() -> list[str]:
-        # Not `error` from the closure: that makes a cycle through the traceback, which keeps the
-        # user's tensors alive.
+        """The lines of the traceback, from the cell's own frame on."""
+        # `error` from the closure is not used: it would form a reference cycle with the traceback
+        # and keep the user's tensors alive.
         shown = sys.exc_info()[1] or sys.last_value
         trace = shown.__traceback__
         while trace is not None and trace.tb_frame.f_code not in codes:

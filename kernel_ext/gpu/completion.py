@@ -25,10 +25,11 @@ _NOTHING: SimpleMatcherResult = {"completions": [], "suppress": False}
 
 
 def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], SimpleMatcherResult]:
-    """A matcher for IPython's completer; it completes models of the `runtime` that is returned."""
+    """A matcher for IPython's completer. `runtime()` returns the runtime with the models."""
 
     @context_matcher(identifier="gpu_matcher")
     def gpu_matcher(context: CompletionContext) -> SimpleMatcherResult:
+        """The completions of a line with one of the magics; none for any other line."""
         found = _LINE.match(context.text_until_cursor)
         is_cell = found is not None and found["magic"] == "%%"
         if found is None or (is_cell and context.cursor_line > 0):
@@ -38,7 +39,7 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
         if offered is None:
             return _NOTHING
         matching = [word for word in offered if word.startswith(fragment)]
-        # Suppressed even without a match: a file or a Python name would be wrong here.
+        # Other matchers are suppressed even without a match: files and Python names are wrong here.
         return {
             "completions": [SimpleCompletion(text=word, type="magic") for word in matching],
             "matched_fragment": fragment,
@@ -52,10 +53,10 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
 def candidates(
     before: list[str], fragment: str, cell: bool, runtime: Callable[[], Any]
 ) -> Iterable[str] | None:
-    """The words that may replace the `fragment` behind the words `before`.
+    """The words that may replace the `fragment`, which follows the words `before`.
 
-    `cell` is True for `%%gpu`. Models are those of the `runtime` that is returned. None if another
-    matcher is better, as for files.
+    `cell` is True for `%%gpu`. `runtime()` returns the runtime with the models. The result is None if
+    another matcher should complete the word, as for a file.
     """
     if cell:
         arguments, typed = verbs.CELL, before
@@ -78,7 +79,7 @@ def candidates(
 
 
 def _positionals_typed(words: list[str], options: dict[str, Argument]) -> int:
-    """How many of the words are positional arguments."""
+    """The number of positional arguments among the words."""
     count, is_value = 0, False
     for word in words:
         if is_value:
@@ -91,7 +92,7 @@ def _positionals_typed(words: list[str], options: dict[str, Argument]) -> int:
 
 
 def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | None:
-    """The values of an `argument`; `runtime` returns the runtime with the models and devices."""
+    """The values of an `argument`. `runtime()` returns the runtime with the models and devices."""
     if argument.completes == "files":
         return None
     if argument.completes == "models":

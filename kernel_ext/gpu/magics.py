@@ -1,6 +1,7 @@
-"""`%gpu` and `%%gpu`: read the line, call the runtime, return a value that renders itself.
+"""The magics `%gpu` and `%%gpu`: read the line, call the runtime, return a value that shows itself.
 
-The verbs are those of `gpu_runtime.verbs`. This module has only what IPython needs to read them.
+`gpu_runtime.verbs` defines the verbs, so a new verb is added there. This module has only the code
+that IPython needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .waiting import WaitLine
 
 # The rendering modules are imported with the first answer, so that loading the extension is fast.
 
-NAMES = ("gpu", "gpuctl")  # the second is for shells where another extension owns the first
+NAMES = ("gpu", "gpuctl")  # `%gpuctl` is for shells in which another extension defines `%gpu`
 MAGIC = verbs.MAGIC
 HELP = ("-h", "--help")
 OUTPUT = (  # options of every verb
@@ -35,7 +36,7 @@ OUTPUT = (  # options of every verb
     option("-o --output", "NAME", "also store the answer under this name"),
 )
 CELL_SYNOPSIS = "%%gpu [SIZE] [--model M] [--importance I] [--timeout SECONDS]"
-# Verbs that do something else in a notebook than in a terminal.
+# Verbs that act differently in a notebook and in a terminal.
 IN_NOTEBOOK: dict[str, Callable[[Any], Any]] = {"console": lambda rt: rt.console()}
 
 
@@ -52,13 +53,13 @@ class Parser(MagicArgumentParser):
 def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
     """A parser for these `arguments`, which are typed as the `synopsis` shows."""
     parser = Parser(prog=MAGIC)
-    parser.allow_abbrev = False  # IPython's constructor does not pass it on
+    parser.allow_abbrev = False  # IPython's constructor does not accept this option
     parser.synopsis = synopsis
     return fill(parser, arguments)
 
 
 def split(line: str) -> list[str]:
-    """The words of a `line` without quotes, and without the `;` at its end that hides the answer.
+    """The words of a `line`, without quotes and without a final `;` (which hides the output).
 
     Raises UsageError if a quote is not closed.
     """
@@ -73,7 +74,7 @@ class GpuMagics(Magics):
     """The magics of one shell."""
 
     def __init__(self, shell: Any, runtime: Callable[[], Any]) -> None:
-        """For this `shell`; `runtime` returns the runtime, and opens it if necessary."""
+        """Makes the magics for `shell`; `runtime` returns the runtime, and opens it if necessary."""
         super().__init__(shell)
         self._runtime = runtime
 
@@ -86,7 +87,7 @@ class GpuMagics(Magics):
     # -- %gpu ------------------------------------------------------------------------------------
 
     def line(self, words: list[str]) -> Any:
-        """The answer to the verb and arguments in `words`.
+        """The result of the verb and arguments in `words`.
 
         Raises UnknownVerb, UsageError for bad syntax, and the errors of the runtime.
         """
@@ -114,7 +115,7 @@ class GpuMagics(Magics):
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
-        """The answer as it is displayed; the one to `console` as the runtime returns it."""
+        """The result in the form that is displayed; for `console`, the runtime's own object."""
         from gpu_runtime.rendering import plain, render
 
         if verb.name in IN_NOTEBOOK:
@@ -131,7 +132,7 @@ class GpuMagics(Magics):
         return render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around)
 
     def _call(self, verb: verbs.Verb, args: argparse.Namespace, rt: Any) -> Any:
-        """The runtime's answer; a verb that loads shows its progress meanwhile."""
+        """The runtime's result. A verb that loads a model shows its progress meanwhile."""
         from gpu_runtime.rendering.progress import NotebookProgress, TerminalProgress
 
         assert verb.act is not None  # only the verbs of IN_NOTEBOOK have no act
@@ -143,7 +144,7 @@ class GpuMagics(Magics):
             return verb.act(rt, args)
 
     def _opened(self, verb: verbs.Verb) -> Any:
-        """The runtime; None if it does not open and the verb can do without."""
+        """The runtime; None if it cannot be opened and the verb does not need it."""
         try:
             return self._runtime()
         except GpuError:
@@ -156,7 +157,7 @@ class GpuMagics(Magics):
     def cell(self, words: list[str], body: str) -> None:
         """Runs the cell `body` with the lease and the model that `words` request.
 
-        Shows at the end what the lease used. Raises UsageError for bad syntax.
+        At the end, shows the memory that the lease used. Raises UsageError for bad syntax.
         """
         from gpu_runtime.rendering import render
 
@@ -170,8 +171,8 @@ class GpuMagics(Magics):
         options = {"importance": args.importance, "timeout": args.timeout}
         options = {name: value for name, value in options.items() if value is not None}
         leased = args.size is not None or args.model is None
-        # Entered by a plain `with`: nothing else releases a model for certain when the stop button
-        # interrupts, which can happen at any instruction.
+        # The stop button can interrupt at any instruction. Only a plain `with` releases the model
+        # for certain then.
         with (
             rt.use(args.model, **options) if args.model else contextlib.nullcontext() as model,
             (
@@ -182,7 +183,7 @@ class GpuMagics(Magics):
         ):
             if args.model:
                 with self._named("model", model):
-                    del model  # the cell's name may then be the last reference to it
+                    del model  # then the cell's variable may be the last reference to the model
                     compiled.run()
             else:
                 compiled.run()
@@ -199,7 +200,7 @@ class GpuMagics(Magics):
         try:
             yield
         finally:
-            if names.get(name) is value:  # False if the cell assigned the name
+            if names.get(name) is value:  # else the cell assigned another value
                 if before is missing:
                     names.pop(name)
                 else:
@@ -228,11 +229,11 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: holders, dry runs,
 
 
 class Unopened:
-    """A placeholder for the runtime in a notebook, until something needs it.
+    """A placeholder for the runtime in a notebook, until the runtime is needed.
 
-    Opening the runtime takes a moment, and fixes the devices and the ledger. So it is opened at the
-    first use, and `%env GPU_DEVICES=…` still works after `%load_ext`. The runtime replaces this
-    object before the first cell that names it runs.
+    Opening the runtime takes a moment. After that, the devices and the ledger cannot be changed. So
+    the runtime is opened at the first use, and `%env GPU_DEVICES=…` still works after `%load_ext`.
+    Before the first cell that contains `rt` runs, the runtime replaces this object.
     """
 
     def __init__(self, opens: Callable[[], Any]) -> None:
@@ -250,7 +251,7 @@ class Unopened:
 
 
 class _Loaded:
-    """The extension in one shell: everything that was added to it, so that it can be removed."""
+    """The extension in one shell. It remembers everything that it added, to remove it later."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
@@ -276,7 +277,7 @@ class _Loaded:
             tables[kind]["gpuctl"] = tables[kind]["gpu"]
 
     def _add_formats(self) -> None:
-        """Makes `rt.status()` at the end of a cell look as `%gpu` does."""
+        """Lets `rt.status()` at the end of a cell be shown in the same way as `%gpu`."""
         formatter = self.shell.display_formatter.mimebundle_formatter
         self._other_formats = {kind: formatter.type_printers.get(kind) for kind in _SHOWN}
         for kind in _SHOWN:
@@ -285,7 +286,7 @@ class _Loaded:
             )
 
     def open(self) -> Any:
-        """The runtime of this process. The first call also puts it under the notebook's `rt`."""
+        """The runtime of this process. The first call also assigns it to the notebook's `rt`."""
         rt = gpu_runtime.runtime()
         if rt is not self.opened:
             self.opened = rt
@@ -295,11 +296,11 @@ class _Loaded:
         return rt
 
     def before_cell(self, info: Any) -> None:
-        """Records that a cell runs, from IPython's `info`; opens the runtime if the cell names it."""
+        """Records that a cell runs, from IPython's `info`. Opens the runtime if the cell uses it."""
         activity.began(info)
         names_rt = re.search(r"\brt\b", info.raw_cell or "")
         if self.opened is None and self.rt is not None and names_rt:
-            # A hook's error would be printed only; the cell itself will raise it.
+            # An error in this hook would only be printed. The cell will raise the same error.
             with contextlib.suppress(GpuError):
                 self.open()
 
@@ -310,7 +311,7 @@ class _Loaded:
     def remove(self) -> None:
         """Removes everything that was added, and restores what it replaced."""
         self._remove_magics()
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # the user has removed it from the list
             self.shell.Completer.custom_matchers.remove(self.matcher)
         self._remove_formats()
         self.shell.events.unregister("pre_run_cell", self.before_cell)

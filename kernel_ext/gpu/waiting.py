@@ -32,7 +32,7 @@ def sentence(name: str, wait: Wait) -> str:
 
 
 class WaitLine:
-    """A listener for waits of the main thread: shows each one, and removes it at its end."""
+    """Shows a line for each wait of the main thread, and removes the line at the end of the wait."""
 
     def __init__(self, notebook: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """Shows waits in a `notebook`, or else in a terminal; `clock` returns seconds."""
@@ -42,7 +42,7 @@ class WaitLine:
         self._count = 0
 
     def __call__(self, name: str, wait: Wait | None) -> None:
-        """Shows that the model `name` waits; None as `wait` ends it."""
+        """Shows that the model `name` waits. If `wait` is None, the wait is over."""
         if threading.current_thread() is not threading.main_thread():
             return
         if wait is None:

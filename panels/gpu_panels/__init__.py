@@ -1,5 +1,5 @@
-"""The operator's console: a Panel page over the runtime's snapshots, served or inside a notebook.
+"""The operator's console: a Panel page that shows the runtime's snapshots, served or in a notebook.
 
-It uses the runtime only through its public methods; decisions about memory are made elsewhere.
-Importing this package imports neither Panel nor Bokeh: its modules do, when the first page is made.
+It calls only public methods of the runtime, and makes no decision about memory. Importing this
+package imports neither Panel nor Bokeh; its modules import them when the first page is made.
 """

@@ -1,8 +1,8 @@
 """The actions of one session: confirm, check again, act through the runtime, show the outcome.
 
-A click calls `propose`, which opens the dialog; nothing happens before it is confirmed. A confirmed
-action runs in a thread of its own, so that an owner that does not answer blocks nothing. The next
-`update` shows its outcome.
+A click calls `propose`, which opens the dialog. An action starts only after the visitor has confirmed
+it. It runs in a thread of its own, so an owner that does not answer does not block the page. The
+next `update` shows the outcome.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .widgets.confirmation import ConfirmationForm
 
 log = logging.getLogger("gpu_runtime")
 
-MOST_REPORTS = 4  # finished actions that stay on the page; actions in progress stay in any case
+MOST_REPORTS = 4  # finished actions on the page; all actions in progress are shown in addition
 DONE_SECONDS = (
-    20.0  # how long a successful one stays; a failed one stays until newer ones replace it
+    20.0  # a successful action is shown for so long; a failed one, until newer ones replace it
 )
-ANSWER_SECONDS = 30.0  # how long to wait for an owner
+ANSWER_SECONDS = 30.0  # the longest wait for an owner's answer
 
 MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
 OUTCOMES = """
@@ -51,14 +51,14 @@ class ActionReport(NamedTuple):
 
     number: int
     wall: float  # epoch seconds
-    action: str  # evict qwen
+    action: str  # such as `evict qwen`
     state: str  # waiting, done, failed
     words: str = ""
     target: str = ""  # owner id / model name
 
 
 class Actions:
-    """The dialog of one session, and the outcomes of what was confirmed in it."""
+    """The dialog of one session, and the outcomes of the confirmed actions."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class Actions:
     ) -> None:
         """`visitor` has a name and `may_act`, which is read again before each action.
 
-        `wall` gives epoch seconds, and `start` runs a function in a thread.
+        `wall` returns epoch seconds, and `start` runs a function in a thread.
         """
         self.poller, self.visitor = poller, visitor
         self._wall, self._start = wall, start
         self._numbers = itertools.count(1)
         self._asked: Proposal | None = None
-        self._reports: tuple[ActionReport, ...] = ()  # the newest last
+        self._reports: tuple[ActionReport, ...] = ()  # the newest report is last
         self._finished: SimpleQueue[ActionReport] = SimpleQueue()  # from the threads that act
         self._form = ConfirmationForm(self._answered)
-        # A click beside the dialog, or Escape, closes it: both mean no.
+        # A click beside the dialog, or Escape, closes it without an action.
         self.dialog = pmui.Dialog(
             self._form, close_on_click=True, title_variant="h5", width_option="sm"
         )
@@ -123,7 +123,7 @@ class Actions:
 
     def _answered(self, answer: str, number: Any) -> None:
         """Handles a press of one of the dialog's buttons; `number` is that of the question."""
-        if number != self._form.question:  # a late click, for a dialog that is closed already
+        if number != self._form.question:  # a late click for a dialog that was closed already
             return
         proposal, was_open = self._asked, self.dialog.open
         self._asked = None
@@ -163,7 +163,7 @@ class Actions:
         return report
 
     def update(self, snapshot: Snapshot | None) -> None:
-        """Shows the outcomes; `snapshot` is the poller's last one where it is None."""
+        """Shows the outcomes. `snapshot` gives names; None means the poller's last snapshot."""
         while not self._finished.empty():
             finished = self._finished.get()
             self._reports = tuple(
@@ -185,7 +185,7 @@ class Actions:
 def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
     """The newest of `reports`.
 
-    One in progress is always kept; otherwise its outcome would never be shown.
+    A report in progress is always kept. Otherwise the outcome would never be shown.
     """
     found = list(reports)
     finished = [report for report in found if report.state != "waiting"]
@@ -195,9 +195,9 @@ def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
 
 
 def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
-    """Does it with the runtime `rt` in the name of the person `name`, and returns the outcome.
+    """Carries out `proposal` with the runtime `rt` for the person `name`. Returns the outcome.
 
-    Raises what the runtime raises.
+    Raises the errors of the runtime's method.
     """
     with rt.on_behalf_of(f"{name}, console"):
         if proposal.verb == "defrag":
@@ -215,9 +215,9 @@ def asked_process(proposal: Proposal, snapshot: Snapshot | None) -> str:
 
 
 def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
-    """Since when the process of `report` has not answered, in a sentence.
+    """A sentence that says since when the process of `report` has not answered.
 
-    It is empty where `snapshot` shows that the process may still answer in time.
+    It is empty if, by the `snapshot`, the process may still answer in time.
     """
     if snapshot is None or report.state != "waiting":
         return ""

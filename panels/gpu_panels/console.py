@@ -1,6 +1,6 @@
-"""The page of the console: a status bar and the tabs. It is the same when served and in a notebook.
+"""The page of the console: a status bar and the tabs. Served pages and notebooks use the same page.
 
-One `Console` is one session. It reads nothing itself: it shows the last result of its poller.
+One `Console` is one session. It reads no ledger; it shows the last result of its poller.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .poller import Poller, PollResult
 from .tabs import registry
 from .tabs.base import Tab
 
-# Every widget is imported before the first page. A page in a notebook carries the definitions of the
-# components that exist when it is shown, and its browser cannot resolve one that is defined later.
+# Every widget is imported before the first page. A page in a notebook contains the definitions of the
+# components that exist when it is shown. Its browser cannot show a component that is defined later.
 from .widgets import confirmation, header, prose, table  # noqa: F401
 
 log = logging.getLogger("gpu_runtime")
 
-TICK_MILLISECONDS = 250  # how often a session checks whether its poller has a new result
-FIRST_SECONDS = 0.5  # how long a new page waits for the first figures, at most
+TICK_MILLISECONDS = 250  # between two checks of a session for a new result of the poller
+FIRST_SECONDS = 0.5  # the longest time that a new page waits for the first figures
 MARGIN = (0, 20)  # between the page's edge and its contents
 
 
@@ -49,8 +49,8 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     }
 
 
-# The light theme is legible on a dark page too: JupyterLab's dark theme keeps it. The bar has white
-# text.
+# JupyterLab's dark theme can show our light theme on a dark page, where it is legible too. The bar
+# has white text.
 THEME = {"light": _theme("#2a78ab", "#0b5c8a"), "dark": _theme("#7cc0ea", "#0d3a55")}
 
 
@@ -62,7 +62,8 @@ class Console:
     ) -> None:
         """`visitor` has a name and `may_act`; `status_bar` is passed on to the StatusBar.
 
-        With `theme_toggle` the page has a button for the theme, and starts with the browser's.
+        With `theme_toggle` the page has a button for the theme, and starts with the browser's
+        theme.
         """
         self.poller, self.visitor = poller, visitor
         self.actions = Actions(poller, visitor)
@@ -88,8 +89,8 @@ class Console:
         body = pn.Column(
             self._banner, self.actions.panel, self._tabs, sizing_mode="stretch_width", margin=MARGIN
         )
-        # The title is in the status bar: the page's own title links to the root of the server,
-        # which behind a proxy belongs to another application.
+        # The title is in the status bar. The page's own title would link to the root of the
+        # server, which is another application if there is a proxy.
         page = pmui.Page(
             meta_title="GPU console",
             header=[self.status_bar],
@@ -99,9 +100,9 @@ class Console:
             busy_indicator=None,
         )
         with edit_readonly(page):
-            # By default this follows Panel's global state. That would keep every page alive for
-            # ever, and notify every browser of every callback. Only another reference replaces that
-            # reference; a plain value does not.
+            # By default `busy` refers to Panel's global state. That would keep every page alive for
+            # ever, and notify every browser of every callback. Only another reference can replace
+            # it; a plain value cannot.
             page.busy = self.status_bar.param.loading
         page.param.watch(self._theme_changed, "dark_theme")
         return page
@@ -111,7 +112,7 @@ class Console:
         self.poller.leave(self)
 
     def tick(self) -> None:
-        """Shows what is new since the last call; costs almost nothing where nothing is new."""
+        """Shows the changes since the last call. Without changes, it costs almost nothing."""
         result = self.poller.result
         if result.revision != self._shown:
             self._shown = result.revision
@@ -140,9 +141,9 @@ class Console:
         self._update(snapshot)
 
     def _update(self, snapshot: Snapshot) -> None:
-        """Updates the tab in front, which is made when it is first opened.
+        """Updates the tab in front, and makes it if it was just opened for the first time.
 
-        Its failure is shown in its place.
+        If the tab raises an error, the error is shown in place of the tab.
         """
         if not self._titles:
             return
@@ -158,7 +159,7 @@ class Console:
                 self._made[title] = tab
             else:
                 tab.update(snapshot)
-        except Exception as failure:  # the other tabs must go on working
+        except Exception as failure:  # the other tabs must still work
             log.exception("the tab %s failed", title)
             self._made.pop(title, None)
             text = f"{title} could not be drawn: {type(failure).__name__}: {failure}"
@@ -172,7 +173,7 @@ class Console:
     def _theme_wanted(self, dark: bool) -> None:
         """Sets the theme that the browser wants, once Panel has loaded the page.
 
-        An earlier change would not be sent to the browser.
+        Before that, a change would not be sent to the browser.
         """
         pn.state.onload(lambda: self.page.param.update(dark_theme=dark))
 
@@ -201,21 +202,21 @@ def page(visitor: Any, poller: Poller) -> pmui.Page:
 
     It shows the results of `poller` while its session lives.
     """
-    # If a browser takes longer than Bokeh keeps a session, it gets a new session without a page.
-    # For that one Panel would take the style sheets from its CDN.
+    # A browser that connects after Bokeh has dropped its session gets a new session without a page.
+    # For that session, Panel would take the style sheets from its CDN.
     pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)
     console = Console(poller, visitor)
     document = pn.state.curdoc
-    # Bokeh's own callback: Panel's notifies the browser at each start and end.
+    # Bokeh's callback is used, because Panel's callback notifies the browser at each start and end.
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
 
     def ended(_: Any) -> None:
+        """Closes the console and removes every reference to the session."""
         console.close()
-        # Panel keeps this entry by the document itself, which would keep everything of the session
-        # alive.
+        # The key of this entry is the document, so the entry would keep the whole session alive.
         pn.state._browsers.pop(document, None)
-        # A server that has already taken the document apart has no session to remove the callback
-        # from.
+        # If the server has destroyed the document already, there is no session that has the
+        # callback.
         with suppress(AttributeError):
             document.remove_periodic_callback(ticking)
 

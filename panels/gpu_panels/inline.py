@@ -1,8 +1,8 @@
-"""The console inside a notebook: the same page, live, over the kernel's own runtime.
+"""The console inside a notebook: the same live page, with the data of the kernel's own runtime.
 
-A thread keeps it up to date, also during a long cell, as far as that cell lets other threads run.
-Clicks reach the kernel between cells. Where nothing can be live (nbconvert, GitHub, a terminal) a
-static picture is shown instead.
+A thread keeps the page up to date, also during a long cell if that cell lets other threads run.
+Clicks reach the kernel between cells. nbconvert, GitHub and terminals cannot show a live page; there
+a static status is shown.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class NotebookUser(NamedTuple):
 
 
 class Inline(pn.Column):
-    """The console as a Panel object. Shown in a notebook it is live until its output is removed."""
+    """The console as a Panel object. In a notebook it is live until its output is removed."""
 
     def __init__(self, rt: Any) -> None:
         """`rt` is the kernel's runtime."""
-        # Without a theme button: the page takes the notebook's theme, and changes with it.
+        # The page has no theme button, because it follows the notebook's theme.
         self._console = Console(
             of(rt),
             NotebookUser(getpass.getuser()),
@@ -54,8 +54,8 @@ class Inline(pn.Column):
         )
         super().__init__(self._console.page, sizing_mode="stretch_width")
         self._rt = rt
-        self._turn = threading.RLock()  # for the browser's messages and our own updates
-        self._driven = False  # whether the thread runs
+        self._page_lock = threading.RLock()  # held for each browser message and each update
+        self._driven = False  # whether the updating thread runs
         self._sender = ""  # the view whose message is being handled
         self._ready: set[str] = set()  # views whose browser accepts messages
         self._late: list[tuple[Any, Any]] = []  # (document, event) that were not sent yet
@@ -69,11 +69,11 @@ class Inline(pn.Column):
         resources = inline_assets.Resources(shell)
         resources.publish(lambda: pn.extension(inline=True))
         self._console.poller.join(self._console)
-        with self._turn:
+        with self._page_lock:
             before = set(self._models)
             data, *meta = super()._repr_mimebundle_(include, exclude)
             new = set(self._models) - before
-            for ref in new:  # changes from here on; earlier ones are in the page
+            for ref in new:  # later changes must be sent; earlier ones are in the page already
                 _, _, doc, comm = state._views[ref]
                 doc.on_change(partial(self._note_unsent, doc, comm))
         page, texts = inline_assets.split(data["text/html"], still["text/html"])
@@ -87,7 +87,7 @@ class Inline(pn.Column):
     def get_root(self, doc: Any = None, comm: Any = None, preprocess: bool = True) -> Any:
         """Panel's own method; `doc`, `comm` and `preprocess` are passed on.
 
-        Raises NotAllowed for a served document: this console would need no token.
+        Raises NotAllowed for a served document, since this console checks no token.
         """
         if getattr(doc or state.curdoc, "session_context", None) is not None:
             raise NotAllowed(
@@ -105,17 +105,17 @@ class Inline(pn.Column):
     def _note_unsent(self, doc: Any, comm: Any, event: Any) -> None:
         """Notes a change of the document, to be sent by `_send`.
 
-        Panel drops changes that are not of its own objects, unsent, when the browser's next message
-        arrives.
+        When the browser's next message arrives, Panel drops unsent changes of objects that are not
+        Panel's own.
         """
         if getattr(event, "setter", None) != comm.id:
             self._late.append((doc, event))
 
     def _on_msg(self, ref: str, manager: Any, msg: Any) -> None:
-        with self._turn, self._held_back():
+        with self._page_lock, self._held_back():
             self._sender = ref
             super()._on_msg(ref, manager, msg)
-        with self._turn:
+        with self._page_lock:
             self._send()
 
     def _held_back(self) -> Any:
@@ -126,7 +126,7 @@ class Inline(pn.Column):
     def _send(self) -> None:
         """Sends all changes that the browsers do not have yet.
 
-        Panel itself sends changes of its own objects, and not those of Bokeh's.
+        Panel sends changes of its own objects only. Changes of Bokeh's objects are sent here.
         """
         late, self._late = self._late, []
         for ref in list(self._models):
@@ -146,9 +146,9 @@ class Inline(pn.Column):
         """Keeps the shown pages up to date until none is left."""
         pause = threading.Event()
         while self._models:
-            with self._turn, self._held_back():
+            with self._page_lock, self._held_back():
                 self._console.tick()
-            with self._turn:
+            with self._page_lock:
                 self._send()
             pause.wait(TICK_SECONDS)
         self._driven = False
@@ -156,20 +156,20 @@ class Inline(pn.Column):
     def _settle(self, resources: inline_assets.Resources, refs: set[str]) -> None:
         """Removes the `resources` from the output once the browser has them.
 
-        A browser that did not connect in time is dropped, and its page stays a picture.
+        A browser that did not connect in time is dropped. Its page shows the static status.
         """
         pause, waited = threading.Event(), 0.0
         while waited < OPENING_SECONDS and self._unready(refs):
             pause.wait(TICK_SECONDS)
             waited += TICK_SECONDS
         resources.clear()
-        with self._turn:
+        with self._page_lock:
             for ref in self._unready(refs):
                 viewable, root, _, _ = state._views.pop(ref)
                 viewable._cleanup(root)
 
     def _unready(self, refs: set[str]) -> set[str]:
-        """Those of the views `refs` that are still shown, and whose browser has not connected."""
+        """The views in `refs` that are still shown and whose browser has not connected."""
         return refs & set(self._models) - self._ready
 
     def _cleanup(self, root: Any = None) -> None:
@@ -180,11 +180,11 @@ class Inline(pn.Column):
 
 
 def _browser() -> Any:
-    """The shell of a kernel whose cell was run from a browser; None where no page can be live.
+    """The IPython shell, if the cell was run from a browser; None if no live page can be shown.
 
-    Jupyter's pages leave the user's name in the header of their requests empty. Programs that run
-    notebooks from Python (nbclient, nbconvert, nbval, papermill, qtconsole) fill it in, and show no
-    Panel objects.
+    In requests from Jupyter's pages, the user's name in the header is empty. Programs that run
+    notebooks from Python (nbclient, nbconvert, nbval, papermill, qtconsole) send a name, and cannot
+    show Panel objects.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None

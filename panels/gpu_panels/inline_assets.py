@@ -1,10 +1,11 @@
-"""Scripts and texts for a console in a notebook, without leaving them in the notebook's file.
+"""Sends scripts and long texts of a page to a notebook, and does not leave them in its file.
 
 Panel puts 6 MB of scripts into the output of a cell and 1.4 MB more for every Material component on
-the page: 18 MB for our page. Here a text that the page contains several times is sent once, beside
-the page. These texts and the scripts are removed from the output again when the browser has them.
-The page stays, a hundred times smaller, and a picture for a reader of the file. Style sheets, which
-Panel would fetch from its CDN for later changes, are sent inline.
+the page: 18 MB for our page. This module sends a text that the page contains several times only once,
+in an output of its own. When the browser has these texts and the scripts, they are removed from the
+output. Then the page in the notebook's file is a hundred times smaller, and readers of the file see
+the static status. Style sheets, which Panel would fetch from its CDN for later changes, are sent
+inline.
 """
 
 from __future__ import annotations
@@ -21,21 +22,20 @@ from bokeh.models import ImportedStyleSheet
 from IPython.utils.capture import capture_output
 from panel.io.resources import CDN_DIST, LOCAL_DIST, PANEL_DIR
 
-# A script of this type is run, and not shown, by Panel's extension of JupyterLab.
+# Panel's extension of JupyterLab runs a script of this type, and does not show it.
 LOAD = "application/vnd.holoviews_load.v0+json"
-LONG = 1000  # characters; a longer text is sent beside the page
+LONG = 1000  # characters; a longer text is sent in an output of its own
 _DOCUMENT = "docs_json = "
 _BEGIN = "(function(root) {"
 _PLACE = re.compile(r'<div id="([^"]+)" data-root-id=')
-TEXT_TRIES = 100  # of 0.1 s each, to wait for the texts
-SIGHT_TRIES = 36_000  # of 0.1 s each, to wait until the cell is in view
+TEXT_TRIES = 100  # number of waits of 0.1 s each, until the texts have arrived
+SIGHT_TRIES = 36_000  # number of waits of 0.1 s each, until the cell is in view
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
-    """Panel's cache of a document's style sheets, with each of Panel's own present as text.
+    """Panel's cache of a document's style sheets; each of Panel's style sheets is in it as text.
 
-    Without it, every change of an HTML pane in a notebook makes the browser fetch them from Panel's
-    CDN.
+    Without this, the browser fetches the sheets from Panel's CDN at every change of an HTML pane.
     """
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ class LocalStyles(dict[str, ImportedStyleSheet]):
 
 
 def _local(url: str) -> Path | None:
-    """The file of one of Panel's style sheets; None for any other."""
+    """The file of one of Panel's style sheets; None for any other URL."""
     path = url.partition("?")[0]
     for root in (CDN_DIST, LOCAL_DIST):
         file = PANEL_DIR / "dist" / path[len(root) :]
@@ -89,7 +89,7 @@ class Resources:
         self._publish({LOAD: script, "application/javascript": script})
 
     def clear(self) -> None:
-        """Removes them from the cell's output. Scripts that ran keep their effect."""
+        """Removes the displayed outputs from the cell. The effects of scripts that ran remain."""
         while self._shown:
             self._publish({"text/plain": ""}, id=self._shown.pop(), update=True)
 
@@ -109,10 +109,10 @@ class Resources:
 
 
 def split(page: str, still: str) -> tuple[str, dict[str, str]]:
-    """Panel's HTML `page` with its long texts replaced by references, and these texts by key.
+    """Panel's HTML `page` with references in place of its long texts; and key -> long text.
 
-    Until the texts arrive, and where they never do, the HTML `still` is shown in its place. A page
-    in another format than expected is returned unchanged.
+    The HTML `still` is shown until the texts arrive; if they never arrive, it remains. A page that
+    does not have the expected format is returned unchanged.
     """
     at = page.find(_DOCUMENT)
     begin = page.find(_BEGIN)
@@ -137,7 +137,7 @@ def split(page: str, still: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
-    """The JSON value `document` with `@KEY@` for each long text, and these texts by key.
+    """The JSON value `document` with `@KEY@` in place of each long text; and key -> long text.
 
     Keys begin with `name`.
     """
@@ -145,6 +145,7 @@ def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
     keys: dict[str, str] = {}
 
     def shortened(value: Any) -> Any:
+        """The `value` with `@KEY@` in place of each long text."""
         if isinstance(value, dict):
             return {key: shortened(inner) for key, inner in value.items()}
         if isinstance(value, list):
@@ -160,8 +161,8 @@ def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
 
 def _gate(name: str, place: re.Match[str] | None) -> str:
     """The beginning of the page's script: it waits for the texts of `name`, and for `place`."""
-    # JupyterLab removes cells that are out of view from the page. If it drew then, Bokeh would put
-    # our page over everything else.
+    # JupyterLab removes cells that are out of view from its page. If our script drew at that time,
+    # Bokeh would put our page over everything else.
     is_placed = f'document.getElementById("{place[1]}")' if place else "true"
     return (
         f'{_BEGIN}\n  function live(tries) {{\n    var texts = root.gpuc && root.gpuc["{name}"];\n'

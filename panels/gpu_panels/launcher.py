@@ -1,9 +1,9 @@
 """The tile in JupyterLab's launcher, through jupyter-server-proxy.
 
 The tile starts `gpu console` on a Unix socket, in a directory that the proxy makes for this process
-alone. A visitor who comes through the proxy has passed Jupyter's own token, and no other user of
-the machine can reach the socket. This module imports nothing heavy, because Jupyter imports it at
-its start.
+alone. Jupyter has checked its own token before a visitor reaches the proxy, and no other user of the
+machine can reach the socket. This module imports only small modules, because Jupyter imports it when
+it starts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def tile() -> dict[str, Any]:
         "unix_socket": True,
         "timeout": 60,  # seconds; importing Panel takes most of it on a busy machine
         "new_browser_tab": False,
-        "update_last_activity": False,  # an open page is no reason to keep an idle server alive
+        "update_last_activity": False,  # an open page must not keep an idle server alive
         "launcher_entry": {
             "title": "GPU console",
             "icon_path": str(Path(__file__).with_name("icon.svg")),
-            # JupyterLab shows icons by URL in this section and in Console only.
+            # JupyterLab shows icons that have a URL only in this section and in Console.
             "category": "Notebook",
         },
     }

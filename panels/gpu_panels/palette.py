@@ -1,7 +1,7 @@
 """The colours of the console: the style of each lease, and the style of each pressure level.
 
-The seven colours are those of `%gpu` (Okabe and Ito's). They can be told apart with every kind of
-colour-blindness, on a dark and on a light page, and each has a grey edge that stands out from both.
+The seven colours are those of `%gpu` (Okabe and Ito's). People with any kind of colour-blindness can
+distinguish them, on a dark and on a light page, and each has a grey edge that is visible on both.
 Colour is never the only sign: a lease also has its name, and a level has its word and a mark.
 
 Source: Okabe & Ito 2008, Color Universal Design.
@@ -17,10 +17,10 @@ from typing import NamedTuple
 from gpu_runtime.facts import Lease, Level
 from gpu_runtime.rendering.elements import COLOURS, look
 
-EDGE = "#808080"  # contrast of at least 3 : 1 with a white and with a dark page
-UNOWNED = "#8c8c8c"  # bytes outside all leases; always hatched, so that no lease looks the same
+EDGE = "#808080"  # its contrast with a white and with a dark page is at least 3 : 1
+UNOWNED = "#8c8c8c"  # bytes outside all leases; they are always hatched, unlike leases
 PLAIN = " "  # Bokeh's hatch that draws nothing
-# The textures of the first, second and third round of colours; `%gpu` has stripes and dots.
+# Seven leases use the first texture, the next seven the second. `%gpu` has stripes and dots.
 TEXTURES = (PLAIN, ".", "-")
 SLOTS = len(COLOURS) * len(TEXTURES)
 KEPT = 1024  # labels whose style is remembered
@@ -31,7 +31,7 @@ class LeaseStyle(NamedTuple):
     """How one lease is drawn in every chart and table."""
 
     colour: str
-    ink: str  # colour of text on it, with a contrast of at least 4.5 : 1
+    ink: str  # colour of text on `colour`, with a contrast of at least 4.5 : 1
     texture: str = PLAIN  # one of TEXTURES
 
 
@@ -55,7 +55,7 @@ def style_of(slot: int) -> LeaseStyle:
 
 
 def preferred_slot(label: str) -> int:
-    """The slot that `label` gets if it is free.
+    """The slot that `label` gets if that slot is free.
 
     It has the colour that `%gpu` gives the model, and no texture.
     """
@@ -66,9 +66,9 @@ def preferred_slot(label: str) -> int:
 def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
     """A slot for each of `labels`: its old one, else its preferred one, else a free one.
 
-    `kept` has the slots assigned so far, the most recently seen label last. A new label avoids the
-    slots of the labels shown together with it and of the last ones seen. When all slots are taken,
-    it shares the least used one.
+    `kept` has the slots assigned so far; the most recently seen label is last. A new label avoids the
+    slots of labels that are shown with it or were seen recently. If all slots are taken, it gets the
+    least used slot.
     """
     wanted = list(dict.fromkeys(labels))
     recent = list(kept)[-SLOTS:]
@@ -87,11 +87,11 @@ def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, in
 
 
 def _best_slot(preferred: int, slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
-    """The least used slot; among equals one of a rarely used colour, then of the preferred one."""
+    """The least used slot; of equals, the least used colour, then the preferred colour."""
 
     def cost(slot: int) -> tuple[int, int, bool, int]:
         colour = slot % len(COLOURS)
-        # The slot number comes last: low slots have no texture, and are the most legible.
+        # The slot number is the last criterion: low slots have no texture and are most legible.
         return slot_uses[slot], colour_uses[colour], colour != preferred, slot
 
     return min(range(SLOTS), key=cost)
@@ -113,7 +113,7 @@ class Palette:
             assigned = assign_slots(self._kept, labels)
             for label, slot in assigned.items():
                 self._kept.pop(label, None)
-                self._kept[label] = slot  # now the most recently seen
+                self._kept[label] = slot  # the label becomes the most recently seen one
             for oldest in list(self._kept)[:-KEPT]:
                 del self._kept[oldest]
         return {label: style_of(slot) for label, slot in assigned.items()}
@@ -123,13 +123,13 @@ SHARED = Palette()  # one for the process: every session and tab draws a lease i
 
 
 class LevelStyle(NamedTuple):
-    """A pressure level without words: a mark that fills up, a colour, and the look of its band."""
+    """The look of a pressure level: a mark, a colour, and the band in a chart."""
 
     mark: str
     colour: str
-    ink: str  # of text on the colour
-    alpha: float  # of its band behind a chart
-    hatch: str  # over that band
+    ink: str  # colour of text on `colour`
+    alpha: float  # opacity of the band behind a chart
+    hatch: str  # hatch of that band
 
 
 LEVELS: dict[Level, LevelStyle] = {

@@ -1,6 +1,6 @@
 """The gate of a server that Panel runs: its login with names, its URL prefix, and the owners of its websockets.
 
-What holds for every server is in `gpu_runtime.web.gate`.
+`gpu_runtime.web.gate` has the rules for every server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def visitor() -> Visitor:
 
 
 class PanelGate(Gate):
-    """The gate in front of one Bokeh application. If Panel's own login is on, names decide and tokens are ignored."""
+    """The gate in front of one Bokeh application. With Panel's own login, names give roles and tokens are ignored."""
 
     def __init__(self, app: Any, rules: AccessRules) -> None:
         """The gate of the Bokeh application `app` under these `rules`."""
@@ -66,14 +66,14 @@ class PanelGate(Gate):
     def may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
         """Whether the session that `request` names was made for this `visitor`.
 
-        In another visitor's session a page would act with that visitor's rights.
+        A page that joins another visitor's session could act with that visitor's rights.
         """
         words = request.headers.get("Sec-WebSocket-Protocol", "").split(",")
         if len(words) != 2:
-            return True  # Bokeh refuses it
+            return True  # Bokeh refuses such a request itself
         try:
             session = get_session_id(words[1].strip())
-        except Exception:  # not a token of Bokeh's; several exception types report that
+        except Exception:  # it is not Bokeh's token; several types of exceptions mean that
             return False
         return all(owner == visitor for owner in self._owners_of(session))
 
@@ -127,7 +127,7 @@ class PanelGate(Gate):
     def _may_try_password(self) -> bool:
         """Whether Panel may check a password now.
 
-        Panel checks passwords itself, so each try counts, right or wrong: one a second after the free ones.
+        Panel checks passwords itself, so the gate does not know which ones are right. Every try counts as a guess.
         """
         if self.guesses.wait_seconds() != 0.0:
             return False

@@ -1,7 +1,8 @@
-"""One poller for all sessions: it asks the runtime, and the sessions show its last result.
+"""The poller reads the runtime for all sessions, and the sessions show its last result.
 
-Twenty sessions cost one read of the ledger, in a thread of its own, so that a ledger that does not
-answer blocks no page. The poller runs only while a session is open. Panel is not imported here.
+So twenty sessions cost one read of the ledger. The poller has a thread of its own, so a ledger that
+does not answer does not block a page. It runs only while a session is open. Panel is not imported
+here.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ S = TypeVar("S")
 
 POLL_SECONDS = 0.5  # between two polls; after an action the next poll starts at once
 REFRESH_SECONDS = (
-    1.0  # how often an unchanged snapshot is published, for figures that depend on the time alone
+    1.0  # between two publications of an unchanged snapshot, for figures that change with time
 )
 REAP_SECONDS = (
-    1.0  # between two checks for dead processes, which no other process may be left to make
+    1.0  # between two checks for dead processes; the console may be the only process left
 )
-FORGET_SECONDS = 60.0  # after which data that no session requests is forgotten
+FORGET_SECONDS = 60.0  # data that no session requests for so long is dropped
 
 
 class PollResult(NamedTuple):
     """The last snapshot, and whether the ledger still answers."""
 
-    snapshot: Snapshot | None = None  # None: none has been read yet
-    error: str = ""  # why there is no newer snapshot; empty: there is no problem
+    snapshot: Snapshot | None = None  # None if no snapshot has been read yet
+    error: str = ""  # why there is no newer snapshot; empty if there is no problem
     since: float = 0.0  # when the error began, in epoch seconds
-    revision: int = 0  # a new number whenever something is new
+    revision: int = 0  # changes whenever the result changes
 
 
 @dataclass
@@ -50,7 +51,7 @@ class _Fetched:
     requested_at: float
     fetched_at: float | None = None
     value: Any = None
-    error: str = ""  # why the last fetch failed
+    error: str = ""  # why the last fetch failed; empty if it did not
 
     def is_due(self, now: float) -> bool:
         """Whether the value is old at the time `now`, and a session still requests it."""
@@ -72,11 +73,11 @@ class Poller:
         wall: Callable[[], float] = time.time,
         start: Callable[[Callable[[], None]], Any] = threads.start,
     ) -> None:
-        """`rt` is the runtime; `clock` and `wall` give seconds; `start` starts a thread."""
+        """`rt` is the runtime; `clock` and `wall` return seconds; `start` starts a thread."""
         self.rt = rt
         self.result = PollResult()
         self._clock, self._wall, self._start = clock, wall, start
-        # Weak, so that a session that was not closed properly is dropped too.
+        # The references are weak, so a session that was not closed properly is dropped too.
         self._sessions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._running = False
@@ -103,12 +104,12 @@ class Poller:
         self.nudge()
 
     def first(self, timeout: float) -> PollResult:
-        """The first result since polling began; after `timeout` seconds the last known result."""
+        """Waits for the first result since polling began; after `timeout` seconds, returns the last."""
         self._answered.wait(timeout)
         return self.result
 
     def nudge(self) -> None:
-        """Polls now, such as after an action."""
+        """Polls at once, for example after an action."""
         self._due.set()
 
     # -- what sessions read
@@ -116,8 +117,8 @@ class Poller:
     def latest(self, key: str, fetch: Callable[[Any], T], every: float) -> T | None:
         """The last value of `fetch(rt)`; None until there is one. Never waits.
 
-        The value is shared by all sessions under `key`. While any session requests it, it is
-        fetched again after `every` seconds; a new value counts as news, so that tabs are updated.
+        All sessions share the value under `key`. While any session requests it, it is fetched again
+        after `every` seconds. After a new value, the tabs are updated.
         """
         with self._lock:
             fetched = self._fetched.get(key)
@@ -130,7 +131,7 @@ class Poller:
     def once(self, key: str, source: S, compute: Callable[[S], T]) -> T:
         """`compute(source)`, computed once for all sessions until `source` is another object.
 
-        The result is kept under `key`, and the caller must not change it. `source` is mostly a
+        The result is kept under `key`, and the caller must not change it. `source` is usually a
         snapshot.
         """
         known = self._once.get(key)
@@ -146,13 +147,13 @@ class Poller:
         try:
             self._reap()
             snapshot = self.rt.status()
-        except Exception as failure:  # a page must survive every failure of its ledger
+        except Exception as failure:  # any error of the ledger is shown; the page must not fail
             snapshot, error = self.result.snapshot, _error_text(failure)
         has_new_value, fetch_error = self._fetch_due()
         self._publish(snapshot, error or fetch_error, has_new_value)
 
     def _publish(self, snapshot: Snapshot | None, error: str, has_new_value: bool) -> None:
-        """Makes the result visible to sessions: urgent changes at once, others once a second."""
+        """Publishes the result for the sessions: urgent changes at once, others once a second."""
         now, old = self._clock(), self.result
         is_same = (
             error == old.error
@@ -174,7 +175,7 @@ class Poller:
             self.rt.reap()
 
     def _fetch_due(self) -> tuple[bool, str]:
-        """Fetches what is due; returns whether any value is new, and the first error."""
+        """Fetches all values that are due. Returns whether any value is new, and the first error."""
         now = self._clock()
         with self._lock:
             self._fetched = {
@@ -209,23 +210,31 @@ class Poller:
 
 
 def _urgent_part(snapshot: Snapshot | None) -> Any:
-    """What is published at once when it changes: holders, places, the queue and events.
+    """The part whose changes are published at once: holders, places, the queue and events.
 
-    Everything else waits for the next second, such as which models are in use and what a card
-    measures. On a busy box these change all the time, and drawing them again in twenty sessions is
-    most of what the sessions cost.
+    Other changes are published in the next second, such as which models are in use and the measured
+    figures. On a busy machine these change all the time, and drawing them in twenty sessions is most
+    of the sessions' cost.
     """
     if snapshot is None:
         return None
     held = [
-        (id, section.names, [_urgent_part_of_lease(lease) for lease in section.leases])
+        (id, [_urgent_part_of_lease(lease) for lease in section.leases])
         for id, section in snapshot.sections.items()
     ]
     waiting = [(ticket.key, ticket.name, ticket.because) for ticket in snapshot.tickets]
     devices = [
         (view.device, view.limit_bytes, view.drained, view.blind) for view in snapshot.devices
     ]
-    return held, waiting, devices, snapshot.events, snapshot.degraded, snapshot.governed
+    return (
+        held,
+        snapshot.names,
+        waiting,
+        devices,
+        snapshot.events,
+        snapshot.degraded,
+        snapshot.governed,
+    )
 
 
 def _urgent_part_of_lease(lease: Lease) -> Any:
@@ -233,9 +242,9 @@ def _urgent_part_of_lease(lease: Lease) -> Any:
 
 
 def _error_text(failure: Exception) -> str:
-    """The failure in words.
+    """The text of the failure.
 
-    One that is not ours or the system's is a defect, and is logged with its traceback.
+    An error that is neither ours nor the system's is a defect, and is logged with its traceback.
     """
     if not isinstance(failure, (GpuError, OSError)):
         log.exception("the console could not read its data")
@@ -248,7 +257,7 @@ _making = threading.Lock()
 
 def of(rt: Any) -> Poller:
     """The one poller of the runtime `rt`."""
-    with _making:  # keyed by identity: the poller holds its runtime, so the id is not used again
+    with _making:  # the key is id(rt); the poller holds the runtime, so the id stays unique
         found = _pollers.get(id(rt))
         if found is None or found.rt is not rt:
             found = _pollers[id(rt)] = Poller(rt)

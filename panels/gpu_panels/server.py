@@ -1,6 +1,6 @@
-"""Serves the console: for `gpu console`, for `gpu serve`, or as the script of `panel serve`. Always behind the gate.
+"""Serves the console behind the gate: for `gpu console`, for `gpu serve`, or as the script of `panel serve`.
 
-`panel serve` runs a script only when the first page is requested (with `--warm`: at its start). So that first
+`panel serve` runs a script only when the first page is requested (with `--warm`: at its start). So the first
 request installs the gate, and is redirected to the same URL.
 """
 
@@ -30,7 +30,7 @@ from . import panel_gate, unsafe_options
 from .panel_gate import PanelGate
 
 TITLE = "GPU console"
-# On a shared machine the first ports belong to other users' consoles.
+# Fifty ports are tried, since on a shared machine other users' consoles have the first ones.
 CONSOLE = Service("The GPU console", command="gpu console", default_port=8211, ports_tried=50)
 
 Page = Callable[[Visitor], Any]  # makes the page of one visitor
@@ -43,7 +43,7 @@ class PanelServer:
     def __init__(self, page: Page, service: Service, rules: AccessRules, address: Address) -> None:
         """Binds the `address` and installs the gate under these `rules`. Raises OSError if it cannot bind.
 
-        `page` makes the console's page for a visitor; `service` has the routes beside it.
+        `page` makes the console's page for a visitor; `service` has the other routes.
         """
         where: dict[str, Any] = {"port": address.port, "address": address.host}
         if address.socket_path is not None:
@@ -59,8 +59,8 @@ class PanelServer:
             server_id=gate.COOKIE,
             **where,
         )
-        # For servers in this list Panel makes a page's relative URLs absolute (Location._sync_pathname), which
-        # removes the lane from them.
+        # For a server in this list, Panel makes the relative URLs of a page absolute (Location._sync_pathname). That
+        # would remove the lane from them.
         del pn.state._servers[gate.COOKIE]
         installed = gate.install(self._server._tornado, rules, PanelGate)
         installed.max_body_bytes = service.max_body_bytes
@@ -90,7 +90,7 @@ def run(
 ) -> None:
     """Serves the console until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
 
-    It listens on `socket_path`, else on `port` of `host`; without a port, on the first free one from 8211. With
+    It listens on `socket_path`, else on `port` of `host`; without a port, on the first free port from 8211 on. With
     `read_only` no visitor may act. With `browser` the URL is opened. `page` replaces the console's page.
     """
     make_server: MakeServer = partial(PanelServer, page) if page else _make_console_server
@@ -106,7 +106,7 @@ def run(
 
 
 def with_console(rt: Any) -> MakeServer:
-    """Makes servers with the console of the runtime `rt` at "/", beside the routes of a service."""
+    """A function that makes servers with the console of the runtime `rt` at "/" and the routes of a service."""
     from . import console, poller
 
     return partial(PanelServer, lambda visitor: console.page(visitor, poller.of(rt)))
@@ -127,13 +127,13 @@ def serve_page(page: Page | None = None) -> None:
         had_gate = gate.COOKIE in server._tornado.settings
         _install_gate(server)
         if not had_gate:
-            # For this session only.
+            # The callback is set for this session only.
             pn.config.authorize_callback = lambda user, path: _same_url(context.request)
             return
     try:
         visitor = panel_gate.visitor()
     except NotAllowed:
-        return  # a guest of Panel's login: the page stays empty, and the gate opens no websocket to it
+        return  # a guest of Panel's login gets an empty page, and the gate refuses its websocket
     pn.panel((page or _console_page)(visitor)).servable(title=TITLE)
 
 
@@ -149,7 +149,9 @@ def _console_page(visitor: Visitor) -> Any:
     from . import console, poller
 
     rt = gpu_runtime.runtime()
-    rt.guest = True  # it holds no models; it requests every action from the processes that do
+    rt.guest = (
+        True  # the server holds no models; it requests actions from the processes that hold them
+    )
     return console.page(visitor, poller.of(rt))
 
 
@@ -166,7 +168,7 @@ def _warm_up() -> None:
 
 
 def _servers() -> list[BaseServer]:
-    """Bokeh's servers in this process. A session has no reference to its server; the collector knows all objects."""
+    """Bokeh's servers in this process, found by the garbage collector: a session has no reference to its server."""
     return [thing for thing in gc.get_objects() if isinstance(thing, BaseServer)]
 
 
@@ -175,7 +177,7 @@ def _server_of(application: Any) -> BaseServer:
     for server in _servers():
         if application in server._tornado.applications.values():
             return server
-    # Such as Django's or FastAPI's, which cannot have our gate.
+    # Another framework runs it, such as Django or FastAPI, where our gate cannot be installed.
     raise GpuError("the console is served by `gpu console` and by `panel serve` only")
 
 

@@ -1,7 +1,7 @@
-"""Options of `panel serve` that the gate cannot make safe: they open a way around it, or make it useless.
+"""Options of `panel serve` with which the gate cannot protect the console.
 
-The gate of `panel serve` exists only after the script has run. Routes that another option adds were open before. So
-a server with such an option shows no console, and its error names the option to remove.
+The gate of `panel serve` exists only after the script has run. Routes that an option adds are open before that, and
+other options make the gate useless. A server with such an option shows no console; its error names the option.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def objection(app: Any, rules: AccessRules) -> str:
 
     Empty if nothing is wrong.
     """
-    # sys.orig_argv: Bokeh replaces sys.argv while a script runs.
+    # sys.argv is not used, because Bokeh replaces it while a script runs.
     return next(_objections(app, rules, sys.orig_argv), "")
 
 

@@ -36,7 +36,8 @@ from gpu_runtime.units import GIB
 
 STAND_IN = Path(__file__).parents[1] / "engine_stand_in.py"
 SHARES = (Share("sim:0", 4 * GIB),)
-PORTS = range(18700, 18720)
+BASE = 18700 + os.getpid() % 100 * 80  # test runs beside this one use other ports
+PORTS = range(BASE, BASE + 20)
 
 
 def alive(pid: int) -> bool:
@@ -292,28 +293,31 @@ def test_two_servers_have_different_ports_and_an_end_frees_the_port(server):
 
 
 def test_a_claim_holds_for_all_processes():
-    """The kernel guarantees it: no file remains, and no two processes get the same port."""
-    held = claim(range(18730, 18732), "a")
-    trial = "from gpu_runtime.backends.engines.ports import claim; print(claim(range(18730, 18732), 'b').number)"
+    """The kernel guarantees it by a lock, which ends with its holders: no two processes get the same port."""
+    held = claim(range(BASE + 30, BASE + 32), "a")
+    trial = (
+        "from gpu_runtime.backends.engines.ports import claim; "
+        f"print(claim(range({BASE + 30}, {BASE + 32}), 'b').number)"
+    )
     other = subprocess.run(
         [sys.executable, "-c", trial], capture_output=True, text=True, timeout=60, check=True
     )
-    assert (held.number, other.stdout.strip()) == (18730, "18731")
+    assert (held.number, other.stdout.strip()) == (BASE + 30, str(BASE + 31))
     held.close()
-    again = claim(range(18730, 18732), "c")
-    assert again.number == 18730
+    again = claim(range(BASE + 30, BASE + 32), "c")
+    assert again.number == BASE + 30
     again.close()
 
 
 def test_a_port_that_another_program_listens_on_is_skipped():
-    with socket.create_server(("127.0.0.1", 18740)):
-        mine = claim(range(18740, 18742), "a")
-        assert mine.number == 18741
+    with socket.create_server(("127.0.0.1", BASE + 40)):
+        mine = claim(range(BASE + 40, BASE + 42), "a")
+        assert mine.number == BASE + 41
         with pytest.raises(
             LoadFailed,
-            match=r"all ports from 18740 to 18741 are taken.\n .*GPU_ENGINE_PORTS=18740-",
+            match=rf"all ports from {BASE + 40} to {BASE + 41} are taken.\n .*GPU_ENGINE_PORTS={BASE + 40}-",
         ):
-            claim(range(18740, 18742), "b")
+            claim(range(BASE + 40, BASE + 42), "b")
         mine.close()
 
 

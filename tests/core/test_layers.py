@@ -14,20 +14,28 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-GROUND = "errors units facts settings threads attribution kernel_activity"
+GROUND = (
+    "safe_text errors units facts arguments options settings forks threads attribution"
+    " kernel_activity private_paths"
+)
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
 )
 MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself, and only downward
-    "errors": "",
+    "safe_text": "",
+    "errors": "safe_text",
+    "forks": "",
     "threads": "",
     "attribution": "",
+    "private_paths": "",
     "units": "errors",
     "facts": "errors units",
+    "arguments": "safe_text errors units facts",
+    "options": "safe_text errors arguments",
     "kernel_activity": "facts",
-    "settings": "errors units facts",
+    "settings": "safe_text errors units facts",
     "samples": "errors units",
-    "web": "errors units settings threads",
+    "web": "errors units settings threads private_paths",
     "estimation": "errors units facts",
     "scheduler": "errors units facts attribution",
     "ledgers": GROUND,
@@ -38,7 +46,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "owner": f"scheduler estimation {ACTING}",
     "runtime": f"owner scheduler {ACTING}",
     "rendering": f"owner {GROUND}",
-    "__init__": "runtime errors",
+    "__init__": "runtime errors forks",
     "verb_arguments": GROUND,
     "verb_acts": f"__init__ verb_arguments owner catalog ledgers {GROUND}",
     "verbs": f"verb_acts verb_arguments {GROUND}",

@@ -228,6 +228,19 @@ def test_presets_are_those_of_the_document():
         preset("12GB")
 
 
+@pytest.mark.parametrize("name", ["24GB+", "48GB", "80GB", "141 GB", "32GiB", "24g"])
+def test_larger_cards_have_the_preset_of_the_largest(name):
+    """The document's heading is `24GB+ VRAM`."""
+    assert preset(name) == preset("24GB")
+
+
+@pytest.mark.parametrize("name", ["", "GB", "20GB", "-8GB", "8.5GB", "²GB", "9" * 5000 + "GB"])
+def test_other_sizes_have_no_preset(name):
+    with pytest.raises(BadSetting, match="larger cards use 24GB") as error:
+        preset(name)
+    assert len(str(error.value)) < 300
+
+
 def test_passwords_are_never_shown(environment):
     """Neither in the table nor in an error message."""
     environment.setenv("GPU_LEDGER", "redis://ops:s3cret@box:6379/0")

@@ -14,6 +14,7 @@ from gpu_runtime.devices import drivers as cards
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed, UnknownDevice
 from gpu_runtime.facts import Device, Sample
+from gpu_runtime.runtime import _slug
 from gpu_runtime.units import GIB
 
 
@@ -27,6 +28,29 @@ def test_simulated_cards_and_host():
     )
     assert probe.samples(5.0) == {}
     assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("sim:24GiB+12GiB", [24, 12]),
+        ("sim:2x24GiB+12GiB,host:64GiB", [24, 24, 12]),
+        ("sim:12GiB + 2x24GiB, host:64GiB", [12, 24, 24]),
+    ],
+)
+def test_simulated_cards_of_different_sizes(text, gib):
+    devices = open_probe(text).devices
+    assert [device.total_bytes // GIB for device in devices if not device.is_host] == gib
+    assert [device.id for device in devices][:-1] == [f"sim:{n}" for n in range(len(gib))]
+
+
+def test_each_set_of_simulated_cards_has_a_book_of_its_own():
+    """Two processes with cards in another order must not share one book."""
+    texts = ("24GiB+12GiB", "12GiB+24GiB", "2x24GiB+12GiB", "24GiB+2x12GiB", "2x24GiB", "24GiB")
+    slugs = [_slug(open_probe(f"sim:{text}")) for text in texts]
+    assert len(set(slugs)) == len(texts)
+    assert slugs[0] == "sim-1x24.0GiB-1x12.0GiB"
+    assert slugs[4:] == ["sim-2x24.0GiB", "sim-1x24.0GiB"]
 
 
 def test_without_a_host_in_the_text_the_host_is_this_machine():
@@ -54,6 +78,13 @@ def test_without_a_host_in_the_text_the_host_is_this_machine():
         "sim:1GiB,host:0",
         "sim:1GiB,cuda",
         "sim:1GiB,host:1GiB,host:1GiB",
+        "sim:1GiB+",
+        "sim:+1GiB",
+        "sim:64x1GiB+1GiB",
+        "sim:999999999x1GiB",
+        "sim:9999999999999x1GiB",
+        "sim:2048TiB",
+        f"sim:{'9' * 5000}GiB",
     ],
 )
 def test_a_bad_text_is_refused_with_examples(text):
@@ -225,6 +256,25 @@ def test_bytes_that_the_driver_charges_to_this_process_count_as_used(driver):
     """Including its context, which torch does not count."""
     driver(card("GPU-aaaa", processes={os.getpid(): 3 * GIB}))
     assert open_probe("cuda").used()["cuda:0"] == 3 * GIB
+
+
+@pytest.mark.parametrize("value", ["", "-1", "9"])
+def test_hidden_cards_are_reported(driver, caplog, value):
+    """A process that sees none of the machine's cards used to be simulated without a word."""
+    driver(*FOUR)
+    assert open_probe("auto", environment={"CUDA_VISIBLE_DEVICES": value}).simulated
+    (warning,) = caplog.messages
+    assert "this process sees no CUDA card of this machine" in warning
+    assert f"hidden by CUDA_VISIBLE_DEVICES={value!r}" in warning
+    assert "GPU_DEVICES=sim:24GiB" in warning
+
+
+def test_nothing_is_reported_where_nothing_is_hidden(driver, caplog):
+    driver(*FOUR)
+    open_probe("auto", environment={})
+    open_probe("auto", cpu_only=True, environment={"CUDA_VISIBLE_DEVICES": ""})
+    open_probe("sim:1GiB", environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert caplog.messages == []
 
 
 def test_cpu_only_queries_no_card(driver):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting, UnknownSize
+from gpu_runtime.estimation import kv_cache
 from gpu_runtime.estimation.footprint import CONTEXT_BYTES, QUANT_BITS, footprint, from_name
 from gpu_runtime.estimation.kv_cache import (
     Layer,
@@ -163,6 +164,31 @@ def test_an_invalid_option_is_named(options, said):
 def test_a_context_cannot_be_reserved_if_the_config_does_not_describe_the_cache():
     with pytest.raises(UnknownSize, match="its config does not show the size of its cache"):
         footprint("m", Evidence(GIB, "GGUF header"), options=dict(context_length=8192))
+
+
+def test_a_context_is_reserved_for_a_model_that_only_its_name_describes():
+    """`gpu plan llama-7B-Q4_K_M --context 8192`: no file, no config; the cache is at most that of full attention."""
+    found = footprint("llama-7B-Q4_K_M", Evidence(), options=dict(context_length=8192))
+    assert [(part.name, part.source) for part in found.parts] == [
+        ("weights", "name"),
+        ("kv_cache", "name"),
+        ("margin", "name"),
+    ]
+    cache = found.parts[1]
+    # Llama 2 7B: 32 layers of 4096, keys and values of 16 bits
+    assert 4 * GIB <= cache.bytes <= 4.5 * GIB
+    assert cache.detail.endswith("at most, as for 7B without grouped attention")
+    twice = footprint("llama-7B-Q4_K_M", Evidence(), options=dict(context_length=16384))
+    assert twice.parts[1].bytes == 2 * cache.bytes
+
+
+@given(billions=st.integers(1, 2000), tokens=st.integers(1, 2**27))
+def test_a_larger_model_never_has_a_smaller_cache(billions, tokens):
+    def cache(count):
+        layers = kv_cache.typical_layers(count)
+        return kv_cache.kv_cache_bytes(layers, tokens=tokens)
+
+    assert cache(billions * 1e9) <= cache((billions + 1) * 1e9)
 
 
 @given(weights=st.lists(st.integers(0, 10**12), max_size=90), extra=st.integers(0, 10**12))

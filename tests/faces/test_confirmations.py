@@ -93,11 +93,7 @@ def test_an_unchanged_situation_allows_the_action(verb):
 
 
 def test_a_model_that_is_on_disk_may_be_preloaded():
-    world = idle()
-    world = replace(
-        world,
-        sections={**world.sections, BOB.id: replace(world.sections[BOB.id], names=("llama",))},
-    )
+    world = replace(idle(), names={BOB.id: ("llama",)})
     assert changed(propose("preload", at("llama", BOB), world), world) == ""
     assert changed(propose("preload", "/catalogued", world), world) == "", (
         "the runtime itself reports which process could load it"

@@ -65,8 +65,7 @@ def test_a_place_is_written_as_in_the_seeds(backend, shares, words):
 
 def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
     world = snapshot(lease("zeta", 1), lease("alpha", 1, HOST))
-    section = world.sections[BOB.id]
-    world = replace(world, sections={**world.sections, BOB.id: replace(section, names=("mid",))})
+    world = replace(world, names={BOB.id: ("mid",)})
     found = models(
         world, (ModelSpec("anew", "fake", size=GIB), ModelSpec("zeta", "fake", size=GIB))
     )

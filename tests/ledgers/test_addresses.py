@@ -12,7 +12,7 @@ from gpu_runtime.ledgers import open_ledger
 
 @pytest.mark.parametrize("slashes", ["sqlite://", "sqlite:///", "sqlite:////"])
 def test_three_slashes_or_more_name_one_directory(tmp_path, slashes):
-    """Other tools write an absolute path with four."""
+    """Other tools write an absolute path with four slashes."""
     ledger = open_ledger(f"{slashes}{tmp_path}/ledger")
     try:
         assert (

@@ -23,7 +23,7 @@ def pair(new_owner_here):
 
 
 def test_a_map_is_private_to_its_user(pair):
-    """It shows how somebody uses their memory."""
+    """A map shows how a user uses the memory, so other users must not read it."""
     _, _, file = pair
     assert file.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in file.parent.iterdir() if path.name.startswith(".")] == []
@@ -44,7 +44,7 @@ def test_an_unchanged_map_is_not_read_again(pair, monkeypatch):
     "words", [b"", b"{", b'[{"owner":1}]', b"\xff\xfe", b" " * (MOST_BYTES + 1)]
 )
 def test_a_file_that_is_no_map_is_ignored(pair, words):
-    """Incomplete, of another version, or nonsense: only its owner's memory is unknown."""
+    """The file is incomplete, of another version, or damaged. Only its owner's map is missing then."""
     a, b, file = pair
     a.publish_maps((allocator_map(a),))
     file.write_bytes(words)

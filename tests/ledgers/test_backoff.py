@@ -1,4 +1,4 @@
-"""Which transactions start at once, and which wait."""
+"""Tests of which transactions start at once and which wait first."""
 
 from __future__ import annotations
 

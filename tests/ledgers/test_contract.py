@@ -1,4 +1,4 @@
-"""What every ledger promises, whatever store it uses."""
+"""The contract of every ledger, for each kind of store."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_lawful_write_is_accepted(new_owner, right):
 
 
 def test_a_single_owner_may_change_the_limits(new_owner):
-    """The first owner sets them; the last one left may change them."""
+    """The first owner sets the limits. An owner that is alone may change them."""
     a = new_owner()
     a.transact(lambda book: (replace(book.with_section(section(a)), limits={"sim:0": GIB}), None))
     a.transact(lambda book: (replace(book, limits={"sim:0": 2 * GIB}), None))
@@ -256,7 +256,7 @@ def test_a_single_owner_may_change_the_limits(new_owner):
 
 
 def test_a_full_page_can_still_shrink(new_owner):
-    """Beyond the limit nothing is added; existing entries may change and be removed."""
+    """Nothing can be added beyond the limit, but existing entries may be changed or removed."""
     a = new_owner()
     put(a, *map(str, range(MOST_ENTRIES)), gib=0)
     put(a, *map(str, range(MOST_ENTRIES)), gib=1)
@@ -289,7 +289,7 @@ def test_a_dead_owner_is_reaped_whole(new_owner):
 
 
 def test_the_ticket_of_a_dead_owner_without_a_section_goes_too(new_owner):
-    """An owner with a request only has no section, and must not be waited for."""
+    """An owner that only has a request has no section. After its death, no process may wait for it."""
     a, b = new_owner(), new_owner()
     b.transact(lambda book: (book.with_ticket(ticket(b, "b1")), None))
     with pytest.raises(LedgerRefused, match="proof of death"):
@@ -440,7 +440,7 @@ def test_maps_are_removed_with_their_owner(new_owner):
 
 
 def test_publishing_a_map_does_not_write_the_book(new_owner):
-    """No decision uses it, so it causes no lost race."""
+    """No decision uses maps, so publishing one must not make other writers lose a race."""
     a, b = new_owner(), new_owner()
     put(a, "qwen")
     runs = []
@@ -452,6 +452,32 @@ def test_publishing_a_map_does_not_write_the_book(new_owner):
 
     a.transact(decide)
     assert len(runs) == 1
+
+
+def test_names_are_added_one_by_one_and_withdrawn(new_owner):
+    """Other owners see which models an owner can load. The book is not written."""
+    a, b = new_owner(), new_owner()
+    before = b.read()
+    assert b.names() == {}
+    a.add_name("qwen")
+    a.add_name("llama")
+    a.add_name("qwen")
+    assert b.names() == a.names() == {a.owner.id: ("qwen", "llama")}
+    a.publish_names(["llama", "new\nline"])
+    b.publish_names([])
+    assert b.names() == {a.owner.id: ("llama", "new\nline")}
+    assert a.read() == before
+    a.publish_names([])
+    assert b.names() == {}
+
+
+def test_names_are_removed_with_their_owner(new_owner):
+    a, b = new_owner(), new_owner()
+    a.add_name("qwen")
+    a.close()
+    assert b.names() == {}
+    with pytest.raises(LedgerUnavailable):
+        a.add_name("llama")
 
 
 def test_a_closed_ledger_neither_publishes_nor_returns_maps(new_owner):

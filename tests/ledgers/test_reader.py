@@ -1,4 +1,4 @@
-"""Reading the book without being an owner, and without a trace."""
+"""Reading the book without being an owner, and without changing a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a real Redis can show: lost data, unsafe options, and hosts that share it."""
+"""Tests that need a real Redis: lost data, unsafe options, and hosts that share it."""
 
 from __future__ import annotations
 
@@ -104,6 +104,43 @@ def test_a_redis_restored_from_an_older_copy_is_repaired_by_the_living_owners(
     assert own.cli("KEYS", "gpu-console:damaged:*", database=1), "the old page is kept"
 
 
+def test_a_dead_owner_that_an_older_copy_brings_back_is_removed_again(own, open_at, notebook):
+    """Its lock file was removed with it, so its lease stayed for good."""
+    url = own.fresh()
+    ledger, other = open_at(url), notebook(url)
+    other.run("put(ledger, 'llama')")
+    old = Path(f"{own.directory}-old")
+    shutil.copytree(own.directory, old, ignore=shutil.ignore_patterns("*.sock"))
+    other.kill()
+    without(ledger, other.id)
+    open_at(url)  # sweeps the file
+    assert not (ledger.directory / "owners" / other.id).exists()
+    own.kill()
+    shutil.copytree(old, own.directory, dirs_exist_ok=True)
+    shutil.rmtree(old)
+    own.start()
+    assert names(ledger) == ["llama"]
+    assert ledger.dead(ledger.read()) == {other.id}
+    without(ledger, other.id)
+    assert names(ledger) == []
+
+
+def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, redis):
+    """The Redis is emptied while an owner gives up a grant. Its grant is restored first."""
+    ledger = new_owner_here()
+    promise(ledger, gib=2)
+    emptied = []
+
+    def gives_up(book):
+        if not emptied:
+            emptied.append(1)
+            redis.cli("FLUSHDB", database=redis.databases)
+        return book.with_section(section(ledger)), None
+
+    ledger.transact(gives_up)
+    assert emptied and names(ledger) == []
+
+
 def test_a_flushed_redis_is_rebuilt_from_the_living_owners(
     new_owner_here, url, notebook, redis, caplog
 ):
@@ -133,7 +170,7 @@ def test_a_flushed_redis_is_rebuilt_from_the_living_owners(
 
 
 def test_a_flush_under_many_writers_loses_nothing(redis, url, notebook, new_owner_here):
-    """Five times, while four processes write."""
+    """Redis is flushed five times while four processes write."""
     others = [notebook(url) for _ in range(4)]
     for other in others:
         other.send("reach(ledger, 600)")
@@ -145,7 +182,7 @@ def test_a_flush_under_many_writers_loses_nothing(redis, url, notebook, new_owne
 
 
 def test_a_grant_whose_write_failed_is_taken_back(new_owner_here, redis, monkeypatch):
-    """It was in the roster when the page was lost, and so in the new page."""
+    """The grant was in the roster when the page was lost, so it is in the new page."""
     ledger, other, runs, flushed = new_owner_here(), new_owner_here(), [], []
     put(ledger, "qwen")
     put(other)
@@ -313,7 +350,7 @@ def test_a_forgotten_script_is_loaded_again_after_a_check(new_owner_here, redis)
 def test_a_redis_that_may_lose_data_is_refused_with_the_option_to_set(
     own, open_at, options, because
 ):
-    """For a new owner, and if it starts again with such options under an open ledger."""
+    """This applies to a new owner, and to an open ledger if Redis starts again with such options."""
     url = own.fresh()
     ledger = open_at(url)
     put(ledger, "qwen")
@@ -518,7 +555,7 @@ def test_rings_reach_the_processes_of_this_host(new_owner_here, url, notebook):
 
 
 def test_the_stop_button_leaves_the_connection_in_step(new_owner_here):
-    """Interrupted between a command and its answer: the next command must not read that answer."""
+    """After an interrupt between a command and its answer, the next command must not read that answer."""
     ledger, caught, written = new_owner_here(), 0, 0
     armed, done = threading.Event(), threading.Event()
 
@@ -553,7 +590,7 @@ def test_the_stop_button_leaves_the_connection_in_step(new_owner_here):
 
 
 def test_the_answer_of_an_interrupted_command_is_never_read(new_owner_here, monkeypatch):
-    """The one critical moment of the test before, on purpose."""
+    """This test interrupts exactly at the critical moment of the test before."""
     ledger = new_owner_here()
     count(ledger)
     with monkeypatch.context() as patch:
@@ -576,7 +613,7 @@ def test_processes_lose_no_increment(url, notebook):
 
 
 def test_without_the_package_the_error_names_what_to_install(monkeypatch):
-    """It is an optional extra."""
+    """The package is an optional extra."""
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in ("connection", "page", "scripts", "ledger"):
         monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.redis.{name}")

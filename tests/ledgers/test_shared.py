@@ -164,7 +164,7 @@ def test_a_user_outside_the_group_gets_a_clear_error(box):
 
 
 def test_which_ledger_is_opened(box, monkeypatch, tmp_path):
-    """GPU_LEDGER, else the machine's, else the user's own."""
+    """GPU_LEDGER is used first, then the machine's ledger, then the user's own."""
     from gpu_runtime import Runtime
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -221,7 +221,7 @@ def test_links_of_a_member_are_not_followed(box):
 
 
 def test_init_follows_no_link_of_a_member(box):
-    """It runs as root: a member's link in place of a directory must not change its target."""
+    """The command runs as root, so a member's link in place of a directory must not change its target."""
     box.kernel(ANN)
     here = next(path for path in box.ledger.iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name))
     shutil.rmtree(here / "owners")
@@ -236,7 +236,7 @@ def test_init_follows_no_link_of_a_member(box):
 def test_a_read_lock_does_not_keep_a_dead_owner_alive(box):
     """Members may take a read lock on an owner's file once the owner is dead; that proves nothing."""
     ann, bob, witness = box.kernel(ANN, writer="5GiB"), box.kernel(BOB), box.writer(OPS)
-    bob.run("rt.close()")  # only the witness is to read the book
+    bob.run("rt.close()")  # from here on, only the witness reads the book
     ann.run("rt.preload('writer')")
     me = ann.run("rt._session.me").strip("'")
     bob.run(f"f = open({str(box.boot() / 'owners' / me)!r}, 'rb')")
@@ -481,7 +481,7 @@ def test_init_adds_the_ledger_to_an_existing_configuration(users, tmp_path):
 
 
 def test_init_refuses_unsuitable_places(box, monkeypatch):
-    """Then nothing is made."""
+    """In these cases the command creates nothing."""
     root = box.root
     (root / "full").mkdir()
     (root / "full" / "thesis.tex").touch()

@@ -1,4 +1,4 @@
-"""What only real files and processes can show: death, damage, forks and the stop button."""
+"""Tests that need real files and processes: death, damage, forks and the stop button."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_killed_owner_is_proven_dead(new_owner_here, notebook):
 
 
 def test_a_stopped_process_is_not_dead(new_owner_here, notebook):
-    """It still occupies its bytes, and may continue at any moment."""
+    """The process still holds its bytes, and may continue at any moment."""
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     other.signal(signal.SIGSTOP)
@@ -73,19 +73,63 @@ def test_a_stopped_process_is_not_dead(new_owner_here, notebook):
     assert other.run("names(ledger)") == "['qwen']"
 
 
-def test_a_missing_or_another_lock_file_proves_nothing(new_owner_here, notebook):
+def test_another_lock_file_proves_nothing(new_owner_here, notebook):
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     book = ledger.read()
     other.kill()
     lock = ledger.directory / "owners" / other.id
     lock.rename(lock.with_name("away"))
-    assert ledger.dead(book) == frozenset()
     lock.touch()
     assert ledger.dead(book) == frozenset()
+    assert ledger.unknown(book) == {other.id}
     lock.unlink()
     lock.with_name("away").rename(lock)
     assert ledger.dead(book) == {other.id}
+
+
+def test_where_the_lock_file_is_missing_the_process_is_the_proof(new_owner_here, notebook):
+    """Somebody removed the file, then its owner died: its lease stayed for good."""
+    ledger, other = new_owner_here(), notebook()
+    other.run("put(ledger, 'qwen')")
+    book = ledger.read()
+    (ledger.directory / "owners" / other.id).unlink()
+    assert ledger.dead(book) == ledger.unknown(book) == frozenset(), "it lives"
+    other.process.kill()
+    os.waitid(os.P_PID, other.process.pid, os.WEXITED | os.WNOWAIT)
+    assert ledger.dead(book) == {other.id}, "a zombie holds nothing"
+    other.kill()
+    assert ledger.dead(book) == {other.id}
+    without(ledger, other.id)
+    assert names(ledger) == []
+
+
+def test_a_process_proves_nothing_to_an_observer_in_another_container(new_owner_here, notebook):
+    """There its number means another process, or none."""
+    ledger, other = new_owner_here(), notebook()
+    other.run("put(ledger, 'qwen')")
+    book = ledger.read()
+    (ledger.directory / "owners" / other.id).unlink()
+    other.kill()
+    owner = replace(book.owner(other.id), namespaces="1-1")
+    elsewhere = book.with_section(replace(book.sections[other.id], owner=owner))
+    assert ledger.dead(elsewhere) == frozenset() and ledger.unknown(elsewhere) == {other.id}
+
+
+def test_a_person_may_declare_dead_what_is_unknown_and_nothing_that_lives(new_owner_here, notebook):
+    ledger, lives, lost = new_owner_here(), notebook(), notebook()
+    lives.run("put(ledger, 'llama')")
+    lost.run("put(ledger, 'qwen')")
+    lost.kill()
+    lock = ledger.directory / "owners" / lost.id
+    lock.rename(lock.with_name("away"))
+    lock.touch()  # neither the lock nor the process proves anything
+    with pytest.raises(LedgerRefused, match="proof of death"):
+        without(ledger, lost.id)
+    ledger.declare_dead([lives.id, lost.id])
+    assert ledger.dead(ledger.read()) == {lost.id}
+    without(ledger, lost.id)
+    assert names(ledger) == ["llama"]
 
 
 def test_a_forked_child_owns_nothing_and_does_not_keep_its_parent_alive(new_owner_here, notebook):
@@ -164,7 +208,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_book_is_rebuilt_from_the_living_owners(new_owner_here, notebook, caplog, how):
-    """It is set aside, never emptied; living owners keep their leases and tickets."""
+    """The damaged book is set aside, never emptied. Living owners keep their leases and tickets."""
     ledger, other, dead = new_owner_here(), notebook(), notebook()
     dead.run("put(ledger, 'ghost')")
     copy_of(Path(ledger.path), Path(f"{ledger.path}.old"))
@@ -199,7 +243,7 @@ def test_a_damaged_book_is_rebuilt_from_the_living_owners(new_owner_here, notebo
 
 
 def test_a_new_owner_notices_an_old_copy(new_owner_here, notebook):
-    """It has not seen the book before, so it compares it with the rosters of living owners."""
+    """The new owner has not seen the book before, so it compares the book with the living owners' rosters."""
     ledger = new_owner_here()
     path = Path(ledger.path)
     old = copy_of(path, Path(f"{path}.old"))
@@ -257,7 +301,7 @@ def test_a_grant_in_a_replaced_book_is_void(new_owner_here):
 
 
 def test_a_grant_during_a_rebuild_is_in_the_new_book(new_owner_here, monkeypatch):
-    """Its writer read CURRENT just before it changed, so its grant is valid."""
+    """The writer read CURRENT just before the change, so its grant is valid."""
     ledger, rebuilder = new_owner_here(), new_owner_here()
     page = rebuilder._store.look()
     change = files.point_current_at
@@ -272,7 +316,7 @@ def test_a_grant_during_a_rebuild_is_in_the_new_book(new_owner_here, monkeypatch
 
 
 def test_a_grant_that_lost_its_race_is_not_in_a_rebuilt_book(new_owner_here):
-    """It was in the roster when the race was lost; the second decision writes nothing."""
+    """The grant was in the roster when the race was lost. The second decision writes nothing."""
     ledger, other, runs = new_owner_here(), new_owner_here(), []
 
     def decide(book):
@@ -366,7 +410,7 @@ def test_taking_back_a_void_grant_keeps_the_grant_of_another_thread(new_owner_he
 def test_an_old_copy_is_rejected_by_an_owner_that_saw_nothing_newer(
     new_owner_here, tmp_path, seen_by_the_other
 ):
-    """The copy is the book that it knows. Without the hint, it would grant the same bytes again."""
+    """The owner knows only the state in this copy. Without the hint, it would grant the same bytes again."""
     ledger, other, tries = new_owner_here(), new_owner_here(), []
     put(other, "theirs")
 
@@ -441,13 +485,13 @@ def test_a_deleted_directory_is_made_again(new_owner_here, notebook):
         == (ledger.directory / "owners" / ledger.owner.id).stat().st_ino
     )
     other.run(f"ledger.ring(['{ledger.owner.id}'])")
-    ledger.wait(0)  # the ring of the move to the new directory
+    ledger.wait(0)  # reads the notification about the move to the new directory
     other.run(f"ledger.ring(['{ledger.owner.id}'])")
     assert ledger.wait(5)
 
 
 def test_a_deleted_lock_file_is_made_again(new_owner_here):
-    """Without it nobody could prove its owner alive; the section names the new inode."""
+    """Without the file no process could prove that the owner is alive. The section names the new inode."""
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "qwen")
     (ledger.directory / "owners" / ledger.owner.id).unlink()
@@ -459,7 +503,7 @@ def test_a_deleted_lock_file_is_made_again(new_owner_here):
 
 
 def test_a_book_that_two_owners_find_damaged_is_rebuilt_once(new_owner_here):
-    """The second one sees, when it has the lock, that there is a new book."""
+    """When the second owner has the lock, it sees that there is a new book."""
     ledger, other = new_owner_here(), new_owner_here()
     page = ledger._store.look()
     damage = DamagedBook(page.name, page.inode, "for this test")
@@ -470,7 +514,7 @@ def test_a_book_that_two_owners_find_damaged_is_rebuilt_once(new_owner_here):
 
 
 def test_another_process_finishes_an_interrupted_rebuild(new_owner_here):
-    """The killed one had pointed CURRENT at a book that it never made."""
+    """The killed process had written the name of a book into CURRENT and had not made that book."""
     ledger = new_owner_here()
     put(ledger, "qwen")
     files.point_current_at(ledger.directory, "book-2.db")
@@ -654,7 +698,7 @@ except LedgerUnavailable as error:
 else:
     raise AssertionError("the disk was not full")
 assert names(ledger) == ["qwen"]
-ledger.transact(lambda book: (book.with_section(section(ledger, names=("x" * 60000,))), None))
+ledger.transact(lambda book: (book.with_section(section(ledger, counts={"x" * 60000: 1})), None))
 assert names(ledger) == [] and not (ledger.directory / "ballast").exists()
 os.unlink(sys.argv[1] + "/junk")
 put(ledger, "qwen")
@@ -762,7 +806,7 @@ def test_killed_writers_lose_no_acknowledged_write(new_owner_here, notebook):
 
 
 def test_a_kernel_that_keeps_the_gil_delays_nobody(new_owner_here, notebook):
-    """It loads a library or copies a model while its monitor thread executes statements."""
+    """The kernel loads a library or copies a model while its monitor thread executes statements."""
     ledger, other = new_owner_here(), notebook()
     put(ledger, "qwen")
     other.run("looping(ledger)")
@@ -786,7 +830,7 @@ def test_processes_lose_no_increment(notebook):
 
 
 def test_the_death_of_an_owner_wakes_a_waiting_one(new_owner_here, notebook):
-    """A killed process does not ring: its memory would be noticed only at the next look."""
+    """A killed process sends no notification, so its memory would be noticed only at the next poll."""
     a, other, bystander = new_owner_here(), notebook(), notebook()
     ends = [
         replace(a.owner, pid=one.process.pid, started=_started(one)) for one in (other, bystander)
@@ -801,9 +845,9 @@ def test_the_death_of_an_owner_wakes_a_waiting_one(new_owner_here, notebook):
 
 
 def test_a_process_that_cannot_be_seen_wakes_a_waiting_owner_once(new_owner_here):
-    """It may have ended just before, or it is in another container.
+    """The process may have ended just before, or it may be in another container.
 
-    Then a look every second must be enough.
+    In that case a poll every second must be enough.
     """
     a = new_owner_here()
     unseen = [replace(a.owner, pid=2**22 + 1), replace(a.owner, serial=99, started=1)]

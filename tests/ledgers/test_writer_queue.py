@@ -1,4 +1,4 @@
-"""The queue of writers: it saves failed attempts, and nobody depends on the process with the turn."""
+"""The queue of writers. It avoids failed attempts. If the first process in it stops, the others still write."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_death_ends_a_turn(ours, other):
 
 
 def test_without_a_queue_all_write_directly(tmp_path):
-    """A full or read-only disk keeps nobody from writing."""
+    """A disk on which the queue's file cannot be written must not stop writers."""
     (tmp_path / "turn.pipe").mkdir()
     assert writer_queue_in(tmp_path) is None
     assert writer_queue_in(tmp_path / "missing") is None

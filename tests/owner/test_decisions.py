@@ -27,6 +27,7 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
         devices="sim:2x20GiB,host:64GiB",
         gpu_memory_max_percent=1.0,
         ledger=f"sqlite://{tmp_path}/ledger",
+        eviction_grace_seconds=0.2,
     )
     other, rt = runtime(**two), runtime(**two)
     fakes(other, a="12GiB", b="15GiB")

@@ -48,6 +48,19 @@ def test_a_path_is_planned_without_registering_it(rt, tmp_path):
     assert rt.plan("writer").footprint == plan.footprint
 
 
+def test_a_name_with_a_size_can_be_planned_with_a_context(rt):
+    plan = rt.plan("llama-7B-Q4_K_M", context_length=8192)
+    assert plan.granted
+    assert parts(plan) == [("weights", "name"), ("kv_cache", "name"), ("margin", "name")]
+
+
+@pytest.mark.parametrize("words", ["14", " 8192 ", "0.5", "1_000"])
+def test_a_size_in_text_needs_a_unit(rt, words):
+    """`plan 14` was a plan for fourteen bytes."""
+    with pytest.raises(BadSize, match=f"'{words.strip()} GiB', or '{words.strip()} B' if you mean"):
+        rt.plan(words)
+
+
 def test_a_plan_opens_no_torch(tmp_path):
     """`gpu plan PATH` in a terminal would wait seconds for it."""
     tiny_models.causal_lm(tmp_path / "m")

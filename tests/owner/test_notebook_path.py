@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from types import SimpleNamespace
 
 import IPython
 import pytest
 
-from gpu_runtime.runtime import notebook_path
+from gpu_runtime.facts import Section
+from gpu_runtime.facts.base import encode
+from gpu_runtime.facts.book import decode_book, decode_section
+from gpu_runtime.ledgers.liveness import describe_self, name_of
+from gpu_runtime.owner.notebook import notebook_path
+from gpu_runtime.safe_text import LONGEST_NAME, LONGEST_PATH
 
 
 @pytest.fixture
@@ -47,3 +54,49 @@ def test_a_path_that_comes_late_is_taken_up(names, runtime):
     assert rt.status().owner.label.startswith("train.ipynb (pid ")
     assert list(rt.leases()["notebook"]) == ["/home/ann/train.ipynb"]
     assert rt.status().sections[rt.status().owner.id].owner.notebook == "/home/ann/train.ipynb"
+
+
+LATIN_1 = os.fsdecode(b"/home/jos\xe9/caf\xe9.ipynb")
+
+
+def require_decodable(owner):
+    """What this owner writes, every other process can read."""
+    section = Section(owner)
+    assert decode_section(encode(section)) == section
+
+
+@pytest.mark.parametrize("path", [LATIN_1, "/" + "d" * 5000 + "/train.ipynb", "a\0\x1b[31m\n"])
+def test_any_path_enters_the_owner_record_as_bounded_text(names, monkeypatch, path):
+    """One Latin-1 byte in a path made the whole page undecodable, and its leases vanish."""
+    names["__session__"] = path
+    assert len(notebook_path()) <= LONGEST_PATH
+    require_decodable(describe_self(notebook=notebook_path()))
+    require_decodable(describe_self(notebook=path))
+
+
+def test_the_name_of_the_file_is_still_readable(names):
+    names["__session__"] = LATIN_1
+    assert notebook_path() == "/home/jos\\udce9/caf\\udce9.ipynb"
+    names["__session__"] = "/" + "d" * 5000 + "/train.ipynb"
+    assert notebook_path().endswith("/train.ipynb")
+
+
+@pytest.mark.parametrize("name", ["jos\udce9", "j" * 5000])
+def test_any_user_enters_the_owner_record_as_bounded_text(monkeypatch, name):
+    """A directory service may give a user any name; who reads the record proves the same name."""
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=name))
+    owner = describe_self()
+    require_decodable(owner)
+    assert len(owner.user) <= LONGEST_NAME
+    assert owner.user == name_of(os.geteuid())
+    require_decodable(describe_self(user=name))
+
+
+def test_a_program_of_any_name_may_lease(runtime, monkeypatch):
+    """A block is named after the program, if no purpose is given."""
+    monkeypatch.setattr("sys.argv", [os.fsdecode(b"caf\xe9.py")])
+    rt = runtime(monitor=False)
+    with rt.lease("1GiB"):
+        book = rt._session.ledger.read()
+        assert decode_book(encode(book)) == book
+        assert [lease.name for lease in book.leases()] == ["caf\\udce9.py#1"]

@@ -85,6 +85,21 @@ def test_the_catalogue_and_what_its_models_leave_unsaid(runtime, tmp_path):
     )
 
 
+@proves("inference_gpu_layers")
+@pytest.mark.parametrize("layers", [0, -1])
+def test_layers_on_the_cpu_do_not_simulate_the_cards(runtime, monkeypatch, layers):
+    """A model with layers of its own, or of another backend, still uses the GPU."""
+    from gpu_runtime.devices import drivers
+
+    looked = []
+    monkeypatch.setattr(drivers, "visible_cards", lambda *a, **k: looked.append(a))
+    rt = runtime(devices="auto", inference_gpu_layers=layers)
+    assert looked
+    with_own = rt.register("own", "/no/such.gguf", size="1GiB", gpu_layers=20)
+    without = rt.register("none", "/no/such.gguf", size="1GiB")
+    assert (with_own.options["gpu_layers"], without.options["gpu_layers"]) == (20, layers)
+
+
 @proves("gpu_engine_ports")
 @proves("gpu_engine_start_seconds")
 def test_where_servers_listen_and_how_long_they_may_take(runtime):

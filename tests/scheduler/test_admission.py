@@ -62,14 +62,14 @@ def test_a_model_on_its_device_is_granted_without_a_step():
 
 
 def test_a_model_on_its_device_is_granted_before_any_elder():
-    """It needs no room, so it takes none from an elder."""
+    """The model needs no more room, so the grant takes no room from an elder."""
     page = book(lease("qwen", sim0=8), tickets=[ticket("big", by=2, sim0=20, importance="urgent")])
     after, verdict = decide(page, request("qwen", 8), world(sim0=20))
     assert (after, verdict.steps) == (page, ())
 
 
 def test_a_grant_ends_the_ticket():
-    """Also if another thread of the process loaded the model meanwhile."""
+    """This is also so if another thread of the process loaded the model meanwhile."""
     page = book(lease("qwen", sim0=8), tickets=[ticket("qwen", key="k", sim0=8)])
     after, _ = decide(page, request("qwen", 8, key="k"), world(sim0=20))
     assert after == book(lease("qwen", sim0=8))
@@ -86,7 +86,7 @@ def test_a_verdict_that_was_never_received_is_returned_again():
 
 
 def test_steps_of_an_unreceived_wait_are_returned_again():
-    """Otherwise they would be leaving for ever, since no caller has the steps."""
+    """Otherwise the leases would be leaving for ever, since no caller has the steps."""
     page, first = decide(book(lease("old", sim0=16)), request("qwen", 14, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert again == page
@@ -113,7 +113,7 @@ def test_a_request_waits_for_a_model_that_is_arriving_or_leaving(phase, word):
 
 
 def test_two_threads_that_request_one_model_make_room_for_it_once():
-    """Otherwise the second would evict as much again for bytes that are loaded once."""
+    """Otherwise the second thread would evict other models for bytes that are loaded only once."""
     page = book(lease("other", by=2, sim0=15), lease("old", by=3, sim1=10))
     first, heard = decide(page, request("qwen", 14, key="first"), world(sim0=20, sim1=20))
     both, verdict = decide(first, request("qwen", 14, key="second"), world(sim0=20, sim1=20))
@@ -127,7 +127,7 @@ def test_two_threads_that_request_one_model_make_room_for_it_once():
 
 
 def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
-    """Usable 7,200 with 3,000 resident and a request of 9,000."""
+    """The budget is 7,200, a model of 3,000 is resident, and the request is for 9,000."""
     page = book(lease("resident", sim0="3000 MB"))
     after, verdict = decide(page, request("big", "9000 MB"), world(sim0="7200 MB"))
     assert verdict == Refuse(
@@ -140,7 +140,7 @@ def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
 
 
 def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
-    """A dedicated 30 on the only 80 card and a request for a whole card."""
+    """A kept model of 30 is on the only card of 80, and the request is for a whole card."""
     dedicated = lease("dedicated", sim0=30, keep=True)
     after, verdict = decide(
         book(dedicated, lease("idle", sim0=10)), request("big", 80), world(sim0=80)
@@ -158,7 +158,7 @@ def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
 
 
 def test_models_pinned_by_the_requesting_thread_count_against_it():
-    """It would wait for itself (law 7)."""
+    """The thread would wait for itself (law 7)."""
     mine = lease("mine", sim0=12, pins=1)
     _, verdict = decide(book(mine), request("qwen", 10, held=(mine.id,)), world(sim0=20))
     assert (verdict.kind, verdict.holders) == ("nested", (mine.id,))
@@ -174,7 +174,7 @@ def test_a_request_waits_for_another_threads_pin():
 
 
 def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
-    """It stays, and the refusal names both (law 5)."""
+    """The model with these weights stays, and the refusal names both models (law 5)."""
     adopted = lease("adopted", sim0=12, droppable=False)
     _, verdict = decide(book(adopted), request("qwen", 10), world(sim0=20, host=8))
     assert isinstance(verdict, Refuse)
@@ -185,7 +185,7 @@ def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
 
 
 def test_the_host_has_room_for_either_of_two_leases_but_not_for_both():
-    """Each alone could leave, but the request needs both to leave, and would wait for ever."""
+    """Each of them alone could leave. The request needs both to leave, so it would wait for ever."""
     page = book(lease("a", sim0=8, droppable=False), lease("b", sim0=8, droppable=False))
     after, verdict = decide(page, request("qwen", 16), world(sim0=16, host=8))
     assert isinstance(verdict, Refuse) and verdict.holders == (at(1, "a"), at(1, "b"))
@@ -207,8 +207,8 @@ def test_a_device_that_is_not_allowed_does_not_count():
 
 
 def test_a_request_waits_for_a_card_that_can_hold_it_not_the_emptiest():
-    """A fault of the past: its ticket held a place on a small card that could never take it, and
-    small requests starved it on the large one.
+    """An earlier version failed here: the ticket held a place on a small card that could never take
+    the model, and small requests starved it on the large card.
     """
     page = book(lease("busy", by=2, sim0=16, pins=1))
     after, verdict = decide(page, request("big", 10, key="k"), world(sim0=20, sim1=8))
@@ -231,7 +231,7 @@ def test_a_process_may_take_less_than_the_hosts_limit_but_never_more():
 
 
 def test_a_grant_is_a_reservation_pinned_by_its_loader():
-    """From then on its bytes count, and it cannot be evicted before its loader has used it (law 6)."""
+    """The bytes count from the grant on, and the model cannot be evicted before its first use (law 6)."""
     page, verdict = decide(book(), request("qwen", 14, key="k"), world(sim0=20))
     because = "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB."
     reserved = lease(
@@ -261,7 +261,7 @@ def test_exact_fit_fits():
 
 
 def test_a_model_in_host_memory_moves_back_at_its_measured_size():
-    """Its declared size was a guess; its real size was measured before."""
+    """The declared size was a guess; the real size was measured at the first load."""
     page = book(lease("qwen", host=6))
     _, verdict = decide(page, request("qwen", 14), world(sim0=8))
     assert bare(verdict.steps) == [Move(at(1, "qwen"), whole(HOST, 6), whole("sim:0", 6))]
@@ -269,7 +269,7 @@ def test_a_model_in_host_memory_moves_back_at_its_measured_size():
 
 
 def test_a_served_ticket_is_removed():
-    """A ticket that outlived its grant would reserve room that no request uses."""
+    """A ticket that is left after its grant would reserve room that no request uses."""
     waiting = ticket("qwen", key="k", sim0=14)
     page, verdict = decide(
         book(tickets=[waiting]), request("qwen", 14, key="k", arrived=NOW - 10), world(sim0=20)
@@ -278,7 +278,7 @@ def test_a_served_ticket_is_removed():
 
 
 def test_two_concurrent_requests_one_grant_one_wait():
-    """Two of 5,000 on 7,200."""
+    """Two requests of 5,000 compete for 7,200."""
     there = world(sim0="7200 MB")
     page, first = decide(book(owners=(1, 2)), request("a", "5000 MB", by=1), there)
     page, second = decide(page, request("b", "5000 MB", by=2), there)
@@ -298,7 +298,7 @@ def test_what_elders_need_is_set_aside():
     [there] = plan(page, request("small", 4), world(sim0=20), lru).considered
     assert there.because.endswith(
         "10.0 GiB is reserved for big, which is ahead in the queue"
-    )  # all others see them free
+    )  # all other requests see these bytes as free
     _, verdict = decide(
         book(lease("busy", by=3, sim0=1, pins=1), tickets=[elder]),
         request("small", 4),
@@ -308,7 +308,7 @@ def test_what_elders_need_is_set_aside():
 
 
 def test_a_grant_spends_only_free_bytes():
-    """Leaving bytes are still used: counting them as free overshot by a quarter in a trial (law 1)."""
+    """Leaving bytes are still in use. When they counted as free, a card was overfull by a quarter (law 1)."""
     leaving = lease("old", sim0=12, phase=Phase.LEAVING, key="x", target=whole(HOST, 12))
     _, verdict = decide(book(leaving), request("qwen", 12), world(sim0=20))
     assert verdict == Wait("qwen needs 12.0 GiB; sim:0 has 8.0 GiB free. old is being evicted.")
@@ -334,7 +334,7 @@ def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
 
 
 def test_no_lease_is_evicted_needlessly():
-    """Occupants 10, 15 and 70 of 100 and a need of 60: only the 70 leaves, and the older two stay."""
+    """Leases of 10, 15 and 70 are on a card of 100, and 60 are needed: only the lease of 70 leaves."""
     page = book(
         lease("ten", sim0=10, last_used=1),
         lease("fifteen", sim0=15, last_used=2),
@@ -345,7 +345,7 @@ def test_no_lease_is_evicted_needlessly():
 
 
 def test_other_owners_are_asked_and_evict_their_leases_themselves():
-    """Only the owner moves tensors; the recall is on the requester's ticket and ends with it."""
+    """Only the owner moves tensors. The recall is on the requester's ticket and ends with that ticket."""
     page = book(lease("theirs", by=2, sim0=14))
     after, verdict = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert (verdict.asked, verdict.steps) == ((at(2, "theirs"),), ())
@@ -383,8 +383,23 @@ def test_a_lease_within_keep_alive_yields_only_to_a_more_important_request():
     assert len(verdict.steps) == 1
 
 
+def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
+    """A long idle time or an urgent request does not change that: the next victim leaves instead."""
+    failed = lease("failed", sim0=14, last_used=1, moves_again_at=NOW + 8)
+    after, verdict = decide(book(failed), request("qwen", 14, importance=1), world(sim0=20))
+    assert (verdict.steps, verdict.retry_at) == ((), NOW + 8)
+    assert verdict.because == (
+        "failed (14.0 GiB on sim:0) could not be moved; its process tries again"
+    )
+    _, verdict = decide(after, request("qwen", 14), world(sim0=20, now=NOW + 8))
+    assert [step.lease for step in verdict.steps] == [failed.id]
+    page = book(failed, lease("next", sim0=14, last_used=2))
+    _, verdict = decide(page, request("qwen", 14), world(sim0=34))
+    assert [step.lease for step in verdict.steps] == [lease("next").id]
+
+
 def test_a_request_never_displaces_a_more_important_lease():
-    """However long it has waited: ageing changes its place in the queue, not what it may evict."""
+    """Waiting changes a request's place in the queue, not which leases it may evict."""
     high = lease("mine", sim0=14, importance="high")
     _, verdict = decide(book(high), request("qwen", 14, arrived=1.0), world(sim0=20))
     assert (verdict.steps, verdict.because) == (
@@ -455,7 +470,7 @@ def test_host_bytes_are_spent_once():
 
 
 def test_precious_weights_have_the_first_claim_on_the_host():
-    """Dropping it is impossible; dropping the other one costs only time."""
+    """Precious weights cannot be dropped; the other model can be loaded again."""
     page = book(
         lease("adopted", sim0=10, droppable=False, last_used=900),
         lease("old", sim0=10, last_used=1),
@@ -469,8 +484,8 @@ def test_precious_weights_have_the_first_claim_on_the_host():
 
 @pytest.mark.parametrize("warm_owner", [1, 2])
 def test_the_warm_pool_makes_room_for_precious_weights(warm_owner):
-    """Whichever process owns it; otherwise the request would wait for ever although it can be
-    served.
+    """This is so for any owner of the warm model. Otherwise the request would wait for ever, although it
+    can be served.
     """
     page = book(lease("warm", by=warm_owner, host=8), lease("adopted", sim0=8, droppable=False))
     page, heard = ask_until(page, request("q", 8), world(sim0=8, host=8))
@@ -577,7 +592,7 @@ def test_a_full_page_still_restores_what_it_holds():
 
 
 def test_one_process_s_own_limit_makes_its_own_models_leave_first():
-    """INFERENCE_MEMORY_LIMIT_GB is counted after what could leave, on all cards together."""
+    """INFERENCE_MEMORY_LIMIT_GB counts the bytes on all cards that remain after possible evictions."""
     page = book(lease("mine", sim0=6), lease("theirs", by=2, sim1=6))
     _, verdict = decide(page, request("qwen", 6), world(sim0=20, sim1=20, limit_bytes=size(10)))
     assert [step.lease for step in verdict.steps] == [at(1, "mine")] and verdict.asked == ()
@@ -595,7 +610,7 @@ def test_a_refusal_by_the_own_limit_has_the_seeds_text():
 
 
 def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
-    """It could leave if the host had room; without this the request would wait for ever."""
+    """Such a lease cannot leave. If it were not counted, the request would wait for ever."""
     page = book(lease("adopted", sim0=9, droppable=False), lease("warm", host=2, droppable=False))
     there = world(sim0=10, sim1=10, host=9, limit_bytes=size(12))
     assert decide(page, request("qwen", 4), there)[1].kind == "limit"
@@ -632,8 +647,8 @@ def test_the_room_is_the_smaller_of_book_and_measurement():
 
 
 def test_bytes_that_the_sample_cannot_have_seen_are_counted():
-    """Settled after the sample, or still arriving: the driver's figure does not include it yet (law
-    11).
+    """A lease that settled after the sample, or is still arriving, is not in the driver's figure yet
+    (law 11).
     """
     there = real(18, taken_at=NOW - 1)
     assert room(book(lease("a", cuda0=4, settled_at=NOW - 2)), there)["cuda:0"] == 16 * GIB
@@ -658,7 +673,7 @@ def test_bytes_that_settled_unseen_stay_unseen_while_they_leave():
     ],
 )
 def test_on_an_unmeasured_card_grants_wait_and_nothing_is_evicted(there, because):
-    """Unknown is not zero and not free (law 11)."""
+    """An unknown value is not treated as zero or as free (law 11)."""
     page = book(lease("idle", cuda0=18))
     after, verdict = decide(page, request("small", 1), there)
     assert (verdict.because, verdict.steps, verdict.retry_at) == (because, (), NOW + 1)
@@ -682,8 +697,8 @@ def test_memory_outside_the_leases_is_named_as_the_reason_to_wait():
 
 
 def test_no_lease_is_evicted_for_bytes_that_left_after_the_sample():
-    """The measurement comes once a second; without this each round in between would evict another
-    model.
+    """A card is measured once a second. Otherwise each decision between two measurements would evict
+    another model.
     """
     from gpu_runtime.scheduler.transitions import left
 
@@ -746,7 +761,7 @@ def test_a_plan_that_would_wait_or_be_refused_says_why():
     assert not plan(book(), request("qwen", 24), world(sim0=20), lru).granted
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- the sentences ---------------------------------------------------------------------------------
 
 
 def test_decisions_are_events():

@@ -1,4 +1,4 @@
-"""The agreed cases, word for word. Sizes are budgets in GiB; a model is idle unless stated
+"""The cases from the requirements, unchanged. Sizes are in GiB; a model is idle unless the case says
 otherwise.
 """
 
@@ -21,7 +21,7 @@ SPLITS = ["auto", "balanced", "proportional"]
 
 
 def on(**gib):
-    """The shares of so many GiB on each card."""
+    """The shares with the given GiB on each card."""
     return tuple(Share(f"sim:{card[-1]}", size(amount)) for card, amount in gib.items())
 
 
@@ -44,7 +44,7 @@ def test_15_on_two_80s_takes_one_card(layout):
     "policy, card", [("best-fit", "sim:0"), ("fewest-evictions", "sim:0"), ("most-free", "sim:1")]
 )
 def test_a_second_15_is_placed_by_policy(policy, card):
-    """`most-free` spreads them; the others keep the second card whole."""
+    """`most-free` spreads models over the cards; the other policies keep the second card empty."""
     _, verdict = decide(
         book(lease("first", sim0=15)), request("second", 15, policy=policy), world(**TWO)
     )
@@ -101,7 +101,7 @@ def test_three_cards_the_first_full_and_busy_and_140_takes_the_other_two(layout)
 
 
 def test_stale_30_on_the_first_and_stale_60_over_both_make_60_and_30_evictable():
-    """A lease over two cards gives back to each what it took from each."""
+    """When a lease over two cards leaves, each card gets back the bytes that it gave."""
     page = book(lease("one", sim0=30), lease("two", sim0=30, sim1=30))
     there = world(sim0=80, sim1=80, host=400)
     before = room(page, there)
@@ -165,7 +165,7 @@ def test_500_on_any_of_it_is_refused_at_once(layout):
 
 
 def test_a_card_allocated_over_its_total_in_a_foreign_book_is_clamped_and_reported():
-    """Facts are accepted, even false ones: nothing is granted there, and the overdraft is shown."""
+    """Facts are accepted even if they are wrong. Nothing is granted on that card, and the overdraft is shown."""
     page = book(lease("liar", by=2, sim0=120, pins=1), limits={"sim:0": 80 * GIB})
     _, verdict = decide(page, request("q", 10), world(sim0=80))
     assert (
@@ -184,7 +184,7 @@ MIB_FREE = dict(sim0="24000 MiB", sim1="12000 MiB", host=100)
 
 
 def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
-    """In proportion to what is free once 512 MB of each card are set aside."""
+    """The shares are in proportion to the free bytes less 512 MB on each card."""
     _, verdict = decide(
         book(), request("big", "30000 MiB", layout="proportional"), world(**MIB_FREE)
     )
@@ -195,7 +195,7 @@ def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
 
 
 def test_35000_on_24000_and_12000_free_is_refused():
-    """36,000 are free, and 34,976 beyond the margins."""
+    """36,000 are free in all; without the margins, 34,976 are."""
     _, verdict = decide(
         book(), request("big", "35000 MiB", layout="proportional"), world(**MIB_FREE)
     )
@@ -204,11 +204,11 @@ def test_35000_on_24000_and_12000_free_is_refused():
     assert isinstance(decide(book(), exactly, world(**MIB_FREE))[1], Grant), "an exact fit fits"
 
 
-# -- a lease on several cards lives as any other ---------------------------------------------------
+# -- a lease on several cards behaves like any other -----------------------------------------------
 
 
 def test_a_restore_may_go_to_other_cards_than_before():
-    """It left 0 and 1 for the host; 0 is busy now, so it is restored to 1 and 2."""
+    """The model was offloaded from cards 0 and 1. Card 0 is busy now, so it is restored to 1 and 2."""
     page = book(lease("big", host=140), lease("busy", by=2, sim0=80, pins=1))
     _, verdict = decide(page, request("big", 140, layout="balanced"), world(**THREE))
     [step] = verdict.steps
@@ -230,7 +230,9 @@ def test_a_ticket_for_several_cards_keeps_its_place_on_each():
 
 
 def test_a_split_that_evicts_nothing_beats_one_card_that_must_be_emptied():
-    """Ranked by seconds of reloading, then by cards; `auto` never splits what one card could hold."""
+    """Ways are ranked by seconds of reloading, then by cards. `auto` never splits a model that one card
+    could hold.
+    """
     page = book(lease("a", sim0=50, reload_seconds=9), lease("b", sim1=50, reload_seconds=9))
     _, verdict = decide(page, request("c", 50, layout="balanced"), world(**TWO))
     assert verdict.lease.target == on(sim0=25, sim1=25)

@@ -1,9 +1,9 @@
-"""Several processes, a book, and an auditor that knows what each process really holds.
+"""Several processes, a book, and an auditor that knows the bytes that each process holds.
 
 Processes request, load, fail, are interrupted, pin, evict, die. After each step the auditor
-compares the book with the truth: no device is over its budget (law 1), nothing is lost or forgotten
+compares the book with these bytes: no device is over its budget (law 1), no byte is lost or forgotten
 (laws 3, 6, 9), no model in use was moved (law 4), no precious weights were dropped (law 5). Every
-decision is made twice, and once more on the page read back.
+decision is made twice, and once more on a page that was written and read again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LIMITS = {"sim:0": 12, "sim:1": 8, "cuda:0": 10, HOST: 14}
 CARD_TOTAL = 11
 MODELS = ["a", "b", "c", "d"]
 
-some = st.integers(0, 11)  # one of however many there are
+some = st.integers(0, 11)  # selects one of a list; the number is taken modulo its length
 mostly = st.sampled_from([True, True, True, False])
 importances = st.sampled_from([1, 5, 10, 10, 10, 10, 20, 30])
 cards = st.sampled_from([(), (), (), ("sim:0",), ("sim:1", "cuda:0")])
@@ -72,14 +72,13 @@ class Process:
         self.owner = owner(pid)
         self.id = self.owner.id
         self.models: dict[str, Lease] = {}  # settled, with pins of this moment
-        self.asking: dict[str, Request] = {}  # requests without an answer or without room yet
+        self.asking: dict[str, Request] = {}  # requests that have no answer or no room yet
         self.arriving: dict[str, Grant] = {}  # by key: bytes may arrive at any moment
-        self.departing: list[tuple[str, Move | Drop]] = []  # steps received and not yet done
+        self.departing: list[tuple[str, Move | Drop]] = []  # received steps that are not done yet
         self.keys: set[str] = set()
 
     def truth(self) -> Truth:
-        names = tuple(MODELS)
-        return Truth(self.owner, tuple(self.models.values()), tuple(sorted(self.keys)), {}, names)
+        return Truth(self.owner, tuple(self.models.values()), tuple(sorted(self.keys)))
 
     def holds(self) -> Counter[str]:
         """Bytes on each device, at the worst moment of the work in progress."""
@@ -141,8 +140,8 @@ class Auditor(RuleBasedStateMachine):
         return World(self.now, WALL + self.now, DEVICES, LIMITS, self.samples, self.rules)
 
     def write(self, process: Process, decision: Any) -> tuple[Book, Any]:
-        """The page decided on and the answer of one transaction, as `owner/session.py` makes it:
-        truth, then decision.
+        """The new page and the answer of one transaction. As in `owner/session.py`, the process publishes
+        its own section first, then decides.
         """
         world, truth, old = self.world(), process.truth(), self.book
 
@@ -255,7 +254,7 @@ class Auditor(RuleBasedStateMachine):
             process.models[name] = replace(process.models[name], pins=0)
 
     def waiting(self) -> list[tuple[Process, str]]:
-        """The requests that may be repeated: those without a step of their own to do first."""
+        """The requests that may be repeated: those of processes without a step to do first."""
         return [
             (process, key)
             for process in self.processes.values()
@@ -266,7 +265,7 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting())
     @rule(which=some, received=mostly)
     def ask_again(self, which: int, received: bool) -> None:
-        """Also the retry of a decision that was answered and not received."""
+        """Repeats a request; also after a decision whose answer was not received."""
         waiting = self.waiting()
         self.send(*waiting[which % len(waiting)], received)
 
@@ -278,7 +277,7 @@ class Auditor(RuleBasedStateMachine):
         assert verdict.because
         self.check_verdict(base, request, verdict)
         if not received:
-            return  # the page is written, the answer lost
+            return  # the page was written, and the answer was lost
         if isinstance(verdict, Grant):
             if verdict.steps:
                 process.arriving[key] = verdict
@@ -339,14 +338,14 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: any(process.asking for process in self.processes.values()))
     @rule(which=some)
     def interrupt(self, which: int) -> None:
-        """The stop button, at any instruction: the thread and its key are gone; the monitor cleans
-        up later.
+        """The stop button interrupts at any instruction. The thread and its key are gone; the monitor
+        cleans up later.
         """
         asking = [
             (process, key) for process in self.processes.values() for key in sorted(process.asking)
         ]
         process, key = asking[which % len(asking)]
-        if not any(k == key for k, _ in process.departing):  # a move that has begun finishes
+        if not any(k == key for k, _ in process.departing):  # a move that has begun is completed
             process.asking.pop(key)
             process.arriving.pop(key, None)
             process.keys.discard(key)
@@ -390,7 +389,7 @@ class Auditor(RuleBasedStateMachine):
             assert (
                 (now is None) if old is None else (now.shares == old.shares and not now.target)
             ), "law 9"
-            return  # and the thread repeats the request, or gives up
+            return  # the thread repeats the request, or gives up
         assert isinstance(step, Load) == (old is None)
         first, *others = step.shares
         size = first.bytes if isinstance(step, Move) else max(1, first.bytes - less)
@@ -433,7 +432,7 @@ class Auditor(RuleBasedStateMachine):
         model = process.models.get(name)
         if (
             model is None or model.pins or not works
-        ):  # it was used meanwhile, or the step failed: it stays
+        ):  # the model stays if it was used meanwhile, or if the step failed
             self.write(
                 process,
                 lambda book, world: (
@@ -648,7 +647,7 @@ class Auditor(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_in_the_book(self) -> None:
-        """Laws 3 and 6: no byte is forgotten, whatever happens to it."""
+        """Laws 3 and 6: no byte is forgotten."""
         for process in getattr(self, "processes", {}).values():
             section = self.book.sections[process.id]
             claimed: Counter[str] = Counter()
@@ -698,7 +697,7 @@ TestAuditor.settings = settings(
 )
 
 
-# Hypothesis switches rules off to find rare states; a walk that does everything finds crowded ones.
+# Hypothesis switches rules off to find rare states. A walk with all rules finds crowded states.
 
 WEIGHTS = {
     "request": 6,

@@ -1,5 +1,5 @@
-"""Requests that can never be served, found by reduction; and which request may pass which, for how
-long.
+"""Requests that can never be served, found by reduction; and which request may pass another, and for
+how long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 
 
 def test_of_two_threads_that_wait_for_each_others_model_the_youngest_is_refused():
-    """It has waited least; the elder continues once the younger one's block has ended."""
+    """The youngest has waited least. The other thread continues once the younger one's block has ended."""
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -44,8 +44,8 @@ def test_the_elder_of_a_deadlock_goes_on_waiting():
 
 
 def test_a_need_that_another_card_can_meet_is_no_deadlock():
-    """The wait-for graph has a cycle over sim:0, but the user of sim:2 will finish, and then one of
-    them fits.
+    """The wait-for graph has a cycle over sim:0. But the user of sim:2 will finish, and then one of the
+    requests fits.
     """
     held = [
         lease("a", sim0=10, pins=1),
@@ -65,8 +65,8 @@ def test_a_need_that_another_card_can_meet_is_no_deadlock():
 
 
 def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
-    """A plain cycle search finds that a and b wait for each other, but the third one's bytes serve
-    one of them.
+    """A plain cycle search finds that a and b wait for each other, but the bytes of the third thread are
+    enough for one of them.
     """
     page = book(
         lease("a", sim0=6, pins=1),
@@ -81,8 +81,8 @@ def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
 
 
 def test_no_cycle_of_two_and_yet_a_deadlock():
-    """Each holds a third, and two thirds would serve any of them: only all three together are
-    deadlocked.
+    """Each thread holds a third of the card, and two thirds would serve any of them. Two threads are no
+    deadlock; all three together are.
     """
     page = book(
         *(lease("m", by=n, sim0=4, pins=1) for n in (1, 2, 3)),
@@ -92,7 +92,7 @@ def test_no_cycle_of_two_and_yet_a_deadlock():
 
 
 def test_a_request_that_holds_nothing_others_could_use_is_not_deadlocked():
-    """It waits behind the deadlock; its refusal would help no other request."""
+    """The request waits behind the deadlock, and its refusal would help no other request."""
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -165,8 +165,8 @@ threads = st.lists(
 @given(threads)
 @example([("sim:0", 6, (6, ())), ("sim:0", 4, (5, ())), ("sim:1", 6, None)])
 def test_reduction_agrees_with_every_order_of_finishing(threads_):
-    """A thread that can finish in some order is never called deadlocked; one that cannot is found,
-    if it holds something that the others could use.
+    """A thread that can finish in some order is never called deadlocked. A thread that cannot finish is
+    found, if it holds bytes that the others could use.
     """
     there = world(sim0=10, sim1=10)
     leases, tickets, held, needs = [], [], [], []
@@ -253,7 +253,7 @@ def test_a_stopped_process_is_skipped_not_deleted():
 
 
 def test_an_elder_blocked_by_a_model_in_use_may_be_passed_for_thirty_seconds():
-    """It could not use the room anyway, but requests that pass must not delay it for ever."""
+    """The elder could not use the room anyway, but requests that pass must not delay it for ever."""
     busy = lease("busy", by=3, sim0=10, pins=1)
 
     def passes(seconds):

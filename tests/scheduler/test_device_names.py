@@ -56,7 +56,7 @@ def test_simulated_cards_have_the_same_names_in_every_process():
 
 @given(st.lists(st.permutations(range(5)).map(lambda seen: seen[:3]), min_size=1, max_size=6))
 def test_all_processes_agree_on_names_in_whatever_order_they_start(processes):
-    """Each sees three of five cards, numbered from 0: no name is two cards, no card has two names."""
+    """Each process sees three of five cards, numbered from 0. Each card has exactly one name."""
     book = Book()
     called: dict[int, str] = {}
     for seen in processes:

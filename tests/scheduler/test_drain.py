@@ -1,4 +1,4 @@
-"""A drained card takes no new leases; what is idle there leaves, what is in use leaves when it is
+"""A drained card takes no new leases. Idle models leave it; models in use leave when they become
 idle.
 """
 
@@ -34,7 +34,7 @@ def test_the_runners_up_say_that_a_card_is_drained():
 
 
 def test_if_every_card_is_drained_the_refusal_says_what_to_type():
-    """At once, without evictions: waiting would not help."""
+    """The refusal comes at once and without evictions, because waiting would not help."""
     page = book(lease("idle", sim0=4), drained={"sim:0": ANN})
     after, verdict = decide(page, request("qwen", 4), world(sim0=20))
     assert isinstance(verdict, Refuse) and verdict.kind == "drained"
@@ -72,8 +72,8 @@ def test_a_model_from_a_drained_card_is_restored_to_another():
 
 
 def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
-    """A person decided it: no grace. To the host while it has room, else dropped; precious weights
-    go first.
+    """A person decided the drain, so no grace applies. Leases are offloaded while the host has room, and
+    then dropped; precious weights are offloaded first.
     """
     page = book(
         lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0),
@@ -134,9 +134,7 @@ def test_a_drain_and_its_end_are_both_events():
 
 
 def test_a_drain_follows_the_card_and_not_its_name():
-    """All owners have ended, and the next one sees other cards: the drained card has another name
-    now.
-    """
+    """All owners have ended, and the next owner sees other cards. The drained card then has another name."""
     card = Device("cuda:0", 80 * GIB, uuid="GPU-a")
     there = world(cuda0=80)
     page = drain.drain(book(), card, "ann", there)
@@ -147,7 +145,7 @@ def test_a_drain_follows_the_card_and_not_its_name():
 
 
 def test_a_rebuilt_book_has_the_drains_that_its_newest_owner_knew():
-    """One owner ended the drain; another has not written since."""
+    """One owner ended the drain, and another owner has not written since."""
     old = book(owners=(1,), drained={"sim:0": ANN, "sim:1": ANN})
     new = book(owners=(2,), drained={"sim:1": ANN})
     assert union([part_of(old, owner(1).id), part_of(new, owner(2).id)]).drained == {"sim:1": ANN}

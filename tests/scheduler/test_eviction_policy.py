@@ -24,7 +24,7 @@ def test_lru_is_the_time_of_last_use():
 
 
 def test_cost_aware_evicts_the_lease_that_frees_most_for_the_fewest_seconds():
-    """Seconds to load it again, for each GiB, discounted by its idle time."""
+    """The score is the seconds to load it again for each GiB, lowered by its idle time."""
     quick = lease("quick", sim0=10, restore_seconds=1, reload_seconds=30, last_used=NOW - 99)
     slow = lease("slow", sim0=1, reload_seconds=30, last_used=NOW - 99)
     fresh = lease("fresh", sim0=10, restore_seconds=1, last_used=NOW)
@@ -45,7 +45,7 @@ def test_without_a_need_nothing_is_evicted():
 
 
 def test_if_all_leases_are_not_enough_the_answer_is_none():
-    """Evictions that do not suffice are useless."""
+    """If all evictions together are not enough, none of them is useful."""
     assert victims(gib(sim0=3), [lease("a", sim0=1), lease("b", sim0=1)], THERE, lru) is None
     assert victims(gib(sim0=1), [], THERE, lru) is None
 
@@ -67,7 +67,7 @@ def test_equal_ranks_are_ordered_by_name():
 
 
 def test_a_lease_on_several_devices_frees_them_all():
-    """Tensor parallel: its shares leave together."""
+    """With tensor parallelism, the shares of a lease leave together."""
     split = lease("split", sim0=4, sim1=4, last_used=1)
     assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (
         split,
@@ -110,7 +110,7 @@ def enough(chosen, need):
 
 @given(leases, needs)
 def test_victims_are_enough_and_none_can_be_spared(idle, need):
-    """Law 8; and None only if no set of leases is enough."""
+    """Law 8. The result is None only if no set of leases is enough."""
     chosen = victims(need, idle, THERE, lru)
     if chosen is None:
         assert not enough(idle, need)
@@ -140,7 +140,7 @@ def test_the_order_in_which_leases_are_listed_does_not_matter(idle, need, random
 
 @given(leases, needs)
 def test_against_every_subset(idle, need):
-    """There is a set of victims exactly where exhaustive search finds one."""
+    """There are victims if and only if an exhaustive search finds a set."""
     subsets = itertools.chain.from_iterable(
         itertools.combinations(idle, n) for n in range(len(idle) + 1)
     )
@@ -150,7 +150,7 @@ def test_against_every_subset(idle, need):
 
 
 def test_of_the_possible_victims_as_much_as_possible_is_spared():
-    """21 would leave if the newest that can be spared were spared first; 20 do."""
+    """If the newest lease were spared first, 21 would leave; the best set is 20."""
     sizes = (("a", 6), ("b", 5), ("c", 4), ("d", 10))
     idle = [lease(name, sim0=gib_, last_used=used) for used, (name, gib_) in enumerate(sizes)]
     assert [gone.name for gone in victims(gib(sim0=20), idle, THERE, lru)] == ["a", "c", "d"]

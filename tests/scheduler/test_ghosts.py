@@ -37,7 +37,7 @@ HELD = book(lease("a", by=2, cuda0=40, settled_at=NOW - 100), owners=(1, 2))
 
 
 def test_a_sample_from_before_the_death_frees_nothing():
-    """It counted the bytes as used; the book must not call them free either."""
+    """That sample counted the bytes as used, so the book must not count them as free either."""
     page = reaped(HELD)
     assert page.claims() == {"cuda:0": size(40)}
     assert room(page, there(40, taken_at=NOW - 1))["cuda:0"] == size(32)
@@ -90,7 +90,7 @@ def test_unknown_free_memory_makes_a_request_wait():
 
 
 def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
-    """And no lease is evicted for it: the request waits a moment, and says why."""
+    """No lease is evicted for the request either. It waits a moment, with the reason."""
     idle = lease("b", by=1, cuda0=10, settled_at=NOW - 100, last_used=0)
     page = reaped(book(*HELD.leases(), idle, owners=(1, 2)), free=30)
     slow = there(30, taken_at=NOW - 0.1, listing={2: size(40)})
@@ -107,7 +107,7 @@ def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
 
 
 def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
-    """Pids are reused; the process that had it before is completely gone then."""
+    """If a new process has the pid, the process that had it before is completely gone."""
     page = reaped(HELD)
     again = page.with_section(
         replace(book(owners=(2,)).sections[DEAD.id], owner=replace(DEAD, started=99))

@@ -1,7 +1,7 @@
 """The laws as properties of single decisions on any book. Sequences of decisions are in
 test_audited_processes.py.
 
-Sizes are small whole numbers of bytes: what matters is how they compare.
+Sizes are small whole numbers of bytes, since only their order matters.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ B = 2**-30  # one byte, in the builders' GiB
 
 @st.composite
 def leases(draw: Any, quiet: bool = False) -> list[Lease]:
-    """Leases of three owners. Quiet: all are settled and idle, and none is kept."""
+    """Leases of three owners. With `quiet`, all are settled and idle, and none is kept."""
     made = []
     for n in range(draw(st.integers(0, 7))):
         phase = (
@@ -198,7 +198,7 @@ def decide(situation: tuple[Book, Request, World]) -> tuple[Book, Any]:
 
 @given(situations())
 def test_1_no_grant_takes_a_device_over_its_budget(situation):
-    """And it spends only bytes that are free now, none that are still leaving."""
+    """A grant spends only bytes that are free now, and no bytes that are still leaving."""
     page, _, there = situation
     after, verdict = decide(situation)
     assert overdrafts(page, after) == {}
@@ -210,7 +210,7 @@ def test_1_no_grant_takes_a_device_over_its_budget(situation):
 
 @given(situations(), st.integers(0, 30))
 def test_2_facts_are_always_accepted(situation, measured):
-    """A load that turned out larger than declared, and the residue of a process."""
+    """Examples are a load that is larger than declared, and the residue of a process."""
     page, verdict = decide(situation)
     wanted = situation[1].lease
     assume(isinstance(verdict, Grant) and verdict.steps)
@@ -225,7 +225,7 @@ def test_2_facts_are_always_accepted(situation, measured):
 
 @given(situations())
 def test_3_bytes_are_conserved(situation):
-    """What a lease took it gives back, to the byte, on every device, however it ends."""
+    """However a lease ends, it gives back exactly the bytes that it took, on every device."""
     page, there = situation[0], situation[2]
     after, verdict = decide(situation)
     before, now = page.claims(), after.claims()
@@ -295,8 +295,8 @@ def test_7_a_refusal_evicts_nothing(situation):
 
 @given(situations(quiet=True))
 def test_7_no_set_of_victims_could_serve_a_refused_request(situation):
-    """Exhaustively: every set of leases that the host can take in or that may be dropped, and every
-    layout allowed.
+    """The test tries every set of leases that may be dropped or that the host can take, with every
+    allowed layout.
     """
     page, wanted, there = situation
     after, verdict = decide(situation)
@@ -337,8 +337,8 @@ def test_7_no_set_of_victims_could_serve_a_refused_request(situation):
 
 @given(situations(quiet=True), st.sampled_from(["sim:0", "sim:1"]), st.integers(0, 6))
 def test_8_no_victim_can_be_spared(situation, card, more):
-    """Without any one of them the request would not fit; and no lease that stays is less important
-    than all victims.
+    """The request would not fit if any one victim stayed. No lease that stays is less important than all
+    victims.
     """
     page, _, there = situation
     there = replace(there, rules=replace(there.rules, limit_bytes=None))
@@ -358,7 +358,9 @@ def test_8_no_victim_can_be_spared(situation, card, more):
 
 @given(situations())
 def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
-    """Granted and failed; or waiting, with victims that fail to leave, and withdrawn."""
+    """The request is granted and its load fails; or it waits, its victims fail to leave, and it is
+    withdrawn.
+    """
     page, wanted, there = situation
     assume(not any(m.key == wanted.key for m in page.leases()) and not page.ticket(wanted.key))
     after, verdict = decide(situation)
@@ -387,7 +389,7 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
 
 @given(situations())
 def test_9_every_decision_first_looks_for_its_own_key(situation):
-    """Two decisions in a row reserve, recall and evict once."""
+    """Two equal decisions in a row reserve, recall and evict only once."""
     page, wanted, there = situation
     once, first = decide(situation)
     twice, second = decide((once, wanted, there))
@@ -510,8 +512,8 @@ def test_relief_brings_the_level_down_and_no_further(situation):
 def follow(
     page: Book, wanted: list[Request], there: World, rounds: int
 ) -> tuple[Book, dict[str, Any]]:
-    """Every process requests once a second, does its steps, obeys, loads, uses the model for one
-    round, and ends.
+    """Every second each process requests, does its steps, obeys recalls and loads. It uses the model for
+    one round, and ends.
     """
     answers: dict[str, Any] = {}
     using: list[Lease] = []
@@ -545,7 +547,7 @@ def follow(
     return page, answers
 
 
-# Any card alone would be claimed whole, and of none so much may be taken.
+# The rule claims a whole card, but the limit for each card is lower than that.
 NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "sim:1": 4}}
 
 
@@ -601,7 +603,7 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
 def test_progress_without_models_in_use_a_request_is_granted_or_refused_within_a_few_rounds(
     situation,
 ):
-    """Unless a more important lease is in its way: then it says so, and waits."""
+    """The exception is a more important lease in the way: then the request waits and names that lease."""
     page, wanted, there = situation
     _, answers = follow(page, [wanted], there, rounds=10)
     verdict = answers[wanted.key]
@@ -617,7 +619,7 @@ def test_progress_without_models_in_use_a_request_is_granted_or_refused_within_a
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=5),
 )
 def test_progress_every_one_of_several_is_served_in_the_end(situation, others):
-    """No livelock: no request evicts for ever what another restores, and none starves."""
+    """There is no livelock: requests do not evict each other's models for ever, and none starves."""
     page, first, there = situation
     page = replace(
         page,

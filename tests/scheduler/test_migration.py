@@ -46,8 +46,8 @@ def moving(page, *cards, name="qwen", there=FOUR, pieces=(), **rules):
 
 
 def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
-    """Law 1: both count in full until the move is done; then only the new one, and the event says
-    why.
+    """Law 1: both places count in full until the move is done. Then only the new place counts, and the
+    event has the reason.
     """
     qwen = lease("qwen", sim0=6)
     page, step = moving(book(qwen), "sim:1")
@@ -138,7 +138,7 @@ def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, ki
     st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
 )
 def test_no_move_ever_takes_a_card_over_its_budget(others, own, cards):
-    """Whatever is on the cards, and however the model is divided; refused or not, no byte is lost."""
+    """This holds for any content of the cards and any division. No byte is lost, also after a refusal."""
     page = book(
         lease("qwen", sim0=own),
         *(lease(f"m{i}", **{f"sim{card}": gib}) for i, (card, gib) in enumerate(others)),

@@ -1,5 +1,5 @@
-"""How close the choice of victims is to an exact optimum. The figures are in tests/bench; these
-tests state the bounds.
+"""The choice of victims compared with an exact optimum. The figures are in tests/bench; these tests
+check the bounds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def test_no_more_bytes_are_freed_than_a_twentieth_beyond_an_exact_optimum(policy
 
 
 def test_the_optimum_is_found_when_a_greedy_choice_misses_it():
-    """Need 10 of 9, 6 and 4: a greedy choice takes 9 and 6; 6 and 4 are as few, and free fewer
-    bytes.
+    """10 are needed, from leases of 9, 6 and 4. A greedy choice takes 9 and 6; the leases 6 and 4 are as
+    few, and free fewer bytes.
     """
     page = book(lease("nine", sim0=9), lease("six", sim0=6), lease("four", sim0=4))
     wanted, there = request("new", 10), world(sim0=19)
@@ -44,7 +44,7 @@ def test_the_optimum_is_found_when_a_greedy_choice_misses_it():
     st.integers(0, 20),
 )
 def test_the_fewest_are_the_fewest_on_two_cards_at_once(models, first, second):
-    """Exhaustively; and no more important lease leaves while less important ones are enough."""
+    """The test compares with every set. No important lease leaves if less important ones are enough."""
     from itertools import combinations
 
     idle = sorted(
@@ -77,7 +77,9 @@ def test_the_fewest_are_the_fewest_on_two_cards_at_once(models, first, second):
 
 
 def test_the_measure_itself_sees_waste():
-    """The lawful optimum is never below the unbound one, and they differ in some world."""
+    """The optimum within the laws is never better than the optimum without them, and differs in some
+    world.
+    """
     pairs = [
         (min(map(freed_bytes, lawful(*one))), min(map(freed_bytes, ways_out(*one))))
         for one in small_worlds(60)

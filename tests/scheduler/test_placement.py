@@ -22,7 +22,7 @@ def placed(gib, room, **rules):
 
 
 def test_best_fit_takes_the_fullest_card_that_still_has_room():
-    """Large rooms stay whole for large models."""
+    """So large free areas stay available for large models."""
     assert placed(4, {"a": 20, "b": 5, "c": 10}) == ["b", "c", "a"]
 
 

@@ -133,7 +133,7 @@ def test_high_offloads_leases_idle_for_more_than_30_s_or_drops_them():
 
 
 def test_critical_drops_everything_idle():
-    """Except within the five seconds of grace, which apply to background evictions."""
+    """The five seconds of grace still apply, as to every background eviction."""
     page = book(idle("a", 5.5, sim0=3), idle("b", 400, sim0=3), idle("c", 4, sim0=4))
     assert leaving(page, always()) == [("Drop", "b"), ("Drop", "a")]
 
@@ -158,8 +158,8 @@ def test_critical_does_not_drop_precious_weights():
     ids=lambda lease: lease.name,
 )
 def test_leases_that_no_pressure_evicts(guarded):
-    """In use, kept, within its keep_alive (pressure is no more important request), in grace, a
-    block of code.
+    """The lease is in use, kept, in grace, a block of code, or within its keep_alive (which only a more
+    important request may override, and pressure is no request).
     """
     assert leaving(book(guarded), always()) == []
     assert leaving(book(guarded, tickets=[ticket("q", by=2, sim0=5)]), world(sim0=10)) == []
@@ -175,8 +175,8 @@ def test_never_means_never():
 
 
 def test_auto_evicts_nothing_while_no_request_waits():
-    """They can be recalled in milliseconds; emptying it by the clock cost 1.6 times LRU's waiting
-    on real traces.
+    """Idle models can be recalled in milliseconds. On real traces, evicting them after a fixed time cost
+    1.6 times the waiting time of LRU.
     """
     assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10)) == []
 

@@ -37,7 +37,7 @@ def of(page, **users):
 
 
 def test_bytes_on_each_device():
-    """Refused by the cap's name, though the card has room."""
+    """The refusal names the cap, although the card has room."""
     page = of(book(lease("llama", sim0=16, pins=1)), ann=(1,))
     _, verdict = decide(page, request("qwen", gib=8), there(capped(bytes_per_device=size(20))))
     assert verdict == Refuse(
@@ -59,7 +59,9 @@ def test_a_capped_card_is_no_reason_not_to_take_another():
 
 
 def test_the_users_own_idle_models_leave_first_in_any_process():
-    """ann's other process is asked; bob's model, idle for longer, stays, since it would not help."""
+    """ann's other process is asked to evict. bob's model stays, although it was idle for longer: its
+    eviction would not help.
+    """
     page = of(
         book(
             lease("llama", by=2, sim0=16, last_used=500),

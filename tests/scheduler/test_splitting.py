@@ -63,7 +63,7 @@ def test_most_free_takes_those_with_the_most_room():
 
 
 def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
-    """Between layers, never through one."""
+    """The model is cut between layers, never inside one."""
     pieces = (5, 10, 10, 10, 10, 15)
     found = divide(footprint(60, pieces=pieces), {"a": 99, "b": 99}, rules("balanced"), {})
     assert shares(found) == {"a": 25, "b": 35}
@@ -103,7 +103,9 @@ def test_the_fewest_cards_come_first_and_only_those_that_add_something():
 
 
 def test_a_model_is_cut_between_its_pieces_even_if_the_bytes_alone_fit():
-    """Three pieces of 10 need 20 on one of two cards: 16 + 16 hold the bytes, and not the pieces."""
+    """One of two cards must hold two of three pieces of 10. Cards of 16 have enough bytes in all, but
+    neither holds two pieces.
+    """
     pieces = (10, 10, 10)
     assert (
         divide(footprint(30, pieces=pieces), {"a": 16, "b": 16}, rules("proportional"), {}) is None
@@ -114,7 +116,7 @@ def test_a_model_is_cut_between_its_pieces_even_if_the_bytes_alone_fit():
 
 
 def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
-    """In host memory it has its measured size; its pieces were estimated."""
+    """A model in host memory has a measured size, but its pieces were only estimated."""
     found = divide(footprint(40, pieces=(10, 10)), {"a": 30, "b": 30}, rules("proportional"), {})
     assert shares(found) == {"a": 20, "b": 20}
 
@@ -204,7 +206,7 @@ def test_a_division_places_every_byte_and_overfills_no_card(
 
 
 def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
-    """By trying every way: consecutive pieces to consecutive cards, none without a piece."""
+    """Whether any division works: consecutive pieces on consecutive cards, no card without a piece."""
     ends = range(1, len(pieces))
     return any(
         all(
@@ -217,7 +219,7 @@ def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
 
 @given(ROOMS, PIECES, st.booleans())
 def test_every_model_that_could_be_divided_is(free, pieces, cut):
-    """Exhaustively over every set of cards and every cut."""
+    """The test compares with every set of cards and every cut."""
     room = {f"sim:{n}": size for n, size in enumerate(free)}
     size, cut_ = sum(pieces), tuple(pieces) if cut else ()
     sets = [

@@ -13,6 +13,7 @@ from gpu_runtime.facts import (
     Book,
     Device,
     Drop,
+    Event,
     Move,
     Phase,
     Sample,
@@ -144,14 +145,14 @@ def test_a_departure_reported_twice_is_recorded_once(to):
 
 
 def test_a_late_report_of_a_departure_does_not_remove_an_arriving_lease():
-    """It was dropped, and another thread is loading it again."""
+    """The lease was dropped, and another thread is loading the model again."""
     page = book(arriving())
     assert books.left(page, step(None), (), THERE) == page
 
 
 def test_evictions_are_offloads_and_unloads():
-    """An offload followed by an unload from the warm pool is two; a reaping and the owner's own
-    release are none.
+    """An offload and a later unload from the warm pool count as two evictions. A reaping, or a release by
+    the owner, counts as none.
     """
     page = book(going(), lease("other", sim0=1), lease("third", by=2, sim0=1))
     page = books.left(page, step(), whole(HOST, 8), THERE)
@@ -168,7 +169,7 @@ def test_evictions_are_offloads_and_unloads():
 
 
 def test_totals_outlive_the_processes_that_made_them():
-    """They count for this boot: a kernel that ends does not undo its evictions."""
+    """Totals are counts of this boot, so the evictions of an ended kernel still count."""
     page = books.left(book(going(), owners=(1, 2)), step(), whole(HOST, 8), THERE)
     assert books.totals(books.resign(page, ME.id)) == books.totals(page)
     assert books.totals(books.reap(page, [ME.id], THERE)) == books.totals(page)
@@ -178,7 +179,7 @@ def test_totals_outlive_the_processes_that_made_them():
 
 
 def test_an_abandoned_load_leaves_the_book_as_it_was():
-    """Law 9, to the byte."""
+    """Law 9: the book is exactly as before."""
     before = book(lease("other", sim0=2))
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE, "it failed")
@@ -211,7 +212,7 @@ def test_a_late_abandon_changes_nothing(page):
 
 
 def test_a_release_gives_back_every_byte():
-    """On every device, arriving bytes included (law 3)."""
+    """This includes every device and arriving bytes (law 3)."""
     page = books.release(book(going(), lease("other", sim0=1)), ME.id, "qwen", THERE, "given up")
     assert page.claims() == {"sim:0": size(1)}
     assert (page.events[-1].action, page.sections[ME.id].counts) == ("released", {})
@@ -274,6 +275,11 @@ def test_a_write_that_helps_no_waiting_request_wakes_none(after):
         replace(
             WAITED_FOR, sections={id: one for id, one in WAITED_FOR.sections.items() if id != ME.id}
         ),
+        replace(
+            WAITED_FOR,
+            events=(Event(1, NOW, "a", "defrag", "defrag", "0 B came free", answers="2:b"),),
+            seq=1,
+        ),
     ],
     ids=[
         "came free",
@@ -283,6 +289,7 @@ def test_a_write_that_helps_no_waiting_request_wakes_none(after):
         "is recalled",
         "a budget",
         "an owner less",
+        "is answered",
     ],
 )
 def test_a_write_that_may_help_a_waiting_request_wakes_it(after):
@@ -298,8 +305,8 @@ def truth(*leases, keys=(), **fields):
 
 def test_nothing_new_writes_nothing():
     """64 idle kernels publish every second; a write for each would cost a core."""
-    page = book(lease("a", sim0=1), tickets=[ticket("q", key="t")], names={1: ("a",)})
-    assert publish(page, truth(lease("a", sim0=1), keys=("t",), names=("a",)), THERE) is page
+    page = book(lease("a", sim0=1), tickets=[ticket("q", key="t")])
+    assert publish(page, truth(lease("a", sim0=1), keys=("t",)), THERE) is page
 
 
 def test_pins_and_last_use_are_written_by_the_owner():
@@ -320,7 +327,7 @@ def test_a_decision_in_progress_is_kept_by_its_key():
 
 
 def test_entries_that_the_owner_does_not_know_are_withdrawn():
-    """An interrupt left them behind: a reservation, a departure, a ticket (law 9)."""
+    """An interrupt can leave a reservation, a departure or a ticket behind (law 9)."""
     page = book(
         arriving("new"),
         going("old"),
@@ -341,19 +348,15 @@ def test_a_settled_lease_is_as_its_owner_publishes_it_whatever_its_key():
 
 
 def test_an_arrival_stays_pinned_until_its_owner_has_it():
-    """A lease is born pinned by its loader (law 6)."""
+    """A new lease is pinned by the process that loads it (law 6)."""
     page = publish(book(arriving(host=8)), truth(lease("qwen", host=8, pins=0), keys=("k",)), THERE)
     assert page.find(at(1, "qwen")).pins == 1
 
 
-def test_residue_and_names_are_published_and_counters_kept():
+def test_residue_is_published_and_counters_kept():
     section = replace(book().sections[ME.id], counts={"loaded": 3})
-    page = publish(
-        Book(sections={ME.id: section}), truth(residue={"sim:0": 5}, names=("a",)), THERE
-    )
-    assert page.sections[ME.id] == Section(
-        ME, residue={"sim:0": 5}, names=("a",), counts={"loaded": 3}
-    )
+    page = publish(Book(sections={ME.id: section}), truth(residue={"sim:0": 5}), THERE)
+    assert page.sections[ME.id] == Section(ME, residue={"sim:0": 5}, counts={"loaded": 3})
     assert page.claims() == {"sim:0": 5}
 
 
@@ -370,7 +373,7 @@ def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
 
 
 def test_publishing_twice_is_publishing_once():
-    known = truth(lease("old", sim0=8), keys=("t",), residue={"sim:0": 1}, names=("x",))
+    known = truth(lease("old", sim0=8), keys=("t",), residue={"sim:0": 1})
     once = publish(
         book(arriving("new"), going("old"), tickets=[ticket("q", key="t")]), known, THERE
     )

@@ -46,7 +46,7 @@ def test_the_smaller_of_budget_and_measurement_counts_over_both():
 
 
 def test_bytes_arriving_on_one_are_not_free_on_the_other():
-    """Its bytes may arrive at any moment, and no sample includes them."""
+    """The bytes may arrive at any moment, and no sample includes them."""
     page = book(lease("coming", target=(Share("cuda:0", 20 * GIB),), phase=Phase.ARRIVING, pins=1))
     assert room(page, unified(free=30.0)) == {"cuda:0": 10 * GIB, HOST: 10 * GIB}
 
@@ -72,7 +72,7 @@ def test_precious_weights_stay_and_the_reason_is_correct():
 
 
 def test_the_ledger_refuses_a_write_that_exceeds_the_shared_budget():
-    """Each alone would fit: 60 of 90 and 40 of 50."""
+    """Each claim alone would fit: 60 of 90 on the card, and 40 of 50 on the host."""
     there = unified()
     before = book(lease("a", cuda0=60), devices=there.devices, limits=dict(there.limits))
     after = before.with_lease(

@@ -34,7 +34,7 @@ def test_bytes_that_came_since_the_sample_were_not_in_it():
 
 
 def test_bytes_that_have_just_left_are_not_unmanaged():
-    """The sample still includes it; and a dead process's bytes belong to its ghost."""
+    """The sample still includes the bytes that left. A dead process's bytes belong to its ghost."""
     page = book(lease("a", by=2, cuda0=30))
     step = Drop(at(2, "a"), page.lease(owner(2).id, "a").shares, "")
     assert beyond(left(page, step, (), there(50)), there(50)) == 0

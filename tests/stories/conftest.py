@@ -1,4 +1,4 @@
-"""Stories that need cards have them from a driver of ours."""
+"""Fixtures for stories that need cards: a driver of our own simulates the cards."""
 
 from tests.nvml_driver import driver as driver
 from tests.nvml_driver import host as host

@@ -1,10 +1,10 @@
-"""Many kernels on one book, some of them killed, stopped or restarted at random, and an auditor that knows the truth.
+"""Many kernels on one book; some are killed, stopped or restarted at random. An auditor checks the book.
 
     python -m tests.stories.crowd sqlite:///tmp/ledger --kernels 16 --seconds 20 --seed 1
 
-The truth comes by a channel of its own: each process writes the bytes it holds on each device into its slot of a
-shared file, *before* it takes them and *after* it has freed them, so what the slots say is never less than what is
-held. A process is forked from one that has imported everything, so that a restart costs milliseconds.
+The auditor does not rely on the book. Each process has a slot in a shared file and writes there the bytes that it holds
+on each device. It writes *before* it takes bytes and *after* it has freed them, so a slot never shows less than the
+process holds. Processes are forked from one that has imported everything, so that a restart takes milliseconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gpu_runtime.units import GIB
 DEVICES = "sim:2x24GiB,host:40GiB"
 LIMITS = {"sim:0": 24 * GIB, "sim:1": 24 * GIB, "host": 40 * GIB}
 IDS = tuple(LIMITS)
-HANG_SECONDS = 40.0  # what takes longer than this hangs: every time-out below is of a few seconds
+HANG_SECONDS = 40.0  # an action that takes longer hangs: every time-out below has a few seconds
 EXPECTED = (Busy, Deadlock, DoesNotFit, StillInUse, UnknownModel)
 
 
@@ -50,7 +50,7 @@ _FIELDS = 3 + len(IDS)  # version, pid, times served, bytes on each device
 
 
 class Slots:
-    """A row of numbers for each process, in a file that all of them map. Slot 0 is the warden's: 1 there says stop."""
+    """A row of numbers for each process, in a file that all of them map. Slot 0 is the warden's: 1 there means stop."""
 
     def __init__(self, path: Path, kernels: int) -> None:
         size = (kernels + 1) * _FIELDS * 8
@@ -59,7 +59,7 @@ class Slots:
             self._map = mmap.mmap(file.fileno(), size)
         self._cells = (ctypes.c_int64 * (size // 8)).from_buffer(
             self._map
-        )  # stored whole, or not at all
+        )  # the whole row is stored, or nothing
 
     def __getitem__(self, place: tuple[int, int]) -> int:
         return self._cells[place[0] * _FIELDS + place[1]]
@@ -75,7 +75,7 @@ class Slots:
         self[0, 0] = 1
 
     def clear(self, slot: int) -> None:
-        """What a process held ends with it. Only to be called once it is dead."""
+        """Sets the row of a dead process to 0: its bytes are free. The process must be dead."""
         for field in range(1, _FIELDS):
             if field != 2:
                 self[slot, field] = 0
@@ -85,7 +85,7 @@ class Slots:
         return [self[slot, 2] for slot in range(1, self.look().count)]
 
     def look(self) -> Look:
-        """What all slots said at one instant: two copies in a row are the same, and versions never come back."""
+        """The content of all slots at one instant: two copies in a row are equal, and no version is used twice."""
         before = self._map[:]
         while (after := self._map[:]) != before:
             before = after
@@ -93,7 +93,7 @@ class Slots:
 
 
 class Look:
-    """What all slots said at one instant."""
+    """The content of all slots at one instant."""
 
     def __init__(self, raw: bytes) -> None:
         self._cells = memoryview(raw).cast("q")
@@ -109,7 +109,7 @@ class Look:
         return {id: self._cells[slot * _FIELDS + 3 + n] for n, id in enumerate(IDS)}
 
     def too_much(self, alive: Callable[[int], bool] = bool) -> str:
-        """Which device is over its limit, and who holds what; empty where none is."""
+        """The device that is over its limit, and the processes with bytes on it; empty if there is none."""
         held = {
             slot: self.held(slot)
             for slot in range(1, self.count)
@@ -124,7 +124,7 @@ class Look:
 
 
 class Account:
-    """One process's slot, kept by that process. Looks at everybody's each time it has taken something."""
+    """One process's slot, which that process updates. It checks all slots each time after it has taken bytes."""
 
     def __init__(self, slots: Slots, slot: int, tell: Callable[[str], None]) -> None:
         self._slots, self._slot, self._tell = slots, slot, tell
@@ -150,17 +150,17 @@ class Account:
 
 
 def overcommit(slots: Slots) -> str:
-    """How a device is over its limit at this instant; empty where none is.
+    """A sentence about a device that is over its limit at this instant; empty if there is none.
 
-    Who dies gives back what it held before its slot can be cleared. So what looks wrong is told once more,
-    a moment later, without those who are dead by then.
+    A process that dies frees its bytes before its slot can be cleared. So a suspected overdraft is checked again a
+    moment later, without the processes that are dead by then.
     """
     look = slots.look()
     if not look.too_much():
         return ""
     time.sleep(
         0.1
-    )  # a dying process has closed its files, its lock among them, a moment before it is seen to be dead
+    )  # a dying process closes its files and its lock a moment before others can see that it is dead
     return look.too_much(is_alive)
 
 
@@ -172,7 +172,7 @@ def is_alive(pid: int) -> bool:
 
 
 class AuditedBackend(FakeBackend):
-    """Fakes that are told to the account before they take and after they have freed."""
+    """Fake models that update the account before they take bytes and after they have freed them."""
 
     def __init__(self, account: Account, *args: Any) -> None:
         super().__init__(*args)
@@ -194,11 +194,11 @@ class AuditedBackend(FakeBackend):
         self._account.add(old, -1)
 
 
-# -- what a kernel does -----------------------------------------------------------------------------------------------
+# -- a kernel ---------------------------------------------------------------------------------------------------------
 
 
 class Kernel:
-    """A runtime, a few fake models that do not fit beside everybody else's, and a dice."""
+    """A runtime with a few fake models, which acts at random. All kernels' models together do not fit."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Kernel:
             )
 
     def on_the_way(self, verb: str) -> None:
-        """Called while bytes travel: it takes its time, and sometimes fails."""
+        """Called while bytes are moved: it waits, and sometimes raises an error."""
         time.sleep(self.dice.choice([0, 0, 0.001, 0.01]))
         if self.dice.random() < 0.03:
             raise RuntimeError("it was told to fail")
@@ -256,7 +256,10 @@ class Kernel:
             deed()
         except (*EXPECTED, *self.forgives):
             pass
-        except (GpuError, RuntimeError) as error:  # its own misfortune, or that of whom it asked
+        except (
+            GpuError,
+            RuntimeError,
+        ) as error:  # a failure of its own, or of the process that it asked
             if not any(
                 words in str(error) for words in ("told to fail", "is gone", "does not hold")
             ):
@@ -328,7 +331,7 @@ def be_a_kernel(
 
 
 def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Path) -> None:
-    """Looks without pause: nobody holds more than there is, and nobody alive more than the book says."""
+    """Checks without pause: no device is over its limit, and no living process holds more than the book records."""
     ledger = open_ledger(url)
     looks = 0
     while not slots.stopping:
@@ -343,7 +346,7 @@ def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Pa
 
 
 def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
-    """What a living process holds and the book does not know of. Only where its slot stood still meanwhile."""
+    """Bytes that a living process holds and that the book does not have, if its slot did not change meanwhile."""
     before, book, after = slots.look(), read(), slots.look()
     for slot in range(1, after.count):
         pid = after.pid(slot)
@@ -374,7 +377,7 @@ def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
 
 
 class Report(NamedTuple):
-    """What came of a crowd's run."""
+    """The result of a crowd's run."""
 
     seconds: float
     kills: int
@@ -391,17 +394,17 @@ class Report(NamedTuple):
 
 
 class Warden:
-    """Starts the crowd, kills and stops at random, and sees that nothing is left at the end."""
+    """Starts the crowd, kills and stops processes at random, and checks that nothing is left at the end."""
 
-    forgives: tuple[type[Exception], ...] = ()  # what else a kernel may be told
-    damages = False  # whether the book may have been damaged in the end
+    forgives: tuple[type[Exception], ...] = ()  # further errors that a kernel may get
+    damages = False  # whether the book may be damaged at the end
 
     def __init__(self, url: str, directory: Path, kernels: int, seed: int, calm: float) -> None:
         self.url, self.directory, self.kernels, self.calm = url, directory, kernels, calm
         self.dice = random.Random(seed)
         self.slots = Slots(directory / "slots", kernels)
         self.running: dict[int, int] = {}  # slot -> pid
-        self.stopped: dict[int, float] = {}  # slot -> when it goes on
+        self.stopped: dict[int, float] = {}  # slot -> time at which the process is continued
         self.wrong: list[str] = []
         self.heard: dict[Path, int] = {}
         self.kills = self.stops = 0
@@ -481,7 +484,7 @@ class Warden:
         pid = self.running.pop(slot)
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        if os.WIFEXITED(status):  # it ended by itself before
+        if os.WIFEXITED(status):  # the process had ended by itself before the kill
             self.crashed(pid, status)
         self.stopped.pop(slot, None)
         self.slots.clear(slot)
@@ -506,7 +509,7 @@ class Warden:
         self.running = {slot: other for slot, other in self.running.items() if other != pid}
 
     def hear(self) -> None:
-        """What the auditor and the kernels have to say."""
+        """Reads the messages of the auditor and the kernels."""
         for log in self.directory.glob("*.log"):
             text = log.read_text()
             new = text[self.heard.get(log, 0) :]
@@ -514,7 +517,7 @@ class Warden:
             self.wrong += [f"{log.name}: {line}" for line in new.splitlines() if "WRONG: " in line]
 
     def join(self, pids: Iterable[int]) -> None:
-        """Waits for all of them to end; who hangs says so by itself."""
+        """Waits for all these processes to end. A process that hangs prints where."""
         left = set(pids)
         deadline = time.monotonic() + HANG_SECONDS + 20
         while left:
@@ -533,15 +536,15 @@ class Warden:
             time.sleep(0.01)
 
     def look_for_leftovers(self) -> None:
-        """Nothing is in the book or beside it once everybody has gone and the dead are reaped."""
+        """Checks that the book and its directory are empty after all processes have ended and were reaped."""
         with Runtime(devices=DEVICES, ledger=self.url, monitor=False) as rt:
             rt._session.reap()
             book = rt._session.ledger.read()
             if book.sections or book.tickets or book.ghosts:
                 self.wrong.append(f"left in the book: {msgspec.json.encode(book)!r}")
             directory = getattr(rt._session.ledger, "directory", None)
-        open_ledger(self.url).close()  # whoever comes next sweeps
-        # A hidden file is a draft: who is killed while it makes one leaves that for a day, and nobody reads it.
+        open_ledger(self.url).close()  # a new owner removes files of dead owners
+        # A hidden file is a draft. A process that is killed while it makes one leaves it for a day; it is never read.
         left = (
             sorted(path.name for path in (directory / "owners").glob("[!.]*")) if directory else []
         )

@@ -1,7 +1,7 @@
-"""A process killed before any one change that it makes to the ledger's files: nobody else is the worse for it.
+"""A process is killed before any one change that it makes to the ledger's files. No other process is harmed.
 
-Every deed is done again and again by a new process, killed before its first change, its second, … until one comes
-through. The counting and killing is done by a library of ours in front of the C library (crash_points.c).
+Every deed is done again and again by a new process, which is killed before its first change, its second, … until a
+process completes the deed. A library in front of the C library (crash_points.c) counts the changes and kills.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ REPO = Path(__file__).resolve().parents[2]
 Say = Callable[[str], None]
 
 
-# -- what is done; each says what it has been told is done ------------------------------------------------------------
+# -- the deeds; each reports the writes that were acknowledged --------------------------------------------------------
 
 
 def write(url: str, arm: Callable[[], None], say: Say) -> None:
-    """A second grant, in a door that stands open."""
+    """A second grant, in a ledger that is open already."""
     door = open_ledger(url)
     put(door, "qwen")
     arm()
@@ -42,25 +42,25 @@ def write(url: str, arm: Callable[[], None], say: Say) -> None:
 
 
 def live(url: str, arm: Callable[[], None], say: Say) -> None:
-    """A door's whole life."""
+    """The whole life of an open ledger: open, write, close."""
     arm()
     door = open_ledger(url)
     put(door, "qwen")
     say("qwen")
-    say("")  # from here on it may be there or not
+    say("")  # from here on, the write may or may not be in the book
     without(door, door.owner.id)
     door.close()
 
 
 def mend(url: str, arm: Callable[[], None], say: Say) -> None:
-    """The book is gone: whoever comes makes a new one."""
+    """The book is gone, and the next owner that opens the ledger makes a new one."""
     book = Path(url.removeprefix("sqlite://")).glob("*/book-*.db")
     os.unlink(next(book))
     live(url, arm, say)
 
 
 def work(url: str, arm: Callable[[], None], say: Say) -> None:
-    """A kernel's: it loads, uses and evicts a model, and ends."""
+    """A kernel's work: it loads, uses and evicts a model, and ends."""
     arm()
     with Runtime(devices="sim:24GiB,host:64GiB", ledger=url, monitor=False) as rt:
         rt.register("qwen", backend="fake", size="3GiB")
@@ -78,7 +78,7 @@ DEEDS = {deed.__name__: deed for deed in (write, live, mend, work)}
 
 
 def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
-    """Before how many changes it was killed. Raises AssertionError where somebody else was the worse for it."""
+    """The number of changes before which it was killed. Raises AssertionError if another process was harmed."""
     library = ctypes.CDLL(None)
     directory = url.removeprefix("sqlite://").encode()
     neighbour = open_ledger(url)
@@ -99,7 +99,7 @@ def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
 def done_by_another(
     deed: Callable[..., None], url: str, arm: Callable[[], None]
 ) -> tuple[str, bool]:
-    """The last thing that it said, and whether it came through."""
+    """The last report of the process, and whether it completed the deed."""
     inbox, outbox = os.pipe()
     pid = os.fork()
     if not pid:
@@ -123,7 +123,7 @@ def done_by_another(
 
 
 def judge(neighbour: Ledger, said: str, when: str, *, may_be_rebuilt: bool) -> None:
-    """The book is whole, what was said to be done is done, the dead can be reaped, and the next grant works."""
+    """Checks that the book is valid and has all reported writes, dead owners can be reaped, and a new grant works."""
     book = neighbour.read()
     assert "mine" in names(neighbour), f"{when}: a living neighbour lost its lease"
     assert not said or said in names(neighbour), (
@@ -141,7 +141,7 @@ def judge(neighbour: Ledger, said: str, when: str, *, may_be_rebuilt: bool) -> N
 
 
 def look_for_leftovers(neighbour: Ledger, url: str) -> None:
-    """Whoever opens a door sweeps what the dead left half made."""
+    """Checks that the next owner that opens the ledger removes unfinished files of dead processes."""
     for path in neighbour.directory.rglob("*"):
         os.utime(path, (0, 0), follow_symlinks=False)
     without(neighbour, neighbour.owner.id)

@@ -1,9 +1,8 @@
-"""A crowd at work while somebody damages its book, again and again: nobody's lease is lost, nothing is granted that is
-not there, and no kernel dies of it.
+"""A crowd at work while its book is damaged again and again. No lease is lost, no byte is granted twice, and no kernel
+fails.
 
-The vandal strikes the book: its bytes, its file, CURRENT and SQLite's journal. (With the owners' own files gone too
-there is nothing left to rebuild from; each comes back with its next write, and until then what it holds is not in the
-book.)
+The vandal damages the bytes of the book, its file, CURRENT and SQLite's journal. It does not damage the owners' own
+files: without them the book could not be rebuilt, and an owner's leases would be missing until its next write.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.stories.crowd import Report, Warden, crowd
 
 
 class Vandal(Warden):
-    """Damages the book where the warden would kill."""
+    """Damages the book, where the Warden class would kill a process."""
 
     forgives = (LedgerUnavailable,)
     damages = True
@@ -38,7 +37,7 @@ class Vandal(Warden):
     def disturb(self) -> None:
         book = self.home / files.current(self.home)
         if not book.is_file():
-            return  # it is being mended
+            return  # the book is being repaired
         fault: Callable[[Path], object] = self.dice.choice(
             [
                 self.bytes_flipped,
@@ -55,7 +54,7 @@ class Vandal(Warden):
             fault(book)
             self.struck[fault.__name__] += 1
         except OSError:
-            pass  # it was mended just then
+            pass  # the book was repaired at that moment
 
     def bytes_flipped(self, book: Path) -> None:
         size = book.stat().st_size

@@ -1,4 +1,4 @@
-"""Two real processes and one book: one sees how the other's memory is cut up, and has it defragmented."""
+"""Two real processes and one book: one process sees the other's allocator map and requests a defragmentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_runtime.facts import AllocatorMap
 from gpu_runtime.units import MIB
 from tests.stories.test_processes import DEVICES, Kernel, kernel, ledger, redis  # noqa: F401
 
-CACHE = "rt.probe.place('sim:0').allocate(64 << 20).free()"  # what code leaves behind that is done with its tensors
+CACHE = "rt.probe.place('sim:0').allocate(64 << 20).free()"  # leaves 64 MiB of cache, as freed tensors do
 ADAPTERS = "; ".join(
     f"rt.register('a{n}', backend='fake', size='3MiB'); rt.preload('a{n}')" for n in range(6)
 )
@@ -27,7 +27,7 @@ def here(ledger: str) -> Iterator[Runtime]:  # noqa: F811
 
 
 def seen(rt: Runtime, wanted: Callable[[AllocatorMap | None], bool]) -> AllocatorMap | None:
-    """The only map, once it is as wanted, or after 15 s as it is."""
+    """The only map, as soon as it is as wanted; after 15 s, the map as it is."""
     deadline = time.monotonic() + 15
     while True:
         map = next(iter(rt.allocator_maps()), None)
@@ -37,7 +37,8 @@ def seen(rt: Runtime, wanted: Callable[[AllocatorMap | None], bool]) -> Allocato
 
 
 def test_another_kernels_cache_is_seen_and_given_back(kernel, here):  # noqa: F811
-    """In a file and in Redis: its map comes by itself; the ask is answered with the bytes, and at once with a map."""
+    """In a file and in Redis. The map is published automatically; the answer has the bytes, and a new map follows at
+    once."""
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
     before = seen(here, lambda map: map is not None and map.inactive_bytes == 66 * MIB)
@@ -66,7 +67,7 @@ def test_what_a_killed_kernel_held_is_drawn_no_longer(kernel, here):  # noqa: F8
 
 
 def test_a_stopped_kernel_keeps_its_cache_and_who_asked_is_told(kernel, here):  # noqa: F811
-    """Only the owner can give it back."""
+    """Only the owner can give the cache back."""
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
     assert (

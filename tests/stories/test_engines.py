@@ -1,4 +1,4 @@
-"""Real kernels with real workers: whoever dies, and however, nothing is left running and nothing stays claimed."""
+"""Real kernels with real workers. After any of them dies, no process is left running and no memory stays claimed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytest.importorskip(
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Slow enough to be killed in the middle: some milliseconds a token."""
+    """A model that is slow enough to be killed during a generation: some milliseconds for each token."""
     return tiny_models.gguf_lm(tmp_path_factory.mktemp("gguf") / "slow.gguf", size="24 MiB")
 
 
 class Kernel:
-    """A process that has the model loaded; it does what it is told, a line at a time, and tells what came of it."""
+    """A process that has the model loaded. It runs commands line by line and prints their results."""
 
     def __init__(self, ledger: str, file: Path) -> None:
         program = textwrap.dedent(f"""
@@ -84,7 +84,7 @@ def kernel(ledger, file):
 
 
 def test_a_kernel_that_is_killed_takes_its_worker_along_and_its_lease_goes(kernel, ledger):
-    """With -9, in the middle of a generation: the socket closes, and the system signals the worker."""
+    """It is killed with -9 during a generation: the socket closes, and the system signals the worker."""
     kernel.say("phi.create_completion('hello', max_tokens=400)")
     os.kill(kernel.process.pid, signal.SIGKILL)
     assert soon(lambda: not alive(kernel.worker))
@@ -101,7 +101,7 @@ def test_a_kernel_that_ends_in_order_leaves_no_worker(kernel):
 
 
 def test_the_stop_button_ends_the_call_and_not_the_worker(kernel):
-    """Jupyter signals the whole process group; the worker is not in it. What nobody waits for is not computed."""
+    """Jupyter signals the whole process group, and the worker is not in it. The worker stops the abandoned call."""
     kernel.say("phi.create_completion('hello', max_tokens=480)")
     assert soon(lambda: psutil.Process(kernel.worker).cpu_percent(0.1) > 20)
     os.killpg(kernel.process.pid, signal.SIGINT)
@@ -111,7 +111,7 @@ def test_the_stop_button_ends_the_call_and_not_the_worker(kernel):
 
 
 def test_the_worker_outlives_the_thread_that_loaded_it(kernel):
-    """The signal at a parent's death comes when the thread ends that forked, so that must be one that stays."""
+    """The system sends the signal of a parent's death when the forking thread ends. So that thread must stay alive."""
     kernel.say("assert not loading.is_alive() and phi.create_completion('hello', max_tokens=2)")
     assert kernel.hear() == "done" and alive(kernel.worker)
 
@@ -139,7 +139,7 @@ def test_a_worker_that_kills_itself_with_others_waiting_fails_each_of_them_once(
 
 
 def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> dict[str, int]:
-    """Two users of all models, and somebody who kills their processes; how it went."""
+    """Two threads use all models while a third kills their processes. Returns the counts."""
     chance, ended, went = random.Random(seed), threading.Event(), {"answered": 0, "died": 0}
 
     def use(of: int) -> None:
@@ -175,13 +175,15 @@ def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> 
 def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_stays(
     ledger, tmp_path, kills
 ):
-    """Two models of which one fits at a time, so that drops, loads and kills meet."""
+    """Only one of the two models fits at a time, so drops, loads and kills happen at the same time."""
     me = psutil.Process()
     with Runtime(devices="sim:10MiB,host:64MiB", ledger=ledger, gpu_memory_max_percent=1.0) as rt:
         names = ["phi", "mini"]
         for name in names:
             rt.register(name, str(tiny_models.gguf_lm(tmp_path / f"{name}.gguf")))
-        _killing_at_random(rt, names, 2, seed=1)  # what is loaded once has been loaded
+        _killing_at_random(
+            rt, names, 2, seed=1
+        )  # first run: everything that is loaded once is loaded now
         before, files = me.memory_info().rss, me.num_fds()
         went = _killing_at_random(rt, names, kills, seed=2)
         assert went["answered"] >= kills

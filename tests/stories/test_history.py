@@ -1,4 +1,4 @@
-"""The history, written by the host's helper while nobody looks: beside SQLite and Redis, killed and started again."""
+"""The host's helper writes the history without a console: for SQLite and Redis, after a kill and a new start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ledger(request: Any, tmp_path: Path) -> Iterator[str]:
 
 
 class Box:
-    """A ledger with one kernel on simulated cards, whose helper need not wait for it to grow old."""
+    """A ledger with one kernel on simulated cards. Its helper starts at once, not after five seconds."""
 
     def __init__(self, ledger: str, notes: Path) -> None:
         self.ledger, self.kernel = ledger, Kernel(ledger)
@@ -40,7 +40,7 @@ class Box:
         self.directory = Path(notes.read_text())
 
     def moments(self) -> tuple[Moment, ...]:
-        """What is written of the card, with no runtime open here."""
+        """The recorded moments of the card, read without a runtime in this process."""
         return tuple(
             one
             for one in record_in(self.directory).between(0, 1e11, 10**15)
@@ -74,7 +74,7 @@ def box(ledger: str, tmp_path: Path) -> Iterator[Box]:
 
 
 def test_what_happens_is_recorded_while_nobody_looks(box):
-    """By one process for the host, which nobody asked to; and who looks later sees it, and why."""
+    """One process for the host records it without a request. A later reader sees the figures and the reasons."""
     box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
     until(lambda: box.used() == [10])
     box.kernel.tell("rt.evict('qwen')")

@@ -1,5 +1,5 @@
-"""Sixteen kernels on one book, while some are killed, stopped and restarted: nobody is ever granted what is not there,
-nobody alive loses anything, and nothing is left behind."""
+"""Sixteen kernels on one book, while some are killed, stopped and restarted. No grant exceeds the free memory, no
+living kernel loses a lease, and nothing is left at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_many_kernels_share_and_die(tmp_path):
 @pytest.mark.timeout(SOAK_SECONDS + 600)
 @pytest.mark.parametrize("seed", range(10, 14))
 def test_many_kernels_share_and_die_for_long(tmp_path, seed):
-    """The kinds of crowd differ: a few large, many small, calm and hectic."""
+    """The crowds differ: a few large kernels, many small ones, slow ones and fast ones."""
     kernels, calm = [(16, 0.04), (8, 0.02), (32, 0.06), (16, 0.3)][seed % 4]
     report = run(tmp_path, kernels=kernels, seconds=SOAK_SECONDS, seed=seed, calm=calm)
     soak.add(

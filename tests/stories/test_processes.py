@@ -1,5 +1,5 @@
-"""Real processes on one real ledger, in SQLite and in Redis: what a killed, stopped or restarted kernel leaves behind,
-and who gets it."""
+"""Real processes on one real ledger, in SQLite and in Redis: the memory of a killed, stopped or restarted kernel, and
+its next holder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICES = "sim:24GiB,host:64GiB"
 
 
 class Kernel:
-    """Another process with a runtime of its own; it does what it is told, a line at a time."""
+    """Another process with a runtime of its own. It runs commands line by line."""
 
     def __init__(self, ledger: str, devices: str = DEVICES) -> None:
         program = textwrap.dedent(f"""
@@ -103,7 +103,7 @@ def here(ledger: str) -> Iterator[Runtime]:
 
 
 def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
-    """Its leases are reaped by the next one that needs the room, on proof of its death."""
+    """The next process that needs the room reaps its leases, after its death is proved."""
     other = kernel()
     assert (
         other.tell(
@@ -164,7 +164,7 @@ def test_a_model_in_use_in_another_kernel_is_waited_for(kernel, here):
 
 
 def test_a_stopped_kernel_is_not_dead(kernel, here):
-    """It answers nothing, and keeps what it holds: only the operating system's word frees bytes."""
+    """It does not answer, and keeps its memory: bytes are freed only if the operating system confirms the death."""
     other = kernel()
     assert (
         other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")

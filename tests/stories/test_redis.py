@@ -1,4 +1,4 @@
-"""Kernels that share a Redis, and a Redis that fails them: what they hold they keep, and nothing is granted twice."""
+"""Kernels that share a Redis that fails. They keep their models, and no byte is granted twice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_flushed_redis_does_not_free_a_card_in_use(redis, other, here):
 
 
 def test_what_ends_while_redis_is_away_is_known_when_it_is_back(redis, other, here):
-    """Nothing is granted meanwhile; cells go on, and their ends are told later."""
+    """Nothing is granted while Redis is away. Cells continue, and their releases are written later."""
     assert other.tell(HOLD) == "done"
     fakes(here, llama="14GiB")
     redis.kill()
@@ -81,7 +81,7 @@ def test_a_kernel_killed_while_redis_is_away_leaves_nothing_behind(redis, other,
 
 
 def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
-    """Not at that of a poll: the doorbells are local files, with Redis too."""
+    """The speed is not that of polling, because notifications are local sockets, with Redis too."""
     assert (
         other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
         == "done"
@@ -94,7 +94,7 @@ def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
 
 
 def test_one_view_over_all_hosts(monkeypatch, ledger, here):
-    """A page for each host: this one first, the others by name, each with what is held there."""
+    """There is a page for each host: this host first, the others by name, each with its leases."""
     from gpu_runtime.rendering.render import shown
 
     fakes(here, llama="14GiB")

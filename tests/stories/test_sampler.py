@@ -1,4 +1,4 @@
-"""The host's helper process on the real binding and a driver of ours: cards that are lost, hang, or will not tell."""
+"""The host's helper process on the real binding and a driver of our own. Cards are lost, hang, or report nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_eight_kernels_that_start_at_once_elect_one(host, driver):
     ]
     try:
         assert [program.stdout.readline() for program in programs] == [f"{[0] * 8}\n"] * 8
-        until(lambda: len(host.helpers()) == 1)  # those that came too late see the lock and go
+        until(lambda: len(host.helpers()) == 1)  # later helpers see the lock and end
         assert host.helpers() == [host.figures().pid]
     finally:
         for program in programs:
@@ -67,7 +67,7 @@ def test_a_killed_helper_is_replaced_within_two_seconds(host):
     kernel = host.kernel()
     assert (
         kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None") is None
-    )  # with it the monitor starts
+    )  # this starts the monitor too
     for _ in range(3):
         before = host.figures().pid
         os.kill(before, signal.SIGKILL)
@@ -100,14 +100,14 @@ def test_a_helper_ends_when_its_directory_is_gone(host):
 
 @pytest.mark.parametrize("name", ["samples", "sampler.lock", "sampler.err"])
 def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(tmp_path, name):
-    """In a shared ledger a member could put one there."""
+    """In a shared ledger a member could put a pipe there."""
     os.mkfifo(tmp_path / name)
     sampling = Sampling(tmp_path)
     assert (sampling.figures(), sampling._holder(), sampling._last_error()) == (None, None, "")
 
 
 def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
-    """The helper hangs and is killed; the next one hangs too. All that the kernels see is that the figures age."""
+    """The helper hangs and is killed, and the next helper hangs too. Kernels only notice that the figures are old."""
     kernel = host.kernel()
     kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None")
     [helper] = host.helpers()
@@ -182,7 +182,7 @@ def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host
 def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
     driver, tmp_path, error, says
 ):
-    """With `auto`; where there is no library at all, too."""
+    """This is so with `auto`, and also if the library is missing."""
     driver.set(init=error)
     environment = {**os.environ, **driver.environment}
     if error is None:
@@ -203,7 +203,7 @@ def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
 
 
 def test_memory_of_strangers_is_measured_and_named(host, driver):
-    """Whoever never asks is shown by what the driver says; of a number that nobody knows here nothing is made up."""
+    """A process without leases is shown as the driver reports it. For an unknown pid, no user is invented."""
     driver.set(
         _0_free=50 * GIB, _0_processes=f"{os.getpid()}:{20 * GIB},4194000:{5 * GIB},4194001:na"
     )

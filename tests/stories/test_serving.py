@@ -1,4 +1,4 @@
-"""`gpu serve` as programs meet it: a real server, llama.cpp models that do not fit together, the official client."""
+"""`gpu serve` as programs use it: a real server, llama.cpp models that do not fit together, the official client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = ("writer", "editor")
 
 @pytest.fixture(scope="module")
 def kitchen(tmp_path_factory):
-    """The directory of a catalogue with two GGUF models; the card holds one of them at a time."""
+    """The directory of a catalogue with two GGUF models; the card can hold only one of them at a time."""
     place = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(MODELS):
         samples.gguf_lm(place / f"{name}.gguf", seed=seed)
@@ -94,7 +94,7 @@ def test_the_official_client_lists_asks_and_streams(served):
 
 
 def test_32_clients_and_two_models_that_do_not_fit_together(served):
-    """No call is lost and none is answered by the other model, and far fewer swaps are made than there are calls."""
+    """Every call is answered by its own model, and there are far fewer swaps than calls."""
     answers, errors = [], []
 
     def call(number: int) -> None:
@@ -158,7 +158,7 @@ def test_an_engine_killed_in_the_middle_is_one_clear_error_and_the_next_call_ans
 
 
 def test_who_hangs_up_lets_go_of_the_model(served):
-    """The other model needs its room, and has it long before those tokens would have been written."""
+    """The other model needs its room, and gets it long before the remaining tokens would have been generated."""
     stream = client(served).chat.completions.create(
         model="writer", messages=say(), max_tokens=450, stream=True
     )
@@ -199,7 +199,7 @@ def test_what_is_wrong_with_a_call_is_said_and_nothing_is_lost(served, body, sta
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits):
-    """Whoever sends it without waiting hears it too, and the connection is good for the next call."""
+    """A client that sends the body at once gets the reason too, and can use the connection for the next call."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Authorization", f"Bearer {TOKEN}")
@@ -219,7 +219,7 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
 
 
 def test_fields_of_ours_do_not_come_by_header(served):
-    """A proxy in between may add headers; a body is its writer's own."""
+    """A proxy may add headers, but the body is written by the client."""
     answer = served.get(
         "/v1/chat/completions",
         method="POST",
@@ -277,7 +277,7 @@ def test_a_job_goes_on_without_its_caller(served):
 
 
 def test_it_ends_with_all_that_it_started(kitchen, tmp_path):
-    """No worker, no lease, no port is left behind."""
+    """No worker, no lease and no port is left."""
     port = free_port()
     environment = {
         "GPU_CONSOLE_TOKEN": TOKEN,

@@ -1,4 +1,4 @@
-"""`gpu serve` while its engines are killed at random: calls are answered or told why, and nothing is left behind."""
+"""`gpu serve` while its engines are killed at random: every call gets an answer or an error, and nothing is left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, str]] = {
 }
 CALLERS = 4
 ENGINES = ("llama_cpp/worker", "llama_cpp.server", "llama-server")
-FAR_FUTURE = 300.0  # seconds in which a call must have ended, whatever befell it
+FAR_FUTURE = 300.0  # seconds after which every call must have ended
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def served(tmp_path):
 
 
 class Fire:
-    """Callers that call, and somebody who kills, until so many seconds are over."""
+    """Threads that call and a thread that kills engines, for a number of seconds."""
 
     def __init__(self, server: Served, seconds: float) -> None:
         self.server, self.until = server, time.monotonic() + seconds
@@ -88,7 +88,7 @@ class Fire:
         chance = random.Random(seed)
         with client(
             self.server
-        ) as talk:  # whose connection would else be counted among the server's files
+        ) as talk:  # a connection that stays open would be counted as a file of the server
             while time.monotonic() < self.until:
                 model = chance.choice(list(MODELS))
                 try:
@@ -102,13 +102,13 @@ class Fire:
                         500,
                         502,
                         503,
-                    ):  # None: it broke off in the middle, and said so
+                    ):  # None: the stream broke off and ended with an error
                         self.unexpected.append(error)
                     self.ended["told why"] += 1
                     if status == 503:
                         time.sleep(
                             0.2
-                        )  # a breaker is open; whoever is turned away at once would spin
+                        )  # a breaker is open; without a pause this loop would only get refusals
                 except Exception as error:  # noqa: BLE001 - looked at by the test
                     self.unexpected.append(error)
 
@@ -131,7 +131,7 @@ class Fire:
             self.ended["answered"] += 1
 
     def _kill(self) -> None:
-        """Never twice without an answer in between: else every breaker opens, and nobody calls engines any more."""
+        """Kills an engine, but only after an answer since the last kill. Otherwise every breaker would be open."""
         chance, answered = random.Random(7), -1
         while time.monotonic() < self.until:
             time.sleep(chance.uniform(0.1, 1.0))
@@ -143,7 +143,7 @@ class Fire:
                 self.kills += 1
                 try:
                     os.kill(victim.pid, signal.SIGKILL)
-                except ProcessLookupError:  # it ended by itself meanwhile
+                except ProcessLookupError:  # the process ended by itself meanwhile
                     self.kills -= 1
 
 
@@ -177,7 +177,7 @@ def told(server: Served, path: str, method: str = "GET") -> object:
 
 
 def put_away(server: Served) -> None:
-    """All models leave, and what they left behind is looked for."""
+    """Evicts all models, and checks that they leave nothing."""
     deadline = time.monotonic() + 60
     while told(server, "/memory/models"):
         told(server, "/memory/evict/llm", "POST")
@@ -188,7 +188,7 @@ def put_away(server: Served) -> None:
 
 
 def holdings(server: Served) -> dict[str, int]:
-    """What the server itself holds of the system's things, with no model about."""
+    """The server's own files, threads, processes and memory, while no model is loaded."""
     process = psutil.Process(server.process.pid)
     family = [process, *process.children(recursive=True)]
     return {
@@ -205,13 +205,13 @@ def holdings(server: Served) -> dict[str, int]:
 
 
 def opened(server: Served) -> list[str]:
-    """What the server's file descriptors are."""
+    """The files behind the server's file descriptors."""
     here = Path(f"/proc/{server.process.pid}/fd")
     return sorted(os.readlink(fd) for fd in here.iterdir() if fd.is_symlink())
 
 
 def under_fire(server: Served, seconds: float, warm_seconds: float, growth_mib: int) -> Fire:
-    """What held before holds afterwards. The first seconds are not compared: caches fill and threads start then."""
+    """Compares the server's resources before and after, without the first seconds, in which threads start."""
     Fire(server, warm_seconds).run()
     put_away(server)
     before = holdings(server)
@@ -235,20 +235,20 @@ def under_fire(server: Served, seconds: float, warm_seconds: float, growth_mib: 
 
 
 def test_engines_are_killed_while_clients_call(served):
-    """Every lease comes back, no process is orphaned, no port, file or thread leaked."""
+    """Every lease is returned, no process is orphaned, and no port, file or thread is leaked."""
     under_fire(served, seconds=12, warm_seconds=6, growth_mib=30)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_engines_are_killed_for_minutes(served):
-    """The same for so long that a leak of a few KiB a call would show."""
+    """As the test before, for so long that a leak of a few KiB for each call would be visible."""
     fire = under_fire(served, seconds=300, warm_seconds=60, growth_mib=30)
     soak.add(engines_killed_under_calls=fire.kills, calls_under_fire=sum(fire.ended.values()))
 
 
 def test_the_server_is_killed_and_its_engines_end_with_it(served):
-    """kill -9 of the server itself: no engine outlives it, and the next server begins with an empty card."""
+    """After kill -9 of the server itself, its engines end too, and the next server begins with an empty card."""
     talk = client(served)
     for model in ("writer", "reader"):
         talk.chat.completions.create(

@@ -1,4 +1,4 @@
-"""A process that is stopped while somebody asks something of it."""
+"""A process that is stopped while another process sends it a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.stories.test_processes import DEVICES, Kernel
 
 
 def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
-    """It lives and keeps its memory; what was asked is done when it runs again."""
+    """The process lives and keeps its memory. It carries out the request when it runs again."""
     kernel = Kernel(f"sqlite://{tmp_path}/ledger")
     try:
         kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")

@@ -1,6 +1,6 @@
-"""The stop button at random instructions of everything that a notebook does, on a real ledger: nothing is left behind.
+"""The stop button interrupts a notebook's actions at random instructions, on a real ledger. Nothing is leaked.
 
-The storm runs in a process of its own, since a thread of another test could not be told from what it leaked.
+The storm runs in a process of its own. Otherwise threads of other tests would look like leaked threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELD = {"here": 9, "there": 9, "small": 3}  # GiB; the first two do not fit besi
 
 
 def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
-    """So many interrupts; how often each deed was done meanwhile. Raises AssertionError for whatever is left."""
+    """Sends `wanted` interrupts, and returns how often each action was done. Raises AssertionError for every leak."""
     dice = random.Random(seed)
     rt = Runtime(
         devices="sim:16GiB,host:16GiB",
@@ -59,7 +59,7 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
             )
             until = (
                 time.monotonic() + 0.05
-            )  # an interrupt may be lost: in a destructor the interpreter passes over it
+            )  # an interrupt can be lost, because the interpreter ignores it in a destructor
             while time.monotonic() < until:
                 deeds[name]()
                 done[name] += 1
@@ -67,11 +67,11 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
             last = error  # noqa: F841 - kept, frames and all, as a notebook keeps its last error
             done["interrupts"] += 1
         except StillInUse:
-            assert name == "evict"  # met what an interrupted use had set going
+            assert name == "evict"  # the eviction met a step that an interrupted use had started
         finally:
             calm(done)
         if name == "pin":
-            rt.unpin("small")  # what the user did stays done
+            rt.unpin("small")  # an interrupted `pin` may have been done, and stays done
         if done["interrupts"] % 250 == 0:
             done["looks"] += 1
             look_for_leaks(rt)
@@ -109,8 +109,8 @@ def leased(rt: Runtime) -> None:
 
 
 def look_for_leaks(rt: Runtime) -> None:
-    """Once moves that were under way have ended and the monitor has published: nothing pinned, leased or asked, and
-    the book says of each model what is so."""
+    """Checks, after all moves have ended and the monitor has published, that nothing is pinned, leased or requested,
+    and that the book shows the real place of each model."""
     keeper = rt._session
     until = time.monotonic() + 20
     while why := leaks(rt):

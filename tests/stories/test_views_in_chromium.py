@@ -64,7 +64,7 @@ def browser():
 
 @contextmanager
 def page_at(browser, url, tab="Now", **context):
-    """A page with this tab in front; at its end there was no error and no foreign request."""
+    """A page with this tab in front. At its end, it checks that there was no error and no request to other hosts."""
     made = browser.new_context(viewport={"width": 1280, "height": 900}, **context)
     page, complaints = made.new_page(), []
     page.on(
@@ -176,7 +176,9 @@ def test_a_plan_is_shown_and_drawn(browser, url):
         page.keyboard.press("Enter")
         page.get_by_text("gemma fits once 1 other is evicted").wait_for(timeout=30_000)
         page.get_by_text("Would be evicted").wait_for()
-        page.locator("canvas").nth(3).wait_for()  # two devices change: each now, and as it would be
+        page.locator("canvas").nth(
+            3
+        ).wait_for()  # two devices change, and each has two bars: now and after
         page.get_by_label("or a size, such as 14 GiB").fill("14 Gob")
         page.keyboard.press("Enter")
         page.get_by_text("'14 Gob' is not a size").wait_for()

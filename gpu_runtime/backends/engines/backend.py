@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...devices.probe import Probe
 from ...devices.process_memory import Block
-from ...errors import CannotGovern, LoadFailed, NotResident
+from ...errors import CannotGovern, EngineDied, LoadFailed, NotResident
 from ...facts import Evidence, ModelSpec, Share, Shares, where
 from ..base import Progress
+from ..fault_texts import Kind
 from ..processes.visible_devices import card_environment
 from .ports import ports
 from .recipe import LaunchOrder
@@ -51,7 +52,7 @@ class Served:
     @property
     def base_url(self) -> str:
         """The prefix of /chat/completions. Raises NotResident, EngineDied."""
-        return self._running_server().base_url
+        return self._listening_server().base_url
 
     @property
     def model(self) -> str:
@@ -62,7 +63,7 @@ class Served:
     @property
     def headers(self) -> dict[str, str]:
         """The headers that a request must carry. Raises NotResident, EngineDied."""
-        return self._running_server().headers
+        return self._listening_server().headers
 
     @property
     def api_key(self) -> str:
@@ -87,6 +88,29 @@ class Served:
     def health(self) -> bool:
         """Whether the server answers its health check now."""
         return self._server is not None and self._server.healthy()
+
+    def listens(self) -> bool:
+        """Whether the port of `base_url` reaches the server's own processes now."""
+        return self._server is not None and self._server.listens()
+
+    def _listening_server(self) -> Server:
+        """The server, if its port reaches its own processes. Raises NotResident, EngineDied.
+
+        Otherwise a process of another user could get the key.
+        """
+        server = self._running_server()
+        if server.listens():
+            return server
+        why = "no process of the server listens on its port"
+        raise EngineDied(
+            f"the server of {self.name} cannot be reached: {why}.\n  Its log:  {server.log}",
+            name=self.name,
+            pid=next(iter(server.pids), None),
+            status=None,
+            kind=Kind.CRASH.value,
+            why=why,
+            log=str(server.log),
+        )
 
     def _running_server(self) -> Server:
         """The server, after a restart in progress has ended. Raises NotResident, EngineDied."""

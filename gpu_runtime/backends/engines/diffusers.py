@@ -20,7 +20,8 @@ from .recipe import (
     placed_as_ordered,
 )
 
-HEALTH = "/health"
+HEALTH, READY = "/health", (200,)
+INHERITS_SOCKET = True
 BASE = "/v1"
 LAYOUT = "balanced"
 KEYED = True
@@ -69,7 +70,7 @@ def model(order: LaunchOrder) -> str:
 def command(order: LaunchOrder) -> Command:
     """The command that starts our own server program for `order`."""
     options = order.spec.options
-    words = ["--model", order.source, "--name", order.spec.name, "--port", str(order.port)]
+    words = ["--model", order.source, "--name", order.spec.name, "--socket", str(order.socket_fd)]
     words += ["--device", "cpu" if order.simulated else "cuda"]
     words += ["--dtype", str(options.get("dtype", "auto"))]
     if len(order.shares) > 1 and not order.simulated:

@@ -1,7 +1,7 @@
 """The HTTP server of one diffusers pipeline: OpenAI's images API, and `/generate` for other parameters.
 
-It runs as a program of its own, started by the recipe `diffusers.py`. It listens on 127.0.0.1 only and
-rejects requests without the key.
+It runs as a program of its own, started by the recipe `diffusers.py`. It listens on a socket that it inherits,
+bound to 127.0.0.1, and rejects requests without the key.
 """
 
 # No `from __future__ import annotations` here: FastAPI evaluates the annotations, and they name what
@@ -12,6 +12,7 @@ import hmac
 import inspect
 import io
 import os
+import socket
 import threading
 import time
 from typing import Annotated, Any
@@ -195,19 +196,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="diffusers_app")
     parser.add_argument("--model", required=True)
     parser.add_argument("--name", required=True)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--socket", type=int, required=True)  # the descriptor of a bound socket
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--balanced", action="store_true")
     given = parser.parse_args()
     pipeline = load(given.model, given.device, given.dtype, given.balanced)
     pipeline.set_progress_bar_config(disable=True)
-    uvicorn.run(
-        app(pipeline, given.name, os.environ["GPU_ENGINE_KEY"]),
-        host="127.0.0.1",
-        port=given.port,
-        log_level="warning",
-    )
+    application = app(pipeline, given.name, os.environ["GPU_ENGINE_KEY"])
+    server = uvicorn.Server(uvicorn.Config(application, log_level="warning"))
+    server.run(sockets=[socket.socket(fileno=given.socket)])
 
 
 if __name__ == "__main__":

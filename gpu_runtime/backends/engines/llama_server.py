@@ -31,7 +31,10 @@ from .recipe import (
     placed_as_ordered,
 )
 
-HEALTH = "/v1/models"  # both servers answer it, and only once the model is loaded
+# llama-server answers 503 while it loads. llama-cpp-python's server listens only once the model is loaded, and
+# has no such path.
+HEALTH, READY = "/health", (200, 404)
+INHERITS_SOCKET = False
 BASE = "/v1"
 LAYOUT = "proportional"
 KEYED = True

@@ -23,7 +23,8 @@ from .recipe import (
     path_or_name,
 )
 
-HEALTH = "/api/version"
+HEALTH, READY = "/api/version", (200,)
+INHERITS_SOCKET = False
 BASE = "/v1"
 LAYOUT = "proportional"
 KEYED = False

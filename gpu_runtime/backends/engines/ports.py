@@ -1,33 +1,56 @@
 """Ports for engine servers: each server claims one from a range, and no claim outlives its server.
 
-A port is claimed by a socket in Linux's abstract namespace. The kernel lets only one process hold a name,
-in the same network namespace in which ports are counted, and frees it when the last holder is gone. The
-engine's guard inherits the socket, so the claim lasts as long as the engine.
+A claim is a lock on a file in a directory that only this user can enter, so no other user can hold it. The
+engine's guard inherits the open file, so the lock lasts as long as the engine. Engines of two users may
+choose the same port at the same moment. Then one of them cannot listen there, and gets the next port.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import socket
+from pathlib import Path
+from typing import IO
 
 from ...errors import BadSetting, LoadFailed
-
-_NAME = "\0gpu-console-port-{}"
+from ...ledgers.location import local_state
+from ...private_paths import weak_step
 
 
 class Port:
     """A claimed port."""
 
-    def __init__(self, number: int, claim: socket.socket) -> None:
-        """The port `number`, held by the socket `claim`."""
+    def __init__(self, number: int, claim: IO[bytes]) -> None:
+        """The port `number`, held by the lock on the file `claim`."""
         self.number, self._claim = number, claim
+        self._bound: socket.socket | None = None
 
     def fileno(self) -> int:
         """The file descriptor of the claim, for a child process to inherit."""
         return self._claim.fileno()
 
+    def bind(self) -> int:
+        """The descriptor of a socket bound to the port, for an engine that can listen on one it inherits.
+
+        From now on no other process can listen there. Raises OSError if one already does.
+        """
+        # Without SO_REUSEADDR: with it on both sides, another process could bind the port too and
+        # listen first.
+        self._bound = socket.socket()
+        self._bound.bind(("127.0.0.1", self.number))
+        return self._bound.fileno()
+
+    def release_socket(self) -> None:
+        """Closes this process's copy of the bound socket, once the engine has inherited it."""
+        if self._bound is not None:
+            self._bound.close()
+            self._bound = None
+
     def close(self) -> None:
         """Gives up this process's claim. A child that inherited it still holds the port."""
+        self.release_socket()
         self._claim.close()
 
 
@@ -47,22 +70,20 @@ def ports(text: str) -> range:
 
 
 def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
-    """The first port `among` these that no engine has claimed and no process listens on.
+    """The first port `among` these that no engine of this user has claimed and no process listens on.
 
-    Ports in `but` are skipped. Raises LoadFailed for the model `name` if no port is left.
+    Ports in `but` are skipped. Raises LoadFailed for the model `name` if no port is left, or if other users
+    can change the directory of the claims.
     """
+    directory = _claims_directory(name)
     for number in among:
         if number in but:
             continue
-        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            held.bind(_NAME.format(number))
-            if not _listened_on(number):
-                return Port(number, held)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                held.close()
-                raise
+        held = _lock(directory / f"{number}.lock")
+        if held is None:
+            continue
+        if not _listened_on(number):
+            return Port(number, held)
         held.close()
     raise LoadFailed(
         f"{name} cannot be started: all ports from {among.start} to {among.stop - 1} are taken.\n"
@@ -72,6 +93,36 @@ def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
     )
 
 
+def _claims_directory(name: str) -> Path:
+    """The directory of the claims, made with mode 0700. Raises LoadFailed for the model `name`."""
+    directory = local_state() / "ports"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        weak = weak_step(directory)
+    except OSError as error:
+        weak = f"{directory} cannot be made ({error.strerror})"
+    if weak:
+        raise LoadFailed(
+            f"{name} cannot be started: ports are claimed in {directory}, and {weak}.\n"
+            f"  Name another directory:  XDG_STATE_HOME=DIR",
+            name=name,
+            source="",
+        )
+    return directory
+
+
+def _lock(path: Path) -> IO[bytes] | None:
+    """The file `path`, locked; None if another process holds the lock."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = open(os.open(path, flags, 0o600), "r+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
 def _listened_on(number: int) -> bool:
     """Whether a process that makes no claims already uses the port."""
     with socket.socket() as trial:
@@ -79,6 +130,8 @@ def _listened_on(number: int) -> bool:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("127.0.0.1", number))
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
             return True
     return False

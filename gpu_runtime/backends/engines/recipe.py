@@ -8,7 +8,7 @@ what all engines have in common (ports, health, restarts, logs, the end).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -34,6 +34,8 @@ class LaunchOrder(NamedTuple):
     # Requests must carry this key. It is passed in the environment: every user can read command lines.
     key: str
     config: Mapping[str, Any] = {}  # the model's config, as far as its source shows it
+    # The descriptor of a socket that is bound to the port, if the recipe's engine can listen on one.
+    socket_fd: int = -1
 
 
 class Command(NamedTuple):
@@ -46,7 +48,9 @@ class Command(NamedTuple):
 class Recipe(Protocol):
     """What an engine's module defines. This protocol is documentation; modules are not instances."""
 
-    HEALTH: str  # the path that answers 200 once the server is ready
+    HEALTH: str  # a path that needs no key; its status shows whether the server is ready
+    READY: Collection[int]  # the statuses with which it answers once the server is ready
+    INHERITS_SOCKET: bool  # whether the server can listen on a socket that it inherits
     BASE: str  # the prefix of /chat/completions
     LAYOUT: str  # the default layout; "balanced" for tensor parallelism
     KEYED: bool  # whether the server rejects requests without the key

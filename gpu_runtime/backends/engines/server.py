@@ -9,14 +9,13 @@ same cards, at most three times; then its model is lost. How each engine is star
 from __future__ import annotations
 
 import enum
+import http.client
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from ..fault_texts import Kind, last_line, recognise
 from ..processes import orphan_guard
 from ..processes.orphan_guard import descendants
 from ..processes.processes import Child, in_words, new_log, python_file
+from .listeners import Listener, listeners, of_another_user, socket_inodes
 from .ports import Port, claim
 from .recipe import LaunchOrder, Recipe, SendRequest
 
@@ -38,7 +38,6 @@ STOP_SECONDS = 5.0  # for an orderly end
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
 LOAD_ANSWER_SECONDS = 3600.0  # for a request whose answer means that a model was loaded
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxy settings
 
 
 class ServerState(enum.StrEnum):
@@ -91,6 +90,7 @@ class Server:
         self._child: Child | None = None
         self._line: socket.socket | None = None  # its guard ends the server when this closes
         self._port: Port | None = None
+        self._known_listeners: frozenset[Listener] = frozenset()  # sockets of its own processes
         self._wanted = True  # False: it was ended on purpose
         self._on_loss: Callable[[str, str], None] | None = None
         self._loss_reported = False
@@ -115,7 +115,7 @@ class Server:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that a request must carry."""
+        """The headers that a request must carry. Send them only while `listens` is true."""
         if self.order is None or not self.recipe.KEYED:
             return {}
         return {"Authorization": f"Bearer {self.order.key}"}
@@ -129,8 +129,19 @@ class Server:
         """Whether it is ready and answers its health check now."""
         if self.state is not ServerState.READY:
             return False
-        status, _ = self._sender(ANSWER_SECONDS)("GET", self.recipe.HEALTH, None)
-        return status == 200
+        return self._answers_health_check()
+
+    def listens(self) -> bool:
+        """Whether its port reaches its own processes, and no process that took the port from it."""
+        if self.order is None or self.state in (ServerState.IDLE, ServerState.STOPPING):
+            return False
+        found = listeners(self.order.port)
+        if not found <= self._known_listeners:
+            own = socket_inodes(self.pids)
+            if not all(listener.inode in own for listener in found):
+                return False
+            self._known_listeners = found
+        return bool(found)
 
     def launch_order(self) -> LaunchOrder:
         """The order of the latest start. Only for a server that was started."""
@@ -176,9 +187,13 @@ class Server:
                 return
             except BaseException as error:
                 output = self._child.tail().lower() if self._child else ""
+                port_taken = (
+                    of_another_user(port.number) is not None
+                    or "address already in use" in output
+                    or "errno 98" in output
+                )
                 self._stop()
                 tried.add(port.number)
-                port_taken = "address already in use" in output or "errno 98" in output
                 if not port_taken or len(tried) >= MOST_PORTS or not isinstance(error, LoadFailed):
                     raise
 
@@ -187,7 +202,12 @@ class Server:
         with self._lock:
             self._enter(ServerState.LOADING)
             self._port = port
+            self._known_listeners = frozenset()
             self.order = self._order_for(port.number, secrets.token_urlsafe(16))
+            fds = [port.fileno()]
+            if self.recipe.INHERITS_SOCKET:
+                self.order = self.order._replace(socket_fd=port.bind())
+                fds.append(self.order.socket_fd)
             command = self.recipe.command(self.order)
             self._line, guard_end = socket.socketpair()
             with guard_end:
@@ -197,17 +217,20 @@ class Server:
                     [*guard, *arguments, *command.words],
                     log=self.log,
                     env={**self._env, **command.environment},
-                    fds=(guard_end.fileno(), port.fileno()),
+                    fds=(guard_end.fileno(), *fds),
                 )
+            port.release_socket()
 
     def _wait_until_ready(self) -> None:
         """Polls the health check, then prepares the model. Raises the error of a failed load."""
         assert self._child is not None
         until = self._clock() + self._start_seconds
-        send = self._sender(ANSWER_SECONDS)
-        while send("GET", self.recipe.HEALTH, None)[0] != 200:
+        while not self._answers_health_check():
             if not self._wanted or self._child.ended:
                 raise self._load_error(in_words(self._child.end()))
+            other = of_another_user(self.launch_order().port)
+            if other is not None:
+                raise self._load_error(f"a process of uid {other} listens on its port")
             if self._clock() >= until:
                 raise self._load_error(f"it did not answer within {self._start_seconds:g} s")
             self._sleep(POLL_SECONDS)
@@ -314,23 +337,31 @@ class Server:
             self._loss_reported = True
         self._on_loss(self.error.facts["kind"], str(self.error).splitlines()[0])
 
+    def _answers_health_check(self) -> bool:
+        return self._sender(ANSWER_SECONDS)("GET", self.recipe.HEALTH, None)[0] in self.recipe.READY
+
     def _sender(self, seconds: float) -> SendRequest:
-        """A function that sends one request to the current port, with a time-out of `seconds`."""
+        """A function that sends one request to the current port, with a time-out of `seconds`.
+
+        It sends nothing to a process that is not the server's own, and the key to none: no recipe needs it.
+        """
         order = self.launch_order()
-        headers = {"Content-Type": "application/json", **self.headers}
 
         def send(method: str, path: str, body: Any) -> tuple[int, Any]:
-            data = None if body is None else json.dumps(body).encode()
-            url = f"http://127.0.0.1:{order.port}{path}"
-            request = urllib.request.Request(url, data, headers, method=method)
+            connection = http.client.HTTPConnection("127.0.0.1", order.port, timeout=seconds)
+            data = None if body is None else json.dumps(body)
             try:
-                with _direct.open(request, timeout=seconds) as answer:
-                    return answer.status, _json_or_text(answer.read())
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code, _json_or_text(error.read())
-            except (OSError, ValueError):  # no server there yet, or its answer is not HTTP
-                return 0, None
+                # The listener is checked after the connection exists: it could change before.
+                connection.connect()
+                if not self.listens():
+                    return 0, None
+                connection.request(method, path, data, {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                return answer.status, _json_or_text(answer.read())
+            except (OSError, ValueError, http.client.HTTPException):
+                return 0, None  # no server there yet, or its answer is not HTTP
+            finally:
+                connection.close()
 
         return send
 

@@ -21,7 +21,8 @@ from .recipe import (
     placed_as_ordered,
 )
 
-HEALTH = "/health"
+HEALTH, READY = "/health", (200,)
+INHERITS_SOCKET = False
 BASE = "/v1"
 LAYOUT = "balanced"  # tensor parallelism: equal parts
 KEYED = True

@@ -106,6 +106,18 @@ class RedisBook(BookStore):
             time.sleep(min(closed.seconds, 0.1))
             raise LostRace from None
 
+    def look(self) -> Page:
+        """The current page, as BookStore.
+
+        It may have to take back an unfinished write. While grants are closed it sleeps and raises
+        LostRace.
+        """
+        try:
+            return super().look()
+        except GrantsClosed as closed:
+            time.sleep(min(closed.seconds, 0.1))
+            raise LostRace from None
+
     def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
         """Makes the page again, unless another process has done so.
 

@@ -7,6 +7,7 @@
         owners/ID             each owner's lock and roster (liveness.py)
         owners/ID.bell        its doorbell (notify.py)
         owners/ID.map         its allocator maps (allocator_files.py)
+        owners/ID.names       the models that it can load (name_files.py)
         rebuild.lock          held by the process that makes a new book
         newest                the newest revision that any process has written (revision_hint.py)
         turn, turn.pipe       the queue of writers (writer_queue.py)
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import re
 import secrets
@@ -28,7 +30,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 from ...errors import LedgerUnavailable
 from ..access import access_to, outsider
@@ -202,16 +203,28 @@ def set_aside(directory: Path, name: str) -> Path | None:
 # Locks
 
 
-def rebuild_lock(directory: Path) -> IO[bytes]:
+def rebuild_lock(directory: Path) -> io.FileIO:
     """The file in `directory` whose lock is the right to make a new book; opened, not yet locked.
 
     Use it as `with rebuild_lock(directory) as file: take(file, …)`. Then closing the file is what
     releases the lock, and no KeyboardInterrupt can separate the two.
     """
-    return open(directory / "rebuild.lock", "ab", opener=_private)
+    return _Lock(_private(f"{directory}/rebuild.lock", os.O_RDWR | os.O_CREAT), "a")
 
 
-def take(file: IO[bytes], patience_seconds: float) -> None:
+class _Lock(io.FileIO):
+    """A file whose lock ends when it is closed, also if a child was forked while it was open.
+
+    The lock belongs to the open file, which the child shares as long as it lives.
+    """
+
+    def close(self) -> None:
+        if not self.closed:
+            fcntl.flock(self, fcntl.LOCK_UN)
+        super().close()
+
+
+def take(file: io.FileIO, patience_seconds: float) -> None:
     """Locks `file`.
 
     Raises LedgerUnavailable if another process holds it for longer than `patience_seconds`.
@@ -306,7 +319,7 @@ def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
 
 def _remove_owner(path: Path) -> None:
     try:
-        for suffix in ("bell", "map"):  # before the lock file, whose name leads to them
+        for suffix in ("bell", "map", "names"):  # before the lock file, whose name leads to them
             path.with_name(f"{path.name}.{suffix}").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     except PermissionError:

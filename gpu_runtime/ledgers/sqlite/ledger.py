@@ -13,7 +13,7 @@ from pathlib import Path
 from ...errors import LedgerUnavailable
 from ..common import SharedLedger
 from ..liveness import OwnerFile, boot_id, describe_self
-from . import files
+from . import after_fork, files
 from .page import SqliteBook
 
 
@@ -32,6 +32,7 @@ class SqliteLedger(SharedLedger):
 
         A read or write fails after `patience_seconds`. Raises LedgerUnavailable.
         """
+        after_fork.require_usable(f"sqlite://{directory}")
         super().__init__(
             f"sqlite://{directory}",
             Path(directory) / boot_id(),

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from ... import forks
 from ...errors import LedgerNewer
 from ...facts import SCHEMA, Book, decode_book
 from ..book_parts import part_of
@@ -73,6 +74,7 @@ class SqliteBook(BookStore):
     ) -> None:
         """`directory`, `boot`, `owner_file` and `moved` as in BookStore."""
         super().__init__(directory, boot, owner_file, moved)
+        forks.awaited(self._lock)
         self._hint = RevisionHint(directory)
 
     @property

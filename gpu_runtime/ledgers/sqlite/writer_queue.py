@@ -60,7 +60,8 @@ class WriterQueue:
         self._pipe = os.open(directory / PIPE, flags)
         # No `close`: a thread may have the turn while another closes the ledger, and the
         # descriptors' numbers may belong to other files by then.
-        weakref.finalize(self, _close, self._lock, self._pipe).atexit = False
+        self._closing = weakref.finalize(self, _close, self._lock, self._pipe)
+        self._closing.atexit = False
         self._stalled = b"-"  # the count at which a process had the turn and did not end it
 
     def try_enter(self) -> bool:
@@ -125,6 +126,10 @@ class WriterQueue:
             return
         with contextlib.suppress(BlockingIOError):  # full: nobody has waited for a long time
             os.write(self._pipe, b"!")
+
+    def close_here(self) -> None:
+        """Closes the descriptors: a forked child must not keep the turn when its parent is killed."""
+        self._closing()
 
     def _turns_ended(self) -> bytes:
         """A value that changes whenever a turn ends."""

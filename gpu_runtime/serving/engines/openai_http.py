@@ -28,10 +28,15 @@ POLL_SECONDS = 0.05
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
 
 
-def open_client() -> httpx.AsyncClient:
-    """The HTTP client for engines and clouds. It follows no redirect, so a key is sent to its own address only."""
+def open_client(*, proxies: bool) -> httpx.AsyncClient:
+    """The HTTP client for engines, or with the `proxies` that the environment names for clouds.
+
+    It follows no redirect, so a key is sent to its own address only.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-    return httpx.AsyncClient(timeout=TIMEOUT, limits=limits, follow_redirects=False, trust_env=True)
+    return httpx.AsyncClient(
+        timeout=TIMEOUT, limits=limits, follow_redirects=False, trust_env=proxies
+    )
 
 
 class HttpAdapter:
@@ -84,7 +89,19 @@ class HttpAdapter:
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)
         url = handle.base_url.rstrip("/") + PATHS[kind]
-        return self._http.build_request("POST", url, json=fields, headers=handle.headers)
+        request = self._http.build_request("POST", url, json=fields, headers=handle.headers)
+        if hasattr(handle, "listens"):
+            request.extensions = {**request.extensions, "trace": self._check_listener}
+        return request
+
+    async def _check_listener(self, event: str, info: dict[str, Any]) -> None:
+        """Called by the HTTP client at each step: ends a new connection that does not reach the engine.
+
+        Nothing was sent on it yet. A process of another user may listen on the port of an engine that ended.
+        """
+        if event == "connection.connect_tcp.complete" and not self._handle.listens():
+            await info["return_value"].aclose()
+            raise self._failed("no process of the engine listens on its port")
 
     def _prompt_fields(
         self, body: dict[str, Any], think: bool | None, spec: ModelSpec

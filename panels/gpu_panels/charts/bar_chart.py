@@ -1,7 +1,7 @@
 """A device's bar: a Bokeh figure that is made once, and whose sources are updated.
 
-What is in a bar is decided in `data/bars.py`. Names are cut to the available width in the browser,
-which alone knows that width.
+`data/bars.py` computes the contents of a bar. The browser cuts names to the available width, because
+only the browser knows that width.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class BarChart:
         self.figure = self._figure()
 
     def _figure(self) -> Any:
-        # Built by hand: `bokeh.plotting.figure` makes 22 more models, and their number decides how
-        # long opening the page and sending each of its messages takes.
+        # `bokeh.plotting.figure` would make 22 more models. The number of models determines how long
+        # it takes to open the page and to send each message.
         plot = Plot(
             height=HEIGHT,
             sizing_mode="stretch_width",

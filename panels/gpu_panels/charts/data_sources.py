@@ -1,4 +1,4 @@
-"""Updating the data of a chart with as few values as possible."""
+"""Updates the data of a chart, and sends as few values as possible."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def bring(source: Any, columns: Columns, keep: tuple[str, ...] = ()) -> bool:
 
 
 def _copied(columns: Columns) -> Columns:
-    """Copies for this source alone.
+    """Copies of the columns for one source.
 
-    A patch changes lists in place, and other sessions may share the given ones.
+    A patch changes lists in place, and other sessions may use the same lists.
     """
     return {name: list(column) for name, column in columns.items()}

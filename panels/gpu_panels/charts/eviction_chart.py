@@ -1,6 +1,6 @@
 """Evictions and restores over time: a Bokeh figure, made once, whose sources are updated.
 
-What is shown is decided in `data/evictions.py`.
+`data/evictions.py` computes its data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EvictionChart:
         self.spent = ColumnDataSource({"x": [], "y": []})
         self.time, self.height, self.seconds = Range1d(0, 1), Range1d(0, 4), Range1d(0, 1)
         self._interval = SingleIntervalTicker(interval=1, num_minor_ticks=0)
-        self._timed: list[Any] = []  # what is visible only where seconds were measured
+        self._timed: list[Any] = []  # renderers that are visible only if seconds were measured
         self.figure = self._figure()
 
     def _figure(self) -> Any:

@@ -1,6 +1,6 @@
 """The history of one device: a Bokeh figure that is made once, and whose sources are updated.
 
-What is shown is decided in `data/history.py`. The browser shows times in the viewer's time zone.
+`data/history.py` computes its data. The browser shows times in the viewer's time zone.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ MARK_TOOLTIP = """<div style="max-width:380px;font-size:12px;line-height:1.45"><
 class HistoryChart:
     """One device's history: `show` updates it, `figure` is the Bokeh model.
 
-    As long as the viewer has not zoomed, the window moves on with the time; `follow` is whether it
-    does.
+    While the viewer has not zoomed, the window moves with the time. `follow` is True then.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ class HistoryChart:
 
     @property
     def follow(self) -> bool:
-        """Whether the whole window is shown: the viewer has not zoomed in."""
+        """Whether the whole window is shown, because the viewer has not zoomed in."""
         return (self.time.start, self.time.end) == self._window
 
     def _figure(self) -> Any:

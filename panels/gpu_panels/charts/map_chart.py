@@ -1,7 +1,6 @@
 """An allocator's map: a Bokeh figure that is made once, and whose sources are updated.
 
-What is drawn where is decided in `gpu_runtime.rendering.allocator_map`, which notebooks and
-terminals use too.
+`gpu_runtime.rendering.allocator_map` computes the positions; notebooks and terminals use it too.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from .data_sources import bring
 PIECE_COLUMNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "what", "tooltip")
 EDGE_COLUMNS = ("left", "right", "bottom", "top")
 HATCHES = {STUCK: "/", RELEASED: "."}
-ROW_PIXELS, REST_PIXELS = 24, 48  # height of a row with the gap to the next; of the axis
-_GAP = 0.12  # between two rows, in parts of a row
+ROW_PIXELS, REST_PIXELS = 24, 48  # height of a row with its gap; height of the axis
+_GAP = 0.12  # between two rows, as a fraction of a row
 _ACROSS = [0, 0.25, 0.5, 0.75, 1]  # the ticks of a row
 
 # Shown when the mouse points at a piece. Bokeh escapes the values that it inserts.
@@ -38,7 +37,7 @@ TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45;white-s
 
 
 def piece_columns(picture: Picture) -> Columns:
-    """A rectangle for each piece of `picture`: across in parts of a row, down in rows."""
+    """A rectangle for each piece of `picture`. x is a fraction of a row; y is in rows."""
     rows = []
     for piece in picture.pieces:
         colour = COLOURS[piece.kind]

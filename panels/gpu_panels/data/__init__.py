@@ -1,4 +1,5 @@
-"""Pure: a Snapshot, events or maps in; table rows, chart columns and sentences out.
+"""Computes the contents of the console: table rows, chart columns and sentences.
 
-Panel and Bokeh are not imported here: `tabs/`, `charts/` and `widgets/` show what is computed here.
+Pure: the inputs are a Snapshot, events or maps. Panel and Bokeh are not imported here; `tabs/`,
+`charts/` and `widgets/` show the results.
 """

@@ -1,6 +1,6 @@
 """A device's bar as the columns of a figure: positions on its axis, colours and hatches.
 
-Pure. What is in the bar is decided in `bars.py`.
+Pure. `bars.py` computes the contents of the bar.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STRETCH_COLUMNS = (
 MARK_COLUMNS = ("x", "dash", "width", "kind", "tooltip")
 REGION_COLUMNS = ("left", "right", "alpha", "hatch", "tooltip")
 
-# How stretches that are no settled lease are drawn.
+# The look of stretches that are not a settled lease.
 _HATCHES = {
     "arriving": "/",
     "leaving": "\\",
@@ -52,12 +52,12 @@ _REGIONS = {"budget": (0.16, PLAIN), "beyond": (0.05, PLAIN), "reserve": (0.0, "
 
 
 class BarColumns(NamedTuple):
-    """All that a figure needs to show a bar."""
+    """The data of a figure that shows a bar."""
 
     stretches: Columns
     marks: Columns
     regions: Columns
-    length: float  # of the axis, in `unit`
+    length: float  # length of the axis, in `unit`
     unit: str  # GiB or MiB
 
 
@@ -77,7 +77,7 @@ def bar_columns(bar: DeviceBar, styles: Mapping[str, LeaseStyle], dark: bool = F
 
 
 def unit_of(total_bytes: int) -> tuple[int, str]:
-    """The unit of an axis for `total_bytes`: GiB, or MiB where a GiB would be too coarse."""
+    """The unit of an axis for `total_bytes`: GiB, or MiB if a GiB is too coarse."""
     return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
 
 
@@ -102,7 +102,7 @@ def stretch_columns(
 
 
 def _drawn(stretch: Stretch, style: LeaseStyle, page_ink: str) -> tuple[Any, ...]:
-    """The columns of a stretch after its two ends."""
+    """The columns of a stretch, without its two ends."""
     is_translucent = stretch.kind in _ALPHAS
     return (
         style.colour,
@@ -111,7 +111,7 @@ def _drawn(stretch: Stretch, style: LeaseStyle, page_ink: str) -> tuple[Any, ...
         page_ink if is_translucent else style.ink,
         stretch.title,
         stretch.notebook,
-        "",  # the browser fills in the text that fits
+        "",  # the browser fills in as much of the name as fits
         stretch.tooltip,
         stretch.bytes,
         stretch.kind,

@@ -1,8 +1,8 @@
-"""How full each device is and which process holds what, as stacked bars.
+"""The content of each device as a stacked bar: which process holds how many bytes.
 
-Pure. Positions and tooltips are decided here; `bar_columns.py` and `charts/bar_chart.py` draw them.
-The stretches of a bar are the book's claims to the byte, followed by measured memory that is
-outside all leases.
+Pure. This module computes positions and tooltips; `bar_columns.py` and `charts/bar_chart.py` draw
+them. The stretches of a bar are the claims in the book, exact to the byte. Measured memory outside
+all leases follows them.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from .names import notebook_name, process_name
 from .row_parts import lasting
 
 ENDED = "ended, not yet freed"
-MOST_STRETCHES = 14  # leases in one bar; smaller ones are gathered into one stretch
-LEAST_PART = 0.012  # of a bar: a thinner lease is gathered with the other thin ones
-MOST_NAMED = 6  # names in one tooltip; the rest is counted
+MOST_STRETCHES = 14  # leases in one bar; smaller leases share one stretch
+LEAST_PART = 0.012  # fraction of a bar; all leases thinner than this share one stretch
+MOST_NAMED = 6  # names in one tooltip; the others are counted
 
 
 class Stretch(NamedTuple):
     """A part of a bar."""
 
-    title: str  # qwen
+    title: str  # such as `qwen`
     bytes: int
     kind: (
         str  # settled, arriving, leaving, others; residue, ended, strangers are outside all leases
     )
-    tooltip: str = ""  # lines about it
-    notebook: str = ""  # train.ipynb
-    label: str = ""  # of a lease: the key of its style
+    tooltip: str = ""  # lines that describe the stretch
+    notebook: str = ""  # such as `train.ipynb`
+    label: str = ""  # the key of the lease's style; empty for memory without a lease
 
 
 class Mark(NamedTuple):
@@ -85,12 +85,12 @@ class DeviceBar(NamedTuple):
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes that the full length stands for: the device, or more in an overdraft."""
+        """The bytes of the bar's full length: those of the device, or more in an overdraft."""
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
     @property
     def description(self) -> str:
-        """The bar in words, for screen readers."""
+        """A description of the bar for screen readers."""
         parts = []
         for stretch in self.stretches:
             holder = f" of {stretch.notebook}" if stretch.notebook else ""
@@ -139,9 +139,9 @@ def marks(snapshot: Snapshot, view: DeviceView) -> tuple[Mark, ...]:
 
 
 def regions(snapshot: Snapshot, view: DeviceView, used: int) -> tuple[Region, ...]:
-    """What follows the `used` bytes in the bar of `view`.
+    """The empty regions after the `used` bytes in the bar of `view`.
 
-    That is memory that may be leased, memory beyond the budget, and the reserve of `snapshot`.
+    They are memory that may be leased, memory beyond the budget, and the reserve of `snapshot`.
     """
     total = view.device.total_bytes
     limit = min(view.limit_bytes, total)
@@ -184,7 +184,7 @@ def _stretches(snapshot: Snapshot, view: DeviceView) -> Iterator[Stretch]:
 
 
 def _lease_stretches(snapshot: Snapshot, device: str) -> list[Stretch]:
-    """What each lease has on a device and what is arriving there, the largest first."""
+    """A stretch for each lease on a device, also for arriving leases; the largest first."""
     found = []
     for section in snapshot.sections.values():
         for lease in section.leases:
@@ -238,14 +238,15 @@ def lease_tooltip(
 def _purpose(lease: Lease) -> str:
     if lease.kind == "block":
         return "memory for a block of code"
-    name = importance_name(lease.importance)  # a number without a name is `importance 7` already
+    name = importance_name(lease.importance)  # `importance 7` for a number without a name
     return name if name.startswith("importance") else f"importance {name}"
 
 
 def _use(lease: Lease, now: float, notebook: str) -> str:
     """How a lease is used.
 
-    Durations move in steps of five seconds, so that a bar of idle models is not sent each second.
+    Durations change in steps of five seconds, so that a bar of idle models is not sent every
+    second.
     """
     state = lease_state(lease, now)
     text = state.text(lasting, least_seconds=5.0)
@@ -256,10 +257,10 @@ def _use(lease: Lease, now: float, notebook: str) -> str:
 
 
 def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
-    """The stretches of `leases`; those too thin to be told apart as one, `12 others`.
+    """The stretches of `leases`; leases that are too thin share one stretch, `12 others`.
 
-    `leases` come sorted, the largest first; `scale` is the bytes of the whole bar. A single thin
-    lease is left as it is: gathering one gains nothing.
+    `leases` are sorted, the largest first; `scale` is the bytes of the whole bar. A single thin
+    lease keeps its own stretch.
     """
     thin = {
         n
@@ -277,7 +278,7 @@ def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
 
 
 def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
-    """What processes hold on a device beyond their leases; None where it is nothing."""
+    """The stretch of bytes that processes hold beyond their leases; None if there are none."""
     held = sorted(
         (
             (section.residue.get(view.device.id, 0), process_name(section))
@@ -307,7 +308,7 @@ def _strangers_tooltip(snapshot: Snapshot, view: DeviceView, size: int) -> str:
 
 
 def _first(lines: Sequence[str]) -> list[str]:
-    """At most MOST_NAMED of `lines`, and how many more there are."""
+    """The first MOST_NAMED of `lines`, and a line with the number of the others."""
     more = len(lines) - MOST_NAMED
     counted = [f"and {more} more"] if more > 0 else []
     return [*lines[:MOST_NAMED], *counted]

@@ -16,20 +16,20 @@ class Cell(NamedTuple):
     """One cell. Its text is data: the browser shows it and never parses it as HTML."""
 
     text: str
-    value: float | None = None  # sort key; None: sorted by the text
+    value: float | None = None  # sort key; None: the cell is sorted by its text
     hint: str = ""  # shown on hover
-    # strong, soft or alarm; prose (wrapped) or short (wrapped early); time (value is epoch seconds)
+    # One of: strong, soft, alarm, prose (wrapped), short (wrapped early), time (epoch seconds).
     kind: str = ""
-    colour: str = ""  # of a swatch before the text
-    texture: str = ""  # of that swatch, one of palette.TEXTURES
+    colour: str = ""  # colour of a square before the text; empty: no square
+    texture: str = ""  # texture of that square, one of palette.TEXTURES
 
 
 class Button(NamedTuple):
-    """An action that a row offers."""
+    """A button in a row."""
 
     verb: str
     label: str
-    why_not: str = ""  # why it cannot be pressed now; empty: it can
+    why_not: str = ""  # why the button cannot be pressed now; empty if it can
 
 
 class Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""Columns: the data of a chart, as Bokeh's sources take it."""
+"""Columns: the data of a chart in the form of Bokeh's data sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Columns = dict[str, list[Any]]  # name -> one value for each row
 
 
 def as_columns(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Columns:
-    """The `rows`, each as long as `names`, as a list of values for each name.
+    """The `rows` as columns: name -> list of values. Each row is as long as `names`.
 
     >>> as_columns(("x", "y"), [(1, 2), (3, 4)])
     {'x': [1, 3], 'y': [2, 4]}

@@ -1,7 +1,7 @@
-"""The question before an action, and the check that nothing has changed since. Pure.
+"""The question before an action, and the check that nothing has changed since the click. Pure.
 
-A click becomes a Proposal at once; it names one lease of one owner. After the confirmation
-`changed` compares it with a new snapshot: where something is different, nothing is done.
+A click becomes a Proposal at once; it names one lease of one owner. After the confirmation,
+`changed` compares the proposal with a new snapshot. If they differ, the action is not carried out.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Proposal(NamedTuple):
     target: str  # owner id / model name, as in the book; the name is empty for defrag
     where: str = ""  # where the model was at the click
     bytes: int = 0
-    pid: int = 0  # of the process; 0: none had published the model
+    pid: int = 0  # pid of the process; 0 if no process had published the model
 
     @property
     def owner(self) -> str:
-        """The id of the process that is asked."""
+        """The id of the process that gets the request."""
         return self.target.partition("/")[0]
 
     @property
@@ -46,7 +46,7 @@ class Proposal(NamedTuple):
 
     @property
     def subject(self) -> LeaseId | str:
-        """The model for the runtime's verbs: exactly this lease, or a name that no process has."""
+        """The argument for the runtime's methods: this lease, or a name if no process has the model."""
         return LeaseId(self.owner, self.name) if self.owner else self.name
 
 
@@ -153,7 +153,7 @@ def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
 
 
 def _after_eviction(lease: Lease | None) -> str:
-    """Where the model goes, and how it returns; empty where the lease is gone."""
+    """Where the model goes after its eviction, and how it returns; empty if the lease is gone."""
     if lease is None:
         return ""
     seconds = lease.restore_seconds or lease.reload_seconds
@@ -167,9 +167,9 @@ def _after_eviction(lease: Lease | None) -> str:
 
 
 def changed(proposal: Proposal, snapshot: Snapshot) -> str:
-    """What is different in `snapshot` since the click, in a sentence.
+    """A sentence that says what has changed in `snapshot` since the click.
 
-    The text is empty where the `proposal` may be carried out.
+    It is empty if the `proposal` may be carried out.
     """
     difference = _difference(proposal, snapshot)
     return f"{difference} {NOTHING_DONE}" if difference else ""
@@ -186,7 +186,7 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     lease = section.lease(proposal.name)
     if lease is None:
         is_still_loadable = (
-            proposal.name in section.names
+            proposal.name in snapshot.names.get(proposal.owner, ())
             and proposal.where == "disk"
             and proposal.verb in ("preload", "pin", "unpin")
         )
@@ -196,7 +196,7 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
 
 
 def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
-    """What is different about the lease itself; empty where nothing is."""
+    """A sentence that says what has changed about the lease; empty if nothing has."""
     name, verb = clean(proposal.name), proposal.verb
     if verb == "evict" and lease.pins:
         return f"{name} is in use now, by {process}."
@@ -215,6 +215,6 @@ def _lease(proposal: Proposal, snapshot: Snapshot) -> Lease | None:
 
 
 def _process(proposal: Proposal, snapshot: Snapshot) -> str:
-    """The holder, the same for every reader: a visitor can be another user than the server's."""
+    """The holder's name. "This process" is not used, since a visitor is not in the server's process."""
     section = snapshot.sections.get(proposal.owner)
     return process_name(section) if section else "no process yet"

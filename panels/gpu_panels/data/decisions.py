@@ -28,7 +28,7 @@ COLUMNS = (
 def rows(events: Iterable[Event], snapshot: Snapshot, verdict: str = ALL) -> tuple[Row, ...]:
     """A row for each decision among `events`, in their order.
 
-    `verdict` is one of VERDICTS and selects these alone; ALL selects every decision.
+    `verdict` is one of VERDICTS, to select only these decisions, or ALL.
     """
     return tuple(
         _row(event, snapshot)

@@ -1,4 +1,4 @@
-"""What the page says about a device beside its bar: free memory, use, measurements, notices."""
+"""The texts beside a device's bar: free memory, use, measurements, notices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_runtime.units import show_bytes, show_seconds
 
 
 def room_words(view: DeviceView) -> str:
-    """How much can still be leased on the device of `view`, in a few words."""
+    """A short text on the bytes that can still be leased on the device of `view`."""
     if view.room_bytes is None:
         return f"free memory unknown: {view.blind}" if view.blind else "free memory unknown"
     if view.room_bytes < 0:
@@ -17,7 +17,7 @@ def room_words(view: DeviceView) -> str:
 
 
 def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """What an operator needs to know about the device of `view`, the most important first.
+    """Facts about the device of `view` for an operator, the most important first.
 
     `snapshot` gives the leases on it.
     """
@@ -56,12 +56,12 @@ def _is_evictable(lease: Lease) -> bool:
 
 
 def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """What is unusual about the device of `view` in `snapshot`, each in a few words."""
+    """Short texts on everything that is unusual about the device of `view` in `snapshot`."""
     found = []
     if view.drained is not None:
         since = show_seconds(max(0.0, snapshot.wall - view.drained.wall))
         found.append(f"drained by {clean(view.drained.by)} {since} ago: it takes no new leases")
-    # Where every device is simulated, the status bar says it once for all of them.
+    # If every device is simulated, the status bar shows that once for all of them.
     if view.device.simulated and not snapshot.simulated:
         found.append("simulated")
     return found

@@ -1,6 +1,6 @@
-"""What left a device and why: filtered, counted, over time, and as a CSV file.
+"""Evictions and their reasons: filtered, counted, over time, and as a CSV file.
 
-Pure: events in; rows, columns or text out. `tabs/evictions.py` shows them.
+Pure: events go in; rows, columns or text come out. `tabs/evictions.py` shows them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ACTIONS = {  # choice of the filter -> actions of the events
 _SHOWN = {action for actions in ACTIONS.values() for action in actions}
 WINDOWS = {"15 min": 900.0, "2 h": 7200.0, "24 h": 86400.0, "7 days": 604800.0}
 ANY = "any reason"
-MOST = 500  # rows that are shown, the newest; the file has them all
+MOST = 500  # the number of newest rows that are shown; the CSV file has all rows
 BINS = 48
 MARKS = {"offloaded": "▼ ", "unloaded": "⊠ ", "restored": "▲ ", "loaded": "● "}
 COLUMNS = (
@@ -50,9 +50,9 @@ COLUMNS = (
 
 
 class Filter(NamedTuple):
-    """Which events are shown."""
+    """The choice of events that are shown."""
 
-    model: str = ""  # a part of its name
+    model: str = ""  # a part of the model's name
     action: str = "evictions"  # one of ACTIONS
     reason: str = ANY
     since: float = 0.0  # epoch seconds
@@ -61,14 +61,14 @@ class Filter(NamedTuple):
 def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
     """All events once, the newest first: `past` from the journal, `recent` from the snapshot.
 
-    They may overlap.
+    `past` and `recent` may have events in common.
     """
     known = {(event.wall, event.seq): event for event in (*recent, *past)}
     return tuple(sorted(known.values(), key=lambda event: (event.wall, event.seq), reverse=True))
 
 
 def matching(events: Iterable[Event], wanted: Filter) -> tuple[Event, ...]:
-    """Those of `events` that the filter `wanted` lets through, in their order."""
+    """The `events` that match the filter `wanted`, in their order."""
     actions = ACTIONS[wanted.action]
     part = wanted.model.strip().lower()
     return tuple(
@@ -152,7 +152,7 @@ STYLES = {  # action -> colour, hatch
     "unloaded": ("#d55e00", "x"),
     "restored": ("#009e73", "/"),
 }
-_BAR_WIDTH = 0.42  # in parts of a bin
+_BAR_WIDTH = 0.42  # as a fraction of a bin
 _EVICTIONS_AT, _RESTORES_AT = 0.08, 0.5  # the left edges of the two bars of a bin
 
 
@@ -164,7 +164,7 @@ class EvictionBins(NamedTuple):
     offloaded: tuple[int, ...]
     unloaded: tuple[int, ...]
     restored: tuple[int, ...]
-    seconds: tuple[float, ...]  # spent on loading and restoring
+    seconds: tuple[float, ...]  # time spent on loading and restoring, for each bin
     timed: bool  # whether any of these seconds were measured
 
 
@@ -204,7 +204,7 @@ def binned(events: Iterable[Event], start: float, end: float) -> EvictionBins:
 
 
 def eviction_columns(bins: EvictionBins) -> Columns:
-    """The bars of the chart: in each of `bins` evictions as a stack, and restores beside it.
+    """The bars of the chart: for each of `bins`, a stack of evictions and a bar of restores.
 
     Times are in ms.
     """
@@ -263,7 +263,7 @@ CSV_HEADER = (
 def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
     """The `events` as CSV, with times in UTC and the process names of `snapshot`.
 
-    No cell can be a formula, whatever a model is called.
+    No cell is a formula, even if a model's name looks like one.
     """
     out = io.StringIO()
     writer = csv.writer(out)
@@ -288,7 +288,7 @@ def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
 
 
 def safe(text: str) -> str:
-    """The text, with an apostrophe before anything that a spreadsheet would run.
+    """The text, after an apostrophe if a spreadsheet would run it as a formula.
 
     Source: OWASP, CSV injection.
 

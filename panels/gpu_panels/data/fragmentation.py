@@ -1,7 +1,7 @@
-"""The tab Fragmentation: what each process's allocator holds on each card and cannot use. Pure.
+"""The tab Fragmentation: bytes that a process's allocator holds on a card and cannot use. Pure.
 
-Allocator maps and a Snapshot in; table rows and a report out. `gpu_runtime.rendering.allocator_map`
-computes the picture of one map.
+Allocator maps and a Snapshot go in; table rows and a report come out.
+`gpu_runtime.rendering.allocator_map` computes the picture of one map.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ EMPTY = (
 
 
 class ProcessMemory(NamedTuple):
-    """One process's memory on one card; `map` is None where the process publishes none."""
+    """One process's memory on one card; `map` is None if the process publishes no map."""
 
-    owner: str  # id
+    owner: str  # the owner's id
     device: str
     map: AllocatorMap | None
     fits_bytes: int | None  # the largest request that fits now
 
     @property
     def id(self) -> str:
-        """The id of its row."""
+        """The id of the table row of this process and card."""
         return f"{self.owner}/{self.device}"
 
     @property
     def inactive_bytes(self) -> int:
-        """Reserved bytes that are not in use; 0 where they are unknown."""
+        """Reserved bytes that are not in use; 0 if they are unknown."""
         return (self.map.inactive_bytes or 0) if self.map else 0
 
 
 def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
-    """Every process of `snapshot` with memory on a card, the most inactive bytes first.
+    """Every process of `snapshot` with memory on a card; most inactive bytes first.
 
-    Processes without one of the `maps` are last.
+    Processes without a map in `maps` are last.
     """
     cards: dict[str, DeviceView] = {
         view.device.id: view for view in snapshot.devices if not view.device.is_host
@@ -100,8 +100,8 @@ def rows(
 ) -> tuple[Row, ...]:
     """A row for each of `memories`, with a button to draw it.
 
-    If the visitor `may_act`, there is also one to defragment it.
-    `chosen` is the id of the row whose map is drawn.
+    If the visitor `may_act`, there is also a button to defragment the process. `chosen` is the id of
+    the row whose map is drawn.
     """
     return tuple(
         Row(memory.id, _cells(memory, snapshot), _buttons(memory, snapshot, may_act, chosen))
@@ -154,7 +154,7 @@ def _buttons(
 
 
 def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
-    """The text above the map of `memory`, as HTML: its process in `snapshot`, and what it shows."""
+    """The text above the map of `memory` as HTML: its process in `snapshot`, and the verdict."""
     section = snapshot.sections.get(memory.owner)
     process = (section.owner if section else snapshot.owner).label
     title = f'<div class="title">{esc(f"{clean(process)} on {memory.device}")}</div>'
@@ -175,12 +175,12 @@ def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
 
 
 class FetchedMaps:
-    """The maps that were fetched last, with everything computed from them once for all sessions."""
+    """The maps that were fetched last, and their rows and pictures, computed once for all sessions."""
 
     def __init__(self, maps: tuple[AllocatorMap, ...] = ()) -> None:
         self.maps = maps
         self._pictures: dict[tuple[str, str], allocator_map.Picture] = {}
-        self._snapshot: Snapshot | None = None  # the one that the two below were computed for
+        self._snapshot: Snapshot | None = None  # the snapshot of the next two attributes
         self._memories: tuple[ProcessMemory, ...] = ()
         self._rows: dict[tuple[bool, str], str] = {}
 
@@ -200,7 +200,7 @@ class FetchedMaps:
         return self._rows[key]
 
     def picture(self, map: AllocatorMap) -> allocator_map.Picture:
-        """The picture of `map`, one of the maps."""
+        """The picture of `map`, which is one of the fetched maps."""
         key = map.owner, map.device
         if key not in self._pictures:
             self._pictures[key] = allocator_map.picture(map)

@@ -1,8 +1,7 @@
-"""How a device was used over time: recorded moments and events as the columns of a chart.
+"""The use of a device over time: recorded moments and events as the columns of a chart.
 
-Pure; `charts/history_chart.py` draws it. Memory is held in steps, so what a lease held for a while
-is one rectangle, however many moments show it. An hour without a change costs no more than a
-second.
+Pure; `charts/history_chart.py` draws the chart. While a lease's bytes do not change, one rectangle
+shows them, however many moments there are. So an hour without a change costs no more than a second.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from .names import notebook_name
 
 WINDOWS = {"15 min": 900.0, "2 h": 7200.0, "24 h": 86400.0}
 POINTS = 600  # moments of each device that are requested
-MOST_LEASES = 12  # drawn apart in one chart; those that held least over time are gathered
+MOST_LEASES = 12  # leases with an area of their own in the chart; the smallest share one area
 OTHERS, UNLEASED = "others", "not leased"
 MARKED = {"offloaded": "inverted_triangle", "unloaded": "square_x"}  # the evictions
-MOST_MARKS = 240  # over the width of the chart; events closer together share one mark
-MARK_HEIGHT, TOP = 1.06, 1.12  # of the marks and of the axis, in parts of the device's total
-MOST_NAMED = 3  # events in one mark's tooltip; the rest is counted
+MOST_MARKS = 240  # marks over the width of the chart; events closer together share one mark
+MARK_HEIGHT, TOP = 1.06, 1.12  # height of marks and of the axis; 1 is the device's total
+MOST_NAMED = 3  # events in one mark's tooltip; the others are counted
 
 
 class HeldInterval(NamedTuple):
-    """What one lease held without a change: its times, and its two heights in the stack."""
+    """An interval in which a lease's bytes do not change, with its two heights in the stack."""
 
-    label: str  # of the lease; or OTHERS, UNLEASED
+    label: str  # label of the lease; or OTHERS, UNLEASED
     start: float  # epoch seconds
     end: float
     low: int
@@ -61,12 +60,12 @@ class DeviceHistory(NamedTuple):
     device: str
     start: float
     end: float
-    total_bytes: int  # 0: nothing is known of this device
+    total_bytes: int  # 0 if nothing is known about this device
     intervals: tuple[HeldInterval, ...]
     bands: tuple[Band, ...]
-    limits: tuple[tuple[float, int], ...]  # the budget, each with the time from which it holds
-    events: tuple[Event, ...]  # those that are marked
-    labels: tuple[str, ...]  # of the leases drawn apart, from the bottom up
+    limits: tuple[tuple[float, int], ...]  # (start time, budget in bytes)
+    events: tuple[Event, ...]  # the events that have a mark
+    labels: tuple[str, ...]  # leases with an area of their own, from the bottom up
 
 
 def device_history(
@@ -74,7 +73,7 @@ def device_history(
 ) -> DeviceHistory:
     """The history of `device` between the epoch seconds `start` and `end`.
 
-    `moments` and `events` may be of any device and time; others are left out.
+    `moments` and `events` of other devices and times are left out.
     """
     of_device = [moment for moment in moments if moment.device == device and moment.wall <= end]
     of_device.sort(key=lambda moment: moment.wall)
@@ -102,7 +101,7 @@ Span = tuple[Moment, float]  # a moment, and the time until which it holds
 
 
 def _spans(moments: Sequence[Moment], end: float) -> list[Span]:
-    """Each moment with its end: the next moment, or the usual step where the record has a gap."""
+    """Each moment with its end: the next moment; before a gap in the record, the usual step."""
     steps = [later.wall - moment.wall for moment, later in zip(moments, moments[1:], strict=False)]
     usual = median(steps) if steps else 0.0
     longest = max(10 * usual, 60.0)  # a longer step is a gap: nothing was sampled
@@ -118,7 +117,7 @@ def _spans(moments: Sequence[Moment], end: float) -> list[Span]:
 
 
 def ranked(spans: Iterable[Span]) -> tuple[str, ...]:
-    """The labels of the leases that are drawn apart; the one that held most in `spans` first."""
+    """The labels of the leases with an area of their own; the largest holder in `spans` first."""
     held: Counter[str] = Counter()
     for moment, end in spans:
         seconds = max(end - moment.wall, 0.001)
@@ -142,7 +141,7 @@ def stacked(moment: Moment, labels: Sequence[str]) -> list[tuple[str, int]]:
 
 def _intervals(spans: Iterable[Span], labels: Sequence[str]) -> list[HeldInterval]:
     done: list[HeldInterval] = []
-    current: dict[str, HeldInterval] = {}  # those that the last span may extend
+    current: dict[str, HeldInterval] = {}  # intervals that the next span may extend
     for moment, end in spans:
         extended: dict[str, HeldInterval] = {}
         low = 0
@@ -199,7 +198,7 @@ def _devices(event: Event) -> set[str]:
 def lease_titles(labels: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
     """The title of each of `labels`: `qwen · train.ipynb`.
 
-    If its process is not in the `snapshot`, that is `qwen · pid 4121`.
+    If the process is not in the `snapshot`, the title is `qwen · pid 4121`.
     """
     notebooks = {
         label_of(section.owner.id, ""): notebook_name(section)
@@ -215,7 +214,7 @@ def _title(label: str, notebooks: Mapping[str, str]) -> str:
 
 
 def empty_note(history: DeviceHistory) -> str:
-    """The sentence for a `history` without anything to draw; empty where there is something."""
+    """The sentence for an empty `history`; "" if there is something to draw."""
     if history.intervals:
         return ""
     if history.total_bytes:
@@ -236,7 +235,7 @@ _UNOWNED = {OTHERS: (UNOWNED, 0.75, PLAIN), UNLEASED: (UNOWNED, 0.3, "x")}  # co
 
 
 class HistoryColumns(NamedTuple):
-    """All that a figure needs to show a device's history.
+    """The data of a figure that shows a device's history.
 
     Times are in ms, heights in the unit of the axis.
     """
@@ -312,7 +311,7 @@ def limit_columns(history: DeviceHistory) -> Columns:
 def mark_columns(history: DeviceHistory) -> Columns:
     """One mark for each event of `history`, in a row above the device's top.
 
-    Events that are too close together share one.
+    Events that are too close together share one mark.
     """
     step = max((history.end - history.start) / MOST_MARKS, 1e-3)
     near: dict[tuple[int, str], list[Event]] = {}
@@ -329,7 +328,7 @@ def mark_columns(history: DeviceHistory) -> Columns:
 
 
 def _mark_words(action: str, events: Sequence[Event]) -> tuple[str, str]:
-    """Title and tooltip of a mark for one event or several."""
+    """Title and tooltip of a mark for one or more events."""
     first = events[0]
     if len(events) == 1:
         return f"{clean(first.model)} {action}", clean(event_sentence(first))

@@ -38,9 +38,9 @@ LEASES = (
 def leases(
     snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle] | None = None
 ) -> tuple[Row, ...]:
-    """Every share of every lease in `snapshot`, residue, and processes without a lease.
+    """A row for each share of each lease in `snapshot`, for residue, and for unleased memory.
 
-    `styles` has the swatch of each lease by its label.
+    `styles` has the style of each lease by its label.
     """
     silent_since = {one.owner.id: one.since for one in reversed(snapshot.unanswered)}
     rows: list[Row] = []
@@ -105,7 +105,7 @@ def _share_rows(
 
 
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:
-    """What a process holds on each device beyond its leases."""
+    """A row for each device on which the process holds bytes beyond its leases."""
     for device, size in section.residue.items():
         if size:
             cells = (
@@ -131,7 +131,7 @@ def _stranger_row(stranger: Stranger) -> Row:
 
 
 def _unknown_stranger_rows(snapshot: Snapshot) -> Iterator[Row]:
-    """Unleased memory in use on devices for which no process is known to hold it."""
+    """A row for each device with unleased memory in use whose process is not known."""
     known = {stranger.device for stranger in snapshot.strangers}
     for view in snapshot.devices:
         if view.device.is_host or view.device.id in known:
@@ -155,7 +155,7 @@ def _unleased_cells(device: str, size: int | None) -> tuple[Cell, ...]:
 
 
 def kernel_cell(section: Section, now: float, silent_since: float | None = None) -> Cell:
-    """`busy 3 min`, `idle 12 min`, `no answer, 40 s`, or `–` for a process that is no kernel.
+    """`busy 3 min`, `idle 12 min`, `no answer, 40 s`; `–` for a process that is not a kernel.
 
     `now` and `silent_since` are by the snapshot's clock; `silent_since` is None for a process that
     answers.

@@ -35,7 +35,7 @@ MODELS = (
     Column("Owner", hint="The process that holds it"),
 )
 
-# The groups of the table, in their order; within each the rows are sorted by name.
+# The groups of the table, in their order. The rows of a group are sorted by name.
 ON_DEVICE, ON_HOST, NOT_LOADED, IN_CATALOGUE = range(4)
 SortKey = tuple[int, list[tuple[int, int, str]]]
 
@@ -47,16 +47,17 @@ def models(
 ) -> tuple[Row, ...]:
     """A row for every model in `snapshot` or `catalogue`; models on devices first, then by name.
 
-    `styles` has the swatch of each lease by its label.
+    `styles` has the style of each lease by its label.
     """
     found: list[tuple[SortKey, Row]] = []
     known: set[str] = set()
     for section in snapshot.sections.values():
         found += _of_process(section, snapshot, styles or {})
         known.update(lease.name for lease in section.leases)
-        known.update(section.names)
+    for names in snapshot.names.values():
+        known.update(names)
     me = snapshot.owner
-    if me.id not in snapshot.sections:  # this process has published nothing yet
+    if me.id not in snapshot.sections:  # this process has not published its models yet
         for spec in snapshot.specs:
             if spec.name not in known:
                 row = _unloaded_row(spec, f"{me.id}/{spec.name}", THIS_PROCESS, "registered")
@@ -73,13 +74,13 @@ def models(
 def _of_process(
     section: Section, snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle]
 ) -> Iterator[tuple[SortKey, Row]]:
-    """The models that one process holds, and those it could load."""
+    """The models that one process holds, and the models that it could load."""
     held = {lease.name for lease in section.leases}
     for lease in section.leases:
         if lease.kind == "model":
             group = ON_HOST if lease.on_host else ON_DEVICE
             yield (group, natural(lease.name)), _held_row(lease, section.owner, snapshot, styles)
-    for name in section.names:
+    for name in snapshot.names.get(section.owner.id, ()):
         if name not in held:
             yield (NOT_LOADED, natural(name)), _loadable_row(name, section.owner, snapshot)
 
@@ -105,7 +106,7 @@ def _held_row(
 
 
 def _buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
-    """The buttons of a lease, each with the reason where it cannot be pressed now."""
+    """The buttons of a lease. A button that cannot be pressed now has the reason."""
     pin = Button("unpin", "Unpin") if lease.keep else Button("pin", "Pin")
     if lease.on_host:
         return Button("restore", "Restore", _moving(lease)), pin
@@ -129,7 +130,7 @@ def _why_not_evict(lease: Lease, owner: Owner) -> str:
 def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
     """A model that `owner` has registered and not loaded.
 
-    Its details are known only for this process.
+    Details of the model are known only if `owner` is this process.
     """
     is_mine = owner == snapshot.owner
     spec = next((spec for spec in snapshot.specs if is_mine and spec.name == name), None)
@@ -148,7 +149,7 @@ def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
 
 
 def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
-    """A model of the catalogue, or one registered here that is not published yet."""
+    """A model of the catalogue, or a model that is registered here and not published yet."""
     why_not = "" if spec.enabled else "Its catalogue entry has enabled: false"
     cells = (
         Cell(clean(spec.name), hint=clean(spec.source)),

@@ -19,7 +19,7 @@ from .row_parts import (
     waited_cell,
 )
 
-ASLEEP_SECONDS = 2.0  # a request that was not refreshed for longer is overtaken
+ASLEEP_SECONDS = 2.0  # other requests overtake one that was not refreshed for longer than this
 
 QUEUE = (
     Column("#", True, "Place in the queue"),

@@ -1,7 +1,7 @@
 """Cells that several tables share: a process, a lease's place and state, sizes, durations.
 
-Durations move in steps of five seconds, so a table of idle models changes twelve times a minute and
-not sixty times.
+Durations change in steps of five seconds, so a table of idle models changes twelve times a minute
+and not sixty times.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NO_ANSWER = (
 
 
 def place(lease: Lease) -> str:
-    """Where `lease` is: its cards, such as `GPU: 0`, else `host`."""
+    """The place of `lease`: its cards, such as `GPU: 0`; without cards, `host`."""
     return cards_label(lease.shares or lease.target, lease.backend) or lease.where
 
 
 def state_cell(lease: Lease, now: float) -> Cell:
-    """The state of `lease`, without how long it has been idle: the column Idle has that.
+    """The state of `lease`, without its idle time, which has a column of its own.
 
     `now` is by the snapshot's clock.
     """
@@ -77,7 +77,7 @@ def stepped(seconds: float) -> float:
 
 
 def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The file name of the `owner`'s notebook, with its path on hover; or that it has none.
+    """The file name of the `owner`'s notebook, with its path on hover; or `no notebook`.
 
     `snapshot` was read by this process.
     """
@@ -88,7 +88,7 @@ def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The process `owner` by its label; with its user, if that is not the user of `snapshot`."""
+    """The label of the process `owner`; with its user, if `snapshot` is another user's."""
     hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
     return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
 
@@ -114,7 +114,7 @@ def importance_cell(importance: int) -> Cell:
 
 
 def bytes_cell(size: int | None, otherwise: Cell) -> Cell:
-    """A `size` in bytes; the cell `otherwise` where it is None."""
+    """A `size` in bytes; the cell `otherwise` if `size` is None."""
     return otherwise if size is None else Cell(show_bytes(size), size)
 
 

@@ -1,4 +1,4 @@
-"""The tab What if: the snapshot after a plan's steps, and the plan in words as HTML. Pure."""
+"""The tab What if: the snapshot after a plan's steps, and a description of the plan. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .names import process_name
 
 
 class PlanAnswer(NamedTuple):
-    """A plan, or the error why there is none."""
+    """A plan, or the error because of which there is none."""
 
     plan: Plan | None = None
     error: str = ""
@@ -43,9 +43,9 @@ def model_choices(snapshot: Snapshot) -> list[str]:
     listed once for each of them: `qwen@4121`.
     """
     pids: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
-    for section in snapshot.sections.values():
+    for id, section in snapshot.sections.items():
         held = [lease.name for lease in section.leases if lease.kind == "model"]
-        for name in (*section.names, *held):
+        for name in (*snapshot.names.get(id, ()), *held):
             pids.setdefault(name, set()).add(section.owner.pid)
     choices = []
     for name, owners in pids.items():
@@ -59,7 +59,7 @@ def model_choices(snapshot: Snapshot) -> list[str]:
 def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
     """The `snapshot` as if the `steps` had been done.
 
-    What they load or move to a device is shown as arriving.
+    Models that the steps load or move to a device are shown as arriving.
     """
     sections = dict(snapshot.sections)
     for step in steps:
@@ -77,7 +77,7 @@ def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
 
 
 def _after_step(lease: Lease, step: Step) -> Lease | None:
-    """The lease after one step; None where it is unloaded."""
+    """The lease after one step; None if the step unloads it."""
     if isinstance(step, Drop):
         return None
     is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
@@ -141,7 +141,7 @@ def _eviction_words(snapshot: Snapshot, step: Move | Drop, is_asked: bool) -> st
 
 
 def _return_words(lease: Lease | None, step: Move | Drop) -> str:
-    """How long the model takes to return; empty where that is unknown or takes no time."""
+    """The end of a sentence: how long the model takes to return; empty if it is unknown or 0."""
     if lease is None:
         return ""
     is_move = isinstance(step, Move)

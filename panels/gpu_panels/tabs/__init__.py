@@ -1,4 +1,4 @@
 """The tabs of the console: each connects the poller's data to charts and widgets.
 
-What a tab shows is computed in `data/`; how it is drawn is in `charts/` and `widgets/`.
+The folder `data` computes the contents of a tab; `charts` and `widgets` draw them.
 """

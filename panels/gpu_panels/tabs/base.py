@@ -13,8 +13,8 @@
             ...                                    # patch what differs; never rebuild
 
 A session makes a tab when it is first opened, and updates only the tab in front, so a tab that is
-not open costs nothing. All calls hold the document's lock, one at a time. Data beyond the Snapshot
-comes from `poller.latest`, which never waits. `registry.py` lists the tabs in their order.
+not open costs nothing. Each call holds the document's lock. `poller.latest` returns data that is not
+in the Snapshot, and never waits. `registry.py` lists the tabs in their order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..poller import Poller
 class Tab:
     """One tab in one session.
 
-    Its buttons use `actions`, which asks before it acts; a viewer gets no buttons.
+    Its buttons use `actions`, which requests a confirmation first. A viewer gets no buttons.
     """
 
     title: ClassVar[str]
@@ -42,17 +42,17 @@ class Tab:
     def update(self, snapshot: Snapshot) -> None:
         """Shows `snapshot`.
 
-        Called when the tab comes to the front. While it stays there: about once a second, and at
-        once after a change.
+        It is called when the tab comes to the front. While the tab is in front, it is called about
+        once a second, and at once after a change.
         """
 
     def update_again(self) -> None:
-        """Updates with the last snapshot, such as after a change of a filter."""
+        """Updates the tab with the last snapshot, for example after a change of a filter."""
         if self.poller.result.snapshot is not None:
             self.update(self.poller.result.snapshot)
 
     def dark(self, on: bool) -> None:
-        """Switches to the colours of the dark theme, or of the light one where `on` is False.
+        """Switches to the colours of the dark theme; with `on` False, of the light theme.
 
-        Called before the first update, and on each change of the theme.
+        It is called before the first update, and at each change of the theme.
         """

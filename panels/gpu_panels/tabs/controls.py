@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _PLAIN = {"textTransform": "none", "whiteSpace": "nowrap"}
-NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # sim:0 is not SIM:0
+NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # shows sim:0, not SIM:0
 BUTTONS: dict[str, Any] = {"size": "small", "margin": (5, 10), **NO_CAPITALS}
 SELECT: dict[str, Any] = {  # with the height of a text field
     "size": "small",

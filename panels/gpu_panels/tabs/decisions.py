@@ -15,7 +15,7 @@ from ..widgets.table import Table
 from .base import Tab
 from .controls import BUTTONS
 
-MOST = 300  # decisions that are shown, the newest
+MOST = 300  # the number of newest decisions that are shown
 FETCH_SECONDS = 2.0
 EMPTY = (
     "No decision has been made yet. Each grant, wait and refusal appears here with its reason, "

@@ -1,4 +1,4 @@
-"""The tab Evictions: what left and why, as counters, a chart, a table with filters, and a file."""
+"""The tab Evictions: evictions and their reasons as counters, a chart, a table and a CSV file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EvictionsTab(Tab):
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        self._shown: object = None  # what the table was last filled from
+        self._shown: object = None  # the data that the table shows now
         self._counters, self._key = Prose(margin=(8, 10)), Prose(margin=(0, 10, 8, 10))
         self.chart = EvictionChart()
         self._make_filters()

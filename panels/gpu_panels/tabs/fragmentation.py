@@ -18,7 +18,7 @@ from ..poller import Poller
 from ..widgets.table import Table
 from .base import Tab
 
-MAP_SECONDS = 0.5  # between two checks for new maps; unchanged ones are not read again
+MAP_SECONDS = 0.5  # between two checks for new maps; unchanged maps are not read again
 CSS = f""".title{{font-weight:600;font-size:15px;margin-top:10px}} div{{font-size:14px;line-height:1.6}}
 .hint{{border-left:4px solid {EDGE};padding:2px 12px;margin:6px 0;opacity:.85}}"""
 HINT = (
@@ -32,7 +32,7 @@ HINT = (
 class MapFetcher:
     """Fetches the maps.
 
-    Returns the same object while no map has changed, so that nothing is drawn again.
+    It returns the same object while no map has changed, so that nothing is drawn again.
     """
 
     def __init__(self) -> None:
@@ -49,21 +49,21 @@ class MapFetcher:
 class FragmentationTab(Tab):
     """Memory that allocators hold and cannot use.
 
-    The chosen map is drawn; at first the worst one.
+    The chosen map is drawn; at first, the map with the most inactive bytes.
     """
 
     title = "Fragmentation"
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        self._chosen = ""  # id of a row; where it is empty or gone, the first row is drawn
+        self._chosen = ""  # id of a row; if it is empty or unknown, the first row's map is drawn
         self._drawn: AllocatorMap | None = None
         self.table = Table(COLUMNS, self._pressed, empty="Reading …")
         self.chart = MapChart()
         self._head, self._legend, self._hint = _text(), _text(), _text()
         self._hint.object = f'<div class="hint">{esc(HINT)}</div>'
         self._plot = pn.pane.Bokeh(self.chart.figure, sizing_mode="stretch_width", margin=(0, 6))
-        # Filled and emptied: a figure that is only hidden leaves its toolbar visible.
+        # This column is emptied to hide the map, because a hidden figure leaves its toolbar visible.
         self._below = pn.Column(sizing_mode="stretch_width")
         self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
 
@@ -102,7 +102,7 @@ class FragmentationTab(Tab):
     def _pressed(self, verb: str, id: str) -> None:
         """Handles a button of the row `id`.
 
-        The id comes from the browser: it must name a process in the book.
+        The browser sends the id, so it is checked: it must name a process in the book.
         """
         snapshot = self.poller.result.snapshot
         if snapshot is None:

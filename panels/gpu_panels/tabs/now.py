@@ -25,7 +25,7 @@ from ..widgets.prose import Prose
 from .base import Tab
 from .controls import BUTTONS
 
-TWO_COLUMNS_FROM = 5  # devices
+TWO_COLUMNS_FROM = 5  # devices; from this number on, the cards are in two columns
 _TEXTURE_CLASSES = {".": " dots", "-": " stripes"}
 _HISTORY_TITLE = (
     '<div class="head"><span class="name">History</span><span class="soft">Memory by lease. The '
@@ -35,9 +35,9 @@ _HISTORY_TITLE = (
 
 
 def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
-    """The line of HTML above the `bar` of the device `view`, also with the bar in words.
+    """The line of HTML above the `bar` of the device `view`, with a description of the bar.
 
-    Screen readers read these words. `snapshot` gives the leases.
+    Screen readers read this description. `snapshot` gives the leases.
     """
     style = LEVELS[view.level]
     name = "" if view.device.simulated else view.device.name
@@ -60,7 +60,7 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
 
 
 def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, BarColumns]]:
-    """Each device's heading and bar in `snapshot`, by its id; `dark` is for a dark page."""
+    """Device id -> its heading and its bar in `snapshot`; `dark` is for a dark page."""
     drawn = bars(snapshot)
     styles = SHARED.styles(labels(drawn))
     return {
@@ -70,7 +70,7 @@ def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, BarColumns]]:
 
 
 def notices_html(snapshot: Snapshot) -> str:
-    """The alarms of `snapshot` as HTML, and what to do where there is no GPU or no model."""
+    """The alarms of `snapshot` as HTML, and a hint if there is no GPU or no model."""
     parts = [f'<div class="alarm">{esc(alarm)}</div>' for alarm in alarms(snapshot)]
     has_card = any(not view.device.is_host for view in snapshot.devices)
     if not has_card:
@@ -91,7 +91,7 @@ def notices_html(snapshot: Snapshot) -> str:
 def legend(
     labels: tuple[str, ...], styles: Mapping[str, LeaseStyle], titles: Mapping[str, str]
 ) -> str:
-    """The style and title of each of `labels` as HTML, the topmost of the stack last.
+    """The style and title of each of `labels` as HTML; the top of the stack is last.
 
     `styles` and `titles` are by label.
     """
@@ -123,7 +123,7 @@ def past_view(past: History | None, device: str, seconds: float, snapshot: Snaps
     end = max((moment.wall for moment in moments), default=snapshot.wall)
     found = history.device_history(moments, events, device, end - seconds, end)
     note = history.empty_note(found) if past else "Reading the history …"
-    if not found.total_bytes:  # an empty chart has its axes too
+    if not found.total_bytes:  # the axes of an empty chart need a size too
         found = found._replace(total_bytes=_total_bytes(device, snapshot))
     styles = SHARED.styles(found.labels)
     drawn = (*found.labels, history.OTHERS, history.UNLEASED)
@@ -164,7 +164,7 @@ class NowTab(Tab):
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
         self._dark = False
-        self._home = True  # whether the next chart is shown whole, even after zooming
+        self._home = True  # whether the next update resets the zoom
         self._drawn: HistoryColumns | None = None
         self._cards: dict[str, DeviceCard] = {}
         self._notices = Prose(margin=(4, 10))
@@ -188,7 +188,7 @@ class NowTab(Tab):
         )
 
     def dark(self, on: bool) -> None:
-        """Switches to the colours of the dark theme, or of the light one where `on` is False."""
+        """Switches to the colours of the dark theme; with `on` False, of the light theme."""
         self._dark = on
 
     def update(self, snapshot: Snapshot) -> None:
@@ -218,7 +218,7 @@ class NowTab(Tab):
     # -- the past
 
     def _choice_changed(self, _: object) -> None:
-        """Shows another device or window as a whole, whatever was zoomed before."""
+        """Shows the history of another device or period, and resets the zoom."""
         self._home = True
         if self.poller.result.snapshot is not None:
             self._show_past(self.poller.result.snapshot)
@@ -236,7 +236,7 @@ class NowTab(Tab):
         self._legend.show(view.legend)
 
     def _past_view(self, snapshot: Snapshot) -> PastView | None:
-        """The chosen history, computed once for all sessions; None where there is no device."""
+        """The chosen history, computed once for all sessions; None if there is no device."""
         window, device = self._window.value, self._device.value
         seconds = history.WINDOWS[window]
 

@@ -25,7 +25,7 @@ class TableTab(Tab):
     """A tab with one table; a subclass gives its columns and rows."""
 
     columns: ClassVar[tuple[Column, ...]]
-    empty: ClassVar[str]  # shown where there are no rows
+    empty: ClassVar[str]  # the text that is shown if there are no rows
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
@@ -61,7 +61,7 @@ class ModelsTab(TableTab):
 
     def update(self, snapshot: Snapshot) -> None:
         """Shows the rows for `snapshot` and the catalogue."""
-        self._catalogue()  # requested by each session that shows the tab, so that it stays fresh
+        self._catalogue()  # each session that shows the tab requests it, so that it stays fresh
         super().update(snapshot)
 
     def _catalogue(self) -> tuple[ModelSpec, ...]:
@@ -69,7 +69,7 @@ class ModelsTab(TableTab):
 
 
 class LeasesTab(TableTab):
-    """Which process holds what."""
+    """The table of leases: which process holds how much memory."""
 
     title = "Leases"
     columns = LEASES
@@ -83,7 +83,7 @@ class LeasesTab(TableTab):
 
 
 class QueueTab(TableTab):
-    """Which requests wait, and for what."""
+    """The table of waiting requests, with the reason why each waits."""
 
     title = "Queue"
     columns = QUEUE

@@ -1,4 +1,4 @@
-"""The tab What if: what using a model, or leasing a size, would do now. It changes nothing."""
+"""The tab What if: a dry run of using a model or leasing a size. It changes nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ HINT = (
 def request_plan(rt: Any, subject: str, models: Collection[str]) -> PlanAnswer:
     """The plan of the runtime `rt` for `subject`: one of `models`, or a size such as `14 GiB`.
 
-    Any other text is an error. In particular it is never taken for a file: a visitor must not make
-    the server read files that they name.
+    Any other text is an error. In particular it is never used as the path of a file, since a visitor
+    must not make the server read files.
     """
     try:
         wanted = subject if subject in models else parse_room(subject)
@@ -64,7 +64,7 @@ class BarPair:
 
 
 class WhatIfTab(Tab):
-    """A model or size to plan for, the plan in words, and the devices after it."""
+    """A form for a model or a size, the text of the plan, and the devices after the plan."""
 
     title = "What if"
 
@@ -124,7 +124,7 @@ class WhatIfTab(Tab):
         return models
 
     def _subject(self) -> str:
-        """The typed size or the chosen model; empty where there is neither."""
+        """The typed size or the chosen model; empty if there is neither."""
         size = (self.size.value or "").strip()
         if size:
             return size
@@ -137,7 +137,7 @@ class WhatIfTab(Tab):
         )
 
     def _draw(self, snapshot: Snapshot, steps: Sequence[Step]) -> None:
-        """Draws every device that `steps` change, as it is and as it would be."""
+        """Draws every device that `steps` change: as it is now, and as it would be after them."""
         known = {view.device.id for view in snapshot.devices}
         changed = [device for device in whatif.touched(steps) if device in known]
         if list(self._pairs) != changed:
@@ -155,22 +155,22 @@ class WhatIfTab(Tab):
                 pair.then.show(bar_columns(bar_then, styles, self._dark))
 
     def _model_chosen(self, event: Any) -> None:
-        """Plans for the chosen model, and empties the size."""
+        """Plans for the chosen model, and clears the size field."""
         if event.new != NO_MODEL and self.size.value:
-            self.size.value = ""  # which updates
+            self.size.value = ""  # this change calls `update_again`
         else:
             self.update_again()
 
     def _size_typed(self, event: Any) -> None:
         """Plans for the typed size, and unselects the model."""
         if event.new and self.model.value != NO_MODEL:
-            self.model.value = NO_MODEL  # which updates
+            self.model.value = NO_MODEL  # this change calls `update_again`
         else:
             self.update_again()
 
 
 def _heading(now: DeviceBar, then: DeviceBar) -> str:
-    """The line of HTML above a pair of bars; with the second bar in words for screen readers."""
+    """The line of HTML above a pair of bars. It describes the second bar for screen readers."""
     used_now, used_then = esc(show_bytes(now.used_bytes)), esc(show_bytes(then.used_bytes))
     return (
         f'<div class="head"><span class="name">{esc(now.device.id)}</span>'

@@ -1,4 +1,4 @@
-"""Our own browser components, each in one Python file beside its JavaScript and CSS.
+"""Our own browser components: one Python file each, with JavaScript and CSS files of the same name.
 
-They show what they are given; tabs decide what that is.
+They only show values; the tabs decide which values.
 """

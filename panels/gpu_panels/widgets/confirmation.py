@@ -28,6 +28,6 @@ class ConfirmationForm(JSComponent):
         self._answered = answered
 
     def _handle_msg(self, data: Any) -> None:
-        """A message from the browser; it is untrusted input and can be anything."""
+        """Handles a message from the browser, which is untrusted input and can be anything."""
         if isinstance(data, dict) and data.get("answer") in ("confirm", "cancel"):
             self._answered(data["answer"], data.get("question", 0))

@@ -21,7 +21,7 @@ from ..palette import LEVELS, level_word
 class StatusBar(JSComponent):
     """The line at the top of the page."""
 
-    words = param.String("", doc="HTML, escaped by the code that made it.")
+    words = param.String("", doc="HTML; the code that made it has escaped all names.")
     as_of = param.String("", doc="Time of the figures, as a person reads it.")
     beat = param.Integer(0, doc="A new number with each update from the server.")
     silence = param.String("no update from the server", doc="Shown when updates stop.")
@@ -37,7 +37,7 @@ class StatusBar(JSComponent):
     _stylesheets = ["header.css"]
 
     ready: Callable[[], None] | None = None
-    wanted: Callable[[bool], None] | None = None  # called with whether the theme is dark
+    wanted: Callable[[bool], None] | None = None  # is called with True for a dark theme
 
     def _handle_msg(self, data: Any) -> None:
         if data == "ready" and self.ready:
@@ -78,13 +78,13 @@ def _visitor_words(visitor: Any) -> str:
 
 
 def _without_password(url: str) -> str:
-    """The address without the user and password that it may contain."""
+    """The URL, without the user and the password that it may contain."""
     kind, slashes, rest = url.partition("://")
     return f"{kind}{slashes}{rest.rpartition('@')[2]}"
 
 
 def _short(url: str) -> str:
-    """A ledger by its kind and the end of its path.
+    """A short name of a ledger: its kind and the end of its path.
 
     >>> _short("sqlite:////var/lib/gpu-console/ledger"), _short("redis://user:secret@box:6379/0")
     ('sqlite …/gpu-console/ledger', 'redis box:6379/0')

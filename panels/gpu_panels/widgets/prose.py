@@ -1,8 +1,8 @@
 """A piece of HTML on the page, in the console's own style.
 
-Panel's HTML pane loses what it is given between being made and being drawn, with an error in the
-browser; on a busy machine this was every other page. This component draws the text that it has when
-it is drawn.
+Panel's HTML pane loses a text that is set after the pane was made and before it is drawn, with an
+error in the browser. On a busy machine this happened on every second page. This component always
+draws its latest text.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ class Prose(JSComponent):
         super().__init__(html=html, sizing_mode="stretch_width", **params)
 
     def show(self, html: str) -> None:
-        """Shows `html`; costs nothing where it is shown already."""
+        """Shows `html`. It costs nothing if it is shown already."""
         if html != self.html:
             self.html = html

@@ -1,0 +1,150 @@
+"""The names of the models that each owner can load: a file beside its lock, `owners/ID.names`.
+
+They are beside the book, not in it. Only a request that names a model from outside needs them, and
+a page with 20,000 names would be read and written by everybody. The file is a list of changes, one
+a line: `+"qwen"`, `-"qwen"`. So one more name costs one write, however many there are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from .liveness import Life, life
+from .owner_files import Beside, write_all
+
+MOST_BYTES = 8 << 20  # of one owner's file; a larger one is not one of ours
+SPARE_LINES = 64  # of withdrawn names, before the file is written anew
+
+Names = dict[str, None]  # a set that keeps its order
+
+
+class _Seen(NamedTuple):
+    """An owner's file as it was last read."""
+
+    inode: int
+    offset: int  # of the first byte that was not read yet
+    names: Names
+    listed: tuple[str, ...]  # the same names
+
+
+class NameFiles:
+    """One owner's names, and its view of the names of all owners. Thread-safe."""
+
+    def __init__(self, owners: Path, group: int | None) -> None:
+        """`owners` is the directory `LEDGER/BOOT-ID/owners`.
+
+        `group` is the one that shares the ledger, or None.
+        """
+        self._files = Beside(owners, "names", group)
+        self._lock = threading.Lock()
+        self._written: Names = {}
+        self._lines = 0
+        self._fd = -1
+        self._close: Callable[[], object] = int  # closes the descriptor; now there is none
+        self._seen: dict[str, _Seen] = {}
+
+    def add(self, id: str, name: str) -> None:
+        """Adds `name` to those of this owner, `id`. Raises OSError."""
+        with self._lock:
+            if name in self._written:
+                return
+            if self._fd < 0:
+                self._write_anew(id, [name])
+            else:
+                self._append(added=[name], removed=[])
+
+    def publish(self, id: str, names: Collection[str]) -> None:
+        """Makes `names` those of this owner, `id`. Raises OSError."""
+        with self._lock:
+            if not names and self._fd < 0:
+                return
+            wanted = dict.fromkeys(names)
+            same = wanted.keys() == self._written.keys()
+            if not self._in_place(id) or self._lines > 2 * len(wanted) + SPARE_LINES:
+                self._write_anew(id, wanted)
+            elif not same:
+                added = [name for name in wanted if name not in self._written]
+                removed = [name for name in self._written if name not in wanted]
+                self._append(added, removed)
+
+    def withdraw(self, id: str) -> None:
+        """Removes the file of this owner, `id`."""
+        self._files.withdraw(id)
+
+    def read(self) -> dict[str, tuple[str, ...]]:
+        """The names of the living owners, by owner id. Only new lines of a file are read."""
+        found = {}
+        for id in self._files.ids():
+            names = self._files.read(id, MOST_BYTES, partial(self._new, id))
+            if names and life(self._files.owners / id) is Life.ALIVE:
+                found[id] = names
+        self._seen = {id: seen for id, seen in self._seen.items() if id in found}
+        return found
+
+    def _new(self, id: str, fd: int, stat: os.stat_result) -> tuple[str, ...]:
+        seen = self._seen.get(id)
+        if seen is None or seen.inode != stat.st_ino or seen.offset > stat.st_size:
+            seen = _Seen(stat.st_ino, 0, {}, ())
+        if seen.offset == stat.st_size:
+            return seen.listed
+        content = os.pread(fd, stat.st_size - seen.offset, seen.offset)
+        whole, newline, _ = content.rpartition(b"\n")  # the last line may be unfinished
+        names = _changed(seen.names, whole.split(b"\n"))
+        seen = _Seen(stat.st_ino, seen.offset + len(whole) + len(newline), names, tuple(names))
+        self._seen[id] = seen
+        return seen.listed
+
+    # The methods below are called with the lock held.
+
+    def _in_place(self, id: str) -> bool:
+        """Whether other processes still find our file under its name."""
+        if self._fd < 0:
+            return False
+        try:
+            return os.stat(self._files.path(id)).st_ino == os.fstat(self._fd).st_ino
+        except OSError:
+            return False
+
+    def _write_anew(self, id: str, names: Iterable[str]) -> None:
+        written = dict.fromkeys(names)
+        fd = self._files.replace(id, b"".join(_line(b"+", name) for name in written))
+        self._close()
+        self._fd, self._written, self._lines = fd, written, len(written)
+        self._close = weakref.finalize(self, os.close, fd)
+        self._close.atexit = False
+
+    def _append(self, added: Collection[str], removed: Collection[str]) -> None:
+        lines = [_line(b"-", name) for name in removed] + [_line(b"+", name) for name in added]
+        write_all(self._fd, b"".join(lines))
+        self._lines += len(lines)
+        for name in removed:
+            self._written.pop(name, None)
+        self._written.update(dict.fromkeys(added))
+
+
+def _line(sign: bytes, name: str) -> bytes:
+    return sign + json.dumps(name).encode() + b"\n"
+
+
+def _changed(names: Names, lines: Iterable[bytes]) -> Names:
+    """`names` after the changes in `lines`; a line that cannot be read changes nothing."""
+    after = dict(names)
+    for line in lines:
+        try:
+            name = json.loads(line[1:])
+        except ValueError:
+            continue
+        if not isinstance(name, str):
+            continue
+        if line.startswith(b"+"):
+            after[name] = None
+        else:
+            after.pop(name, None)
+    return after

@@ -1,0 +1,93 @@
+"""Files of an owner beside its lock file: `owners/ID.SUFFIX`, which other processes read.
+
+Such a file counts only if the owner's user wrote it. Nothing here knows what is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Beside:
+    """The files of one kind, `ID.SUFFIX`, in the directory `owners` (`LEDGER/BOOT-ID/owners`)."""
+
+    def __init__(self, owners: Path, suffix: str, group: int | None) -> None:
+        """`group` is the one that shares the ledger, or None."""
+        self.owners, self.suffix, self.group = owners, suffix, group
+
+    def path(self, id: str) -> Path:
+        """The file of the owner `id`."""
+        return self.owners / f"{id}.{self.suffix}"
+
+    def ids(self) -> list[str]:
+        """The ids of the owners that have such a file; empty if the directory is gone."""
+        try:
+            names = os.listdir(self.owners)
+        except OSError:
+            return []
+        ending = f".{self.suffix}"
+        return [name.removesuffix(ending) for name in names if name.endswith(ending)]
+
+    def replace(self, id: str, content: bytes) -> int:
+        """Replaces the file of the owner `id` as a whole. Raises OSError.
+
+        Returns a descriptor of the new file, to which more can be appended.
+        """
+        draft = self.owners / f".new-{secrets.token_hex(4)}"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(draft, flags, 0o600)
+        try:
+            if self.group is not None:
+                os.fchown(fd, -1, self.group)
+                os.fchmod(fd, 0o640)
+            write_all(fd, content)
+            os.rename(draft, self.path(id))
+            return fd
+        except BaseException:
+            os.close(fd)
+            draft.unlink(missing_ok=True)
+            raise
+
+    def withdraw(self, id: str) -> None:
+        """Removes the file of the owner `id`, if there is one."""
+        try:
+            os.unlink(self.path(id))
+        except OSError:
+            pass
+
+    def read(self, id: str, most_bytes: int, read: Callable[[int, os.stat_result], T]) -> T | None:
+        """What `read(descriptor, stat)` returns for the file of the owner `id`.
+
+        None if there is none, if another user wrote it, or if it is larger than `most_bytes`.
+        """
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(self.path(id), flags)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(fd)
+            same_user = found.st_uid == os.lstat(self.owners / id).st_uid
+            if not same_user:
+                return None  # written by another member
+            if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
+                return None  # not one of ours
+            return read(fd, found)
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+
+
+def write_all(fd: int, content: bytes) -> None:
+    """Writes the whole `content` to the descriptor `fd`. Raises OSError."""
+    written = 0
+    while written < len(content):
+        written += os.write(fd, content[written:])

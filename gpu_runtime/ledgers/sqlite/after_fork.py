@@ -1,0 +1,51 @@
+"""Whether this process can use SQLite, if it was forked.
+
+A fork waits until no thread of ours is inside SQLite (`forks.py`), but not for another library's
+threads, such as the one that saves IPython's history. A lock that such a thread held is held in the
+child for good, and the first call that needs it never returns. So the child's first call is made
+beside the caller, who waits a limited time for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+
+from ... import forks, threads
+from ...errors import LedgerUnavailable
+
+TRY_SECONDS = 3.0
+_began_as = os.getpid()
+_usable_in: dict[int, bool] = {}  # process id -> what was found; one entry at most
+
+
+def is_usable() -> bool:
+    """Whether SQLite can be used here. A forked child finds out once, in 0.2 ms if it can."""
+    pid = os.getpid()
+    if pid == _began_as:
+        return True
+    if pid not in _usable_in:
+        found = forks.is_clean() and threads.start(_use_once).wait(TRY_SECONDS)
+        _usable_in.clear()
+        _usable_in[pid] = found
+    return _usable_in[pid]
+
+
+def require_usable(url: str) -> None:
+    """Raises LedgerUnavailable if SQLite cannot be used here; `url` is the ledger to be opened."""
+    if not is_usable():
+        raise LedgerUnavailable(
+            f"the ledger {url} cannot be opened in this forked process (pid {os.getpid()}): a thread "
+            f"of its parent was inside SQLite at the fork, and holds a lock here for good.\n"
+            f'  Start such processes anew:  multiprocessing.get_context("spawn")',
+            path=url,
+        )
+
+
+def _use_once() -> None:
+    """Needs each of SQLite's global locks once: for memory, for its page cache, for open files."""
+    try:
+        db = sqlite3.connect("file:/proc/self/cmdline?mode=ro", uri=True)
+        db.execute("PRAGMA schema_version").fetchall()
+    except sqlite3.Error:
+        pass  # expected: the file is no database

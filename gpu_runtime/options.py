@@ -1,0 +1,121 @@
+"""The options of a model: the keywords of `register` that go to its backend, in one table.
+
+An option that a model's backend does not use is refused with the nearest name. A misspelled
+`context_length` would otherwise reserve nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from .arguments import (
+    DTYPE,
+    LAYERS,
+    NUMBER,
+    PATH,
+    SECONDS,
+    SEQUENCES,
+    TOKENS,
+    TRUTH,
+    WORD,
+    Rule,
+    read,
+    template,
+    whole,
+    words,
+)
+from .errors import BadSetting
+from .safe_text import MOST_QUOTED
+
+_MOST = 2**31 - 1  # of numbers that reach a C library
+_COUNT = Rule("a whole number above 0", whole(1, _MOST))
+
+
+class Option(NamedTuple):
+    """A keyword of `register` that goes to the backend."""
+
+    rule: Rule
+    backends: tuple[str, ...] = ()  # which use it; empty: all
+
+
+_LLAMA = ("llama_cpp", "llama-server")
+_TRANSFORMERS = ("transformers",)
+_SERVERS = ("llama-server", "ollama", "vllm", "diffusers")
+_SWITCHES = (
+    "use_mmap", "use_mlock", "logits_all", "offload_kqv", "swa_full", "flash_attn", "isolated",
+)  # fmt: skip
+_COUNTS = ("n_batch", "n_ubatch", "n_threads", "n_threads_batch")
+_PLACED = "left out: gpu-console decides where a model goes"
+_REFUSED_FOR_LLAMA = {  # a keyword of the library -> what to type instead
+    "n_gpu_layers": "given as gpu_layers",
+    "n_ctx": "given as context_length",
+    **dict.fromkeys(("tensor_split", "type_k", "type_v", "model_path"), _PLACED),
+}
+_REFUSED_FOR_TRANSFORMERS = (
+    "device_map", "quantization_config", "load_in_8bit", "load_in_4bit", "offload_folder",
+    "max_memory",
+)  # fmt: skip
+
+
+def _refused(instead: str) -> Rule:
+    """The rule of an option that no value may have; `instead` is what to do."""
+    return Rule(instead, whole(1, 0))
+
+
+OPTIONS: dict[str, Option] = {
+    "context_length": Option(TOKENS),
+    "sequences": Option(SEQUENCES),
+    "cache_dtype": Option(DTYPE._replace(expected="the dtype of a cache, such as float16 or q8_0")),
+    "gpu_layers": Option(LAYERS),
+    "dtype": Option(DTYPE),
+    "torch_dtype": Option(DTYPE),
+    "revision": Option(WORD),
+    "attn_implementation": Option(WORD),
+    "task": Option(WORD),
+    "chat_template": Option(Rule("a Jinja template, or the path of a file with one", template)),
+    "thinking": Option(TRUTH),
+    "trust_remote_code": Option(TRUTH),
+    "runtime_args": Option(Rule("a list of words, such as ['--seed', '1']", words)),
+    "fails": Option(TRUTH, ("fake",)),
+    "start_seconds": Option(SECONDS, _SERVERS),
+    "embedding": Option(TRUTH, _LLAMA),
+    "split_mode": Option(WORD._replace(expected="layer or row"), _LLAMA),
+    "main_gpu": Option(
+        Rule("the number of one of its cards, counted from 0", whole(0, _MOST)), _LLAMA
+    ),
+    "seed": Option(Rule("a whole number", whole(-1, 2**32 - 1)), _LLAMA),
+    "chat_format": Option(WORD, _LLAMA),
+    "lora_path": Option(PATH, _LLAMA),
+    **dict.fromkeys(("rope_freq_base", "rope_freq_scale", "lora_scale"), Option(NUMBER, _LLAMA)),
+    **dict.fromkeys(_COUNTS, Option(_COUNT, _LLAMA)),
+    **dict.fromkeys(_SWITCHES, Option(TRUTH, _LLAMA)),
+    **{name: Option(_refused(instead), _LLAMA) for name, instead in _REFUSED_FOR_LLAMA.items()},
+    **dict.fromkeys(_REFUSED_FOR_TRANSFORMERS, Option(_refused(_PLACED), _TRANSFORMERS)),
+}
+
+
+def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
+    """The options `given` for a `backend`, as their rules read them; None is left out.
+
+    `others` are further names that a misspelled option may stand for. Raises BadSetting.
+    """
+    known = {
+        name: option.rule
+        for name, option in OPTIONS.items()
+        if not option.backends or backend in option.backends
+    }
+    options = {}
+    for name, value in given.items():
+        if name not in known:
+            raise unknown_option(name, value, (*known, *others), f"the backend {backend}")
+        if value is not None:
+            options[name] = read(name, value, known[name])
+    return options
+
+
+def unknown_option(name: str, value: Any, known: Iterable[str], taker: str) -> BadSetting:
+    """The error for an option that `taker` does not take, with the nearest of the `known` names."""
+    nearest = difflib.get_close_matches(name[:MOST_QUOTED].lower(), list(known), n=1, cutoff=0.0)
+    return BadSetting(name, value, f"an option that {taker} takes; the nearest is {nearest[0]}")

@@ -1,0 +1,82 @@
+"""Paths that only one user can change: every directory and link on the way to them is checked.
+
+A file is as private as the directories above it. A user who may rename one of them, or who owns a link on
+the way, can put another file in its place. OpenSSH checks the path of a key in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import deque
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+MOST_STEPS = 200  # directories and links on the way; a circle of links has no end
+
+
+def weak_step(path: Path, owners: Collection[int] = (), groups: Collection[int] = ()) -> str:
+    """The first directory or link on the way to `path` that another user can change; empty if there is none.
+
+    `path` is checked itself; what does not exist yet is not. Trusted are root, this
+    user and the `owners`, and as writers the members of the `groups`. The answer is a clause such as
+    `/var/tmp/x belongs to uid 1001`.
+    """
+    trusted = {0, os.geteuid(), *owners}
+    for step, found in _steps(path.absolute()):
+        if found.st_uid not in trusted:
+            return f"{step} belongs to uid {found.st_uid}"
+        if stat.S_ISLNK(found.st_mode):
+            continue  # only its owner, or the owner of its directory, can replace it
+        writable_by_others = found.st_mode & stat.S_IWOTH
+        writable_by_group = found.st_mode & stat.S_IWGRP and not _is_harmless(found.st_gid, groups)
+        if (writable_by_others or writable_by_group) and not found.st_mode & stat.S_ISVTX:
+            return f"{step} can be changed by other users (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Every directory and link on the way to `path`, links followed, from the root on."""
+    place = Path("/")
+    yield place, os.lstat(place)
+    parts = deque(path.parts[1:])
+    for _ in range(MOST_STEPS):
+        if not parts:
+            return
+        part = parts.popleft()
+        if part == "..":
+            place = place.parent
+            continue
+        step = place / part
+        try:
+            found = os.lstat(step)
+        except FileNotFoundError:
+            return
+        yield step, found
+        if not stat.S_ISLNK(found.st_mode):
+            place = step
+            continue
+        target = Path(os.readlink(step))
+        if target.is_absolute():
+            place = Path("/")
+        parts.extendleft(reversed([part for part in target.parts if part != "/"]))
+    raise OSError(f"{path} has too many links")
+
+
+def _is_harmless(gid: int, groups: Collection[int]) -> bool:
+    """Whether a group that may write adds no other user: it is trusted, or it is this user's own group.
+
+    Many systems give each user a group with the user's name, and let it write what the user makes.
+    """
+    import grp
+    import pwd
+
+    if gid in groups or gid == 0:
+        return True
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return (
+        gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    )

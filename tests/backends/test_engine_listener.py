@@ -1,0 +1,203 @@
+"""No process can pose as an engine: nothing is sent to a port that the engine's processes do not listen on.
+
+Any user can listen on a free port. So the port may be taken before the engine listens, or after it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from gpu_runtime.backends.engines.listeners import listeners, of_another_user, socket_inodes
+from gpu_runtime.backends.engines.ports import claim
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.errors import EngineDied, LoadFailed
+from gpu_runtime.facts import ModelSpec
+from gpu_runtime.serving.engines.base import EngineFailed
+from gpu_runtime.serving.engines.openai_http import HttpAdapter, open_client
+from gpu_runtime.units import GIB
+from tests.backends.test_engine_server import BASE, PORTS, SHARES, alive, record, server, soon
+from tests.impostor import NOBODY, impostor
+
+__all__ = ["record", "server"]  # fixtures
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """The port is taken after the claim has found it free."""
+    monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
+
+
+@pytest.fixture
+def loads(tmp_path, monkeypatch):
+    """The file that a stand-in waits for before it listens."""
+    monkeypatch.setenv("STAND_IN_LOADS", str(tmp_path / "loaded"))
+    return tmp_path / "loaded"
+
+
+@needs_root
+def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, loads):
+    """It listens before our engine does and answers 200. Our engine gets the next port at once."""
+    one = server()
+
+    def sleep(seconds: float) -> None:
+        if one.order.port == PORTS[1]:  # on the first port the load never ends
+            loads.touch()
+
+    one._sleep = sleep
+    with impostor(PORTS[0], NOBODY) as false:
+        one.start()
+        assert (one.order.port, one.restarts) == (PORTS[1], 0) and one.healthy()
+        assert false.heard() == []
+
+
+def test_another_process_of_this_user_on_the_port_is_sent_nothing(server, unseen, loads):
+    """Such as an engine of an earlier start. Our engine cannot listen there, and gets the next port."""
+    one = server()
+    one._sleep = lambda seconds: loads.touch()
+    with impostor(PORTS[0]) as false:
+        one.start()
+        assert one.order.port == PORTS[1] and one.healthy()
+        assert false.heard() == []
+
+
+@needs_root
+def test_ports_taken_by_another_user_end_in_one_clear_error(server, unseen, loads):
+    with impostor(PORTS[0], NOBODY), pytest.raises(LoadFailed, match="all ports .* are taken"):
+        server(among=range(PORTS[0], PORTS[0] + 1)).start()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
+def test_no_health_check_carries_the_key(server, engine, tmp_path, monkeypatch, tiny_gguf):
+    monkeypatch.setenv("STAND_IN_HEARD", str(tmp_path / "heard"))
+    one = server(engine, source=str(tiny_gguf))
+    one.start()
+    assert one.healthy()
+    heard = [json.loads(line) for line in (tmp_path / "heard").read_text().splitlines()]
+    assert len(heard) >= 2 and {key for _, key in heard} == {None}
+
+
+@pytest.fixture
+def robbed(record, monkeypatch):
+    """A loaded engine that was killed while its guard is stopped, so its end is not noticed."""
+    monkeypatch.setattr("gpu_runtime.backends.engines.backend.PORTS", f"{BASE + 60}-{BASE + 79}")
+    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
+    loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
+    guard, engine = loaded.pids
+    served = backend.value(loaded)
+    before = SimpleNamespace(
+        base_url=served.base_url, model=served.model, headers=served.headers, listens=served.listens
+    )
+    os.kill(guard, signal.SIGSTOP)
+    os.kill(engine, signal.SIGKILL)
+    assert soon(lambda: not alive(engine) and not listeners(loaded.server.order.port))
+    yield served, before, loaded.server.order.port
+    os.kill(guard, signal.SIGCONT)
+    backend.drop(loaded)
+
+
+def test_the_address_of_an_engine_whose_port_was_taken_is_not_given(robbed):
+    served, _, port = robbed
+    with impostor(port) as false:
+        assert not served.health()
+        for field in ("base_url", "headers", "api_key"):
+            with pytest.raises(EngineDied, match="no process of the server listens on its port"):
+                getattr(served, field)
+        assert false.heard() == []
+
+
+def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
+    """Also if the address was read before: the check is made on the open connection."""
+    _, before, port = robbed
+
+    async def call() -> None:
+        async with open_client(proxies=False) as http:
+            await HttpAdapter("qwen", before, http).answer("completions", {"prompt": "hi"}, None)
+
+    with impostor(port) as false:
+        with pytest.raises(EngineFailed, match="no process of the engine listens on its port"):
+            asyncio.run(call())
+        assert false.heard() == []
+
+
+# -- the kernel's tables -----------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["asked", "listed"])
+def source(request, monkeypatch):
+    """Both ways to learn it: a question to the kernel, and the tables in /proc where that is forbidden."""
+    if request.param == "listed":
+
+        def forbidden(port, family):
+            raise PermissionError
+
+        monkeypatch.setattr("gpu_runtime.backends.engines.listeners._asked", forbidden)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+def test_a_listening_socket_is_found_with_its_process(host, source):
+    """Whatever address it listens on, if a connection to 127.0.0.1 reaches it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if family is socket.AF_INET6 and not os.path.exists("/proc/net/tcp6"):
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server((host, 0), family=family, dualstack_ipv6=":" in host) as listening:
+        port = listening.getsockname()[1]
+        (found,) = listeners(port)
+        assert found == (os.fstat(listening.fileno()).st_ino, os.geteuid())
+        assert found.inode in socket_inodes([os.getpid()]) and of_another_user(port) is None
+    assert listeners(port) == frozenset()
+
+
+def test_a_socket_that_a_connection_to_loopback_does_not_reach_is_not_listed(source):
+    with socket.create_server(("127.0.0.2", 0)) as elsewhere:
+        assert listeners(elsewhere.getsockname()[1]) == frozenset()
+
+
+# -- claims ------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_no_other_user_can_hold_a_claim(tmp_path, monkeypatch):
+    """Names in the abstract namespace could be guessed and taken; files in our own directory cannot."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    tmp_path.chmod(0o755)
+    held = claim(range(BASE + 50, BASE + 51), "a")
+    (lock,) = (tmp_path / "gpu-console" / "ports").iterdir()
+    held.close()
+    attack = f"import os; os.setgid({NOBODY}); os.setuid({NOBODY}); open({str(lock)!r}, 'r+b')"
+    tried = subprocess.run([sys.executable, "-c", attack], capture_output=True, text=True)
+    assert "PermissionError" in tried.stderr
+    with open("/proc/net/unix") as names:
+        assert "@gpu-console" not in names.read()
+
+
+@needs_root
+def test_claims_in_a_directory_of_another_user_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "gpu-console").mkdir()
+    os.chown(tmp_path / "gpu-console", NOBODY, NOBODY)
+    with pytest.raises(LoadFailed, match="belongs to uid 65534"):
+        claim(range(BASE + 50, BASE + 51), "a")
+
+
+def test_no_process_can_listen_on_a_port_that_an_engine_will_inherit():
+    """Between the bind and the engine's first answer, however the other process sets its socket."""
+    port = claim(range(BASE + 52, BASE + 60), "a")
+    port.bind()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port.number))
+    port.close()

@@ -1,0 +1,31 @@
+"""The examples in docstrings run and give what they show."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import gpu_runtime
+
+ROOTS = (Path(gpu_runtime.__file__).parent, Path(__file__).parents[1])
+
+
+def _modules_with_examples() -> list[str]:
+    """Names of the modules of gpu_runtime and of the tests that contain examples."""
+    names = []
+    for root in ROOTS:
+        for path in sorted(root.rglob("*.py")):
+            if re.search(r"^\s*>>> ", path.read_text(), re.MULTILINE):
+                parts = path.relative_to(root.parent).with_suffix("").parts
+                names.append(".".join(part for part in parts if part != "__init__"))
+    return names
+
+
+@pytest.mark.parametrize("name", _modules_with_examples())
+def test_the_examples_of_a_module_give_what_they_show(name):
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried and not failed

@@ -1,0 +1,94 @@
+"""The files with the names of loadable models: one write for each name, and which files count."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gpu_runtime.ledgers.name_files import MOST_BYTES, SPARE_LINES
+
+
+@pytest.fixture
+def pair(new_owner_here):
+    """Two ledgers, and the file of the second one's names."""
+    a, b = new_owner_here(), new_owner_here()
+    b.publish_names(["qwen"])
+    return a, b, b.directory / "owners" / f"{b.owner.id}.names"
+
+
+def test_names_are_private_to_their_user(pair):
+    _, _, file = pair
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in file.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_one_more_name_costs_one_line_however_many_there_are(pair):
+    """With the whole list written each time, the 4,000th `register` took 1.1 ms."""
+    a, b, file = pair
+    b.publish_names([f"m{n}" for n in range(4000)])
+    size = file.stat().st_size
+    b.add_name("llama")
+    assert file.stat().st_size - size == len('+"llama"\n')
+    assert len(a.names()[b.owner.id]) == 4001
+
+
+def test_only_new_lines_are_read(pair, monkeypatch):
+    """A console looks at the names of all owners twice a second."""
+    a, b, _ = pair
+    assert a.names() == {b.owner.id: ("qwen",)}
+    read, offsets = os.pread, []
+    monkeypatch.setattr(
+        os, "pread", lambda fd, size, at: offsets.append((size, at)) or read(fd, size, at)
+    )
+    a.names()
+    b.add_name("llama")
+    assert a.names() == {b.owner.id: ("qwen", "llama")}
+    assert [pair for pair in offsets if pair[1]] == [(len('+"llama"\n'), len('+"qwen"\n'))]
+    assert len(offsets) == 1
+
+
+def test_withdrawn_names_do_not_fill_the_file(pair):
+    """A loop that registers and forgets must not make a file that is too large to be read."""
+    a, b, file = pair
+    for n in range(4 * SPARE_LINES):
+        b.add_name(f"m{n}")
+        b.publish_names(["qwen"])
+    assert a.names() == {b.owner.id: ("qwen",)}
+    assert len(file.read_bytes().splitlines()) < 2 * SPARE_LINES + 4
+
+
+@pytest.mark.parametrize("line", [b"+3\n", b"+\n", b"\xff\xfe\n", b'+"half', b"{}\n"])
+def test_a_line_that_is_no_name_changes_nothing(pair, line):
+    """It is of another version, incomplete, or nonsense."""
+    a, b, file = pair
+    with open(file, "ab") as more:
+        more.write(line)
+    assert a.names() == {b.owner.id: ("qwen",)}
+
+
+def test_a_file_that_is_too_large_is_not_read(pair):
+    a, _, file = pair
+    os.truncate(file, MOST_BYTES + 1)
+    assert a.names() == {}
+
+
+def test_deleted_names_are_written_again(pair):
+    """The monitor publishes them once a second."""
+    a, b, file = pair
+    file.unlink()
+    assert a.names() == {}
+    b.publish_names(["qwen"])
+    assert a.names() == {b.owner.id: ("qwen",)}
+
+
+def test_names_of_dead_owners_are_not_shown_and_are_removed(new_owner_here, notebook):
+    """A killed owner removes nothing; the next new owner cleans up."""
+    ledger, other = new_owner_here(), notebook()
+    other.run("ledger.add_name('qwen')")
+    file = ledger.directory / "owners" / f"{other.id}.names"
+    assert ledger.names() == {other.id: ("qwen",)} and file.exists()
+    other.kill()
+    assert ledger.names() == {} and file.exists()
+    new_owner_here()
+    assert not file.exists()

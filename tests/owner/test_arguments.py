@@ -1,0 +1,363 @@
+"""Any value for any argument: an error in one sentence, or a book that every process can decode.
+
+One loose argument used to cost the box its memory: what one process wrote as it was given, no other
+could decode, so its lease vanished and its bytes were granted again. The methods and their
+parameters are found by introspection, so that a new one without a rule fails here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gpu_runtime import BadSetting, BadSize, GpuError, Runtime
+from gpu_runtime.arguments import RULES, rules_of
+from gpu_runtime.backends.llama_cpp.options import PASSED_ON, RESERVED_OPTIONS
+from gpu_runtime.facts import LeaseId
+from gpu_runtime.facts.base import encode
+from gpu_runtime.facts.book import decode_book, decode_section
+from gpu_runtime.options import OPTIONS
+from gpu_runtime.safe_text import MOST_MESSAGE
+
+LONGEST_SENTENCE = 1500  # characters
+
+
+# -- values that a caller may pass by mistake, or to do harm
+
+
+class _Failing:
+    """Every special method raises; without a `repr` of its own it could not even be shown."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise ZeroDivisionError("a value's own code")
+
+    __repr__ = __str__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _fail
+    __hash__ = __bool__ = __len__ = __iter__ = __contains__ = __getattr__ = _fail
+    __index__ = __int__ = __float__ = __fspath__ = __format__ = _fail
+
+
+class _LyingText(str):
+    """Text that compares, hashes and shows itself as it likes."""
+
+    __repr__ = __str__ = __eq__ = __hash__ = __len__ = __iter__ = strip = _Failing._fail  # type: ignore[assignment]
+
+
+class _LyingNumber(int):
+    __repr__ = __eq__ = __lt__ = __le__ = __hash__ = __bool__ = __abs__ = _Failing._fail  # type: ignore[assignment]
+
+
+class _BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"/model\xff"
+
+
+class _NotItself:
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise ZeroDivisionError("a value's own code")
+
+
+MANY = 2**21  # 2 MiB of text
+WORDS = (
+    "", " ", "qwen", "sim:0", "sim:0,1", "8GiB", "14", "--5", "-1", "yes", "auto", "torch", "a@b",
+    "\udcff", "a\udce9.ipynb", "a\0b", "\x1b[31mred", "a\nb", "9" * 5000, "٣ GiB", "²", "nan", "inf",
+    "/dev/null", "/no/such", "org/name", "*", "%s{}", "1e400", "x" * MANY,
+)  # fmt: skip
+NUMBERS = (
+    0, 1, -1, 14, 2**31, 2**63, 2**64, -(2**63), 10**400, -(10**400), 0.5, -0.0, 1e308,
+    float("nan"), float("inf"), True, False,
+)  # fmt: skip
+# Functions that return a value: Hypothesis itself cannot handle the values that fail.
+STRANGE: tuple[Callable[[], Any], ...] = (
+    _Failing, _NotItself, _BytesPath, object,
+    lambda: None,
+    lambda: _LyingText("qwen"),
+    lambda: _LyingNumber(7),
+    lambda: b"x" * MANY,
+    lambda: ["x" * MANY] * 3,
+    lambda: LeaseId(None, []),  # type: ignore[arg-type]
+    lambda: LeaseId("1.1.0", "\udcff"),
+    lambda: [_Failing()],
+    lambda: {"sim:0": _Failing()},
+    lambda: ["sim:0", None],
+)  # fmt: skip
+Make = Callable[[], Any]
+
+
+def _returns(value: Any) -> Make:
+    return lambda: value
+
+
+FIXED: tuple[Make, ...] = (*STRANGE, *map(_returns, (*WORDS, *NUMBERS)))
+MADE = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(exclude_categories=()), max_size=20),  # lone surrogates too
+    st.binary(max_size=8),
+    st.lists(st.sampled_from(WORDS) | st.none(), max_size=3),
+    st.dictionaries(st.sampled_from(WORDS), st.integers(), max_size=2),
+).map(_returns)
+VALUES = st.one_of(st.sampled_from(FIXED), MADE)
+
+
+# -- the public methods, and arguments that they accept
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "register": {"name": "new", "backend": "fake", "size": "1GiB"},
+    "adopt": {"name": "new", "module": torch.nn.Linear(4, 4)},
+    "forget": {"name": "qwen"},
+    "spec": {"name": "qwen"},
+    "here": {"name": "qwen"},
+    "use": {"name": "qwen"},
+    "lease": {"size": "1GiB"},
+    "on_behalf_of": {"name": "ann"},
+    "preload": {"name": "qwen"},
+    "restore": {"name": "qwen"},
+    "evict": {"name": "qwen"},
+    "move": {"name": "qwen", "device": "sim:1"},
+    "pin": {"name": "qwen"},
+    "unpin": {"name": "qwen"},
+    "defrag": {},
+    "drain": {"device": "sim:0"},
+    "tell_waits": {"told": None},
+    "events": {},
+    "evictions": {},
+    "history": {},
+    "decisions": {},
+    "plan": {"name_or_size": "qwen"},
+    "why": {"name": "qwen"},
+    "apply": {"file": "/no/such.yaml"},
+    "inspect": {"name": "qwen"},
+    "delete": {"name": "qwen"},
+}
+# A call in which the parameter matters; the others of `register` and so on need no more than PLAIN.
+DEVICES = "sim:2x24GiB,host:64GiB"
+
+
+def public_methods() -> dict[str, Any]:
+    """Every public method of a runtime that takes an argument."""
+    members = inspect.getmembers(Runtime, inspect.isfunction)
+    taking = {name: one for name, one in members if len(inspect.signature(one).parameters) > 1}
+    return {name: one for name, one in taking.items() if not name.startswith("_")}
+
+
+def parameters(method: Any) -> list[str]:
+    """The names of a method's parameters, without `self` and without `**options`."""
+    found = list(inspect.signature(method).parameters.values())[1:]
+    return [one.name for one in found if one.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+CALLS = [
+    (name, parameter) for name, one in public_methods().items() for parameter in parameters(one)
+]
+
+
+def test_every_public_method_is_tried():
+    assert set(PLAIN) == set(public_methods())
+
+
+@pytest.mark.parametrize("method", [*PLAIN, "__init__"])
+def test_every_parameter_has_a_rule(method):
+    """Else `checked` could not know what it may be; a new parameter needs a line in the table."""
+    function = inspect.unwrap(getattr(Runtime, method))
+    assert set(rules_of(function)) == set(parameters(function))
+
+
+def test_the_table_has_no_rule_without_a_parameter():
+    used = set()
+    for function in (*public_methods().values(), Runtime.__init__):
+        names = parameters(function)
+        method = inspect.unwrap(function).__name__
+        used |= {*names, *(f"{method}.{name}" for name in names)}
+    assert set(RULES) - used == set()
+
+
+def test_every_option_of_llama_cpp_has_a_rule():
+    assert {*PASSED_ON, *RESERVED_OPTIONS} - set(OPTIONS) == set()
+
+
+# -- the law
+
+
+@contextmanager
+def box() -> Iterator[Runtime]:
+    """A runtime on two simulated cards, with a model on one of them."""
+    with Runtime(devices=DEVICES, ledger="memory:", monitor=False) as rt:
+        prepare(rt)
+        yield rt
+
+
+def prepare(rt: Runtime) -> None:
+    """Only `qwen` is registered, it is on a card, and no card is drained."""
+    for spec in rt.specs():
+        rt.forget(spec.name)
+    rt.drain("sim:0", undo=True)
+    rt.register("qwen", backend="fake", size="2GiB")
+    rt.preload("qwen")
+
+
+def attempt(rt: Runtime, method: str, arguments: dict[str, Any]) -> Exception | None:
+    """The GpuError of the call; None if it returned. Any other exception fails the test."""
+    try:
+        answer = getattr(rt, method)(**arguments)
+        if method in ("use", "lease", "on_behalf_of"):
+            with answer:
+                pass
+        if method == "register":
+            rt.preload(answer.name)
+    except GpuError as error:
+        return error
+    return None
+
+
+def require_lawful(rt: Runtime, error: Exception | None) -> None:
+    """The error is a bounded, printable sentence; the book can be decoded and counts `qwen` once."""
+    if error is not None:
+        sentence = str(error)
+        assert 0 < len(sentence) <= LONGEST_SENTENCE
+        assert sentence.replace("\n", "").isprintable()
+    rt._session.publish()
+    book = rt._session.ledger.read()
+    assert decode_book(encode(book)) == book
+    for section in book.sections.values():
+        assert decode_section(encode(section)) == section
+        assert all(type(lease.keep) is bool for lease in section.leases)
+    claimed = book.claims()
+    for device, limit in book.limits.items():
+        assert 0 <= claimed.get(device, 0) <= limit
+
+
+def try_value(rt: Runtime, method: str, arguments: dict[str, Any]) -> Exception | None:
+    """The error of the call, after the law was checked; the runtime is prepared again."""
+    error = attempt(rt, method, arguments)
+    require_lawful(rt, error)
+    if error is None:
+        prepare(rt)
+    return error
+
+
+@pytest.mark.parametrize(("method", "parameter"), CALLS)
+def test_every_strange_value_of_every_argument_is_an_error_or_a_lawful_book(method, parameter):
+    with box() as rt:
+        for make in FIXED:
+            try_value(rt, method, {**PLAIN[method], parameter: make()})
+
+
+@given(calls=st.lists(st.tuples(st.sampled_from(CALLS), VALUES), max_size=10))
+def test_any_value_of_any_argument_is_an_error_or_a_lawful_book(calls):
+    with box() as rt:
+        for (method, parameter), make in calls:
+            try_value(rt, method, {**PLAIN[method], parameter: make()})
+
+
+NEW = {"name": "new", "source": "/no/such", "size": "1GiB"}
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS))
+def test_every_strange_value_of_every_option_is_an_error_or_a_lawful_book(option):
+    backend = (OPTIONS[option].backends or ("transformers",))[0]
+    with box() as rt:
+        for make in FIXED:
+            try_value(rt, "register", {**NEW, "backend": backend, option: make()})
+
+
+@given(
+    backend=st.sampled_from(("fake", "transformers", "llama_cpp", "torch", "vllm")),
+    options=st.dictionaries(st.sampled_from(sorted(OPTIONS)), VALUES, max_size=3),
+)
+def test_any_values_of_any_options_are_an_error_or_a_lawful_book(backend, options):
+    made = {option: make() for option, make in options.items()}
+    with box() as rt:
+        try_value(rt, "register", {**NEW, "backend": backend, **made})
+
+
+@given(option=st.text(st.characters(), max_size=30))
+@example(option="x" * MANY)
+@example(option="contxt_length")
+def test_an_option_without_a_rule_is_refused_with_the_nearest_name(option):
+    """`contxt_length=8192` was swallowed, and reserved nothing."""
+    if option in OPTIONS or option in RULES:
+        return
+    with box() as rt:
+        error = try_value(rt, "register", {**PLAIN["register"], option: 8192})
+        assert isinstance(error, BadSetting)
+        assert "the nearest is " in str(error)
+
+
+def test_the_nearest_name_is_named():
+    with box() as rt, pytest.raises(BadSetting, match="the nearest is context_length"):
+        rt.register("m", backend="fake", size="1GiB", contxt_length=8192)
+    with box() as rt, pytest.raises(BadSetting, match="the nearest is importance"):
+        rt.register("m", backend="fake", size="1GiB", improtance="high")
+
+
+@pytest.mark.parametrize("parameter", parameters(Runtime.__init__))
+def test_every_strange_value_of_every_argument_of_the_runtime_itself(parameter):
+    plain = {"devices": "sim:1GiB", "ledger": "memory:", "monitor": False}
+    for make in FIXED:
+        try:
+            with Runtime(**{**plain, parameter: make()}) as rt:
+                require_lawful(rt, None)
+        except GpuError as error:
+            assert 0 < len(str(error)) <= LONGEST_SENTENCE
+
+
+# -- the examples of the trial
+
+
+@pytest.mark.parametrize(
+    "loose",
+    [
+        {"quantization": None},
+        {"keep": "yes"},
+        {"model_type": 3.5},
+        {"name": "a\udcff"},
+        {"name": "x" * MANY},
+    ],
+)
+def test_no_loose_argument_costs_another_process_its_count(loose):
+    """Five of five such arguments led to an overcommit of the whole card."""
+    with box() as rt:
+        error = attempt(rt, "register", {**PLAIN["register"], **loose})
+        assert (error is None) == (loose == {"quantization": None})
+        require_lawful(rt, error)
+
+
+@pytest.mark.parametrize(
+    ("call", "what_to_type"),
+    [
+        (lambda rt: rt.evict(None), "'qwen@4121'"),
+        (lambda rt: rt.decisions(-1), "a number of rows, 0 or more"),
+        (lambda rt: rt.register("m", backend="fake", size=1, importance="--5"), "urgent, high"),
+        (lambda rt: rt.use("qwen", timeout=["30s"]), "'10m' or '2h'"),
+        (lambda rt: rt.lease("14"), "Write it like '14 GiB', or '14 B' if you mean bytes"),
+        (lambda rt: rt.plan("14"), "Write it like '14 GiB', or '14 B' if you mean bytes"),
+        (lambda rt: rt.plan(14 * 10**400), "Write it like '8 GiB'"),
+        (lambda rt: rt.preload("qwen", timeout=1e300), "'10m' or '2h'"),
+    ],
+)
+def test_an_error_says_what_to_type(call, what_to_type):
+    with box() as rt, pytest.raises((BadSetting, BadSize)) as error:
+        call(rt)
+    assert what_to_type in str(error.value)
+
+
+def test_a_long_value_is_quoted_in_part():
+    """Messages of 300 kB were seen."""
+    error = BadSize("x" * MANY)
+    assert len(str(error)) < 300
+    assert len(str(GpuError("x" * MANY))) == MOST_MESSAGE
+
+
+def test_a_message_can_be_printed_and_stored():
+    """A path of another encoding, or a library's message, may be any text."""
+    assert str(GpuError("no \udce9.gguf\n  \x1b[31mType this")) == (
+        "no \\udce9.gguf\n  \\x1b[31mType this"
+    )

@@ -1,0 +1,277 @@
+"""A failed move is the mover's problem: it backs off, is logged once, and fails no other request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime import Busy, OutOfMemory, Runtime
+from gpu_runtime.devices.process_memory import out_of_memory
+from gpu_runtime.owner import maintenance, release
+
+from .conftest import fakes, where
+
+BOX = {"devices": "sim:24GiB,host:64GiB", "eviction_grace_seconds": 0}
+
+
+class Bus:
+    """The moves of one fake model: they fail while `broken`, and are counted."""
+
+    def __init__(self, rt: Runtime, name: str, size: str = "10GiB", *, droppable: bool = False):
+        self.broken: Exception | None = RuntimeError("the host has no pinned memory left")
+        self.tries = 0
+        rt.register(name, self._step, backend="fake", size=size)
+        rt.preload(name)
+        backend = rt._session.residents[name].backend
+        usual = backend.droppable
+        backend.droppable = lambda model: droppable if model.name == name else usual(model)
+        resident = rt._session.residents[name]
+        resident.lease = replace(resident.lease, droppable=droppable)
+
+    def _step(self, verb: str) -> None:
+        if verb == "move":
+            self.tries += 1
+            if self.broken:
+                raise self.broken
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first pause that a test can wait for."""
+    monkeypatch.setattr(release, "FIRST_PAUSE_SECONDS", 0.05)
+
+
+def failures(rt: Runtime, name: str) -> list[str]:
+    return [event.because for event in rt.why(name) if event.action == "failed"]
+
+
+# -- in one process
+
+
+def test_the_next_victim_leaves_where_a_move_fails(runtime):
+    rt = runtime(**BOX)
+    bus = Bus(rt, "oldest")
+    fakes(rt, next="10GiB", wanted="10GiB")
+    rt.preload("next")
+    with rt.use("wanted", timeout=5):
+        assert where(rt) == {"oldest": "sim:0", "next": "host", "wanted": "sim:0"}
+    assert bus.tries == 1
+
+
+def test_a_model_that_may_be_dropped_is_dropped_where_its_move_fails(runtime, caplog):
+    rt = runtime(**BOX)
+    Bus(rt, "oldest", droppable=True)
+    fakes(rt, next="10GiB", wanted="10GiB")
+    rt.preload("next")
+    with caplog.at_level(logging.WARNING, "gpu_runtime"), rt.use("wanted", timeout=5):
+        assert where(rt) == {"oldest": "disk", "next": "sim:0", "wanted": "sim:0"}
+    assert "no pinned memory left" in rt.why("oldest")[0].because
+    assert len(caplog.records) == 1
+    totals = rt.status().totals
+    assert totals["evictions"] == totals["offloads"] + totals["unloads"] == 1
+
+
+def test_a_request_waits_for_a_move_that_fails_at_first(runtime, quick):
+    rt = runtime(**BOX)
+    bus = Bus(rt, "only", "20GiB")
+    fakes(rt, wanted="10GiB")
+    told: list[str] = []
+
+    def mend(name, wait):
+        if wait:
+            told.append(wait.because)
+            bus.broken = None
+
+    rt.tell_waits(mend)
+    with rt.use("wanted", timeout=20):
+        assert where(rt) == {"only": "host", "wanted": "sim:0"}
+    assert set(told) == {"only (20.0 GiB on sim:0) could not be moved; its process tries again"}
+    assert rt._session.residents["only"].failed_moves == 0
+
+
+def test_a_request_that_cannot_be_served_says_busy_and_not_what_failed(runtime, quick):
+    rt = runtime(**BOX)
+    Bus(rt, "only", "20GiB")
+    fakes(rt, wanted="10GiB")
+    with pytest.raises(Busy, match="only .* could not be moved"), rt.use("wanted", timeout=0.2):
+        pass
+    assert where(rt)["only"] == "sim:0"
+    assert rt.status().tickets == ()
+
+
+def test_a_person_who_evicts_the_model_itself_sees_the_error_each_time(runtime):
+    rt = runtime(**BOX)
+    bus = Bus(rt, "m")
+    for tries in (1, 2, 3):
+        with pytest.raises(RuntimeError):
+            rt.evict("m")
+        assert bus.tries == tries
+    bus.broken = None
+    assert rt.evict("m").where == "host"
+
+
+def test_a_drop_that_its_backend_complains_of_is_a_drop(runtime, monkeypatch, caplog):
+    rt = runtime(**BOX, monitor=False)
+    fakes(rt, m="10GiB", wanted="20GiB")
+    rt.preload("m")
+    rt.probe.place("host").squeeze(60 << 30)
+    backend = rt._session.residents["m"].backend
+    drop = backend.drop
+
+    def complain(model):
+        drop(model)
+        raise RuntimeError("close() twice")
+
+    monkeypatch.setattr(backend, "drop", complain)
+    with caplog.at_level(logging.WARNING, "gpu_runtime"), rt.use("wanted", timeout=5):
+        assert where(rt) == {"m": "disk", "wanted": "sim:0"}
+    assert "close() twice" in caplog.text
+    monkeypatch.undo()
+
+
+def test_a_load_that_runs_out_of_memory_says_that_and_not_what_failed_to_leave(runtime):
+    rt = runtime(**BOX)
+    Bus(rt, "idle", "5GiB")
+    fakes(rt, wanted="10GiB")
+    rt.probe.place("sim:0").squeeze(15 << 30)
+    with pytest.raises(OutOfMemory, match="while loading wanted"), rt.use("wanted"):
+        pass
+
+
+def test_a_block_that_runs_out_of_memory_says_that_and_not_what_failed_to_leave(runtime):
+    rt = runtime(**BOX)
+    Bus(rt, "idle", "5GiB")
+    fakes(rt, used="10GiB")
+    with pytest.raises(OutOfMemory, match="idle"), rt.use("used"):
+        raise out_of_memory("sim:0 is full")
+
+
+# -- what the monitor does for others
+
+
+def test_a_failing_model_is_tried_less_and_less_often_and_logged_once(runtime, clock, caplog):
+    """Two hundred tries in eight seconds filled the log and the journal."""
+    rt = runtime(**BOX, monitor=False, clock=clock)
+    bus = Bus(rt, "m")
+    rt.drain("sim:0", timeout=0)
+    tried_at = []
+    with caplog.at_level(logging.WARNING, "gpu_runtime"):
+        for _ in range(400):
+            before = bus.tries
+            rt.tick()
+            if bus.tries > before:
+                tried_at.append(round(clock.now - 1000.0, 1))
+            clock.advance(0.5)
+    # The drain itself was the first try, at 0.
+    assert tried_at == [1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 123.0, 183.0]
+    assert len(failures(rt, "m")) == len(caplog.records) == 1
+    bus.broken = None
+    clock.advance(60)
+    rt.tick()
+    assert where(rt) == {"m": "host"}
+
+
+def test_each_row_of_failures_is_logged_and_journaled_once(runtime, clock, caplog):
+    rt = runtime(**BOX, monitor=False, clock=clock)
+    bus = Bus(rt, "m")
+    with caplog.at_level(logging.WARNING, "gpu_runtime"):
+        for _ in range(2):
+            bus.broken = RuntimeError("no pinned memory")
+            rt.drain("sim:0", timeout=0)
+            for _ in range(20):
+                clock.advance(1)
+                rt.tick()
+            bus.broken = None
+            clock.advance(60)
+            rt.tick()
+            assert where(rt) == {"m": "host"}
+            rt.drain("sim:0", undo=True)
+            rt.preload("m")
+    assert len(caplog.records) == len(failures(rt, "m")) == 2
+    assert "m stays where it is: RuntimeError: no pinned memory" in caplog.text
+
+
+def test_one_failing_model_does_not_keep_the_others_on_a_drained_card(runtime):
+    rt = runtime(**BOX, monitor=False)
+    Bus(rt, "a", "5GiB")
+    fakes(rt, b="5GiB", c="5GiB")
+    rt.preload("b")
+    rt.preload("c")
+    said = rt.drain("sim:0", timeout=0).because
+    assert where(rt) == {"a": "sim:0", "b": "host", "c": "host"}
+    assert "a (5.0 GiB) could not be moved; its process tries again" in said
+
+
+def test_relief_does_not_drop_what_its_level_only_offloads(runtime, monkeypatch):
+    """At moderate pressure models are offloaded; a failed offload is no reason to unload."""
+    rt = runtime(**BOX, monitor=False, gpu_relief="always")
+    bus = Bus(rt, "m", "17GiB", droppable=True)
+    rt._session.residents["m"].last_used -= 400
+    rt.tick()
+    maintenance.relieve(rt._session)
+    assert bus.tries == 1
+    assert where(rt) == {"m": "sim:0"}
+
+
+# -- between processes
+
+
+@pytest.fixture
+def two(runtime: Callable[..., Runtime], shared_book: str) -> tuple[Runtime, Runtime]:
+    a, b = (runtime(**BOX, ledger=shared_book) for _ in "ab")
+    return a, b
+
+
+def test_another_process_gets_its_room_from_the_next_victim(two):
+    a, b = two
+    bus = Bus(a, "oldest")
+    fakes(a, next="10GiB")
+    a.preload("next")
+    fakes(b, wanted="10GiB")
+    with b.use("wanted", timeout=20):
+        assert where(b) == {"oldest": "sim:0", "next": "host", "wanted": "sim:0"}
+    assert bus.tries == 1
+    assert len(failures(a, "oldest")) == 1
+
+
+def test_another_process_waits_for_a_move_that_fails_at_first(two, quick, caplog):
+    a, b = two
+    bus = Bus(a, "only", "20GiB")
+    fakes(b, wanted="10GiB")
+    told = []
+
+    def mend(name, wait):
+        told.append(wait and wait.because)
+        if bus.tries > 1:
+            bus.broken = None
+
+    b.tell_waits(mend)
+    with caplog.at_level(logging.WARNING, "gpu_runtime"), b.use("wanted", timeout=20):
+        assert where(b) == {"only": "host", "wanted": "sim:0"}
+    assert len(caplog.records) == len(failures(a, "only")) == 1
+    assert "could not be moved; its process tries again" in "".join(filter(None, told))
+
+
+def test_a_person_elsewhere_is_refused_with_the_reason_and_not_kept_waiting(two):
+    a, b = two
+    Bus(a, "m")
+    with pytest.raises(Exception, match=r"m \(10.0 GiB on sim:0\) could not be moved.*again in"):
+        b.evict("m", timeout=20)
+
+
+@pytest.mark.parametrize("verb", ["move", "preload"])
+def test_an_order_that_fails_with_a_drivers_error_is_answered(runtime, shared_book, verb):
+    """The thread that carried the order out ended, and the requester waited until its time-out."""
+    box = BOX | {"devices": "sim:2x24GiB,host:64GiB"}
+    a, b = (runtime(**box, ledger=shared_book) for _ in "ab")
+    bus = Bus(a, "m")
+    if verb == "preload":
+        bus.broken = None
+        a.evict("m")
+        bus.broken = RuntimeError("the bus is gone")
+    act = {"move": lambda: b.move("m", "sim:1", timeout=20), "preload": lambda: b.preload("m")}
+    with pytest.raises(Exception, match="pinned memory left|the bus is gone"):
+        act[verb]()

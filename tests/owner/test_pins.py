@@ -1,0 +1,277 @@
+"""A model is pinned for exactly as long as its block runs, in whatever way the block is entered."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpu_runtime import Runtime, StillInUse
+from gpu_runtime.owner import acquire, pins
+
+from .conftest import fakes
+
+
+@pytest.fixture
+def rt(runtime: Callable[..., Runtime]) -> Runtime:
+    made = runtime(monitor=False)
+    fakes(made, m="3GiB")
+    made.preload("m")
+    return made
+
+
+# -- ways to enter a block, each as (enter, leave); none of them drops its last reference to the block
+
+
+class Delegate:
+    """A context manager of a library, which calls the one that it was given."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __enter__(self) -> Any:
+        return self.held.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self.held.__exit__(*error)
+
+
+@contextlib.contextmanager
+def wrapped(held: Any) -> Iterator[Any]:
+    with held as value:
+        yield value
+
+
+def by_hand(held: Any) -> tuple[Any, Any]:
+    return held.__enter__, lambda: held.__exit__(None, None, None)
+
+
+def of_the_class(held: Any) -> tuple[Any, Any]:
+    """As PEP 343 spells the `with` statement."""
+    kind = type(held)
+    return lambda: kind.__enter__(held), lambda: kind.__exit__(held, None, None, None)
+
+
+def looked_up_before(held: Any) -> tuple[Any, Any]:
+    leave = held.__exit__
+    return held.__enter__, lambda: leave(None, None, None)
+
+
+def asked_for_before(held: Any) -> tuple[Any, Any]:
+    assert hasattr(held, "__exit__")
+    return by_hand(held)
+
+
+def stacked(held: Any) -> tuple[Any, Any]:
+    stack = contextlib.ExitStack()
+    return lambda: stack.enter_context(held), stack.close
+
+
+def pushed(held: Any) -> tuple[Any, Any]:
+    stack = contextlib.ExitStack()
+    return lambda: (held.__enter__(), stack.push(held.__exit__)), stack.close
+
+
+def delegated(held: Any) -> tuple[Any, Any]:
+    return by_hand(Delegate(held))
+
+
+def generated(held: Any) -> tuple[Any, Any]:
+    return by_hand(wrapped(held))
+
+
+WAYS = [
+    by_hand,
+    of_the_class,
+    looked_up_before,
+    asked_for_before,
+    stacked,
+    pushed,
+    delegated,
+    generated,
+]
+DEEDS = {
+    "use": lambda rt: rt.use("m"),
+    "lease": lambda rt: rt.lease("1GiB", purpose="test"),
+}
+
+
+def in_use(rt: Runtime) -> int:
+    """Pins of the model, and blocks."""
+    session = rt._session
+    blocks = [anchor for _, anchor in session.blocks.values() if anchor() is not None]
+    return len(session.residents["m"].pins) + len(blocks)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_block_is_held_from_its_entry_to_its_exit_in_whatever_way_it_is_entered(rt, deed, way):
+    """Entered by hand, the pin lasted until the object was collected; after a look at `__exit__`
+    there was none at all."""
+    held = DEEDS[deed](rt)
+    gc.disable()
+    try:
+        for _ in range(2):
+            enter, leave = way(held) if way is not generated else way(DEEDS[deed](rt))
+            enter()
+            assert in_use(rt) == 1
+            leave()
+            assert in_use(rt) == 0
+    finally:
+        gc.enable()
+
+
+def test_blocks_of_one_object_inside_each_other_end_one_by_one(rt):
+    held = rt.use("m")
+    counts = []
+    with held:
+        held.__enter__()
+        with held:
+            counts.append(in_use(rt))
+        counts.append(in_use(rt))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(held)
+            counts.append(in_use(rt))
+        counts.append(in_use(rt))
+        held.__exit__(None, None, None)
+        counts.append(in_use(rt))
+    assert [*counts, in_use(rt)] == [3, 2, 3, 2, 1, 0]
+
+
+def test_an_exit_without_an_entry_ends_no_other_block(rt):
+    held = rt.use("m")
+    spare = held.__exit__
+    with held:
+        spare(None, None, None)
+        held.__exit__(None, None, None)
+        assert in_use(rt) == 1
+        with pytest.raises(StillInUse):
+            rt.evict("m")
+    assert in_use(rt) == 0
+
+
+def test_an_object_that_was_entered_by_hand_and_dropped_holds_nothing(rt):
+    held = rt.use("m")
+    held.__enter__()
+    assert in_use(rt) == 1
+    gc.disable()
+    try:
+        del held
+        assert in_use(rt) == 0, "a cycle would keep the model until a collection"
+    finally:
+        gc.enable()
+
+
+def test_a_failed_entry_by_hand_holds_nothing(rt, monkeypatch):
+    held = rt.use("m")
+    monkeypatch.setattr(rt._session, "dozing", True)
+    monkeypatch.setattr(rt._session, "wake_monitor", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        held.__enter__()
+    assert in_use(rt) == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pin_names_the_thread_that_entered(rt, way):
+    resident = rt._session.residents["m"]
+    held = rt.use("m")
+    here = threading.get_ident()
+    enter, leave = way(held)
+    enter()
+    assert resident.pinned_by(here)
+    assert not resident.pinned_by(here + 1)
+    leave()
+    assert not resident.pinned_by(here)
+
+
+# -- the stop button
+
+
+def plain(rt: Runtime) -> None:
+    with rt.use("m"):
+        pass
+
+
+def kept_in_a_variable(rt: Runtime) -> None:
+    held = rt.use("m")
+    with held:
+        pass
+    with held, held:
+        pass
+
+
+def with_an_error(rt: Runtime) -> None:
+    with contextlib.suppress(KeyError), rt.use("m"):
+        raise KeyError
+
+
+WATCHED = {
+    *(way.__code__ for way in (plain, kept_in_a_variable, with_an_error)),
+    *(getattr(acquire.Use, name).__code__ for name in ("__init__", "_start", "_finish")),
+}
+
+
+def stopped_at(instruction: int, act: Callable[[], object]) -> BaseException | None:
+    """Acts, with a KeyboardInterrupt at that instruction of the block and of `pins.py`.
+
+    Returns the error, frames and all, or None if the act ended sooner.
+    """
+    left = instruction
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code not in WATCHED and frame.f_globals is not vars(pins):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None
+
+
+@pytest.mark.parametrize("act", [plain, kept_in_a_variable, with_an_error])
+def test_an_interrupt_at_any_instruction_of_a_with_block_leaves_no_pin(rt, act):
+    """Not even while the notebook keeps the error, and with it every frame."""
+    instruction = 0
+    gc.disable()
+    try:
+        while kept := stopped_at(instruction := instruction + 1, lambda: act(rt)):
+            assert in_use(rt) == 0, f"instruction {instruction}"
+            assert kept.__traceback__
+    finally:
+        gc.enable()
+    assert instruction > 60
+    assert rt.evict("m").done
+
+
+@pytest.mark.parametrize("way", [by_hand, stacked, delegated, generated])
+def test_an_interrupt_of_a_wrapped_block_leaves_a_pin_at_most_as_long_as_its_frames(rt, way):
+    """Where `__exit__` is never reached, nothing of ours can run before the error is forgotten."""
+
+    def act() -> None:
+        enter, leave = way(rt.use("m"))
+        enter()
+        leave()
+
+    instruction = 0
+    while kept := stopped_at(instruction := instruction + 1, act):
+        del kept
+        gc.collect()
+        assert in_use(rt) == 0, f"instruction {instruction}"
+    assert instruction > 20

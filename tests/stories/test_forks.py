@@ -1,0 +1,292 @@
+"""A process that forks while its threads use the ledger: no child hangs, and no child blocks other processes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime import LedgerUnavailable, Runtime, forks, threads
+from gpu_runtime.ledgers.sqlite import after_fork
+from gpu_runtime.ledgers.sqlite.writer_queue import writer_queue_in
+from gpu_runtime.owner.monitor import promptly
+from tests import soak
+from tests.redis_server import redis_server
+
+REPO = Path(__file__).resolve().parents[2]
+STATIC_MEMORY, STATIC_FILES = 3, 11  # SQLite's locks around its memory, and around open files
+
+
+def child(act: Callable[[], object], seconds: float = 30.0) -> str:
+    """What a forked child returns from `act`, or its error; `hangs` after so many `seconds`."""
+    inbox, outbox = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(seconds) + 1)  # ends the child if the test does not
+        try:
+            answer = str(act())
+        except BaseException as error:  # noqa: BLE001 - reported to the parent
+            answer = f"{type(error).__name__}: {error}"
+        os.write(outbox, answer.encode()[:4000])
+        os._exit(0)
+    os.close(outbox)
+    with open(inbox, "rb") as answers:
+        answer = answers.read().decode()
+    code = os.waitpid(pid, 0)[1]
+    return "hangs" if code == signal.SIGALRM else answer
+
+
+@pytest.fixture
+def rt(tmp_path) -> Iterator[Runtime]:
+    with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=f"sqlite://{tmp_path}/ledger") as opened:
+        yield opened
+
+
+def owners(rt: Runtime) -> set[str]:
+    places = (rt._opened.ledger.directory / "owners").iterdir()
+    return {path.name for path in places if path.suffix not in (".bell", ".map")}
+
+
+def run(url: str, forks: int, seed: int, environment: dict[str, str]) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stories.forking", url, str(forks), str(seed)],
+        cwd=REPO,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60 + forks,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def url(request, tmp_path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield f"sqlite://{tmp_path}/ledger"
+        return
+    with redis_server() as server:
+        yield server.fresh()
+
+
+def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(url, tmp_path):
+    """When the ledger was still opened at the fork, 1 of 200 children hung, and all others waited for its lock."""
+    found = run(url, 60, 1, {"XDG_STATE_HOME": str(tmp_path)})
+    assert set(found) == {"ended"} and found["ended"] >= 60
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_no_child_of_a_busy_parent_hangs_for_long(url, tmp_path, seed):
+    found = run(url, 2500, seed, {"XDG_STATE_HOME": str(tmp_path)})
+    assert set(found) == {"ended"}
+    soak.add(forks=found["ended"])
+
+
+def test_a_fork_opens_nothing_until_the_child_uses_the_runtime(rt):
+    before = owners(rt)
+    assert child(lambda: owners(rt) == before) == "True"
+    assert child(lambda: rt.status() and owners(rt) != before) == "True"
+
+
+def test_a_child_of_a_child_is_an_owner_of_its_own(rt):
+    assert child(lambda: child(lambda: rt._session.me.startswith(f"{os.getpid()}."))) == "True"
+
+
+def test_a_runtime_that_was_closed_stays_closed_in_a_child(rt):
+    rt.close()
+    assert "was closed" in child(rt.status)
+
+
+def test_a_child_that_closes_the_runtime_closes_its_own(rt):
+    def closes() -> str:
+        rt.close()
+        rt.status()
+        return "it is open again"
+
+    assert "was closed" in child(closes)
+    assert rt.status().devices, "the parent's is open"
+
+
+def test_a_block_that_a_child_leaves_ends_in_the_parent_only(rt):
+    """A `with` block that forks ends twice. Its lease is the parent's."""
+    with rt.lease("1GiB"):
+
+        def leaves() -> str:
+            return "left"
+
+        inbox, outbox = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+    if pid == 0:
+        os.write(outbox, leaves().encode())
+        os._exit(0)
+    os.close(outbox)
+    assert os.read(inbox, 99) == b"left"
+    os.close(inbox)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert list(rt.status().leases()) == []
+
+
+def test_a_fork_waits_until_no_thread_is_inside_sqlite(rt):
+    """Only then is SQLite whole in the child."""
+    lock = rt._opened.ledger._store._lock
+    lock.acquire()
+    threading.Timer(0.2, lock.release).start()
+    assert child(lambda: (forks.is_clean(), bool(rt.status()))) == "(True, True)"
+
+
+def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
+    """The fork waits at most a second, so a thread that hangs in a driver or on a disk does not stop it."""
+    monkeypatch.setattr(forks, "WAIT_SECONDS", 0.05)
+    with rt._opened.ledger._store._lock:
+        answer = child(rt.status)
+    assert answer.startswith("LedgerUnavailable") and "spawn" in answer
+    assert rt.status().devices
+
+
+@pytest.mark.parametrize("which", [STATIC_MEMORY, STATIC_FILES])
+def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, which, monkeypatch):
+    """An example is the thread that saves IPython's history. The child gets an error that advises `spawn`."""
+    monkeypatch.setattr(after_fork, "TRY_SECONDS", 0.5)
+    import _sqlite3
+
+    sqlite = ctypes.CDLL(_sqlite3.__file__)
+    sqlite.sqlite3_mutex_alloc.restype = ctypes.c_void_p
+    lock = ctypes.c_void_p(sqlite.sqlite3_mutex_alloc(which))
+    ends, holds = threading.Event(), threading.Event()
+
+    def inside() -> None:
+        sqlite.sqlite3_mutex_enter(lock)
+        holds.set()
+        ends.wait(30)
+        sqlite.sqlite3_mutex_leave(lock)
+
+    thread = threads.start(inside)
+    try:
+        assert holds.wait(10)
+        answer = child(rt.status)
+    finally:
+        ends.set()
+        thread.wait(10)
+    assert answer.startswith("LedgerUnavailable") and "spawn" in answer
+    assert child(lambda: bool(rt.status())) == "True", "the next child is not affected"
+
+
+def test_locks_that_other_threads_hold_are_free_in_the_child():
+    lock = forks.freed(threading.Lock())
+    with lock:
+        assert child(lambda: lock.acquire(timeout=5)) == "True"
+    assert lock.acquire(timeout=1)
+
+
+def test_a_child_has_nothing_to_finish_for_its_parent():
+    """Before, its end waited up to 60 s for the parent's work, and its threads were switched ten times as often."""
+    usual = sys.getswitchinterval()
+    mark = object()
+    threads._unfinished.add(mark)
+    try:
+        with promptly:
+            assert child(lambda: (threads._unfinished, sys.getswitchinterval() == usual)) == (
+                "(set(), True)"
+            )
+    finally:
+        threads._unfinished.discard(mark)
+    assert sys.getswitchinterval() == usual
+
+
+def test_a_child_keeps_neither_the_turn_nor_the_lock_of_its_parent(rt):
+    """A file lock belongs to the open file, which the child shares. Before, all processes waited while the child
+    lived."""
+    directory = rt._opened.ledger.directory
+    queue = rt._opened.ledger._queue
+    assert queue.try_enter()
+    ends_in, ends_out = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        os.read(ends_in, 1)
+        os._exit(0)
+    try:
+        rt._opened.ledger._queue = None
+        queue.close_here()  # as at the parent's death
+        other = writer_queue_in(directory)
+        deadline = time.monotonic() + 10  # the child closes its copy in a hook a moment later
+        while not other.try_enter():
+            assert time.monotonic() < deadline, "the child keeps the turn"
+            time.sleep(0.001)
+        other.leave()
+    finally:
+        os.write(ends_out, b"!")
+        os.waitpid(pid, 0)
+        os.close(ends_in)
+        os.close(ends_out)
+
+
+def test_the_right_to_rebuild_ends_with_the_rebuild_also_if_a_child_shares_the_file(tmp_path):
+    from gpu_runtime.ledgers.sqlite import files
+
+    ends_in, ends_out = os.pipe()
+    with files.rebuild_lock(tmp_path) as lock:
+        files.take(lock, 1.0)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            os.read(ends_in, 1)
+            os._exit(0)
+    try:
+        with files.rebuild_lock(tmp_path) as again:
+            files.take(again, 0.0)
+    except LedgerUnavailable:
+        pytest.fail("the child keeps the right to rebuild")
+    finally:
+        os.write(ends_out, b"!")
+        os.waitpid(pid, 0)
+        os.close(ends_in)
+        os.close(ends_out)
+
+
+_rt: list[Runtime] = []  # the runtime of the test below, for the functions that its workers call
+
+
+def _device_ids(_: int) -> list[str]:
+    return [view.device.id for view in _rt[0].status().devices]
+
+
+def test_workers_of_a_pool_use_the_runtime(rt):
+    """The workers are started as joblib starts them."""
+    _rt[:] = [rt]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found = pool.map_async(_device_ids, range(4)).get(60)
+    _rt.clear()
+    assert found == [["sim:0", "sim:1", "host"]] * 4
+
+
+def test_workers_of_a_data_loader_feed_a_governed_model(rt):
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = torch.nn.Linear(4, 2).eval()
+    rt.adopt("m", model)
+    loader = DataLoader(
+        TensorDataset(torch.ones(16, 4)),
+        4,
+        num_workers=2,
+        multiprocessing_context="fork",
+        timeout=60,
+    )
+    with rt.use("m") as used:
+        shapes = [tuple(used(batch).shape) for _ in range(2) for (batch,) in loader]
+    assert shapes == [(4, 2)] * 8
