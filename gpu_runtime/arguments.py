@@ -1,8 +1,8 @@
-"""The arguments of the public methods: one table of what each may be, and what to type instead.
+"""The arguments of the public methods: one table with the allowed values, and what to type instead.
 
-`checked` applies the table to a method before its first line. So what the runtime, and through it
-the book that all processes read, receives is a plain value within its bounds. What a name or a
-device *means* is decided elsewhere.
+`checked` applies the table before a method runs. So the runtime, and the book that all processes
+read, get only plain values within their bounds. This module does not know which names or devices
+exist.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LONGEST_TEXT = 4096  # characters of text that is not stored, such as a path
-LONGEST_TEMPLATE = 1 << 20  # of a chat template
+LONGEST_TEMPLATE = 1 << 20  # characters of a chat template
 MOST_TOKENS = 2**27
 MOST_SEQUENCES = 2**16
-_MOST = 2**31 - 1  # of numbers that reach a C library
+_MOST = 2**31 - 1  # the largest number that is passed to a C library
 
 
 class Rule(NamedTuple):
-    """What an argument may be."""
+    """The allowed values of an argument."""
 
     expected: str  # what to type, as the end of "it must be …"
     read: Callable[[Any], Any]  # the value as the runtime uses it; raises for any other value
@@ -38,8 +38,8 @@ class Rule(NamedTuple):
 def read(name: str, value: Any, rule: Rule) -> Any:
     """The `value` of the argument `name`, as its `rule` reads it.
 
-    Raises BadSetting, or the GpuError of the rule. The value's own code may raise anything, so
-    whatever it raises means that the value cannot be used.
+    Raises BadSetting, or the GpuError of the rule. Code of the value may raise any exception; then
+    the value cannot be used.
     """
     try:
         return rule.read(value)
@@ -62,9 +62,9 @@ def _require(condition: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """`value` as an exact str, int or float if it is of a subclass or one of NumPy's integers.
+    """`value` as an exact str, int or float if it is of a subclass, or a NumPy integer.
 
-    A subclass may define its own comparison and its own text. Any other value is returned as it is.
+    A subclass may define its own comparison and its own text. Any other value is returned unchanged.
 
     >>> import enum
     >>> plain(enum.IntEnum("Size", {"ONE": 1}).ONE), plain(True), plain(None)
@@ -121,7 +121,7 @@ def _word(value: Any) -> str:
 
 
 def _one_line(value: Any) -> str:
-    """Free text for people, made one line of the length of a name."""
+    """Free text for people, shortened to one line of the length of a name."""
     text = "" if value is None else plain(value)
     _require(isinstance(text, str))
     return printable(" ".join(text[:LONGEST_TEXT].split()), LONGEST_NAME)
@@ -136,7 +136,7 @@ def template(value: Any) -> str:
 
 
 def _path(value: Any) -> str:
-    """A path as text. Bytes of a name that are no UTF-8 stay, as `os.fsdecode` writes them."""
+    """A path as text. Bytes that are not UTF-8 are written as `os.fsdecode` writes them."""
     text = plain(os.fspath(value))
     _require(isinstance(text, str) and len(text) <= LONGEST_TEXT and "\0" not in text)
     os.fsencode(text)
@@ -188,7 +188,7 @@ def _truth(value: Any) -> bool:
 
 
 def _object(value: Any) -> Any:
-    _require(value.__class__)  # `isinstance` reads it, and a property may raise
+    _require(value.__class__)  # `isinstance` reads this attribute, and a property may raise
     return value
 
 

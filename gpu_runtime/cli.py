@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code, after doing what `argv` (or the command line) requests."""
+    """Carries out the command in `argv` (or the command line) and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
@@ -101,7 +101,7 @@ def _parse(verb: Verb, words: list[str]) -> argparse.Namespace:
 
 
 def _act(verb: Verb, args: argparse.Namespace) -> int:
-    """Does what `verb` does, prints the answer, and returns the exit code."""
+    """Carries out `verb`, prints the result, and returns the exit code."""
     if verb.name in SERVERS:
         return _print(verb, args, SERVERS[verb.name](args), None)
     assert verb.act is not None  # only the verbs in SERVERS have no act of their own
@@ -118,7 +118,7 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
 
 
 def _answer(verb: Verb, args: argparse.Namespace, rt: Any) -> Any:
-    """The answer of `rt`; a verb that loads shows its progress."""
+    """The result from `rt`; a verb that loads a model shows its progress."""
     assert verb.act is not None
     if not verb.loads:
         return verb.act(rt, args)
@@ -129,7 +129,7 @@ def _answer(verb: Verb, args: argparse.Namespace, rt: Any) -> Any:
 
 
 def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
-    """Prints the answer `value`, and returns the exit code."""
+    """Prints the result `value`, and returns the exit code."""
     from gpu_runtime.rendering import plain, render
 
     value = render.with_titles(verb.name, value, rt)
@@ -146,7 +146,7 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
 
 
 def _table(verb: Verb, frame: Any) -> str:
-    """The DataFrame as an aligned table; for an empty one, what to type."""
+    """The DataFrame as an aligned table; for an empty DataFrame, a hint what to type."""
     from gpu_runtime.rendering import render
 
     if len(frame):

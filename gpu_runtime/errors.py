@@ -38,8 +38,8 @@ from typing import Any
 
 from .safe_text import MOST_MESSAGE, MOST_QUOTED, printable, quoted
 
-MOST_NAMES = 12  # in one sentence
-MOST_PROBLEMS = 9  # of one file, besides the first
+MOST_NAMES = 12  # names in one sentence
+MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
 
 
 class GpuError(Exception):
@@ -48,7 +48,7 @@ class GpuError(Exception):
     def __init__(self, message: str, **facts: Any) -> None:
         """`message` is the sentence; each of the `facts` becomes an attribute.
 
-        The sentence is bounded, and what cannot be printed in it is escaped: names, paths and the
+        The sentence is shortened, and unprintable characters are escaped: names, paths and the
         messages of other libraries may be any text.
         """
         super().__init__(printable(message, MOST_MESSAGE, keep="\n"))
@@ -99,7 +99,7 @@ class Busy(GpuError):
 
 
 class Deadlock(GpuError):
-    """Threads hold what each other wait for. Attributes: name, because."""
+    """Each of several threads holds memory that another one waits for. Attributes: name, because."""
 
 
 class OutOfMemory(GpuError, MemoryError):
@@ -149,7 +149,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _listed(names: Collection[str]) -> str:
-    """The names in order; of many, only the first and how many more there are."""
+    """The names in order; if there are many, the first ones and the number of the others."""
     text = ", ".join(sorted(names)[:MOST_NAMES])
     more = len(names) - MOST_NAMES
     return f"{text} and {more} more" if more > 0 else text

@@ -1,8 +1,8 @@
 """Locks at the moment of a fork.
 
 A forked child has the memory of its parent and only one of its threads. A lock that another thread
-held at that moment is held in the child for good, and what it guards may be half changed. SQLite
-has such locks of its own, and remembers file locks that the child does not have. (With a thread
+held at that moment stays locked in the child for ever, and its data may be half changed. SQLite
+has such locks of its own, and remembers file locks that the child does not have. (When a thread was
 inside SQLite, 2 in 200 children hung, or kept a lock that stopped every process for 20 s.)
 
 Nothing here opens or closes anything.
@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 
-WAIT_SECONDS = 1.0  # a fork waits no longer; the locks that it did not get are free in the child
+WAIT_SECONDS = 1.0  # the longest wait of a fork; locks that it did not get are free in the child
 
 _awaited: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 _freed: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
@@ -24,16 +24,16 @@ _here = threading.local()
 
 
 def awaited(lock: threading.Lock) -> threading.Lock:
-    """`lock`, for which every fork waits: the child never sees what it guards half done.
+    """Makes every fork wait for `lock`, so the child never sees half-changed data. Returns `lock`.
 
-    For locks around SQLite, and around files that are locked for a moment.
+    It is for locks around SQLite, and around files that are locked for a moment.
     """
     _awaited[id(lock)] = lock
     return lock
 
 
 def freed(lock: threading.Lock) -> threading.Lock:
-    """`lock`, which is free in a forked child: it guards what is whole at every moment."""
+    """Makes `lock` free in a forked child, since its data is valid at every moment. Returns `lock`."""
     _freed[id(lock)] = lock
     return lock
 
@@ -41,7 +41,7 @@ def freed(lock: threading.Lock) -> threading.Lock:
 def is_clean() -> bool:
     """Whether every lock of `awaited` was free when this process was forked.
 
-    True also in a process that was not forked.
+    It is also True in a process that was not forked.
     """
     return _clean
 
@@ -50,7 +50,9 @@ def _before() -> None:
     """Takes the locks of `awaited`, in the parent."""
     deadline = time.monotonic() + WAIT_SECONDS
     _here.taken, _here.missed = [], []
-    for reference in _awaited.valuerefs():  # one step: other threads add to it meanwhile
+    for (
+        reference
+    ) in _awaited.valuerefs():  # an atomic copy, since other threads add locks meanwhile
         lock = reference()
         if lock is None:
             continue
@@ -78,7 +80,7 @@ def _in_child() -> None:
 
 
 def _free(lock: threading.Lock) -> None:
-    """Makes `lock` free, whoever holds it; only in a child that has a single thread."""
+    """Makes `lock` free, even if a thread of the parent held it. Only for a child with one thread."""
     lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 

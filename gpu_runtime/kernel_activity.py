@@ -15,7 +15,7 @@ from .facts import NEVER
 
 
 class State(NamedTuple):
-    """Seconds of CLOCK_BOOTTIME; 0.0 if it does not apply, or is not recorded, as in a script."""
+    """Times in seconds of CLOCK_BOOTTIME. 0.0 means: does not apply, or not recorded (in a script)."""
 
     busy_since: float = NEVER
     idle_since: float = NEVER
@@ -54,7 +54,7 @@ class Activity:
     def state(self) -> State:
         """Since when the oldest running cell runs, or when the last one ended.
 
-        Rounded to a tenth of a second: it is stored in the page with that of all other processes.
+        The time is rounded to a tenth of a second, because it is stored in the book.
         """
         since = list(self._running.values())
         if since:

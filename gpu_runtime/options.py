@@ -29,7 +29,7 @@ from .arguments import (
 from .errors import BadSetting
 from .safe_text import MOST_QUOTED
 
-_MOST = 2**31 - 1  # of numbers that reach a C library
+_MOST = 2**31 - 1  # the largest number that is passed to a C library
 _COUNT = Rule("a whole number above 0", whole(1, _MOST))
 
 
@@ -37,7 +37,7 @@ class Option(NamedTuple):
     """A keyword of `register` that goes to the backend."""
 
     rule: Rule
-    backends: tuple[str, ...] = ()  # which use it; empty: all
+    backends: tuple[str, ...] = ()  # the backends that use it; empty: all
 
 
 _LLAMA = ("llama_cpp", "llama-server")
@@ -60,7 +60,7 @@ _REFUSED_FOR_TRANSFORMERS = (
 
 
 def _refused(instead: str) -> Rule:
-    """The rule of an option that no value may have; `instead` is what to do."""
+    """The rule of an option that is always refused; `instead` says what to do instead."""
     return Rule(instead, whole(1, 0))
 
 
@@ -99,7 +99,7 @@ OPTIONS: dict[str, Option] = {
 def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
     """The options `given` for a `backend`, as their rules read them; None is left out.
 
-    `others` are further names that a misspelled option may stand for. Raises BadSetting.
+    `others` are further names that are suggested for a misspelled option. Raises BadSetting.
     """
     known = {
         name: option.rule

@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-MOST_STEPS = 200  # directories and links on the way; a circle of links has no end
+MOST_STEPS = 200  # limit of directories and links on the way, since links can form a circle
 
 
 def weak_step(path: Path, owners: Collection[int] = (), groups: Collection[int] = ()) -> str:
     """The first directory or link on the way to `path` that another user can change; empty if there is none.
 
-    `path` is checked itself; what does not exist yet is not. Trusted are root, this
-    user and the `owners`, and as writers the members of the `groups`. The answer is a clause such as
-    `/var/tmp/x belongs to uid 1001`.
+    `path` itself is checked too; directories that do not exist yet are not. root, this user and the
+    `owners` are trusted; the members of the `groups` are trusted to write. The result is a clause such
+    as `/var/tmp/x belongs to uid 1001`.
     """
     trusted = {0, os.geteuid(), *owners}
     for step, found in _steps(path.absolute()):
@@ -64,9 +64,9 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _is_harmless(gid: int, groups: Collection[int]) -> bool:
-    """Whether a group that may write adds no other user: it is trusted, or it is this user's own group.
+    """Whether a group with write access is no danger: it is trusted, or it has no member but this user.
 
-    Many systems give each user a group with the user's name, and let it write what the user makes.
+    Many systems give each user a group with the user's name, and let this group write the user's files.
     """
     import grp
     import pwd

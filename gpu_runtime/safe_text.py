@@ -46,8 +46,8 @@ def _without_repr(value: Any) -> str:
 def printable(text: str, most: int, *, keep: str = "") -> str:
     """`text` with unprintable characters as escapes, in at most `most` characters.
 
-    Lone surrogates and control characters are unprintable; those in `keep` stay. A longer text is
-    cut in the middle, so that its end (a file's name) is still there.
+    Lone surrogates and control characters are unprintable; the characters in `keep` stay. A longer
+    text is cut in the middle, so that its end (such as a file's name) is still there.
 
     >>> printable("a\\x1b[31m\\udcff", 40), printable("0123456789", 5)
     ('a\\\\x1b[31m\\\\udcff', '01…89')

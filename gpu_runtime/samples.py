@@ -1,4 +1,4 @@
-"""Small real models for experiments: random weights, a tokenizer trained on the spot, no download.
+"""Small real models for experiments. They have random weights and a tokenizer; nothing is downloaded.
 
     from gpu_runtime import samples
     samples.causal_lm("models/writer", size="48 MiB")
@@ -108,8 +108,8 @@ def gguf_lm(
     """The path of `file`, where a new Llama is saved as GGUF, of 0.5 MB or about `size`.
 
     `context` is its longest context in tokens, `seed` that of the weights. Its vocabulary is bytes and
-    printable signs, and it has a chat template. It generates printable signs only and never ends: so a
-    text has exactly as many tokens as were requested.
+    printable characters, and it has a chat template. It generates only printable characters and never
+    an end token. So a text has exactly as many tokens as were requested.
     """
     import gguf
 
@@ -135,7 +135,7 @@ def gguf_lm(
 
 
 def _gguf_vocabulary() -> list[tuple[str, int]]:
-    """Every token with its type: control tokens, all bytes, and printable signs."""
+    """Every token with its type: control tokens, all bytes, and printable characters."""
     import gguf
 
     kinds = gguf.TokenType
@@ -144,7 +144,7 @@ def _gguf_vocabulary() -> list[tuple[str, int]]:
         ("<s>", kinds.CONTROL),
         ("</s>", kinds.CONTROL),
     ]
-    # All bytes, so that every text can be written in tokens.
+    # The vocabulary has all bytes, so that every text can be written in tokens.
     words += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
     words.append(("\u2581", kinds.NORMAL))
     words += [(chr(code), kinds.NORMAL) for code in range(33, 127)]
@@ -241,7 +241,9 @@ def _save(
     import torch
     from transformers.utils import logging
 
-    state = torch.random.get_rng_state()  # the caller's random numbers stay as they are
+    state = (
+        torch.random.get_rng_state()
+    )  # restored later: the caller's random numbers do not change
     torch.manual_seed(seed)
     model = kind(config).to(getattr(torch, dtype)).eval()
     torch.random.set_rng_state(state)

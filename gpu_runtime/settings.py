@@ -1,8 +1,8 @@
 """Every setting: its name, default, bounds and meaning, in one table.
 
-A setting has the value of an argument, else of the environment variable of the same name in capitals,
-else its default. Decisions that use settings are made elsewhere. Importing this module loads pydantic (a
-tenth of a second), so the package imports it only when the first runtime opens.
+The value of a setting is the argument, if one is given. Else it is the environment variable with the
+same name in capitals, and else the default. Importing this module loads pydantic (0.1 s), so the
+package imports it only when the first runtime opens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _no_nul(value: Any) -> Any:
     return value
 
 
-_LONGEST = 4096  # characters of a setting
+_LONGEST = 4096  # characters of one setting
 # True equals 1 in Python. Here it is an error, not 100 %.
 Number = BeforeValidator(_no_bool)
 Fraction = Annotated[float, Number, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -261,7 +261,7 @@ class Settings(BaseSettings):
         *_: Any,
         **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments (`init_settings`) before the environment (`env_settings`), and nothing else.
+        """The sources of values: arguments (`init_settings`), then the environment (`env_settings`).
 
         There are no .env files: the settings of a machine must be visible in its environment.
         `settings_cls` is not used.

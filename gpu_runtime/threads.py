@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MOST_SECONDS = 60.0  # how long the end of the interpreter waits for unfinished work
+MOST_SECONDS = 60.0  # the longest time that the interpreter waits at its end for unfinished work
 _unfinished: set[object] = set()
-os.register_at_fork(after_in_child=_unfinished.clear)  # the work goes on in the parent
+os.register_at_fork(after_in_child=_unfinished.clear)  # the parent continues that work
 
 
 class Running:
-    """A thread that was started; `wait` for its end."""
+    """A thread that was started. `wait` waits for its end."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         """`work` is the function that the thread calls."""
@@ -44,9 +44,9 @@ class Running:
 def start(work: Callable[[], None]) -> Running:
     """A new daemon thread that calls `work`.
 
-    Not `threading.Thread`: its `start` waits until the new thread reports that it is alive. If that wait
-    is interrupted, the lock for the report stays held. The thread then never runs, and a process that
-    waits for it never ends.
+    `threading.Thread` is not used: its `start` waits until the new thread reports that it is alive. If
+    that wait is interrupted, the lock for the report stays locked. The thread then never runs, and a
+    process that waits for it never ends.
     """
     running = Running(work)
     _thread.start_new_thread(running.run, ())
@@ -68,7 +68,7 @@ def side_by_side(works: Sequence[Callable[[], None]]) -> None:
 
 
 def finish() -> None:
-    """Waits for work whose caller was interrupted; the end of the interpreter would cut it in half."""
+    """Waits for work whose caller was interrupted. Otherwise the interpreter's end would stop it midway."""
     until = time.monotonic() + MOST_SECONDS
     while _unfinished and time.monotonic() < until:
         time.sleep(0.01)
@@ -77,8 +77,8 @@ def finish() -> None:
 def uninterrupted(work: Callable[[], Any]) -> Any:
     """The result of `work`, called in a thread of its own, where no KeyboardInterrupt is delivered.
 
-    An interrupt ends the wait, not the work: a move that has begun finishes, and settles itself. Raises
-    what `work` raises.
+    An interrupt ends the wait, not the work: a move that has begun is completed and recorded. Raises
+    the exceptions of `work`.
     """
     outcome: list[Any] = []
 

@@ -1,7 +1,7 @@
 """Bytes and seconds: parsing what people write, and formatting for display.
 
-Inside the package a size is an int of bytes and a time is a float of seconds. Text becomes a number only
-here.
+Inside the package a size is an int of bytes and a time is a float of seconds. Only this module converts
+text to such numbers.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _bad_duration(text: object) -> BadSize:
     return BadSize(text, what="duration", example="30, '10m' or '2h'")
 
 
-# A decision formats the same few sizes again and again: without the cache, an eighth of its time.
+# A decision formats the same few sizes again and again. Without the cache this is 1/8 of its time.
 @functools.lru_cache(maxsize=4096)
 def show_bytes(size: int) -> str:
     """The `size` for people: about three digits, binary units.
@@ -132,7 +132,7 @@ def show_bytes(size: int) -> str:
         if size < unit:
             continue
         number = size / unit
-        # From 100 on the decimal is dropped, so 1023.9 MiB is "1024 MiB"; it keeps its unit.
+        # From 100 on there is no decimal. So 1023.9 MiB is shown as "1024 MiB", not as 1.0 GiB.
         digits = 1 if number < 99.95 else 0
         return f"{sign}{number:.{digits}f} {name}"
     return f"{sign}{size} B"

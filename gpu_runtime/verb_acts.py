@@ -1,7 +1,7 @@
 """The verbs' calls on the runtime that take more than one line.
 
-`rt` is the runtime; None if no runtime is open and the verb can do without one. `args` are the
-parsed arguments. An act returns data: it draws and prints nothing.
+`rt` is the runtime; None if no runtime is open and the verb does not need one. `args` are the
+parsed arguments. An act returns data and prints nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def restore(rt: Any, args: argparse.Namespace) -> Outcome:
 
 
 def preload(rt: Any, args: argparse.Namespace) -> Outcome:
-    """The outcome of `rt.preload` for the name in `args`; `args.progress` shows how far it is."""
+    """The outcome of `rt.preload` for the name in `args`; `args.progress` shows the progress."""
     return rt.preload(args.name, progress=args.progress, **given(args, "timeout"))
 
 

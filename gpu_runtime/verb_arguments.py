@@ -25,17 +25,17 @@ class Argument(NamedTuple):
 
     @property
     def is_option(self) -> bool:
-        """Whether it is typed with a leading dash."""
+        """Whether the argument is typed with a leading dash."""
         return self.flags[0].startswith("-")
 
     @property
     def takes_value(self) -> bool:
-        """Whether a value follows it; False for a switch."""
+        """Whether a value follows the argument; False for a switch."""
         return self.options.get("action") != "store_true"
 
     @property
     def is_optional(self) -> bool:
-        """Whether it may be left out."""
+        """Whether the argument may be omitted."""
         if self.is_option:
             return not self.options.get("required", False)
         return self.options.get("nargs") == "?"
@@ -154,7 +154,7 @@ def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of `names` that `args` has a value for; for the others the runtime's defaults apply."""
+    """The values in `args` of the given `names`. Names without a value are omitted."""
     values = {name: getattr(args, name) for name in names}
     # `0.0 in (None, False)` is true, and a time-out of 0 is a value.
     return {

@@ -1,8 +1,8 @@
-"""The verbs: one table that feeds the magic, the `gpu` command, and the help of both.
+"""The table of verbs. The `%gpu` magic, the `gpu` command and their help are made from it.
 
-A row names a verb, its arguments, and the call on the Runtime that answers it. The faces decide how
-an answer looks. A verb that only a face can do, such as `serve`, has no `act` here: the face has
-it.
+To add a magic or a command, add a row here: a name, its arguments, and the call on the Runtime.
+`rendering` decides how the result looks. A row has no `act` if the magic and the command act
+differently, as for `serve`; then `kernel_ext` and `cli.py` have the code.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Verb(NamedTuple):
 
     name: str
     doc: str
-    act: Act | None = None  # None: each face has its own
+    act: Act | None = None  # None: the magic and the command have code of their own
     arguments: tuple[Argument, ...] = ()
     places: tuple[str, ...] = (MAGIC, CLI)
     needs_runtime: bool = True
-    loads: bool = False  # may take long: faces show progress through `args.progress`
-    plain_in_notebook: bool = False  # takes its arguments in a terminal only
+    loads: bool = False  # loads a model: its progress is reported through `args.progress`
+    plain_in_notebook: bool = False  # has arguments in a terminal only
 
     def takes(self, place: str) -> tuple[Argument, ...]:
         """The arguments that can be typed in `place`, which is MAGIC or CLI."""
@@ -352,7 +352,7 @@ def find(name: str, place: str) -> Verb:
 
 
 def typed_in(place: str, text: str) -> str:
-    """The `text` of an error or a hint, with each `%gpu VERB` in it as it is typed in `place`.
+    """The `text` of an error or a hint. Each `%gpu VERB` in it is replaced by the form for `place`.
 
     >>> typed_in(CLI, "Watch:  %gpu status"), typed_in(CLI, "Load one:  %gpu load NAME")
     ('Watch:  gpu status', 'Load one, in a notebook:  %gpu load NAME')

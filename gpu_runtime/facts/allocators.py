@@ -12,7 +12,7 @@ class BlockState(enum.StrEnum):
     """What a part of a segment is used for."""
 
     ALLOCATED = "allocated"
-    PENDING = "pending"  # freed, not yet reusable: another stream may still read it
+    PENDING = "pending"  # freed, but not reusable yet: another stream may still read it
     INACTIVE = "inactive"  # reserved and unused
     RELEASED = "released"  # given back to the driver, in a segment with other parts in use
     MIXED = "mixed"  # several small neighbours of different states, shown as one
@@ -24,7 +24,7 @@ class AllocatorBlock(Value, array_like=True):
     bytes: int
     state: BlockState
     count: int = 1  # neighbours of one state are shown as one
-    inactive_bytes: int = 0  # within a mixed one
+    inactive_bytes: int = 0  # inactive bytes of a mixed block
 
 
 class SegmentMap(Value, array_like=True):
@@ -37,7 +37,7 @@ class SegmentMap(Value, array_like=True):
 
     @property
     def in_use(self) -> bool:
-        """Whether some of it is allocated, so that it cannot be given back."""
+        """Whether a part of the segment is allocated, so that the segment cannot be given back."""
         free = (BlockState.INACTIVE, BlockState.RELEASED)
         return any(block.state not in free for block in self.blocks)
 

@@ -22,7 +22,7 @@ class Ghost(Value):
     pid: int
     device: str
     bytes: int
-    settled_at: float  # of its newest lease: an older sample does not contain it
+    settled_at: float  # when its newest lease settled; an older sample does not contain that lease
     died_at: float  # when its death was proven
 
     def gone(self, sample: Sample | None) -> bool:
@@ -55,13 +55,11 @@ class Event(Value):
     bytes: int = 0
     device: str = ""
     owner: str = ""
-    by: str = (
-        ""  # who requested it, if another did: the person, if one was named, and their process
-    )
-    shares: Shares = ()  # if it was on several devices: each part; `device` is the first of them
+    by: str = ""  # the requester, if it is another process: the person (if named) and the process
+    shares: Shares = ()  # the parts on several devices; `device` is the first of them
     answers: str = ""  # the key of the ticket that this answers
-    # What else was considered and why it was not chosen, in sentences. In the journal only: the page
-    # must stay small.
+    # Other candidates and why they were not chosen, as sentences. They are stored in the journal only,
+    # because the page must stay small.
     runners_up: tuple[str, ...] = ()
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
 
@@ -79,10 +77,10 @@ class Book(Value):
     sections: dict[str, Section] = {}
     tickets: tuple[Ticket, ...] = ()
     events: tuple[Event, ...] = ()
-    seq: int = 0  # of the newest event
-    counts: dict[str, int] = {}  # of owners that have ended, so that totals never decrease
+    seq: int = 0  # number of the newest event
+    counts: dict[str, int] = {}  # counters of owners that have ended, so that totals never decrease
     ghosts: tuple[Ghost, ...] = ()  # memory of dead processes that a driver may not have freed yet
-    # Device.key -> its mark. No owner has it in its section, so it outlives the one who set it.
+    # Device.key -> its mark. No section contains it, so it stays after the owner that set it has ended.
     drained: dict[str, Drain] = {}
 
     @property
@@ -130,11 +128,11 @@ class Book(Value):
         return claimed
 
     def with_section(self, section: Section) -> Book:
-        """This book with `section` in place of the one of the same owner."""
+        """This book with `section` in place of that owner's old section."""
         return replace(self, sections={**self.sections, section.owner.id: section})
 
     def with_lease(self, lease: Lease) -> Book:
-        """This book with `lease` in its owner's section, in place of the one of that name."""
+        """This book with `lease` in its owner's section, in place of the old lease of that name."""
         section = self.sections[lease.owner]
         others = tuple(old for old in section.leases if old.name != lease.name)
         return self.with_section(replace(section, leases=(*others, lease)))
@@ -172,11 +170,11 @@ _decode_section = msgspec.json.Decoder(Section).decode
 
 
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
-    """Devices that this write would grant beyond max(limit, old sum), and by how many bytes.
+    """Device -> bytes that this write would grant above max(limit, old sum).
 
-    `old` is the book as it was read, `new` as it would be written. This checks laws 1 and 2: facts
-    are always accepted, so a lease that settled larger than requested, or residue, may cause an
-    overdraft. Only newly *promised* bytes (targets) may not.
+    `old` is the book as it was read, `new` as it would be written. This checks laws 1 and 2. Facts
+    are always accepted: residue, or a lease that settled larger than requested, may cause an
+    overdraft. Newly *promised* bytes (targets) may not.
     """
     # Promises of an unchanged section cancel out, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
@@ -193,7 +191,7 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
         limit = new.limits.get(device, after[device])
         over[device] = after[device] - max(limit, before.get(device, 0))
     shared = one_memory(new.devices)
-    if shared & raised:  # they have one budget, the largest of theirs
+    if shared & raised:  # these devices share one budget, the largest of their budgets
         limit = max(new.limits.get(device, 0) for device in shared)
         sum_before = sum(before.get(device, 0) for device in shared)
         sum_after = sum(after.get(device, 0) for device in shared)

@@ -1,4 +1,4 @@
-"""What a decision takes and what it returns: requests, rules, steps and verdicts."""
+"""The inputs and results of a decision: requests, rules, steps and verdicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .models import Footprint
 
 
 class Cap(Value):
-    """What the operator allows one user, over all of that user's processes. None: no cap."""
+    """The operator's caps on one user, for all processes of that user together. None: no cap."""
 
     user: str
     file: str  # the configuration file that sets it
@@ -33,9 +33,9 @@ class Asker(Value):
     """The user who wrote a ticket, as the ledger and the machine's configuration identify them."""
 
     user: str
-    at_home: bool = False  # the same user as that of the process that receives the ticket
+    at_home: bool = False  # whether the process that receives the ticket has the same user
     operator: bool = False
-    importance: int = 0  # the highest that their cap allows
+    importance: int = 0  # the highest importance that their cap allows
 
     @property
     def commands(self) -> bool:
@@ -56,14 +56,14 @@ class Rules(Value):
     offload: bool = True  # False: evicted models are dropped
     reserve_bytes: int = 0  # measured free memory that stays free
     stale_seconds: float = 5.0  # no grant is based on a sample older than this
-    passing_seconds: float = 30.0  # how long a request blocked by a model in use may be passed
+    passing_seconds: float = 30.0  # a request blocked by a model in use may be passed for so long
     # An idle owner that has not acted on a request after this many seconds is unresponsive.
     answer_seconds: float = 2.0
     refresh_seconds: float = 2.0  # a ticket not refreshed for so long is skipped
     ageing_seconds: float = 30.0  # a wait this long is worth one class of importance
     # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models.
     limit_bytes: int | None = None
-    cap: Cap | None = None  # the operator's, on this owner's user
+    cap: Cap | None = None  # the operator's cap on this owner's user
 
 
 class World(Value):
@@ -75,7 +75,7 @@ class World(Value):
     limits: dict[str, int]  # device -> budget in bytes, as this process would set it
     samples: dict[
         str, Sample
-    ] = {}  # none for a simulated device: there the book is the measurement
+    ] = {}  # a simulated device has no sample, since the book is its measurement
     rules: Rules = Rules()
 
     def device(self, id: str) -> Device | None:
@@ -97,35 +97,35 @@ class PlacementRules(Value):
     devices: tuple[str, ...] = ()  # empty: any
     layout: str = "single"
     policy: str = "best-fit"  # or "most-free", "fewest-evictions"
-    least_cards: int = 1  # more: it is split although one card could hold it
-    most_cards: int = 0  # the largest degree of a split; 0: as many as there are
-    # The most bytes that it may take of each card. A card not named gives none. Empty: no bound.
+    least_cards: int = 1  # if above 1, the model is split even if one card could hold it
+    most_cards: int = 0  # the largest number of cards of a split; 0: no limit
+    # Card -> the most bytes that the model may take there. Other cards are not used. Empty: no limit.
     card_bytes: dict[str, int] = {}
-    # Left free on each card of a proportional split, for the driver's own needs.
+    # Bytes that stay free on each card of a proportional split, for the driver's own needs.
     margin_bytes: int = 512 * 2**20
-    # What each card of a split needs in addition to its part, as a fraction of that part.
+    # The overhead of each card of a split, as a fraction of the model's part on that card.
     overhead: float = 0.0
-    # A share is the weights times this, and a card that it nearly fills is claimed whole.
-    # 0: the estimate is used.
+    # A share is the weights times this factor; a card that it nearly fills is claimed whole. 0: the
+    # estimate is used instead.
     factor: float = 0.0
-    largest_fraction: float = 0.8  # of a card, that such a share may take
+    largest_fraction: float = 0.8  # of a card; with a factor, a larger share claims the whole card
 
 
 class Candidate(Value):
-    """One way to place a footprint, and the arguments for or against it."""
+    """One way to place a footprint, and the reason for or against it."""
 
     shares: Shares
     fits: bool
     because: str
     victims: tuple[str, ...] = ()
-    cost_seconds: float = 0.0  # to reload the models that it displaces
-    filled: Shares = ()  # where its own bytes would be, if the shares are more than them
+    cost_seconds: float = 0.0  # time to reload the models that it displaces
+    filled: Shares = ()  # the model's own bytes, if the shares claim more than these
 
 
 class Request(Value):
     """A request for a model on a device, or for the bytes of a block of code."""
 
-    key: str  # the requester makes and stores it before the request is sent
+    key: str  # made and stored by the requester before it sends the request
     lease: Lease  # what is wanted, still without shares: owner, name, importance, keep, …
     footprint: Footprint
     arrived: float
@@ -167,25 +167,25 @@ Step = Load | Move | Drop
 
 
 class Grant(Value, tag=True):
-    """The room is reserved for the requester, who does these steps and then settles."""
+    """The room is reserved for the requester, which carries out these steps and then settles."""
 
     lease: Lease
     steps: tuple[Step, ...]
     because: str
     considered: tuple[Candidate, ...] = ()
-    bytes: int = 0  # freed, where the request was to free some
+    bytes: int = 0  # freed bytes, if the request was to free some
 
 
 class Wait(Value, tag=True):
-    """Not yet: the requester does these steps, which make room, and then asks again."""
+    """No room yet: the requester carries out these steps, which make room, and decides again."""
 
     because: str
     steps: tuple[Step, ...] = ()
     asked: tuple[str, ...] = ()  # lease ids that other owners were requested to evict
-    silent: tuple[str, ...] = ()  # those of them whose owner has not responded
+    silent: tuple[str, ...] = ()  # the leases in `asked` whose owner has not responded
     blockers: tuple[str, ...] = ()  # lease ids in use that block the request
     ahead: int = 0  # how many requests are ahead in the queue
-    retry_at: float | None = None  # when the passing of time alone may change the verdict
+    retry_at: float | None = None  # time at which the verdict may change without any event
     considered: tuple[Candidate, ...] = ()
 
 
@@ -207,9 +207,9 @@ Policy = Callable[[Lease, World], float]  # the lowest is evicted first
 
 
 class Plan(Value):
-    """What `use` would do now: every step, what would be displaced, and what else was considered."""
+    """A dry run of `use`: every step, the models that would leave, and the other candidates."""
 
-    granted: bool  # without waiting for a model in use
+    granted: bool  # whether it would be granted without waiting for a model in use
     steps: tuple[Step, ...]
     shares: Shares
     because: str

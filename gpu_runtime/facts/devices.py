@@ -67,7 +67,7 @@ def beside(shares: Shares, size: int) -> Shares:
     total = sum(share.bytes for share in shares)
     grown = []
     passed = 0  # bytes of the shares so far
-    given = 0  # of `size`, what these have received
+    given = 0  # bytes of `size` that these shares have received
     for share in shares:
         passed += share.bytes
         due = size * passed // total if total else 0

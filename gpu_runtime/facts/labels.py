@@ -14,9 +14,9 @@ from .devices import Shares
 from .leases import Lease, Owner, Phase
 
 THIS_PROCESS = "this process"
-# Backends whose engine computes every layer on all its cards at once. The others put whole layers
-# or components on each card; that is a split too, and not tensor parallel, even if the shares are
-# equal.
+# Backends whose engine computes every layer on all its cards at once (tensor parallel). Other
+# backends put whole layers or components on each card. Such a split is not tensor parallel, even if
+# the shares are equal.
 TENSOR_PARALLEL = frozenset({"vllm"})
 
 
@@ -75,7 +75,7 @@ def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
 
 
 def ended_label(owner_id: str) -> str:
-    """A process that is in the book no more, by the pid in its `owner_id`: `pid 4121, ended`."""
+    """The label of a process that is no longer in the book, from its `owner_id`: `pid 4121, ended`."""
     return f"pid {owner_id.partition('.')[0]}, ended"
 
 

@@ -20,12 +20,12 @@ class Owner(Value):
     boot: str
     pid: int
     started: (
-        int  # clock ticks after boot, from /proc/PID/stat: a pid is used again, the pair is not
+        int  # clock ticks after boot, from /proc/PID/stat; pid and this number together are unique
     )
     serial: int = 0  # several runtimes in one process are several owners
     user: str = ""
     notebook: str = ""
-    inode: int = 0  # of the lock file that this owner holds for life
+    inode: int = 0  # inode of the lock file that this owner holds while it lives
     # The namespaces in which its pid and its start time hold; empty: unknown.
     namespaces: str = ""
 
@@ -74,13 +74,13 @@ class Lease(Value):
 
     owner: str
     name: str
-    # Key of the decision that started its move. It shows whether a repeated decision was already made.
+    # Key of the decision that started its move. A decision that is repeated finds its own key here.
     key: str = ""
     shares: Shares = ()
     target: Shares = ()
-    # Where its own bytes are, or will be, if it claims more than them; empty: the shares are its own.
+    # Where the model's own bytes are, or will be, if the lease claims more. Empty: the shares are these.
     filled: Shares = ()
-    # Cache and activations: bytes that it claims on a device in addition to its own.
+    # Cache and activations: bytes that it claims on a device in addition to the model's own bytes.
     working_bytes: int = 0
     phase: Phase = Phase.SETTLED
     # "model", or "block": bytes for a block of code; these are never moved and end with the block.
@@ -88,18 +88,18 @@ class Lease(Value):
     importance: int = NORMAL
     keep: bool = False
     keep_alive: float = 0.0
-    pins: int = 0  # how many users hold it right now
+    pins: int = 0  # number of users that hold it now
     pinned_since: float = 0.0
     last_used: float = 0.0
     uses: int = 0
     reload_seconds: float = 0.0
     restore_seconds: float = 0.0
-    droppable: bool = False  # its source can reproduce it, byte for byte
+    droppable: bool = False  # its source has exactly the same bytes
     movable: bool = True  # its backend can move it between memories
     settled_at: float = 0.0
-    away_since: float = 0.0  # since when it is in host memory
+    away_since: float = 0.0  # time since when it is in host memory
     moves_again_at: float = 0.0  # its last move failed; until then it is not moved again
-    measured_bytes: int | None = None  # of a block: the measured peak of its code
+    measured_bytes: int | None = None  # for a block of code: its measured peak
     backend: str = ""
     model_type: str = "other"
     quantization: str = ""
@@ -111,7 +111,7 @@ class Lease(Value):
 
     @property
     def bytes(self) -> int:
-        """The bytes that it claims where it is; before it has arrived, those where it will be."""
+        """The bytes that the lease claims where it is; before it has arrived, where it will be."""
         return sum(share.bytes for share in (self.shares or self.target))
 
     @property
@@ -122,8 +122,8 @@ class Lease(Value):
     def holding(self, measured: Shares) -> Lease:
         """This lease, settled with the `measured` shares of its own bytes.
 
-        A lease that claims more than its own bytes keeps that claim: a whole card stays whole, and
-        working memory stays as large as requested, however large the weights turn out to be. In host
+        A lease that claims more than the model's own bytes keeps that claim, whatever the measured size
+        of the weights is: a whole card stays claimed, and working memory stays as requested. In host
         memory there is no working memory.
 
         >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
@@ -173,7 +173,7 @@ class Lease(Value):
         return 0.0 if self.pins else max(0.0, now - self.last_used)
 
     def claims(self) -> Iterator[Share]:
-        """Every share that counts against a budget: where its bytes are, then where they will be."""
+        """Every share that counts against a budget: first where the bytes are, then where they will be."""
         yield from self.shares
         yield from self.target
 
@@ -201,20 +201,20 @@ class Ticket(Value):
 
     key: str
     owner: str
-    # "use", or what the target's owner is to do: evict, restore, preload, move, pin, unpin, defrag.
+    # "use", or the order to the target's owner: evict, restore, preload, move, pin, unpin, defrag.
     verb: str
     name: str  # the model (use), or the id of the lease in question
     arrived: float
     refreshed: float
     importance: int = NORMAL
     need: Shares = ()  # the room that it waits for, on the likeliest card
-    places: tuple[str, ...] = ()  # other cards that would do, or where to move it; empty: any
-    # How the need may be divided among these places instead; empty: it is for one card.
+    places: tuple[str, ...] = ()  # allowed cards, or the target of a move; empty: any card
+    # How the need may be divided among these places; empty: it must be on one card.
     layout: str = ""
     recalls: tuple[str, ...] = ()  # lease ids that other owners are to evict for it
-    recalled_since: float = 0.0  # since when exactly these are requested
+    recalled_since: float = 0.0  # time since when exactly these leases are recalled
     held: tuple[str, ...] = ()  # lease ids that the requesting thread itself pins
-    blocked_since: float = 0.0  # since when only models in use block it; 0: they do not
+    blocked_since: float = 0.0  # time since when only models in use block it; 0: not blocked so
     because: str = ""
-    # The person who asked, as the requesting process claims. For display; it proves nothing.
+    # The person who asked, as the requesting process claims. It is only for display and proves nothing.
     said_by: str = ""

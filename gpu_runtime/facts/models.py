@@ -1,4 +1,4 @@
-"""What is known about a model: its specification, its footprint and its measurements."""
+"""Facts about a model: its specification, its footprint and its measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .importance import NORMAL
 
 
 class Part(Value):
-    """One part of a footprint, and where its number is from."""
+    """One part of a footprint, and the source of its number."""
 
     name: str  # "weights", "kv_cache", "activations", "room", "margin", "context", "all"
     bytes: int
@@ -28,13 +28,15 @@ class Footprint(Value):
     """The bytes that a model needs on a device, part by part. `gpu_runtime.estimation` makes them."""
 
     parts: tuple[Part, ...]
-    # Attention heads. The degree of tensor parallelism must divide them. 0: unknown, any degree.
+    # Number of attention heads, which the number of tensor-parallel cards must divide. 0: unknown.
     heads: int = 0
     # Bytes of the indivisible consecutive pieces between which the model may be split over several
     # cards: embeddings, layer 0…n, head. They sum to `bytes`, overheads included. Empty: it may be
     # split at any byte.
     pieces: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()  # sentences: what is not counted, and what was measured before
+    notes: tuple[
+        str, ...
+    ] = ()  # sentences about parts that are not counted, and earlier measurements
     # Cache and working memory are allocated with the weights; so they count as the model's own bytes.
     at_load: bool = False
 
@@ -57,16 +59,18 @@ class Footprint(Value):
 
 
 class Evidence(Value):
-    """What a model's source shows about its size before anything is loaded."""
+    """The facts about a model's size that its source shows before anything is loaded."""
 
-    weight_bytes: int | None = None  # in memory; None: the source does not show it
-    source: str = ""  # where it was read: "safetensors header", "GGUF header", "shapes", "module"
-    file_bytes: int = 0  # size of its files, where nothing else is known
-    file_format: str = ""  # of those files: gguf or safetensors
-    name: str = ""  # of its file or repository; it may contain the size too
-    config: dict[str, Any] = {}  # by Hugging Face's names
+    weight_bytes: int | None = None  # size in memory; None: the source does not show it
+    source: str = (
+        ""  # where the size was read: "safetensors header", "GGUF header", "shapes", "module"
+    )
+    file_bytes: int = 0  # size of its files, if nothing else is known
+    file_format: str = ""  # format of those files: gguf or safetensors
+    name: str = ""  # name of its file or repository, which may contain the size too
+    config: dict[str, Any] = {}  # the model's config, with Hugging Face's names
     pieces: tuple[int, ...] = ()  # weights of the consecutive pieces between which it may be split
-    fingerprint: str = ""  # of the source as it is now; empty: no fingerprint could be made
+    fingerprint: str = ""  # of the current content of the source; empty: none could be made
     why_unknown: str = ""  # why the size is unknown
     # The engine allocates cache and working memory when it loads; so they are measured with the weights.
     at_load: bool = False
@@ -75,15 +79,15 @@ class Evidence(Value):
 class Measurement(Value):
     """The memory that a model was measured to use after it was loaded."""
 
-    resident_bytes: int  # of its storages
+    resident_bytes: int  # size of its storages
     peak_bytes: int | None = None  # the most during load and use; None: not measured
-    day: str = ""  # as 2026-11-21
+    day: str = ""  # in the form 2026-11-21
     device: str = ""  # a card's name
     name: str = ""  # the model's name, for people who read the file
 
 
 class ModelSpec(Value):
-    """What is known of a model before it is loaded. No secrets, no code."""
+    """The specification of a model before it is loaded. It contains no secrets and no code."""
 
     name: str
     backend: str
@@ -95,7 +99,7 @@ class ModelSpec(Value):
     keep: bool = False
     keep_alive: float = 0.0
     layout: str = "auto"
-    devices: tuple[str, ...] = ()  # where it may be placed; empty: anywhere
+    devices: tuple[str, ...] = ()  # devices on which it may be placed; empty: any
     placement: dict[str, Any] = {}  # fields of PlacementRules that the model overrides
     enabled: bool = True  # False: it is listed, and a load is refused
     # Options for its backend and its estimate: context_length, gpu_layers, dtype, …

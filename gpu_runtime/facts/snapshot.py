@@ -1,4 +1,4 @@
-"""What the views show: a snapshot of the book and the devices, and recent history."""
+"""The data of all views: a snapshot of the book and the devices, and recent history."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Level(enum.StrEnum):
 
 
 class Stranger(Value):
-    """A process on a real card that is no owner in the book."""
+    """A process on a real card that is not an owner in the book."""
 
     device: str
     pid: int
-    bytes: int | None  # None: the driver gives no number
-    user: str = ""  # empty, as the command: not visible from this process
+    bytes: int | None  # None if the driver gives no number
+    user: str = ""  # user and command are empty if they are not visible from this process
     command: str = ""
 
 
@@ -53,7 +53,7 @@ class DeviceView(Value):
 
 
 class Outcome(Value):
-    """What a verb did, or why it has not done it yet."""
+    """The result of a verb, or why it is not done yet."""
 
     verb: str
     name: str
@@ -74,7 +74,7 @@ class Applied(Value):
     added: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # fields that are stored and have no effect here
+    notes: tuple[str, ...] = ()  # sentences about fields that are stored and have no effect here
 
 
 class Health(Value):
@@ -96,7 +96,7 @@ class Moment(Value):
     device: str
     total_bytes: int
     limit_bytes: int  # its budget
-    # In use, leased or not; None: the driver gave no number.
+    # Bytes in use, with or without a lease; None: the driver gave no number.
     measured_bytes: int | None
     level: Level
     utilisation_percent: float | None = None
@@ -111,12 +111,12 @@ class Moment(Value):
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of claimed and measured bytes. A summary keeps the moment where it is highest."""
+        """The larger of claimed and measured bytes. A summary keeps the moment with the highest peak."""
         return max(self.claimed_bytes, self.measured_bytes or 0)
 
 
 class History(Value):
-    """How the devices of a host were used, and what happened meanwhile."""
+    """The use of the devices of a host over time, and the events of that time."""
 
     moments: tuple[Moment, ...]  # of all devices, the newest last
     events: tuple[Event, ...]  # the newest last
@@ -154,8 +154,8 @@ class Snapshot(Value):
     # Processes on the cards that have no lease, the largest first.
     strangers: tuple[Stranger, ...] = ()
     host: str = ""  # the host of this book, if it is another one
-    seen_seconds: float = 0.0  # of another host: since one of its processes was last active
-    rules: Rules = Rules()  # of the process that took it: thresholds of the levels, reserve, grace
+    seen_seconds: float = 0.0  # for another host: time since one of its processes was last active
+    rules: Rules = Rules()  # rules of the process that took the snapshot: levels, reserve, grace
     # Processes that do not respond to a request, the longest unresponsive first.
     unanswered: tuple[Unanswered, ...] = ()
     names: dict[str, tuple[str, ...]] = {}  # owner id -> models that it can load on request
