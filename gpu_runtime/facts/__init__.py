@@ -84,6 +84,7 @@ from .models import (
     Part,
 )
 from .snapshot import (
+    UNUSUAL,
     Applied,
     DeviceView,
     Health,
@@ -91,6 +92,8 @@ from .snapshot import (
     Level,
     Moment,
     Outcome,
+    Presence,
+    ProcessState,
     Snapshot,
     Stranger,
     Unanswered,
@@ -132,6 +135,9 @@ __all__ = [
     "NEVER",
     "NORMAL",
     "Outcome",
+    "Presence",
+    "ProcessState",
+    "UNUSUAL",
     "Owner",
     "Part",
     "Phase",

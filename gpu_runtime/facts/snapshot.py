@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 
-from ..units import show_bytes
-from .base import Value
+from ..units import show_bytes, show_seconds
+from .base import NEVER, Value
 from .book import Drain, Event
 from .decisions import Rules
 from .devices import Device, Sample
@@ -135,6 +135,41 @@ class Unanswered(Value):
     since: float  # by the clock of the snapshot's `now`
 
 
+class ProcessState(enum.StrEnum):
+    """What is known of a process of the book, checked when the snapshot was taken."""
+
+    RUNNING = "running"  # its kernel runs a cell, or it is no kernel
+    IDLE = "idle"  # its kernel runs no cell
+    STOPPED = "stopped"  # SIGSTOP, or a debugger: it keeps its memory
+    DUMPING = (
+        "writing a core dump"  # it has crashed, and keeps its memory until the dump is written
+    )
+    SILENT = "silent"  # it does not answer a request, or nothing proves that it lives
+    ENDED = "ended"  # its leases are about to be removed
+
+
+UNUSUAL = frozenset(
+    {ProcessState.STOPPED, ProcessState.DUMPING, ProcessState.SILENT, ProcessState.ENDED}
+)
+
+
+class Presence(Value):
+    """The state of a process."""
+
+    state: ProcessState
+    since: float = NEVER  # by the clock of the snapshot's `now`; 0: unknown
+
+    def text(self, now: float) -> str:
+        """The state with its duration at the time `now`: `silent for 12 s`, `stopped`.
+
+        >>> Presence(ProcessState.SILENT, 8.0).text(20.0), Presence(ProcessState.ENDED).text(20.0)
+        ('silent for 12 s', 'ended')
+        """
+        if not self.since:
+            return self.state.value
+        return f"{self.state.value} for {show_seconds(max(0.0, now - self.since))}"
+
+
 class Snapshot(Value):
     """The state of the host at one moment: all that the views need."""
 
@@ -158,6 +193,8 @@ class Snapshot(Value):
     rules: Rules = Rules()  # rules of the process that took the snapshot: levels, reserve, grace
     # Processes that do not respond to a request, the longest unresponsive first.
     unanswered: tuple[Unanswered, ...] = ()
+    # Owner id -> the state of its process. Empty for another host, whose processes are not visible.
+    presences: dict[str, Presence] = {}
     names: dict[str, tuple[str, ...]] = {}  # owner id -> models that it can load on request
 
     def leases(self) -> Iterator[Lease]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
 from ..facts import AllocatorMap, Book, Owner, Ticket
+from .liveness import Sight
 
 T = TypeVar("T")
 Decide = Callable[[Book], tuple[Book, T]]
@@ -56,6 +57,13 @@ class Ledger(Protocol):
 
     def unknown(self, book: Book) -> frozenset[str]:
         """Ids of the owners of sections and tickets in `book` that are proven neither dead nor alive."""
+        ...
+
+    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
+        """What is seen of the processes in `book` now, by owner id; only of those in `owners`.
+
+        None: of all that have a section. It reads one file for each process.
+        """
         ...
 
     def declare_dead(self, owners: Iterable[str]) -> None:

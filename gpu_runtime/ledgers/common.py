@@ -22,7 +22,7 @@ from .allocator_files import MapFiles
 from .book_parts import owner_ids
 from .book_store import BookStore, DamagedBook, LostRace, Page
 from .invariants import refuse_unlawful
-from .liveness import Life, OwnerFile, life, life_of, testimony
+from .liveness import Life, OwnerFile, Sight, life, life_of, sight_of, testimony
 from .name_files import NameFiles
 from .notify import Doorbell
 from .sqlite import files
@@ -217,12 +217,25 @@ class SharedLedger:
         return frozenset(id for id in others if self._life(book, id) is Life.UNKNOWN)
 
     def _life(self, book: Book, id: str) -> Life:
-        path = f"{self.directory}/owners/{id}"
+        path = self._lock_file(id)
         owner = book.owner(id)
         # The book does not describe an owner that has a ticket only. Its file's name, which is
         # never used again, must be enough.
         found = life_of(owner, path) if owner else life(path)
         return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
+
+    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
+        """What is seen of the processes in `book` now, by owner id; only of those in `owners`.
+
+        None: of all that have a section.
+        """
+        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
+        found = {}
+        for id in wanted:
+            owner = book.sections[id].owner
+            is_mine = id == self.owner.id
+            found[id] = Sight.ALIVE if is_mine else sight_of(owner, self._lock_file(id))
+        return found
 
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Makes `dead` return the owners with these ids (`owners`), unless they are proven alive.
@@ -230,6 +243,9 @@ class SharedLedger:
         For a person who knows that their processes have ended.
         """
         self._declared_dead = self._declared_dead.union(owners)
+
+    def _lock_file(self, id: str) -> str:
+        return f"{self.directory}/owners/{id}"
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user of the owner `owner_id` in `book`.

@@ -10,7 +10,6 @@ Nothing here reads or writes the book.
 
 from __future__ import annotations
 
-import enum
 import fcntl
 import io
 import itertools
@@ -32,6 +31,7 @@ from .. import forks
 from ..errors import LedgerUnavailable
 from ..facts import Owner
 from ..safe_text import LONGEST_NAME, LONGEST_PATH, printable
+from .process_state import Life, Sight, in_status, life_of_process, namespaces, start_ticks
 
 _serials = itertools.count()
 
@@ -39,16 +39,6 @@ _serials = itertools.count()
 def boot_id() -> str:
     """The id of this boot of the machine, the same in all its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def start_ticks(stat: str) -> int:
-    """When a process started, in clock ticks after the boot: field 22 of /proc/PID/stat (`stat`).
-
-    >>> start_ticks("7 (a) b) S 1 " + "0 " * 17 + "4321 99")
-    4321
-    """
-    # The name in field 2 may hold blanks and brackets. The text after its last bracket has neither.
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def describe_self(*, notebook: str = "", user: str = "") -> Owner:
@@ -70,18 +60,6 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
     )
 
 
-def namespaces() -> str:
-    """The namespaces that number this process and date its start; empty if they are not known.
-
-    Two processes with the same text see each other under the same pid and start time.
-    """
-    try:
-        ids = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "time")]
-    except OSError:  # an old kernel
-        return ""
-    return "-".join(map(str, ids))
-
-
 def _user() -> str:
     return name_of(os.geteuid())  # the kernel's answer; $LOGNAME can be set to any name
 
@@ -97,12 +75,18 @@ def name_of(uid: int) -> str:
         return str(uid)
 
 
-class Life(enum.StrEnum):
-    """What is known of an owner: alive and dead are proven, all else is unknown."""
+def sight_of(owner: Owner, path: Path | str) -> Sight:
+    """What is seen of the process of `owner`, whose lock file is `path`. About 50 µs.
 
-    ALIVE = "alive"
-    DEAD = "dead"
-    UNKNOWN = "unknown"
+    A process in another container is at best ALIVE.
+    """
+    found = life_of(owner, path)
+    if found is not Life.ALIVE or owner.namespaces != namespaces():
+        return Sight(found.value)
+    try:
+        return in_status(Path(f"/proc/{owner.pid}/status").read_text())
+    except OSError:  # hidden from this user, or it ended just now
+        return Sight.ALIVE
 
 
 def end_of(owner: Owner) -> io.FileIO | None:
@@ -159,35 +143,7 @@ def life_of(owner: Owner, path: Path | str) -> Life:
     if not owner.namespaces or owner.namespaces != namespaces():
         return Life.UNKNOWN
     pid, started = map(int, owner.id.split(".")[:2])
-    return _life_of_process(pid, started)
-
-
-def _life_of_process(pid: int, started: int) -> Life:
-    """Whether the process `pid` that began at `started` (clock ticks after the boot) lives."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return Life.DEAD
-    except PermissionError:
-        pass  # another user's process
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # hidden from this user, or it ended just now
-        return Life.UNKNOWN
-    ended = start_ticks(stat) != started or is_zombie(stat)
-    return Life.DEAD if ended else Life.ALIVE
-
-
-def is_zombie(stat: str) -> bool:
-    """Whether a process has ended, and its parent has not noticed; `stat` is /proc/PID/stat.
-
-    The first thread of a process can end before the others: then the process lives on.
-
-    >>> is_zombie("7 (python) Z 1 " + "0 " * 15 + "1 0 4321"), is_zombie("7 (a) R 1 ")
-    (True, False)
-    """
-    fields = stat.rpartition(")")[2].split()
-    return fields[0] in "ZX" and fields[17] == "1"
+    return life_of_process(pid, started)
 
 
 # struct flock. The lock is an OFD lock: it belongs to the open file, not to the process. So closing

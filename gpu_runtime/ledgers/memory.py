@@ -17,7 +17,7 @@ from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket
 from .book_parts import owner_ids
 from .invariants import refuse_unlawful
-from .liveness import describe_self
+from .liveness import Sight, describe_self
 from .notify import Bell
 
 T = TypeVar("T")
@@ -87,6 +87,12 @@ class MemoryLedger:
     def unknown(self, book: Book) -> frozenset[str]:
         """No owner: all are in this process, so each is dead or alive."""
         return frozenset()
+
+    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
+        """ALIVE or DEAD for each owner of `book`; only for those in `owners` if given."""
+        dead = self.dead(book)
+        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
+        return {id: Sight.DEAD if id in dead else Sight.ALIVE for id in wanted}
 
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Nothing: no owner is unknown."""

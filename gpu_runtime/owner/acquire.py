@@ -39,7 +39,7 @@ from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.admission import admit
 from ..units import parse_seconds
-from . import demand, failures, release, requests
+from . import demand, failures, presence, release, requests
 from .pins import AnchorRef, Held
 from .resident import Place, Resident, held_by
 from .session import POLL_SECONDS, Key, Session
@@ -228,6 +228,7 @@ def _verdicts(
             session.uninterrupted(key, partial(release.step_aside, session, step, key))
         if verdict.steps:
             continue
+        verdict = presence.explained(session, verdict)
         if deadline is not None and session.clock() >= deadline:
             waited = session.clock() - began
             raise explain.busy(session.ledger.read(), wanted.name, verdict, waited)

@@ -6,6 +6,7 @@ from ..attribution import attributed, speaking_for
 from ..facts import Lease, LeaseId, Refuse, Verdict, Wait
 from ..scheduler import recall
 from ..scheduler.recall import Ask
+from . import presence
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 MOST_RECHECKS = 4  # times that an owner is rung to publish its pins before "in use" is believed
@@ -40,6 +41,8 @@ def request(
                 session.ledger.wait(NEAR_SECONDS)
                 continue
             settled = not isinstance(verdict, Wait)
+            if isinstance(verdict, Wait):
+                verdict = presence.explained(session, verdict)
             if refusal and refusal != "failed":  # a failure was journaled by its owner
                 _journal_declined(session, ask, verdict.because)
             timed_out = deadline is not None and session.clock() >= deadline

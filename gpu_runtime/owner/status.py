@@ -31,7 +31,7 @@ from ..scheduler.queue import queue
 from ..scheduler.unmanaged import stranger_bytes, strangers
 from ..telemetry.moments import moments_of
 from ..units import parse_seconds
-from . import dry_run, permissions, registry
+from . import dry_run, permissions, presence, registry
 from .history import recorded_events
 from .session import Session
 
@@ -77,7 +77,10 @@ def snapshot(session: Session) -> Snapshot:
         rules=world.rules,
         names=_names(session),
     )
-    return replace(found, unanswered=unresponsive.unanswered(found, world.rules))
+    unanswered = unresponsive.unanswered(found, world.rules)
+    return replace(
+        found, unanswered=unanswered, presences=presence.presences(session, book, unanswered)
+    )
 
 
 def _names(session: Session) -> dict[str, tuple[str, ...]]:

@@ -95,6 +95,7 @@ def _device(view: DeviceView) -> dict[str, Any]:
 
 def _lease(snapshot: Snapshot, lease: Lease) -> dict[str, Any]:
     owner = snapshot.sections[lease.owner].owner
+    presence = snapshot.presences.get(lease.owner)
     return {
         "name": lease.name,
         "kind": lease.kind,
@@ -108,6 +109,7 @@ def _lease(snapshot: Snapshot, lease: Lease) -> dict[str, Any]:
         "importance": lease.importance,
         "keep": lease.keep,
         "owner": owner.label,
+        "owner_state": presence.state.value if presence else None,
         "pid": owner.pid,
         "user": owner.user,
         "notebook": owner.notebook,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gpu_runtime.facts import (
     NORMAL,
     THIS_PROCESS,
+    UNUSUAL,
     Device,
     DeviceView,
     Lease,
@@ -293,7 +294,13 @@ def holder(snapshot: Snapshot, owner_id: str) -> str:
     if owner_id == snapshot.owner.id:
         return THIS_PROCESS
     section = snapshot.sections.get(owner_id)
-    return holder_label(section.owner, snapshot.owner) if section else ended_label(owner_id)
+    if section is None:
+        return ended_label(owner_id)
+    label = holder_label(section.owner, snapshot.owner)
+    presence = snapshot.presences.get(owner_id)
+    if presence is None or presence.state not in UNUSUAL:
+        return label
+    return f"{label}, {presence.text(snapshot.now)}"
 
 
 def owners(snapshot: Snapshot) -> list[Owner]:

@@ -28,6 +28,8 @@ from gpu_runtime.facts import (
     Stranger,
     Ticket,
 )
+from gpu_runtime.ledgers.process_state import Sight
+from gpu_runtime.owner.presence import presence
 from gpu_runtime.scheduler.unresponsive import unanswered
 
 GIB = 2**30
@@ -124,7 +126,12 @@ def snapshot(
         strangers=others,
         **more,
     )
-    return replace(seen, unanswered=unanswered(seen))
+    silent = unanswered(seen)
+    since = {one.owner.id: one.since for one in reversed(silent)}
+    presences = {
+        id: presence(section, Sight.ALIVE, since.get(id)) for id, section in sections.items()
+    }
+    return replace(seen, unanswered=silent, presences=presences)
 
 
 def event(seq, model, action, because, gib=0.0, device="sim:0", **more):

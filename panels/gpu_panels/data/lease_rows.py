@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gpu_runtime.facts import Lease, Section, Snapshot, Stranger
+from gpu_runtime.facts import UNUSUAL, Lease, Presence, ProcessState, Section, Snapshot, Stranger
 from gpu_runtime.rendering.views import RESIDUE, clean, strangers_bytes
 
 from .. import palette
@@ -42,10 +42,9 @@ def leases(
 
     `styles` has the style of each lease by its label.
     """
-    silent_since = {one.owner.id: one.since for one in reversed(snapshot.unanswered)}
     rows: list[Row] = []
     for section in sorted(snapshot.sections.values(), key=_largest_first):
-        process = _process_cells(section, snapshot, silent_since.get(section.owner.id))
+        process = _process_cells(section, snapshot)
         for lease in sorted(section.leases, key=lambda lease: (-lease.bytes, lease.name)):
             rows += _share_rows(lease, process, snapshot, styles or {})
         rows += _residue_rows(section, process)
@@ -58,16 +57,14 @@ def _largest_first(section: Section) -> tuple[int, str]:
     return -sum(lease.bytes for lease in section.leases), section.owner.id
 
 
-def _process_cells(
-    section: Section, snapshot: Snapshot, silent_since: float | None
-) -> tuple[Cell, ...]:
+def _process_cells(section: Section, snapshot: Snapshot) -> tuple[Cell, ...]:
     """The first four cells of a row: notebook, user, pid and kernel."""
     owner = section.owner
     return (
         notebook_cell(owner, snapshot),
         Cell(clean(owner.user)),
         Cell(str(owner.pid), owner.pid),
-        kernel_cell(section, snapshot.now, silent_since),
+        kernel_cell(section, snapshot.now, snapshot.presences.get(owner.id)),
     )
 
 
@@ -154,15 +151,25 @@ def _unleased_cells(device: str, size: int | None) -> tuple[Cell, ...]:
     )
 
 
-def kernel_cell(section: Section, now: float, silent_since: float | None = None) -> Cell:
-    """`busy 3 min`, `idle 12 min`, `no answer, 40 s`; `–` for a process that is not a kernel.
+_UNUSUAL_HINTS = {
+    ProcessState.STOPPED: "It keeps its memory. Let it continue: kill -CONT PID",
+    ProcessState.DUMPING: "It has crashed, and keeps its memory until its core dump is written",
+    ProcessState.SILENT: NO_ANSWER,
+    ProcessState.ENDED: "Its memory is about to be freed",
+}
 
-    `now` and `silent_since` are by the snapshot's clock; `silent_since` is None for a process that
-    answers.
+
+def kernel_cell(section: Section, now: float, presence: Presence | None = None) -> Cell:
+    """`busy 3 min`, `idle 12 min`, `no answer, 40 s`, `stopped`; `–` if it is not a kernel.
+
+    `now` is by the snapshot's clock; `presence` is the state of its process, where it is known.
     """
-    if silent_since is not None:
-        seconds = now - silent_since
-        return Cell(f"no answer, {lasting(seconds)}", seconds, NO_ANSWER, "alarm")
+    if presence is not None and presence.state in UNUSUAL:
+        seconds = now - presence.since if presence.since else 0.0
+        text = presence.text(now)
+        if presence.state is ProcessState.SILENT:
+            text = f"no answer, {lasting(seconds)}" if presence.since else "no answer"
+        return Cell(text, seconds, _UNUSUAL_HINTS[presence.state], "alarm")
     if section.busy_since:
         seconds = now - section.busy_since
         return Cell(f"busy {lasting(seconds)}", seconds, "It runs a cell", "strong")

@@ -1,0 +1,87 @@
+"""What the processes of the book do now: running, idle, stopped, silent or ended.
+
+It is checked whenever a status is read. The book alone would show a killed process as a living
+holder until another owner has removed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from ..facts import Book, Presence, ProcessState, Section, Unanswered, Wait
+from ..ledgers.liveness import Sight
+from .session import Session
+
+_SEEN = {
+    Sight.STOPPED: ProcessState.STOPPED,
+    Sight.DUMPING: ProcessState.DUMPING,
+    Sight.DEAD: ProcessState.ENDED,
+}
+
+
+def presences(
+    session: Session, book: Book, unanswered: Iterable[Unanswered]
+) -> dict[str, Presence]:
+    """The state of each process that has a section in `book`, by owner id.
+
+    `unanswered` are the requests to which processes do not respond, the oldest first.
+    """
+    silent_since: dict[str, float] = {}
+    for one in unanswered:
+        silent_since.setdefault(one.owner.id, one.since)
+    sights = session.ledger.sights(book)
+    return {
+        id: presence(section, sights[id], silent_since.get(id))
+        for id, section in book.sections.items()
+    }
+
+
+def presence(section: Section, sight: Sight, silent_since: float | None = None) -> Presence:
+    """The state of the process of `section`, of which `sight` is seen.
+
+    `silent_since` is when the oldest request was made to which it does not respond; None: there is
+    none.
+    """
+    if sight in _SEEN:
+        return Presence(_SEEN[sight])
+    if sight is Sight.UNKNOWN:
+        return Presence(ProcessState.SILENT, _last_sign(section))
+    if silent_since is not None:
+        return Presence(ProcessState.SILENT, silent_since)
+    if section.busy_since:
+        return Presence(ProcessState.RUNNING, section.busy_since)
+    if section.idle_since:
+        return Presence(ProcessState.IDLE, section.idle_since)
+    return Presence(ProcessState.RUNNING)
+
+
+def _last_sign(section: Section) -> float:
+    """The newest time in a section, which its process wrote; 0 if there is none."""
+    stamps = [section.busy_since, section.idle_since]
+    for lease in section.leases:
+        stamps += [lease.last_used, lease.settled_at, lease.pinned_since]
+    return max(stamps)
+
+
+def explained(session: Session, wait: Wait) -> Wait:
+    """`wait`, with a sentence for each process in the way that keeps its memory and cannot answer."""
+    in_the_way = {id.partition("/")[0] for id in (*wait.blockers, *wait.asked)} - {session.me}
+    if not in_the_way:
+        return wait
+    book = session.ledger.read()
+    sights = session.ledger.sights(book, in_the_way)
+    sentences = []
+    for id, sight in sights.items():
+        holder = book.sections[id].owner.label
+        if sight is Sight.DUMPING:
+            sentences.append(
+                f"{holder} has crashed, and holds its memory while it writes a core dump"
+            )
+        elif sight is Sight.STOPPED:
+            sentences.append(f"{holder} is stopped, and keeps its memory")
+    new = [sentence for sentence in sentences if sentence not in wait.because]
+    if not new:
+        return wait
+    return replace(wait, because=f"{'. '.join([wait.because.rstrip('.'), *new])}.")

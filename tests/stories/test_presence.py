@@ -1,0 +1,108 @@
+"""A status names no dead process as a living holder, and says of a living one what it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime import Busy, Runtime
+from gpu_runtime.facts import ProcessState
+from gpu_runtime.rendering import text
+from tests.nvml_driver import until
+from tests.stories.test_processes import DEVICES, Kernel
+
+CORE_MIB = 1024  # of memory in a core dump: written in about a second
+PATTERN = Path("/proc/sys/kernel/core_pattern")
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    one = Kernel(f"sqlite://{tmp_path}/ledger")
+    one.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
+    yield one
+    if one.process.poll() is None:
+        one.signal(signal.SIGCONT)
+    one.end()
+
+
+@pytest.fixture
+def console(tmp_path):
+    """A runtime without a monitor: nothing but the status itself looks after the others."""
+    with Runtime(
+        devices=DEVICES,
+        ledger=f"sqlite://{tmp_path}/ledger",
+        monitor=False,
+        eviction_grace_seconds=0,
+    ) as rt:
+        yield rt
+
+
+def state(console: Runtime, kernel: Kernel) -> ProcessState:
+    seen = console.status()
+    [id] = [id for id, one in seen.sections.items() if one.owner.pid == kernel.process.pid]
+    return seen.presences[id].state
+
+
+def test_a_killed_process_is_shown_as_ended_at_once(kernel, console):
+    """It was shown as a living holder for 10 s."""
+    assert state(console, kernel) is ProcessState.RUNNING
+    kernel.process.kill()
+    os.waitid(os.P_PID, kernel.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead too
+    assert state(console, kernel) is ProcessState.ENDED
+    assert f"pid {kernel.process.pid}, ended" in text.status(console.status()).replace(")", "")
+
+
+def test_a_stopped_process_is_shown_as_stopped_until_it_goes_on(kernel, console):
+    """Nobody has to request anything of it first."""
+    kernel.signal(signal.SIGSTOP)
+    until(lambda: state(console, kernel) is ProcessState.STOPPED, 10.0)
+    assert ", stopped" in text.status(console.status())
+    kernel.signal(signal.SIGCONT)
+    until(lambda: state(console, kernel) is ProcessState.RUNNING, 10.0)
+    assert ", stopped" not in text.status(console.status())
+
+
+def test_who_waits_for_a_stopped_process_learns_why(kernel, console):
+    kernel.tell("held = rt.use('qwen'); held.__enter__()")
+    kernel.signal(signal.SIGSTOP)
+    until(lambda: state(console, kernel) is ProcessState.STOPPED, 10.0)
+    console.register("llama", backend="fake", size="14GiB")
+    with pytest.raises(Busy, match=rf"pid {kernel.process.pid} is stopped, and keeps its memory"):
+        console.preload("llama", timeout=0.1)
+
+
+@pytest.mark.soak
+def test_who_waits_for_a_process_that_writes_its_core_dump_learns_why(kernel, console, tmp_path):
+    """The memory is granted once the dump is written."""
+    if "/" in PATTERN.read_text() or PATTERN.read_text().startswith("|"):
+        pytest.skip("needs a kernel that writes core dumps into the working directory")
+    kernel.tell("held = rt.use('qwen'); held.__enter__(); import os, resource")
+    kernel.tell("resource.setrlimit(resource.RLIMIT_CORE, (-1, -1))")
+    kernel.tell(f"os.chdir({str(tmp_path)!r}); kept = os.urandom(1 << 20) * {CORE_MIB}")
+    console.register("llama", backend="fake", size="14GiB")
+    told: list[str] = []
+    console._session.on_wait = lambda name, wait: told.append(wait.because if wait else "")
+    granted: list[float] = []
+
+    def wait() -> None:
+        console.preload("llama", timeout=60)
+        granted.append(time.monotonic())
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until(lambda: told, 10.0)
+    kernel.signal(signal.SIGABRT)
+    until(lambda: state(console, kernel) is ProcessState.DUMPING, 10.0)
+    assert "writing a core dump" in text.status(console.status())
+    until(lambda: any("while it writes a core dump" in one for one in told), 10.0)
+    assert not granted, "it still holds its memory"
+    kernel.process.wait(60)
+    ended = time.monotonic()
+    waiter.join(60)
+    assert granted[0] - ended < 1.0
+    print(f"granted {1e3 * (granted[0] - ended):.0f} ms after the dump")
