@@ -193,7 +193,7 @@ def test_governed_storages_are_left_out():
     (lambda: torch.ones(7), ""),
     (lambda: torch.from_numpy(np.arange(7.0)), se.FOREIGN),
     (lambda: torch.frombuffer(bytearray(80), dtype=torch.float64), se.FOREIGN),
-    (lambda: torch.from_dlpack(torch.arange(7.0)), se.FOREIGN),
+    (lambda: torch.from_dlpack(np.arange(7.0)), se.FOREIGN),
     (lambda: torch.ones(7).share_memory_(), se.SHARED),
 ], ids=["plain", "numpy", "buffer", "dlpack", "shared"])  # fmt: skip
 def test_memory_that_others_use_stays(make, reason):

@@ -108,7 +108,8 @@ class Limit:
 def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None = None) -> Search:
     """Every storage on a device that can be found, and why it cannot be moved.
 
-    `place(storage)` is the id of the device that a storage counts on, or "" for none (see `counted_on`).
+    `place(storage)` is the id of the device that a storage counts on (see `counted_on`). It is "" for
+    storages to leave out, those of the meta device included.
     `governed` are the keys (`storage._cdata`) of storages to leave out, such as those of models. The search
     ends at `limit`; then `whole` is false.
 
@@ -120,8 +121,8 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
         tensors, bare, objects, whole = _tracked(limit)
         nodes: set[Any] = set()
         everything = list(_with_hidden(tensors, nodes, limit))
-        by_key, opaque = _storages(everything, bare, place, frozenset(governed), limit)
-        found = tuple(_judged(list(by_key.values())))
+        entries, opaque = _storages(everything, bare, place, governed, limit)
+        found = tuple(_judged(entries))
     return Search(
         found,
         tuple(opaque),
@@ -139,7 +140,9 @@ def counted_on(memories: Sequence[Memory]) -> Place:
     On a real card it is the card of the storage. Where the cards are simulated, CPU storages of
     SIMULATED_BYTES and more count as lying on the first of them.
     """
-    by_torch = {memory.torch: memory.device for memory in memories if memory.torch != "cpu"}
+    by_torch = {
+        torch.device(memory.torch): memory.device for memory in memories if memory.torch != "cpu"
+    }
     simulated = next(
         (one.device for one in memories if one.torch == "cpu" and one.device != HOST), ""
     )
@@ -148,7 +151,7 @@ def counted_on(memories: Sequence[Memory]) -> Place:
         device = storage.device
         if device.type == "cpu":
             return simulated if storage.nbytes() >= SIMULATED_BYTES else ""
-        return by_torch.get(str(device), "")
+        return by_torch.get(device, "")
 
     return place
 
@@ -218,46 +221,53 @@ def _with_hidden(tensors: list[Tensor], nodes: set[Any], limit: Limit) -> Iterat
         seen.update(map(id, pending))
 
 
+class _Entry(NamedTuple):
+    """A storage while the search runs."""
+
+    storage: torch.UntypedStorage
+    device: str
+    tensors: list[Tensor]
+
+
 def _storages(
     tensors: Iterable[Tensor],
     bare: Iterable[torch.UntypedStorage],
     place: Place,
     governed: Collection[int],
     limit: Limit,
-) -> tuple[dict[int, Found], list[Tensor]]:
-    """The storages on a device by their keys, and the tensors that have no storage."""
-    by_key: dict[int, tuple[torch.UntypedStorage, str, list[Tensor]]] = {}
+) -> tuple[list[_Entry], list[Tensor]]:
+    """The storages on a device, and the tensors that have no storage."""
+    by_key: dict[int, _Entry] = {}
+    elsewhere = set(governed)
     opaque: list[Tensor] = []
 
-    def note(storage: torch.UntypedStorage) -> list[Tensor] | None:
-        known = by_key.get(storage._cdata)
-        if known is not None:
-            return known[2]
-        if storage._cdata in governed or storage.device.type == "meta" or not storage.nbytes():
+    def entry(storage: torch.UntypedStorage) -> _Entry | None:
+        key = storage._cdata
+        if key in by_key:
+            return by_key[key]
+        if key in elsewhere:
             return None
-        device = place(storage)
+        device = place(storage) if storage.nbytes() else ""
         if not device:
+            elsewhere.add(key)
             return None
-        return by_key.setdefault(storage._cdata, (storage, device, []))[2]
+        return by_key.setdefault(key, _Entry(storage, device, []))
 
     for number, tensor in enumerate(tensors):
         if not number % 1024 and limit.over:
             break
         for part in plain_tensors(tensor):
             try:
-                members = note(part.untyped_storage())
+                storage = part.untyped_storage()
             except Exception:  # of an opaque tensor, or of another library's
                 opaque.append(part)
                 continue
-            if members is not None:
-                members.append(part)
+            found = entry(storage)
+            if found is not None:
+                found.tensors.append(part)
     for storage in bare:
-        note(storage)
-    found = {
-        key: Found(storage, device, storage.nbytes(), tuple(members), "")
-        for key, (storage, device, members) in by_key.items()
-    }
-    return found, opaque
+        entry(storage)
+    return list(by_key.values()), opaque
 
 
 # -- what one tensor consists of -------------------------------------------------------------------
@@ -360,28 +370,32 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 # -- why a storage stays ---------------------------------------------------------------------------
 
 
-def _judged(found: list[Found]) -> Iterator[Found]:
+def _judged(entries: list[_Entry]) -> Iterator[Found]:
     """The storages with the reasons why they stay. Those without memory of their own are left out."""
     sent = _sent_to_others()
     spans: list[tuple[str, int, int, int]] = []  # torch device, address, bytes, place in the list
     reasons: list[str | None] = []  # None: the storage has no memory
-    for number, one in enumerate(found):
+    devices: dict[torch.device, str] = {}
+    for number, one in enumerate(entries):
         why, address = _reason(one, sent)
         reasons.append(why if why or address else None)
         if address:
-            spans.append((str(one.storage.device), address, one.bytes, number))
+            device = one.storage.device
+            name = devices.get(device) or devices.setdefault(device, str(device))
+            spans.append((name, address, one.storage.nbytes(), number))
     for number in _overlapping(spans):
         if reasons[number] in ("", FOREIGN):
             reasons[number] = OVERLAPS
-    for one, reason in zip(found, reasons, strict=True):
+    for one, reason in zip(entries, reasons, strict=True):
         if reason is not None:
-            yield one._replace(stays=reason)
+            size = one.storage.nbytes()
+            yield Found(one.storage, one.device, size, tuple(one.tensors), reason)
 
 
-def _reason(one: Found, sent: Collection[int]) -> tuple[str, int]:
+def _reason(one: _Entry, sent: Collection[int]) -> tuple[str, int]:
     """Why a storage cannot be moved, if that is known, and its address (0: unknown)."""
     storage = one.storage
-    if is_copy_on_write(storage):
+    if torch._C._is_cow_tensor(one.tensors[0] if one.tensors else _view(storage)):
         return COPY_ON_WRITE, 0  # data_ptr() would copy it
     try:
         address = storage.data_ptr()
@@ -389,17 +403,16 @@ def _reason(one: Found, sent: Collection[int]) -> tuple[str, int]:
         return UNREADABLE, 0
     if not address:
         return "", 0
-    if storage.device.type == "cpu" and storage.is_shared():  # always true on a card
-        return SHARED, address
-    if one.key in sent:
-        return SENT, address
-    return "" if storage.resizable() else FOREIGN, address
+    if not storage.resizable():
+        return FOREIGN, address
+    if storage.device.type == "cpu":  # on a card is_shared() is always true
+        return (SHARED if storage.is_shared() else ""), address
+    return (SENT if storage._cdata in sent else ""), address
 
 
-def is_copy_on_write(storage: torch.UntypedStorage) -> bool:
-    """Whether two storages have the same memory until one of them is written."""
-    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return torch._C._is_cow_tensor(view.set_(storage, 0, (0,)))
+def _view(storage: torch.UntypedStorage) -> Tensor:
+    """A tensor of `storage` without elements: making it reads no address."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,))
 
 
 def _sent_to_others() -> frozenset[int]:
