@@ -25,6 +25,7 @@ LONGEST_TEXT = 4096  # characters of text that is not stored, such as a path
 LONGEST_TEMPLATE = 1 << 20  # characters of a chat template
 MOST_TOKENS = 2**27
 MOST_SEQUENCES = 2**16
+MOST_FACTOR = 1000  # the largest multiple of a model's weights that is leased
 _MOST = 2**31 - 1  # the largest number that is passed to a C library
 
 
@@ -127,7 +128,7 @@ def _one_line(value: Any) -> str:
     return printable(" ".join(text[:LONGEST_TEXT].split()), LONGEST_NAME)
 
 
-def template(value: Any) -> str:
+def _template(value: Any) -> str:
     """A chat template, or the path of a file that holds one."""
     text = plain(value)
     _require(isinstance(text, str) and len(text) <= LONGEST_TEMPLATE and "\0" not in text)
@@ -265,6 +266,7 @@ MODEL = Rule("the name of a model, such as 'qwen' or 'qwen@4121'", _model)
 WORD = Rule(f"text of at most {LONGEST_NAME} printable characters", _word)
 TEXT = Rule(f"text of at most {LONGEST_TEXT} characters", _text)
 PATH = Rule("the path of a file or directory", _path)
+TEMPLATE = Rule("a Jinja template, or the path of a file with one", _template)
 TRUTH = Rule("True or False", _truth)
 SECONDS = Rule("seconds, or text such as '30s' or '10m'", _seconds)
 IMPORTANCE = Rule("urgent, high, normal, low, batch or a number", _importance)

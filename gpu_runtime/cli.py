@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from . import verbs
 from .errors import GpuError, UnknownVerb
 from .facts import Outcome, Plan
-from .verb_arguments import fill
+from .verb_arguments import fill, usage_error
 from .verbs import CLI, Verb
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises an error with the `message`, which becomes one line of the command's output."""
-        raise _NotUnderstood(f"{message}. Usage: {self.usage}")
+        raise _NotUnderstood(f"{usage_error(message)}. Usage: {self.usage}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

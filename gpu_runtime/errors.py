@@ -39,6 +39,7 @@ from typing import Any
 from .safe_text import MOST_MESSAGE, MOST_QUOTED, printable, quoted
 
 MOST_NAMES = 12  # names in one sentence
+MOST_PROBLEM = 600  # characters of one problem of a file
 MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
 
 
@@ -253,8 +254,8 @@ class BadDocument(GpuError, ValueError):
         if line:
             place += f", line {line}"
         if field:
-            place += f", {field}"
-        lines = [f"{place}: {problem}."]
+            place += f", {printable(field, MOST_QUOTED)}"
+        lines = [f"{place}: {printable(problem, MOST_PROBLEM)}."]
         lines += [f"  {other}" for other in others[:MOST_PROBLEMS]]
         if len(others) > MOST_PROBLEMS:
             lines.append(f"  and {len(others) - MOST_PROBLEMS} more")

@@ -8,6 +8,7 @@ package imports it only when the first runtime opens.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from .arguments import Rule, plain, read
 from .errors import BadSetting
 from .facts import PlacementRules, Rules
 from .safe_text import MOST_QUOTED
@@ -92,6 +94,7 @@ class Settings(BaseSettings):
     inference_memory_limit_gb: Annotated[float | None, Number] = Field(
         None,
         gt=0,
+        le=2**20,
         allow_inf_nan=False,
         description="A further limit on this process's models, in GiB. Unset: none.",
     )
@@ -162,6 +165,7 @@ class Settings(BaseSettings):
     gpu_fraction_factor: Annotated[float | None, Number] = Field(
         None,
         gt=0,
+        le=1000,
         allow_inf_nan=False,
         description="Claim a model's weights times this instead of the estimate; NDIF: 3. Unset: the "
         "estimate.",
@@ -245,6 +249,7 @@ class Settings(BaseSettings):
         for name in overrides:
             if name not in cls.model_fields:
                 raise _unknown(name, given.get(name))
+        given = {name: _plain(name, value) for name, value in given.items()}
         try:
             settings = cls(**given)
         except ValidationError as error:
@@ -353,6 +358,18 @@ def _show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else masked(str(value))
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The `value` of an argument: text, a number or a truth value. Raises BadSetting for another."""
+    return value if type(value) is SecretStr else read(name, value, Rule(_expected(name), _scalar))
+
+
+def _scalar(value: Any) -> Any:
+    value = plain(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    if type(value) not in (str, int, float, bool):
+        raise ValueError
+    return value
 
 
 def _unknown(name: str, value: Any) -> BadSetting:

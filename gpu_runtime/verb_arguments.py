@@ -6,14 +6,18 @@ The verbs themselves are in `verbs.py`. Nothing here calls a runtime.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .errors import BadSetting, BadSize
 from .facts import IMPORTANCE, parse_importance
+from .safe_text import printable, quoted
 from .units import parse_seconds
 
 LAST_PORT = 65535
+MOST_NUMBER = 2**31 - 1
+MOST_USAGE_ERROR = 1000  # characters
 
 
 class Argument(NamedTuple):
@@ -90,7 +94,7 @@ def importance(text: str) -> str | int:
         number = parse_importance(text, least=1)
     except BadSetting:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
+            f"{quoted(text)} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
         ) from None
     return text if text in IMPORTANCE else number
 
@@ -105,23 +109,29 @@ def seconds(text: str) -> float:
 
 def rows(text: str) -> int:
     """A number of rows, at least 1. Raises ArgumentTypeError if `text` is anything else."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
-    return int(text)
+    return _whole(text, 1, "a number of rows")
 
 
 def count(text: str) -> int:
     """A number above 0, such as `8_192`. Raises ArgumentTypeError if `text` is anything else."""
-    if not text.replace("_", "").isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
+    return _whole(text.replace("_", ""), 1, "a number above 0")
 
 
 def port_number(text: str) -> int:
     """A TCP port. Raises ArgumentTypeError if `text` is not a number up to 65535."""
-    if not text.isdigit() or int(text) > LAST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return _whole(text, 0, "a port", LAST_PORT)
+
+
+def _whole(text: str, least: int, what: str, most: int = MOST_NUMBER) -> int:
+    """The number that `text` writes in digits. Raises ArgumentTypeError: it is not `what`."""
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}")
     return int(text)
+
+
+def usage_error(message: str) -> str:
+    """The `message` about words that were not understood, bounded, and safe to print."""
+    return printable(message, MOST_USAGE_ERROR, keep="\n")
 
 
 # -- arguments that several verbs share ----------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from . import verb_acts
 from .errors import UnknownVerb
+from .safe_text import MOST_QUOTED, quoted
 from .verb_arguments import (
     CATALOG_NAME,
     HOST,
@@ -343,11 +344,13 @@ def find(name: str, place: str) -> Verb:
             f"{name} works in {where} only:  {verb.synopsis(prompt)}", verb=name, nearest=""
         )
     names = [verb.name for verb in verbs(place)]
-    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:MOST_QUOTED].lower(), names, n=1, cutoff=0.5)
     nearest = close[0] if close else ""
     hint = f"Did you mean {nearest}? " if nearest else ""
     raise UnknownVerb(
-        f"no verb is called {name!r}. {hint}All of them:  {place} help", verb=name, nearest=nearest
+        f"no verb is called {quoted(name)}. {hint}All of them:  {place} help",
+        verb=name,
+        nearest=nearest,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..errors import BadDocument
+from ..safe_text import quoted
 
 MOST_BYTES = 1 << 20  # limit of one file
 MOST_VALUES = 50_000  # limit of one file; the values of an alias are counted at each use
@@ -211,9 +212,20 @@ def _usable(value: Any, wrong: Callable[[str], BadDocument]) -> Any:
     """The value. Raises the error that `wrong` makes for a number that JSON cannot represent."""
     if isinstance(value, float) and not math.isfinite(value):
         raise wrong(f"{value} is not a number that can be used")
+    if isinstance(value, str) and not _is_unicode(value):
+        raise wrong(f"{quoted(value)} has half of a character, so it is no text")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise wrong(f"{_short(str(value))} is too large a number")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text` has no lone surrogate, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _short(text: str) -> str:
@@ -268,6 +280,7 @@ def _plain(raw: Any, path: Path, document: Document, count: Iterator[int]) -> An
     if isinstance(raw, _Pairs):
         fields: dict[str, Any] = {}
         for key, child in raw:
+            _usable(key, lambda problem: document.wrong(path, problem))
             if key in fields:
                 raise document.wrong((*path, key), "this appears here twice")
             fields[key] = _plain(child, (*path, key), document, count)

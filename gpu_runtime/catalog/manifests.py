@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from ..arguments import bad_name
 from ..errors import BadDocument
+from ..safe_text import quoted
 from .documents import Document, Path
 from .schema import SYNONYMS, Fields, in_words, misspelled_fields, read_arguments
 
@@ -121,11 +122,11 @@ def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
     """The first wrong field of a document of the first format, and the problem; empty if none."""
     if value.get("apiVersion") != API_VERSION:
         return ("apiVersion",), (
-            f"{value.get('apiVersion')!r} is not supported; it must be {API_VERSION}"
+            f"{quoted(value.get('apiVersion'))} is not supported; it must be {API_VERSION}"
         )
     if value.get("kind") not in KINDS:
         return ("kind",), (
-            f"{value.get('kind')!r} is not supported; it must be {', '.join(KINDS[:-1])} "
+            f"{quoted(value.get('kind'))} is not supported; it must be {', '.join(KINDS[:-1])} "
             f"or {KINDS[-1]}"
         )
     metadata = value.get("metadata")

@@ -14,11 +14,23 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from ..arguments import (
+    LAYERS,
+    LONGEST_TEXT,
+    MOST_FACTOR,
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    TEMPLATE,
+    TOKENS,
+    WORD,
+    Rule,
+)
 from ..backends.engines.arguments import group_flags
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, parse_importance
+from ..safe_text import quoted
 from ..units import MIB, parse_bytes, parse_seconds
 
 TYPES = {  # word in a manifest -> type of model
@@ -76,7 +88,7 @@ def _size(value: Any) -> int:
 
 def _mebibytes(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**43:
-        raise ValueError(f"{value!r} is not a number of MiB above 0")
+        raise ValueError(f"{quoted(value)} is not a number of MiB above 0")
     return int(value * MIB)
 
 
@@ -89,7 +101,7 @@ def _importance(value: Any) -> int:
         return parse_importance(value, least=1)
     except BadSetting:
         raise ValueError(
-            f"{value!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
+            f"{quoted(value)} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
         ) from None
 
 
@@ -105,18 +117,25 @@ def _word_of(
     def read(value: Any) -> str:
         """The known word for `value`. Raises ValueError."""
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{value!r} is not a {what}; it must be text")
+            raise ValueError(f"{quoted(value)} is not a {what}; it must be text")
         word = value.strip().lower()
         if word in known:
             return known[word]
         close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
         if close:
-            raise ValueError(f"{value!r} is not a known {what}; did you mean {close[0]}?")
+            raise ValueError(f"{quoted(value)} is not a known {what}; did you mean {close[0]}?")
         if otherwise is None:
-            raise ValueError(f"{value!r} is not a known {what}: it is one of {', '.join(known)}")
+            raise ValueError(
+                f"{quoted(value)} is not a known {what}: it is one of {', '.join(known)}"
+            )
         return otherwise(value.strip())
 
     return read
+
+
+def _other_backend(word: str) -> str:
+    """A backend that this version lacks, by its name in small letters."""
+    return _by(WORD)(word.lower())
 
 
 _WHICH_GPUS = "it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]"
@@ -173,11 +192,27 @@ def _flag(name: str) -> str:
     return name if name.startswith("-") else f"--{name.replace('_', '-')}"
 
 
-Text = Annotated[str, Field(min_length=1)]
+def _by(rule: Rule) -> Callable[[Any], Any]:
+    """A function that reads a value by the `rule` that `register` applies too."""
+
+    def read(value: Any) -> Any:
+        try:
+            return rule.read(value)
+        except Exception:
+            raise ValueError(
+                f"{quoted(value)} cannot be used: it must be {rule.expected}"
+            ) from None
+
+    return read
+
+
+Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
+Word = Annotated[str, Field(min_length=1), AfterValidator(_by(WORD))]
+Template = Annotated[str, Field(min_length=1), AfterValidator(_by(TEMPLATE))]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Size = Annotated[int, BeforeValidator(_size)]
 ModelType = Annotated[str, BeforeValidator(_word_of(TYPES, lambda word: "other", "type of model"))]
-Backend = Annotated[str, BeforeValidator(_word_of(BACKENDS, str.lower, "backend"))]
+Backend = Annotated[str, BeforeValidator(_word_of(BACKENDS, _other_backend, "backend"))]
 
 
 class Fields(BaseModel):
@@ -207,7 +242,7 @@ class Fields(BaseModel):
     )
     model_type: ModelType | None = Field(None, description="The same as `type`.")
     category: ModelType | None = Field(None, description="The same as `type`.")
-    quantization: Text | None = Field(
+    quantization: Word | None = Field(
         None, description="The format of the weights, such as Q4_K_M or int8."
     )
     memory: Size | None = Field(
@@ -218,10 +253,10 @@ class Fields(BaseModel):
     vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = Field(
         None, description="The same as `memory`, as a number of MiB."
     )
-    context_length: Annotated[Whole, Field(gt=0)] | None = Field(
+    context_length: Annotated[Whole, Field(gt=0, le=MOST_TOKENS)] | None = Field(
         None, description="Tokens of context for which memory is reserved."
     )
-    sequences: Annotated[Whole, Field(gt=0)] | None = Field(
+    sequences: Annotated[Whole, Field(gt=0, le=MOST_SEQUENCES)] | None = Field(
         None, description="The number of contexts at the same time."
     )
     cache_dtype: Text | None = Field(
@@ -246,7 +281,9 @@ class Fields(BaseModel):
     layout: Literal["auto", "single", "balanced", "proportional", "whole"] | None = Field(
         None, description="How the model is split: auto, single, balanced, proportional or whole."
     )
-    gpu_fraction_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    gpu_fraction_factor: (
+        Annotated[float, Field(gt=0, le=MOST_FACTOR, allow_inf_nan=False)] | None
+    ) = Field(
         None,
         description="The memory to lease, as a multiple of the weights; replaces the estimate.",
     )
@@ -280,7 +317,7 @@ class Fields(BaseModel):
     task: Text | None = Field(
         None, description="Passed to transformers, if `type` does not determine it."
     )
-    chat_template: Text | None = Field(
+    chat_template: Template | None = Field(
         None, description="A chat template, or a file with one, instead of the model's own."
     )
     thinking: bool | None = Field(
@@ -337,9 +374,9 @@ def in_words(complaint: Any) -> str:
     if kind == "value_error":
         return str(complaint["ctx"]["error"]).rstrip(".")
     if kind in _EXPECTED:
-        return f"{given!r} cannot be used: {_EXPECTED[kind]}"
+        return f"{quoted(given)} cannot be used: {_EXPECTED[kind]}"
     expected = complaint["msg"].removeprefix("Input should be ")
-    return f"{given!r} cannot be used: it must be {expected}"
+    return f"{quoted(given)} cannot be used: it must be {expected}"
 
 
 # -- an engine's arguments ----------------------------------------------------------------------
@@ -347,10 +384,16 @@ def in_words(complaint: Any) -> str:
 
 def _tokens(text: str) -> int:
     """A number of tokens as vLLM accepts it: 32768, 32k (thousands), 32K (1024 each)."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text)
+    match = re.fullmatch(r"([0-9]{1,12})([kKmM]?)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a number of tokens")
-    return int(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match[2]]
+    return _by(TOKENS)(
+        int(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match[2]]
+    )
+
+
+def _layers(text: str) -> int:
+    return _by(LAYERS)(int(text))
 
 
 def _unless_auto(text: str) -> str | None:
@@ -364,12 +407,12 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field
     "--ctx-size": ("context_length", _tokens),
     "-c": ("context_length", _tokens),
     "--dtype": ("dtype", _word_of(DTYPES, None, "dtype")),
-    "--quantization": ("quantization", str),
-    "-q": ("quantization", str),
+    "--quantization": ("quantization", _by(WORD)),
+    "-q": ("quantization", _by(WORD)),
     "--revision": ("revision", str),
-    "--n-gpu-layers": ("gpu_layers", int),
-    "--gpu-layers": ("gpu_layers", int),
-    "-ngl": ("gpu_layers", int),
+    "--n-gpu-layers": ("gpu_layers", _layers),
+    "--gpu-layers": ("gpu_layers", _layers),
+    "-ngl": ("gpu_layers", _layers),
     "--kv-cache-dtype": ("cache_dtype", _unless_auto),
     "--cache-type-k": ("cache_dtype", _unless_auto),
     "-ctk": ("cache_dtype", _unless_auto),

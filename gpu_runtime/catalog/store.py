@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from filelock import FileLock, Timeout
 
+from ..arguments import checked
 from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownModel
 from ..facts import Applied, ModelSpec
 from ..settings import Settings
@@ -107,6 +108,7 @@ class Catalog:
         """All models as this process would load them, by name. Raises as `entries`."""
         return tuple(spec_of(entry, self.settings) for _, entry in sorted(self.entries().items()))
 
+    @checked
     def inspect(self, name: str, format: str = "") -> Any:
         """The entry of the model `name`, as a document that `apply` accepts.
 
@@ -217,6 +219,7 @@ class Catalog:
 
     # -- writing
 
+    @checked
     def apply(self, file: str | os.PathLike[str]) -> Applied:
         """Adds or changes the models of a `file`: all of them, or none. Returns the result.
 

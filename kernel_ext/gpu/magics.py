@@ -21,7 +21,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 import gpu_runtime
 from gpu_runtime import GpuError, facts, verbs
 from gpu_runtime.kernel_activity import activity
-from gpu_runtime.verb_arguments import Argument, fill, option, switch
+from gpu_runtime.verb_arguments import Argument, fill, option, switch, usage_error
 
 from .completion import matcher_for
 from .waiting import WaitLine
@@ -47,7 +47,7 @@ class Parser(MagicArgumentParser):
 
     def error(self, message: str) -> None:
         """Raises UsageError with the `message` and the synopsis."""
-        raise UsageError(f"{message}\n  Usage: {self.synopsis}")
+        raise UsageError(f"{usage_error(message)}\n  Usage: {self.synopsis}")
 
 
 def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
@@ -66,7 +66,7 @@ def split(line: str) -> list[str]:
     try:
         return shlex.split(line.rstrip().removesuffix(";"))
     except ValueError as error:
-        raise UsageError(f"{error} in: {MAGIC} {line}") from None
+        raise UsageError(usage_error(f"{error} in: {MAGIC} {line}")) from None
 
 
 @magics_class
@@ -111,7 +111,7 @@ class GpuMagics(Magics):
     def _parse(self, verb: verbs.Verb, words: list[str]) -> argparse.Namespace:
         args = parser_for(verb.synopsis(MAGIC), (*verb.takes(MAGIC), *OUTPUT)).parse_args(words)
         if args.output and (not args.output.isidentifier() or keyword.iskeyword(args.output)):
-            raise UsageError(f"-o {args.output}: not a name that Python could use")
+            raise UsageError(usage_error(f"-o {args.output}: not a name that Python could use"))
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
@@ -164,7 +164,8 @@ class GpuMagics(Magics):
         from .cell import Compiled
 
         if words and words[0] in verbs.VERBS:
-            raise UsageError(f"%%gpu runs a cell; for the verb type:  {MAGIC} {' '.join(words)}")
+            typed = usage_error(" ".join(words))
+            raise UsageError(f"%%gpu runs a cell; for the verb type:  {MAGIC} {typed}")
         args = parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(words)
         compiled = Compiled(self.shell, body)
         rt = self._runtime()

@@ -25,6 +25,7 @@ from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book, decode_section
 from gpu_runtime.options import OPTIONS
 from gpu_runtime.safe_text import MOST_MESSAGE
+from gpu_runtime.settings import Settings
 
 LONGEST_SENTENCE = 1500  # characters
 
@@ -307,6 +308,27 @@ def test_every_strange_value_of_every_argument_of_the_runtime_itself(parameter):
                 require_lawful(rt, None)
         except GpuError as error:
             assert 0 < len(str(error)) <= LONGEST_SENTENCE
+
+
+@pytest.mark.parametrize("setting", sorted(set(Settings.model_fields) - {"gpu_ledger"}))
+def test_every_strange_value_of_every_setting(tmp_path, monkeypatch, setting):
+    """A setting is a keyword of the runtime too."""
+    monkeypatch.chdir(tmp_path)
+    plain = {"gpu_devices": "sim:1GiB", "ledger": "memory:", "monitor": False}
+    for make in FIXED:
+        try:
+            with Runtime(**_named({**plain, setting: make()})) as rt:
+                rt.register("qwen", backend="fake", size="1MiB")
+                rt.preload("qwen")
+                require_lawful(rt, None)
+        except GpuError as error:
+            assert 0 < len(str(error)) <= LONGEST_SENTENCE
+
+
+def _named(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Three settings have a shorter name as an argument."""
+    short = {"gpu_devices": "devices", "gpu_catalog": "catalog", "gpu_policy": "policy"}
+    return {short.get(name, name): value for name, value in arguments.items()}
 
 
 # -- the examples of the trial

@@ -21,6 +21,7 @@ from gpu_runtime import (
     BadSize,
     CatalogUnavailable,
     DoesNotFit,
+    GpuError,
     LoadFailed,
     ModelDisabled,
     NotLoaded,
@@ -28,7 +29,10 @@ from gpu_runtime import (
     UnknownModel,
 )
 from gpu_runtime.catalog import store as catalogs
+from gpu_runtime.catalog.schema import Fields
 from gpu_runtime.catalog.store import Catalog
+from gpu_runtime.facts.base import encode
+from gpu_runtime.facts.book import decode_book
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
 
@@ -363,6 +367,8 @@ def test_by_default_it_is_in_the_state_directory(environment, tmp_path):
 APPLY = """
 import sys
 from gpu_runtime.catalog.store import Catalog
+from gpu_runtime.facts.base import encode
+from gpu_runtime.facts.book import decode_book
 from gpu_runtime.settings import Settings
 catalog = Catalog(Settings.load())
 for number in range(6):
@@ -613,3 +619,40 @@ def test_a_command_does_not_load_a_model_that_would_end_with_it(shelf, shared_bo
     assert command.plan("qwen3:8b").granted
     rt.preload("qwen3:8b")
     assert "is on sim:0" in command.preload("qwen3:8b").because
+
+
+# -- any value of any field --------------------------------------------------------------------------
+
+STRANGE = (
+    None, True, 0, -1, 3.5, 1e308, 2**62, -(2**62), "", " ", "yes", "\udcff", "a\0b", "\x1b[31m", "a\nb",
+    "x" * 10**5, "9" * 5000, [], {}, [None], ["\udcff"], {"0": None}, {"a\udcff": 1}, [[1]], "8GiB", "0",
+    ["--max-model-len", "9" * 12], ["--quantization", "x" * 10**5], ["-ngl", "9" * 20], {"seed": "a\0b"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", sorted({*Fields.model_fields, "x-own"}))
+def test_any_value_of_a_field_is_an_error_or_a_lawful_book(runtime, tmp_path, field):
+    """What the catalogue accepts, the book can store; the error says file, line and field."""
+    file = tmp_path / "models.json"
+    for value in STRANGE:
+        rt = runtime(catalog=str(tmp_path / "catalog"), monitor=False)
+        spec = {"backend": "fake", "memory": "1GiB", field: value}
+        file.write_text(json.dumps({"models": {"a": spec}}))
+        try:
+            rt.apply(file)
+            rt.preload("a")
+        except GpuError as error:
+            assert str(error).replace("\n", "").isprintable()
+            assert 0 < len(str(error)) <= 1500
+        book = rt._session.ledger.read()
+        assert decode_book(encode(book)) == book
+        rt.close()
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\0", "x" * 10**5, "a@b", " a", ""])
+def test_any_name_is_an_error_or_a_lawful_book(runtime, tmp_path, name):
+    file = tmp_path / "models.json"
+    file.write_text(json.dumps({"models": {name: {"backend": "fake", "memory": "1GiB"}}}))
+    with pytest.raises(BadDocument) as error:
+        runtime(catalog=str(tmp_path / "catalog")).apply(file)
+    assert len(str(error.value)) <= 1500

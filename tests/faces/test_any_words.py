@@ -1,0 +1,193 @@
+"""Any words after `%gpu`, `%%gpu` and `gpu`: an answer, or one bounded sentence that can be printed.
+
+The words of a terminal and of a notebook's line are typed by people, pasted, or made by scripts.
+No verb may show a traceback for them, and none may leave a book that others cannot decode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from IPython.core.error import UsageError
+
+from gpu_runtime import GpuError, cli, verbs
+from gpu_runtime.facts.base import encode
+from gpu_runtime.facts.book import decode_book
+
+from .conftest import ROOT  # noqa: F401 - this checkout's `gpu` is imported
+
+from gpu.magics import CELL_SYNOPSIS, GpuMagics, parser_for  # isort: skip
+
+LONGEST_SENTENCE = 1500  # characters
+MANY = 2**18  # 256 KiB of text
+VALUES = (
+    "", " ", "qwen", "llama", "new", "sim:0", "sim:0,1", "8GiB", "14", "0", "-1", "--5", "yes", "fake",
+    "a@b", "qwen@1", "\udcff", "a\udce9", "a\0b", "\x1b[31mred", "a\nb", "9" * 5000, "٣", "²", "nan",
+    "inf", "1e400", "/dev/null", "/no/such", "org/name", "*", "%s{}", "x" * MANY, "--", "-", "-h",
+    "24GB+", "urgent", "7B", "llama-7B-Q4_K_M", "yaml",
+)  # fmt: skip
+WORDS = st.sampled_from(VALUES) | st.text(st.characters(exclude_categories=()), max_size=8)
+# These start a server or need root; their words are parsed, and not acted on.
+PARSED_ONLY = ("console", "serve", "ledger")
+
+
+def flags(verb: verbs.Verb, place: str) -> list[str]:
+    return [flag for one in verb.takes(place) for flag in one.flags if one.is_option]
+
+
+def lines(place: str):
+    """A verb of `place`, and words after it: values, its own options, and options with a value."""
+
+    def after(verb: verbs.Verb):
+        options = [*flags(verb, place), "--json", "-o", "--nosuch"]
+        paired = st.tuples(st.sampled_from(options), WORDS)
+        alone = st.tuples(WORDS | st.sampled_from(options))
+        words = st.lists(paired | alone, max_size=4)
+        return words.map(lambda groups: (verb.name, *(word for group in groups for word in group)))
+
+    return st.sampled_from(list(verbs.verbs(place))).flatmap(after)
+
+
+def each(place: str) -> list[tuple[str, ...]]:
+    """Each verb with each value: as its first word, and after each of its options."""
+    found = []
+    for verb in verbs.verbs(place):
+        positionals = sum(not one.is_option for one in verb.takes(place))
+        for value in VALUES:
+            found.append((verb.name, *(["qwen"] * (positionals - 1)), value))
+            found += [
+                (verb.name, *(["qwen"] * positionals), flag, value) for flag in flags(verb, place)
+            ]
+    return found
+
+
+@pytest.fixture
+def box(rt, monkeypatch, tmp_path):
+    """Prepares the runtime of every face before each call."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rt, "close", lambda: None)
+
+    def prepare():
+        sys.stdin = io.TextIOWrapper(io.BytesIO(b""))
+        for spec in rt.specs():
+            rt.forget(spec.name)
+        rt.drain("sim:0", undo=True)
+        for name in ("qwen", "llama"):
+            rt.register(name, backend="fake", size="1GiB")
+            rt.preload(name)
+
+    monkeypatch.setattr(sys, "stdin", sys.stdin)
+    yield prepare
+    monkeypatch.undo()
+
+
+def require_sentence(text: str) -> None:
+    assert 0 < len(text) <= LONGEST_SENTENCE
+    assert text.replace("\n", "").isprintable()
+
+
+def require_decodable(rt) -> None:
+    rt._session.publish()
+    book = rt._session.ledger.read()
+    assert decode_book(encode(book)) == book
+
+
+def in_terminal(words: tuple[str, ...]) -> None:
+    """Runs the `gpu` command. What it writes for an error is one line."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(words)
+    assert code in (cli.DONE, cli.FAILED, cli.NOT_UNDERSTOOD)
+    if err.getvalue():
+        (line,) = err.getvalue().splitlines()
+        require_sentence(line)
+    if code == cli.NOT_UNDERSTOOD:
+        assert out.getvalue() == "" and err.getvalue().startswith("gpu: ")
+
+
+def in_notebook(magics: GpuMagics, words: tuple[str, ...]) -> None:
+    """Runs the words of `%gpu`. An error is one of ours, or UsageError for bad syntax."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            magics.line(list(words))
+    except (GpuError, UsageError) as error:
+        require_sentence(str(error))
+
+
+def parsed_only(words: tuple[str, ...]) -> None:
+    try:
+        cli._parse(verbs.VERBS[words[0]], list(words[1:]))
+    except cli._NotUnderstood as error:
+        require_sentence(str(error))
+
+
+def test_every_strange_word_in_a_terminal(box, rt):
+    for words in each(verbs.CLI):
+        if words[0] in PARSED_ONLY:
+            parsed_only(words)
+            continue
+        box()
+        in_terminal(words)
+        require_decodable(rt)
+
+
+@given(words=lines(verbs.CLI))
+@settings(
+    suppress_health_check=[*settings().suppress_health_check, HealthCheck.function_scoped_fixture]
+)
+def test_any_words_in_a_terminal(box, rt, words):
+    if words[0] in PARSED_ONLY:
+        return parsed_only(words)
+    box()
+    in_terminal(words)
+    require_decodable(rt)
+
+
+def test_every_strange_word_in_a_notebook(box, rt, fresh_shell):
+    magics = GpuMagics(fresh_shell, lambda: rt)
+    for words in each(verbs.MAGIC):
+        if words[0] in PARSED_ONLY:
+            continue
+        box()
+        in_notebook(magics, words)
+        require_decodable(rt)
+
+
+@given(words=lines(verbs.MAGIC))
+@settings(
+    suppress_health_check=[*settings().suppress_health_check, HealthCheck.function_scoped_fixture]
+)
+def test_any_words_in_a_notebook(box, rt, fresh_shell, words):
+    if words[0] in PARSED_ONLY:
+        return
+    box()
+    in_notebook(GpuMagics(fresh_shell, lambda: rt), words)
+    require_decodable(rt)
+
+
+@pytest.mark.parametrize(
+    "flag", ["", *(flag for one in verbs.CELL for flag in one.flags if one.is_option)]
+)
+def test_every_strange_word_before_a_cell(box, rt, fresh_shell, flag):
+    magics = GpuMagics(fresh_shell, lambda: rt)
+    for value in VALUES:
+        box()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                magics.cell([*filter(None, (flag,)), value], "pass")
+        except (GpuError, UsageError) as error:
+            require_sentence(str(error))
+        require_decodable(rt)
+
+
+@pytest.mark.parametrize("words", [("-x" * MANY,), ("qwen", "--timeout", "x" * MANY)])
+def test_an_error_of_the_parser_is_bounded(words):
+    """A pasted file as an argument gave an error of the same size."""
+    with pytest.raises(UsageError) as error:
+        parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(list(words))
+    require_sentence(str(error.value))
