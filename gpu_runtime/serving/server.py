@@ -18,6 +18,7 @@ from tornado.web import Application
 from ..web import gate, http_server
 from ..web.asgi import Asgi
 from ..web.auth import AccessRules
+from ..web.connections import Connections
 from ..web.http_server import Address, MakeServer, Service
 from .api.app import application
 from .gateway import Gateway
@@ -43,6 +44,7 @@ class HeadlessServer:
             self._http.add_sockets([bind_unix_socket(os.fspath(address.socket_path))])
         else:
             self._http.add_sockets(bind_sockets(address.port, address.host))
+        installed.connections = Connections(self._http)
 
     def start(self) -> None:
         """Nothing to start: the event loop does all the work."""

@@ -120,9 +120,9 @@ def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
 
 
 class GuessLimiter:
-    """Slows down wrong tokens: a few are checked at once, then one a second, and few requests may wait.
+    """Slows down one stranger's refused requests: a few are answered at once, then one a second, and few may wait.
 
-    It locks out no name and no address, because on a shared machine all requests come from the same address.
+    It never delays a request that is admitted, so a flood of wrong tokens keeps nobody out.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class GuessLimiter:
         return wait if wait < self._longest_wait else None
 
     def count(self) -> None:
-        """Counts one guess that was checked."""
+        """Counts one wrong guess."""
         self._used_until = max(self._used_until, self._clock()) + self._seconds
 
 

@@ -29,6 +29,7 @@ from tornado.web import RequestHandler
 
 from . import auth, login
 from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
+from .connections import Connections, PerStranger
 
 COOKIE = "gpu-console"
 # A token is secret. A session that the sender of a link chose would be shared by the visitor and the sender.
@@ -81,7 +82,12 @@ class Gate(ReversibleRouter):
         self.rules = rules
         self.closed_because = ""  # why every request is refused; empty: the gate is open
         self.lane = secrets.token_urlsafe(16)
-        self.guesses = GuessLimiter(clock)
+        self.connections: Connections | None = None  # of the server, once it limits them
+        self.guesses = PerStranger(lambda: GuessLimiter(clock))
+        # Requests without a token, such as a browser's first ones.
+        self.refusals = PerStranger(
+            lambda: GuessLimiter(clock, free=200, seconds=0.02, waiting=500)
+        )
         self.max_body_bytes = DISCARDED_BODY_BYTES  # a server may set its own limit here
         self._app = app
         self._routes = app.default_router
@@ -106,15 +112,13 @@ class Gate(ReversibleRouter):
             return self._refuse(request, 403, login.FOREIGN_ORIGIN)
         return self._admit(request, credentials)
 
-    def try_token(self, token: str) -> tuple[Role | None, float | None]:
-        """The role of a typed `token`, and the seconds that a wrong token waits; None for the seconds: not checked."""
-        wait = self.guesses.wait_seconds()
-        if wait is None:
-            return None, None
+    def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
+        """The role of the `token` typed in `request`, and the seconds that the answer to a wrong one waits.
+
+        Seconds None: too many wait already. The right token is never refused for that.
+        """
         role = auth.role_of_tokens(self.rules, query=token)
-        if role is None:
-            self.guesses.count()
-        return role, wait
+        return role, 0.0 if role else self._counted(self.guesses, request)
 
     def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
         """Answers through `handler` with the cookie of `role` and a redirect to the same page by the lane."""
@@ -153,9 +157,6 @@ class Gate(ReversibleRouter):
     # -- who is admitted
 
     def _admit_by_token(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
-        too_many = self.guesses.wait_seconds() is None
-        if credentials.given and not credentials.by_lane and too_many:
-            return self._refuse(request, 429, login.TOO_MANY_GUESSES)
         role = self._role_of(credentials)
         if role is None:
             return self._ask_for_token(request, credentials)
@@ -178,10 +179,28 @@ class Gate(ReversibleRouter):
 
     def _ask_for_token(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
         if not credentials.given:
-            return self._refuse(request, 403, login.TOKEN_NEEDED, form=True)
-        wait = self.guesses.wait_seconds() or 0.0
-        self.guesses.count()
+            wait = self._counted(self.refusals, request)
+            wait = login.TOO_MANY_SECONDS if wait is None else wait
+            return self._refuse(request, 403, login.TOKEN_NEEDED, form=True, wait=wait)
+        wait = self._counted(self.guesses, request)
+        if wait is None:
+            return self._refuse(request, 429, login.TOO_MANY_GUESSES, wait=login.TOO_MANY_SECONDS)
         return self._refuse(request, 403, login.WRONG_TOKEN, form=True, wait=wait)
+
+    def _counted(
+        self, limits: PerStranger[GuessLimiter], request: HTTPServerRequest
+    ) -> float | None:
+        """Counts a refused request; the seconds that its answer waits, or None if too many wait already."""
+        limiter = limits.of(self._stranger(request))
+        wait = limiter.wait_seconds()
+        if wait is not None:
+            limiter.count()
+        return wait
+
+    def _stranger(self, request: HTTPServerRequest) -> str:
+        """Whose request this is, before it is admitted; empty if the server does not limit its connections."""
+        stream = getattr(request.connection, "stream", None)
+        return self.connections.stranger(stream) if self.connections is not None else ""
 
     def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
         """Whether the request was sent by no foreign page. Removes the origin headers.
@@ -199,6 +218,8 @@ class Gate(ReversibleRouter):
 
     def _let_in(self, request: HTTPServerRequest, visitor: Visitor) -> Any:
         request.visitor = visitor
+        if self.connections is not None:
+            self.connections.admit(getattr(request.connection, "stream", None))
         if is_websocket(request) and not self.may_join(request, visitor):
             return self._refuse(request, 403, login.OTHER_VISITORS_SESSION)
         return self._route(request)

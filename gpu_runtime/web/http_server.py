@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import webbrowser
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from . import sockets
 from .auth import AccessRules
 
 MASKED_LOGS = ("tornado.access", "tornado.application", "tornado.general")
+LIMITED_LOGS = (*MASKED_LOGS, "asyncio")  # what strangers do is logged there
+LINES_AT_ONCE, LINES_A_SECOND = 100, 2.0  # of each of these logs
 CANCEL_SECONDS = 5.0  # the longest wait until cancelled tasks have ended
 
 
@@ -153,11 +156,40 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 
 
 def mask_logs() -> None:
-    """Masks tokens in Tornado's logs, for requests that did not reach the gate."""
-    for name in MASKED_LOGS:
+    """Masks tokens in Tornado's logs, for requests that did not reach the gate, and limits their lines."""
+    for name in LIMITED_LOGS:
         log = logging.getLogger(name)
-        if _mask_record not in log.filters:
+        if any(isinstance(known, LineLimit) for known in log.filters):
+            continue
+        log.addFilter(LineLimit())
+        if name in MASKED_LOGS:
             log.addFilter(_mask_record)
+
+
+class LineLimit(logging.Filter):
+    """Leaves out lines of a log once there are too many, so that no stranger can fill a disk."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """A limit that starts with LINES_AT_ONCE. `clock` returns seconds."""
+        super().__init__()
+        self._clock = clock
+        self._left, self._at = float(LINES_AT_ONCE), clock()
+        self._omitted = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line of `record` is written. The next one that is written counts those left out."""
+        now = self._clock()
+        self._left = min(LINES_AT_ONCE, self._left + (now - self._at) * LINES_A_SECOND)
+        self._at = now
+        if self._left < 1.0:
+            self._omitted += 1
+            return False
+        self._left -= 1.0
+        if self._omitted:
+            record.msg = f"{record.getMessage()} ({self._omitted} lines were left out before)"
+            record.args = ()
+            self._omitted = 0
+        return True
 
 
 def open_browser(address: str) -> Path | None:

@@ -9,6 +9,7 @@ import asyncio
 import html
 from typing import Any, Protocol
 
+from tornado.httputil import HTTPServerRequest
 from tornado.web import RequestHandler, stream_request_body
 
 from .auth import Role
@@ -18,6 +19,7 @@ WRONG_TOKEN = (
     "This token is not valid. Each start of the server makes a new one and prints it in its URL."
 )
 TOO_MANY_GUESSES = "Too many wrong tokens were tried. Wait a few seconds, then try again."
+TOO_MANY_SECONDS = 10.0  # until that refusal is sent
 FOREIGN_ORIGIN = "This request came from a page of another origin."
 OTHER_VISITORS_SESSION = "This session belongs to another visitor. Open the page again."
 _STYLE = """
@@ -38,8 +40,8 @@ _FORM = """<form method="post">
 class TokenChecker(Protocol):
     """The part of the gate that these handlers use."""
 
-    def try_token(self, token: str) -> tuple[Role | None, float | None]:
-        """The role of a typed `token`, and the seconds that a wrong token waits."""
+    def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
+        """The role of the `token` typed in `request`, and the seconds that a wrong token waits."""
 
     def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
         """Answers through `handler` with the cookie of `role` and a redirect to the page."""
@@ -81,11 +83,11 @@ class RefusalHandler(RequestHandler):
 
     async def post(self) -> None:
         """Checks the typed token."""
-        role, wait = self._gate.try_token(self.get_body_argument("token", ""))
+        role, wait = self._gate.try_token(self.request, self.get_body_argument("token", ""))
         if role:
             self._gate.redirect_inside(self, role)
         elif wait is None:
-            await self._refuse(429, TOO_MANY_GUESSES, 0.0)
+            await self._refuse(429, TOO_MANY_GUESSES, TOO_MANY_SECONDS)
         else:
             await self._refuse(403, WRONG_TOKEN, wait)
 

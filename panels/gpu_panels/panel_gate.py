@@ -97,7 +97,7 @@ class PanelGate(Gate):
             return self._let_in(request, self.rules.visitor(role, name))
         handler = self._route(request)
         if self._is_login(handler.handler_class):
-            if request.method == "POST" and not self._may_try_password():
+            if request.method == "POST" and not self._may_try_password(request):
                 return self._refuse(request, 429, login.TOO_MANY_GUESSES)
             return handler
         if name:
@@ -124,12 +124,13 @@ class PanelGate(Gate):
     def _is_login(self, handler: type) -> bool:
         return any(issubclass(handler, known) for _, known in self._app.auth_provider.endpoints)
 
-    def _may_try_password(self) -> bool:
-        """Whether Panel may check a password now.
+    def _may_try_password(self, request: HTTPServerRequest) -> bool:
+        """Whether Panel may check a password for the stranger who sent `request` now.
 
         Panel checks passwords itself, so the gate does not know which ones are right. Every try counts as a guess.
         """
-        if self.guesses.wait_seconds() != 0.0:
+        limiter = self.guesses.of(self._stranger(request))
+        if limiter.wait_seconds() != 0.0:
             return False
-        self.guesses.count()
+        limiter.count()
         return True

@@ -24,6 +24,7 @@ from tornado.ioloop import IOLoop
 from gpu_runtime.errors import GpuError, NotAllowed
 from gpu_runtime.web import gate, http_server
 from gpu_runtime.web.auth import AccessRules, Visitor
+from gpu_runtime.web.connections import Connections
 from gpu_runtime.web.http_server import Address, MakeServer, Service
 
 from . import panel_gate, unsafe_options
@@ -64,6 +65,8 @@ class PanelServer:
         del pn.state._servers[gate.COOKIE]
         installed = gate.install(self._server._tornado, rules, PanelGate)
         installed.max_body_bytes = service.max_body_bytes
+        if self._server._http is not None:
+            installed.connections = Connections(self._server._http)
 
     def start(self) -> None:
         """Starts Bokeh's background tasks."""
@@ -201,6 +204,8 @@ def _install_gate(server: BaseServer) -> str:
         invalid_setting = " ".join(str(error).split())
     installed = gate.install(app, rules, PanelGate)
     installed.closed_because = invalid_setting or unsafe_options.objection(app, rules)
+    if server._http is not None:
+        installed.connections = Connections(server._http)
     http_server.mask_logs()
     if installed.closed_because:
         print(f"gpu: no console is served. {installed.closed_because}", file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_runtime.backends.engines.listeners import listeners, of_another_user, socket_inodes
 from gpu_runtime.backends.engines.ports import claim
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
@@ -24,6 +23,7 @@ from gpu_runtime.errors import EngineDied, LoadFailed
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving.engines.base import EngineFailed
 from gpu_runtime.serving.engines.openai_http import HttpAdapter, open_client
+from gpu_runtime.tcp_sockets import listeners, of_another_user, socket_inodes
 from gpu_runtime.units import GIB
 from tests.backends.test_engine_server import BASE, PORTS, SHARES, alive, record, server, soon
 from tests.impostor import NOBODY, impostor
@@ -142,7 +142,7 @@ def source(request, monkeypatch):
         def forbidden(port, family):
             raise PermissionError
 
-        monkeypatch.setattr("gpu_runtime.backends.engines.listeners._asked", forbidden)
+        monkeypatch.setattr("gpu_runtime.tcp_sockets._asked", forbidden)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])

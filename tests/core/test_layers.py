@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 GROUND = (
     "safe_text errors units facts arguments options settings forks threads attribution"
-    " kernel_activity private_paths"
+    " kernel_activity private_paths tcp_sockets"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -28,6 +28,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "threads": "",
     "attribution": "",
     "private_paths": "",
+    "tcp_sockets": "",
     "units": "errors",
     "facts": "errors units",
     "arguments": "safe_text errors units facts",
@@ -35,7 +36,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "kernel_activity": "facts",
     "settings": "safe_text errors units facts arguments",
     "samples": "errors units",
-    "web": "errors units settings threads private_paths",
+    "web": "errors units settings threads private_paths tcp_sockets",
     "estimation": "errors units facts",
     "scheduler": "errors units facts attribution",
     "ledgers": GROUND,

@@ -24,11 +24,11 @@ from ... import threads
 from ...devices.process_memory import out_of_memory
 from ...errors import EngineDied, GpuError, LoadFailed
 from ...facts import ModelSpec
+from ...tcp_sockets import Listener, listeners, of_another_user, socket_inodes
 from ..fault_texts import Kind, last_line, recognise
 from ..processes import orphan_guard
 from ..processes.orphan_guard import descendants
 from ..processes.processes import Child, in_words, new_log, python_file
-from .listeners import Listener, listeners, of_another_user, socket_inodes
 from .ports import Port, claim
 from .recipe import LaunchOrder, Recipe, SendRequest
 

@@ -1,0 +1,292 @@
+"""Strangers without a token cannot keep anybody out, fill the log, or use up the server's files."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from tornado.httpserver import HTTPServer
+from tornado.netutil import bind_sockets
+from tornado.web import Application, RequestHandler
+
+from gpu_runtime.web import connections
+from gpu_runtime.web.auth import AccessRules, GuessLimiter
+from gpu_runtime.web.connections import Connections, PerStranger, stranger_of
+from gpu_runtime.web.gate import Gate, install
+from gpu_runtime.web.http_server import LINES_AT_ONCE, LineLimit
+from tests.faces.served import OPERATORS
+from tests.impostor import NOBODY
+from tests.serving.loops import in_loop, until
+from tests.serving.test_headless import TOKEN, start
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+HALF_OPEN = """
+import os, socket, sys
+port, uid, count = map(int, sys.argv[1:])
+os.setgroups([]); os.setgid(uid); os.setuid(uid)
+opened = []
+for _ in range(count):
+    one = socket.socket()
+    one.settimeout(20)
+    one.connect(("127.0.0.1", port))
+    one.send(b"GET / HTTP/1.1\\r\\n")
+    opened.append(one)
+print("opened", flush=True)
+input()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with start("without Panel", tmp_path_factory.mktemp("flood")) as server:
+        yield server
+
+
+def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
+    """Only the answers to wrong tokens are delayed."""
+
+    def guess(number: int) -> None:
+        statuses.append(
+            server.get("/health", Authorization=f"Bearer wrong{number}", Accept="text/plain").status
+        )
+
+    statuses: list[int] = []
+    flood = [threading.Thread(target=guess, args=(number,)) for number in range(60)]
+    for one in flood:
+        one.start()
+    answers = [server.get("/health", **TOKEN) for _ in range(10)]
+    form = {"Content_Type": "application/x-www-form-urlencoded"}
+    typed = server.get("/", method="POST", body=f"token={OPERATORS}", **form)
+    assert {answer.status for answer in answers} == {200} and typed.status == 302
+    assert sorted(answer.seconds for answer in answers)[5] < 1.0
+    for one in flood:
+        one.join(30)
+    assert set(statuses) == {401, 429}
+
+
+@needs_root
+def test_half_open_connections_of_another_user_keep_nobody_out(tmp_path):
+    """As many as the server once could have. They are closed, and neither processor time nor log is used up."""
+    with start("without Panel", tmp_path) as server:
+        words = [sys.executable, "-c", HALF_OPEN, str(server.port), str(NOBODY), "1060"]
+        before = server.output_file.stat().st_size
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        flood = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard)),
+        )
+        try:
+            assert flood.stdout.readline() == "opened\n"
+            files = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+            assert files < connections.MOST_OF_A_STRANGER + 100
+            for _ in range(5):
+                assert server.get("/health", **TOKEN).status == 200
+            assert server.output_file.stat().st_size - before < 20_000
+        finally:
+            flood.communicate("\n", timeout=20)
+
+
+class Hello(RequestHandler):
+    def get(self) -> None:
+        self.finish("hello")
+
+
+class Small:
+    """A server in this process, with its limits, and its port."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        app = Application([("/", Hello)])
+        self.gate = install(app, AccessRules("ann", operator_token=OPERATORS))
+        self.http = HTTPServer(app)
+        self.http.add_sockets([listening])
+        self.connections = self.gate.connections = Connections(self.http)
+        self.port = listening.getsockname()[1]
+
+    async def ask(self, token: str = "") -> tuple[bytes, asyncio.StreamWriter]:
+        """The first line of the answer, and the connection, which stays open."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(f"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+        return await reader.readline(), writer
+
+    async def is_closed(self) -> bool:
+        """Whether a new connection is closed without an answer."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            return await reader.read() == b""
+        except ConnectionError:
+            return True
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+def as_strangers(monkeypatch):
+    """All connections of this process count as another user's, who may have three."""
+    monkeypatch.setattr(connections, "stranger_of", lambda connection, address: "uid 12345")
+    monkeypatch.setattr(connections, "MOST_OF_A_STRANGER", 3)
+
+
+def listening() -> socket.socket:
+    return bind_sockets(0, "127.0.0.1", family=socket.AF_INET)[0]
+
+
+@in_loop
+async def test_a_stranger_may_have_few_connections_until_one_is_admitted(as_strangers):
+    """An admitted request frees its place; so does a connection that ends."""
+    small = Small(listening())
+    opened = [await small.ask(OPERATORS) for _ in range(5)]
+    assert {line for line, _ in opened} == {b"HTTP/1.1 200 OK\r\n"} and len(small.connections) == 5
+    waiting = [(await asyncio.open_connection("127.0.0.1", small.port))[1] for _ in range(3)]
+    await until(lambda: len(small.connections) == 8)
+    assert await small.is_closed()
+    for writer in waiting:
+        writer.close()
+    await until(lambda: len(small.connections) == 5)
+    assert (await small.ask())[0].startswith(b"HTTP/1.1 403")
+    small.http.stop()
+
+
+@in_loop
+async def test_a_head_that_does_not_come_closes_the_connection():
+    small = Small(listening())
+    assert small.http.conn_params.header_timeout == connections.HEADER_SECONDS
+    assert small.http.conn_params.body_timeout == connections.BODY_SECONDS
+    small.http.conn_params.header_timeout = 0.05
+    reader, writer = await asyncio.open_connection("127.0.0.1", small.port)
+    writer.write(b"GET / HTTP/1.1\r\n")
+    assert await reader.read() == b"" and len(small.connections) == 0
+    small.http.stop()
+
+
+class WithoutFiles(socket.socket):
+    """A listening socket of a process that has no file left for the first three connections."""
+
+    refused = 0
+
+    def accept(self):
+        if self.refused < 3:
+            self.refused += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+@in_loop
+async def test_without_files_nothing_is_accepted_for_a_while(monkeypatch, caplog):
+    """Otherwise the loop would try again at once, and log each error."""
+    monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.01)
+    sock = WithoutFiles()
+    sock.setblocking(False)
+    sock.bind(("127.0.0.1", 0))
+    sock.listen()
+    small = Small(sock)
+    assert (await small.ask(OPERATORS))[0] == b"HTTP/1.1 200 OK\r\n"
+    assert [record.getMessage() for record in caplog.records] == [
+        "no connection can be accepted: Too many open files"
+    ] * 3
+    small.http.stop()
+
+
+@in_loop
+async def test_a_server_can_stop_while_it_accepts_nothing(monkeypatch):
+    sock = WithoutFiles()
+    sock.setblocking(False)
+    sock.bind(("127.0.0.1", 0))
+    sock.listen()
+    small = Small(sock)
+    _, writer = await asyncio.open_connection("127.0.0.1", small.port)
+    await until(lambda: sock.refused)
+    small.http.stop()
+    assert sock.fileno() == -1 and sock.refused == 1
+    writer.close()
+
+
+def test_the_limit_on_files_is_raised_as_far_as_allowed():
+    """Otherwise a soft limit of 1,024 would end at about a thousand connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        most = min(hard, connections.WANTED_FILES)
+        assert connections.raise_file_limit() == most
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_a_connection_of_this_machine_has_its_users_name(family, host):
+    """All users of a machine come from the same address; the kernel knows whose socket it is."""
+    try:
+        server = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip("this machine has no such address")
+    with server, socket.socket(family) as client:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+                with socket.socket(family) as theirs:
+                    theirs.connect(server.getsockname())
+                    theirs.recv(1)
+            finally:
+                os._exit(0)
+        theirs, address = server.accept()
+        with theirs:
+            assert stranger_of(theirs, address) == f"uid {NOBODY}"
+        os.waitpid(pid, 0)
+        client.connect(server.getsockname())
+        mine, address = server.accept()
+        with mine:
+            assert stranger_of(mine, address) == f"uid {os.geteuid()}"
+
+
+def test_an_address_elsewhere_is_a_stranger_and_an_ipv6_network_is_one():
+    with socket.socket() as unconnected:
+        assert stranger_of(unconnected, ("192.0.2.7", 5)) == "192.0.2.7"
+        for host in ("2001:db8::1", "2001:db8::ffff%eth0"):
+            assert stranger_of(unconnected, (host, 5, 0, 0)) == "2001:db8::/64"
+
+
+def test_each_stranger_has_a_limit_of_its_own_and_few_are_remembered():
+    now = 0.0
+    limits = PerStranger(lambda: GuessLimiter(lambda: now), most=2)
+    for _ in range(20):
+        limits.of("uid 1").count()
+    assert limits.of("uid 1").wait_seconds() is None and limits.of("uid 2").wait_seconds() == 0.0
+    limits.of("uid 3")
+    assert len(limits._values) == 2
+
+
+def test_a_flood_of_lines_is_left_out_of_the_log_and_counted():
+    now = 0.0
+    limit = LineLimit(lambda: now)
+    record = logging.LogRecord("tornado.access", logging.WARNING, "", 0, "403 GET %s", ("/",), None)
+    assert sum(limit.filter(record) for _ in range(1000)) == LINES_AT_ONCE
+    now = 0.5
+    assert limit.filter(record)
+    assert record.getMessage() == f"403 GET / ({1000 - LINES_AT_ONCE} lines were left out before)"
+    assert not limit.filter(record)
+
+
+def test_a_flood_without_tokens_is_answered_slowly():
+    """Two hundred at once, then fifty a second: a page of a browser needs no more."""
+    app = Application([("/", Hello)])
+    limiter = Gate(app, AccessRules("ann", OPERATORS), lambda: 0.0).refusals.of("uid 1")
+    for _ in range(450):
+        limiter.count()
+    assert limiter.wait_seconds() == pytest.approx(5.0)
