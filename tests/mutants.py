@@ -34,6 +34,7 @@ SCHEDULER = [
         "audited_processes",
     )
 ]
+QUARANTINE = ["tests/ledgers/test_quarantine.py", "tests/ledgers/test_pages.py"]
 LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
 CATALOGUE = [
     "tests/catalog/test_documents.py",
@@ -69,7 +70,7 @@ FAULTS = [
     Fault(
         "forget residue",
         "scheduler/capacity",
-        "    for device, size in section.residue.items():\n",
+        "    for device, size in section.claims().items():\n",
         "    for device, size in ():\n",
     ),
     Fault(
@@ -365,9 +366,30 @@ FAULTS = [
     Fault(
         "no roster before the commit",
         "ledgers/sqlite/page",
-        "            self._write_roster(new, page.rev + 1)\n",
+        "            self._write_roster(draft.book, draft.packed, page.rev + 1)\n",
         "",
         LEDGER,
+    ),
+    Fault(
+        "an unreadable section claims nothing",
+        "facts/book",
+        "            for device, size in unread.held.items():\n",
+        "            for device, size in ():\n",
+        QUARANTINE,
+    ),
+    Fault(
+        "write what others cannot read",
+        "ledgers/pages",
+        "        decode(content)\n",
+        "        pass\n",
+        QUARANTINE,
+    ),
+    Fault(
+        "an unreadable section may be removed by anybody",
+        "ledgers/invariants",
+        "    removed |= old.quarantined.keys() - new.quarantined.keys()\n",
+        "",
+        QUARANTINE,
     ),
     Fault(
         "a grant in a book that was replaced",

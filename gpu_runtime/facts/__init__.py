@@ -26,8 +26,8 @@ from .book import (
     Drain,
     Event,
     Ghost,
+    Quarantined,
     decode_book,
-    decode_section,
     overdrafts,
 )
 from .decisions import (
@@ -144,6 +144,7 @@ __all__ = [
     "PlacementRules",
     "Plan",
     "Policy",
+    "Quarantined",
     "Refuse",
     "Request",
     "Rules",
@@ -167,7 +168,6 @@ __all__ = [
     "beside",
     "cards_label",
     "decode_book",
-    "decode_section",
     "encode",
     "ended_label",
     "holder_label",

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Struct
 
 HOST = "host"
-SCHEMA = 1
-MOST_ENTRIES = 256  # leases and tickets in one page
+SCHEMA = 2
+MOST_ENTRIES = 1024  # leases and tickets in one page
 MOST_EVENTS = 16  # events in one page; every reader decodes them, so older ones are in the journal
 
 # A time in seconds that means "this never happened" or "not measured". It is the default of such

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
+from ..units import show_bytes
 from .base import NEVER, SCHEMA, Value
 from .devices import Device, Sample, Shares, one_memory
 from .leases import Lease, Owner, Section, Ticket
@@ -40,6 +41,27 @@ class Drain(Value):
 
     by: str  # the user who drained it
     wall: float  # since when, in epoch seconds
+
+
+class Quarantined(Value):
+    """An owner whose part of the page cannot be read. The page's index says what it claims."""
+
+    owner: Owner  # as far as the index describes it
+    held: dict[str, int]  # device -> bytes that it claimed when it last wrote
+    promised: dict[str, int]  # those of them that were still arriving
+    settled_at: float  # of its newest lease
+    entries: int  # leases and tickets
+    why: str  # it cannot be read
+    entry: bytes = b""  # its index entry, as it stands in the page
+    content: bytes = b""  # its part, as it stands in the page
+
+    def __str__(self) -> str:
+        held = [f"{show_bytes(size)} on {device}" for device, size in self.held.items()]
+        bytes_stay = f"{' and '.join(held) or 'No bytes'} stay claimed"
+        return (
+            f"The ledger's section of {self.owner.label} cannot be read. {bytes_stay} until that "
+            f"process writes it again or ends."
+        )
 
 
 class Event(Value):
@@ -82,11 +104,18 @@ class Book(Value):
     ghosts: tuple[Ghost, ...] = ()  # memory of dead processes that a driver may not have freed yet
     # Device.key -> its mark. No section contains it, so it stays after the owner that set it has ended.
     drained: dict[str, Drain] = {}
+    # Owners whose part cannot be read. Their bytes stay claimed until they write their part anew.
+    quarantined: dict[str, Quarantined] = {}
+    # Until when nothing is granted, in seconds of CLOCK_BOOTTIME: the page was made anew, and
+    # owners that it does not know of may hold memory. 0: it is open.
+    opens: float = NEVER
 
     @property
     def entries(self) -> int:
         """The number of leases and tickets, which the size of the page depends on."""
-        return sum(len(section.leases) for section in self.sections.values()) + len(self.tickets)
+        leases = sum([len(section.leases) for section in self.sections.values()])
+        unread = sum([unread.entries for unread in self.quarantined.values()])
+        return leases + len(self.tickets) + unread
 
     def leases(self) -> Iterator[Lease]:
         """Every lease of every owner."""
@@ -110,26 +139,40 @@ class Book(Value):
     def owner(self, owner_id: str) -> Owner | None:
         """The owner with the id `owner_id`, or None."""
         section = self.sections.get(owner_id)
-        return section.owner if section else None
+        if section is not None:
+            return section.owner
+        unread = self.quarantined.get(owner_id)
+        return unread.owner if unread else None
+
+    def owner_ids(self) -> set[str]:
+        """The ids of the owners of all sections and tickets, readable or not."""
+        waiting = {ticket.owner for ticket in self.tickets}
+        return self.sections.keys() | waiting | self.quarantined.keys()
 
     def claims(self) -> dict[str, int]:
-        """Bytes claimed on each device: every share, target of a move, residue and ghost."""
+        """Bytes claimed on each device: every share, target of a move, residue and ghost.
+
+        Those of owners whose part cannot be read are as the page's index has them.
+        """
         claimed: dict[str, int] = {}
         for ghost in self.ghosts:
             claimed[ghost.device] = claimed.get(ghost.device, 0) + ghost.bytes
         for section in self.sections.values():
-            for lease in section.leases:
-                for share in lease.shares:
-                    claimed[share.device] = claimed.get(share.device, 0) + share.bytes
-                for share in lease.target:
-                    claimed[share.device] = claimed.get(share.device, 0) + share.bytes
-            for device, size in section.residue.items():
+            for device, size in section.claims().items():
+                claimed[device] = claimed.get(device, 0) + size
+        for unread in self.quarantined.values():
+            for device, size in unread.held.items():
                 claimed[device] = claimed.get(device, 0) + size
         return claimed
 
     def with_section(self, section: Section) -> Book:
         """This book with `section` in place of that owner's old section."""
-        return replace(self, sections={**self.sections, section.owner.id: section})
+        id = section.owner.id
+        sections = {**self.sections, id: section}
+        if id not in self.quarantined:
+            return replace(self, sections=sections)
+        unread = {other: it for other, it in self.quarantined.items() if other != id}
+        return replace(self, sections=sections, quarantined=unread)
 
     def with_lease(self, lease: Lease) -> Book:
         """This book with `lease` in its owner's section, in place of the old lease of that name."""
@@ -156,17 +199,11 @@ class Book(Value):
 
 
 def decode_book(data: bytes | memoryview | str) -> Book:
-    """The book in the page `data`. Raises msgspec.DecodeError or msgspec.ValidationError."""
+    """The book in `data`, its JSON. Raises msgspec.DecodeError or msgspec.ValidationError."""
     return _decode_book(data)
 
 
-def decode_section(data: bytes | str) -> Section:
-    """The section in the roster `data`. Raises as decode_book."""
-    return _decode_section(data)
-
-
 _decode_book = msgspec.json.Decoder(Book).decode
-_decode_section = msgspec.json.Decoder(Section).decode
 
 
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
@@ -203,7 +240,6 @@ def _promised(sections: Iterable[Section]) -> dict[str, int]:
     """Bytes on each device that are reserved for leases still arriving."""
     sums: dict[str, int] = {}
     for section in sections:
-        for lease in section.leases:
-            for share in lease.target:
-                sums[share.device] = sums.get(share.device, 0) + share.bytes
+        for device, size in section.promises().items():
+            sums[device] = sums.get(device, 0) + size
     return sums

@@ -191,9 +191,46 @@ class Section(Value):
     busy_since: float = NEVER  # since when its kernel runs a cell; 0: it runs none, or is no kernel
     idle_since: float = NEVER  # when its last cell ended; 0: unknown, or it runs one
 
+    def claims(self) -> dict[str, int]:
+        """Bytes claimed on each device: every share, target of a move, and residue. Not to be changed.
+
+        Computed once for each section: a page has many, and a write changes one.
+        """
+        known = _claims.get(id(self))
+        if known is not None and known[0] is self:
+            return known[1]
+        claimed = dict(self.residue)
+        for lease in self.leases:
+            for share in lease.shares:
+                claimed[share.device] = claimed.get(share.device, 0) + share.bytes
+            for share in lease.target:
+                claimed[share.device] = claimed.get(share.device, 0) + share.bytes
+        if len(_claims) >= _MOST_CLAIMS:
+            _claims.clear()
+        _claims[id(self)] = self, claimed
+        return claimed
+
+    def promises(self) -> dict[str, int]:
+        """Bytes on each device that are reserved for leases still arriving or moving."""
+        sums: dict[str, int] = {}
+        for lease in self.leases:
+            for share in lease.target:
+                sums[share.device] = sums.get(share.device, 0) + share.bytes
+        return sums
+
+    @property
+    def settled_at(self) -> float:
+        """When the newest of its leases settled."""
+        return max([lease.settled_at for lease in self.leases], default=NEVER)
+
     def lease(self, name: str) -> Lease | None:
         """Its lease of this `name`, or None."""
         return next((lease for lease in self.leases if lease.name == name), None)
+
+
+# The sections whose claims are known, by `id`. They are kept here, so no other object gets that id.
+_claims: dict[int, tuple[Section, dict[str, int]]] = {}
+_MOST_CLAIMS = 4096
 
 
 class Ticket(Value):

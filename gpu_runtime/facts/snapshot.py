@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..units import show_bytes, show_seconds
 from .base import NEVER, Value
-from .book import Drain, Event
+from .book import Drain, Event, Quarantined
 from .decisions import Rules
 from .devices import Device, Sample
 from .leases import Lease, Owner, Section, Ticket
@@ -195,6 +195,7 @@ class Snapshot(Value):
     unanswered: tuple[Unanswered, ...] = ()
     # Owner id -> the state of its process. Empty for another host, whose processes are not visible.
     presences: dict[str, Presence] = {}
+    quarantined: tuple[Quarantined, ...] = ()  # owners whose section cannot be read
     names: dict[str, tuple[str, ...]] = {}  # owner id -> models that it can load on request
 
     def leases(self) -> Iterator[Lease]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..facts import Book, Device, Drain, Section, Ticket
+from ..facts import Book, Device, Drain, Quarantined, Section, Ticket
 
 
 def part_of(book: Book, owner_id: str) -> Book:
     """The roster of the owner `owner_id`: its part of `book`, and what all owners agree on."""
-    section = book.sections.get(owner_id)
+    section, unread = book.sections.get(owner_id), book.quarantined.get(owner_id)
     sections = {owner_id: section} if section else {}
     tickets = [ticket for ticket in book.tickets if ticket.owner == owner_id]
     return Book(
@@ -21,6 +21,7 @@ def part_of(book: Book, owner_id: str) -> Book:
         drained=book.drained,
         sections=sections,
         tickets=tuple(tickets),
+        quarantined={owner_id: unread} if unread else {},
     )
 
 
@@ -34,11 +35,13 @@ def union(parts: list[Book]) -> Book:
     sections: dict[str, Section] = {}
     tickets: list[Ticket] = []
     drained: dict[str, Drain] = {}
+    quarantined: dict[str, Quarantined] = {}
     for part in parts:
         devices = {device.id: device for device in part.devices} | devices
         limits = part.limits | limits
         sections |= part.sections
         tickets += part.tickets
+        quarantined |= part.quarantined
         if part.sections:
             drained = part.drained
     return Book(
@@ -47,6 +50,7 @@ def union(parts: list[Book]) -> Book:
         sections=sections,
         drained=drained,
         tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)),
+        quarantined={id: unread for id, unread in quarantined.items() if id not in sections},
     )
 
 
@@ -54,7 +58,8 @@ def with_living(book: Book, parts: dict[str, Book]) -> Book:
     """`book` with some owners' sections and tickets replaced by their `parts`, by owner id."""
     sections = {id: section for id, section in book.sections.items() if id not in parts}
     tickets = [ticket for ticket in book.tickets if ticket.owner not in parts]
-    others = replace(book, sections=sections, tickets=tuple(tickets))
+    unread = {id: unread for id, unread in book.quarantined.items() if id not in parts}
+    others = replace(book, sections=sections, tickets=tuple(tickets), quarantined=unread)
     whole = union([others, *parts.values()])
     return replace(
         others,
@@ -63,10 +68,5 @@ def with_living(book: Book, parts: dict[str, Book]) -> Book:
         sections=whole.sections,
         tickets=whole.tickets,
         drained=book.drained or whole.drained,
+        quarantined=whole.quarantined,
     )
-
-
-def owner_ids(book: Book) -> set[str]:
-    """The ids of the owners of all sections and tickets in `book`."""
-    waiting = {ticket.owner for ticket in book.tickets}
-    return book.sections.keys() | waiting

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ..errors import LedgerUnavailable
-from ..facts import SCHEMA, Book, encode
+from ..errors import LedgerRefused, LedgerUnavailable
+from ..facts import SCHEMA, Book
+from . import pages
 from .access import access_to
 from .book_parts import part_of, with_living
-from .liveness import Life, OwnerFile, life
+from .decoding import UNREADABLE, decode_older
+from .liveness import Life, OwnerFile, life, rosters
 from .sqlite import files
 
 
@@ -45,6 +47,15 @@ class Page(NamedTuple):
     inode: int
     rev: int
     book: Book
+    packed: pages.Packed = pages.EMPTY  # its bytes, so that what is unchanged stays as it is
+
+
+class Draft(NamedTuple):
+    """A book that is about to be written over a page."""
+
+    book: Book
+    packed: pages.Packed
+    body: bytes
 
 
 class BookStore:
@@ -79,6 +90,7 @@ class BookStore:
         self._roster_doubtful = False  # the roster may differ from the book
         self._unfinished: Page | None = None  # the page of a write that has not succeeded yet
         self._ballast_dropped = False
+        self._roster_frame = pages.EMPTY  # what a roster has beside the owner's part
 
     @property
     def path(self) -> Path:
@@ -123,15 +135,14 @@ class BookStore:
         if not self.owner_file.in_place():
             with self._lock:
                 self._restore_own_files()
-        new = self._with_own_inode(new)
-        body = encode(new)
+        draft = self._draft(page, self._with_own_inode(new))
         with self._lock:
             if self._page is not page or self._connection is None:
                 raise LostRace  # another thread of this process was first
             try:
-                self._commit(page, new, body)
+                self._commit(page, draft)
             except OSError as error:
-                self._commit_without_ballast(page, new, body, error)
+                self._commit_without_ballast(page, draft, error)
         if self._ballast_dropped:
             self._ballast_dropped = not files.fill_ballast(self.directory)
 
@@ -169,12 +180,44 @@ class BookStore:
         """The current page; `page` itself if it has not changed. Raises LostRace, DamagedBook."""
         raise NotImplementedError
 
-    def _commit(self, page: Page, new: Book, body: bytes) -> None:
-        """Writes the roster, then the page.
-
-        `body` is `new`, encoded. Raises LostRace, DamagedBook, OSError.
-        """
+    def _commit(self, page: Page, draft: Draft) -> None:
+        """Writes the roster, then the page. Raises LostRace, DamagedBook, OSError."""
         raise NotImplementedError
+
+    def _draft(self, page: Page, new: Book) -> Draft:
+        """`new` as it would be written over `page`.
+
+        Raises LedgerRefused, naming the field, if other processes could not read it.
+        """
+        rev = page.rev + 1
+        try:
+            packed = pages.pack(new, page.packed, rev)
+            packed, body = pages.body(packed, new.tickets, rev)
+        except pages.Unwritable as error:
+            raise unwritable(error, str(self.path), self.owner_file.owner.id) from error
+        return Draft(new, packed, body)
+
+    def _unpacked(self, page: Page, body: bytes, rev: int, schema: int) -> Page:
+        """`page` with the content `body` of the revision `rev`.
+
+        Raises ValueError, TypeError, msgspec.MsgspecError if it cannot be read.
+        """
+        if schema < SCHEMA:
+            return page._replace(rev=rev, book=decode_older(body, rev), packed=pages.EMPTY)
+        book, packed = pages.unpack(body, rev, page.packed, self._part_in_roster)
+        return page._replace(rev=rev, book=book, packed=packed)
+
+    def _part_in_roster(self, id: str, entry: bytes) -> pages.Part | None:
+        """The part of the owner `id` with this index `entry`, as its own file still has it."""
+        for roster in rosters(self.directory / "owners" / id):
+            try:
+                _, packed = pages.unpack(roster.payload, roster.rev)
+            except UNREADABLE:
+                continue
+            part = packed.parts.get(id)
+            if part and part.entry == entry and not part.quarantined:
+                return part
+        return None
 
     def _rev_seen_by_others(self, page: Page) -> int:
         """The newest revision of this book that other processes are known to have seen.
@@ -188,14 +231,14 @@ class BookStore:
         if connection:
             connection.close()
 
-    def _commit_without_ballast(self, page: Page, new: Book, body: bytes, error: OSError) -> None:
+    def _commit_without_ballast(self, page: Page, draft: Draft, error: OSError) -> None:
         """Repeats a write that failed with `error`: on a full disk a release may use the ballast."""
         disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not disk_full or _claims_more(page.book, new):
+        if not disk_full or _claims_more(page.book, draft.book):
             raise files.cannot_write(self.path, error) from error
         self._ballast_dropped |= files.drop_ballast(self.directory)
         try:
-            self._commit(page, new, body)
+            self._commit(page, draft)
         except OSError as again:
             raise files.cannot_write(self.path, again) from again
 
@@ -209,11 +252,16 @@ class BookStore:
         """
         me = self.owner_file.owner.id
         restored = with_living(page.book, {me: part_of(before.book, me)})
-        book = replace(page.book, sections=restored.sections, tickets=restored.tickets)
+        book = replace(
+            page.book,
+            sections=restored.sections,
+            tickets=restored.tickets,
+            quarantined=restored.quarantined,
+        )
         if part_of(book, me) == part_of(page.book, me):
             return page
         try:
-            self._commit(page, book, encode(book))
+            self._commit(page, self._draft(page, book))
         except OSError as error:
             raise files.cannot_write(self.path, error) from error
         finally:
@@ -221,13 +269,32 @@ class BookStore:
         assert self._page is not None
         return self._page
 
-    def _write_roster(self, book: Book, rev: int) -> None:
-        part = part_of(book, self.owner_file.owner.id)
-        self.owner_file.write_roster(encode(part), rev=rev, schema=SCHEMA)
+    def _part_changed(self, page: Page, draft: Draft) -> bool:
+        """Whether the draft changes what our roster has."""
+        me = self.owner_file.owner.id
+        if draft.packed.parts.get(me) is not page.packed.parts.get(me):
+            return True
+        before, after = page.book, draft.book
+        return (before.devices, before.limits, before.drained) != (
+            after.devices,
+            after.limits,
+            after.drained,
+        )
+
+    def _write_roster(self, book: Book, packed: pages.Packed, rev: int) -> None:
+        """Writes our part and what all owners agree on: from these a damaged book is rebuilt."""
+        me = self.owner_file.owner.id
+        agreed = Book(devices=book.devices, limits=book.limits, drained=book.drained)
+        frame = pages.pack(agreed, self._roster_frame, rev)
+        part = packed.parts.get(me)
+        frame = frame._replace(parts={me: part} if part else {})
+        tickets = part.tickets if part else ()
+        self._roster_frame, payload = pages.body(frame, tickets, rev)
+        self.owner_file.write_roster(payload, rev=rev, schema=SCHEMA)
 
     def _repair_roster(self, page: Page) -> None:
         try:
-            self._write_roster(page.book, page.rev)
+            self._write_roster(page.book, page.packed, page.rev)
             self._roster_doubtful = False
         except OSError:
             pass  # a full disk must not prevent reading; the next look tries again
@@ -251,7 +318,9 @@ class BookStore:
             return
         self._restore_own_files()
         if self._page:  # the last that is known of this owner
-            self._write_roster(self._with_own_inode(self._page.book), self._page.rev)
+            page = self._page
+            draft = self._draft(page, self._with_own_inode(page.book))
+            self._write_roster(draft.book, draft.packed, page.rev)
 
     def _restore_own_files(self) -> None:
         """Makes our deleted lock and doorbell again: without them nobody can prove us alive."""
@@ -276,6 +345,16 @@ class BookStore:
                 f"  Restart this kernel.",
                 path=str(owners),
             )
+
+
+def unwritable(error: pages.Unwritable, path: str, writer: str) -> LedgerRefused:
+    """The error for a write that other processes could not read."""
+    return LedgerRefused(
+        f"the ledger {path} refused a write by {writer}: {error.why}.\n  The book is unchanged.",
+        path=path,
+        why=error.why,
+        writer=writer,
+    )
 
 
 def _claims_more(old: Book, new: Book) -> bool:

@@ -13,14 +13,12 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from ..errors import LedgerRefused, LedgerUnavailable
-from ..facts import AllocatorMap, Book, Owner, Ticket, decode_book
+from ..facts import AllocatorMap, Book, Owner, Ticket
 from .access import access_to
 from .allocator_files import MapFiles
-from .book_parts import owner_ids
 from .book_store import BookStore, DamagedBook, LostRace, Page
+from .decoding import UNREADABLE, decode_roster
 from .invariants import refuse_unlawful
 from .liveness import Life, OwnerFile, Sight, life, life_of, sight_of, testimony
 from .name_files import NameFiles
@@ -80,7 +78,7 @@ class SharedLedger:
         except BaseException:
             self._shut(remove=True)
             raise
-        files.sweep_owners(directory, lambda: owner_ids(self.read()))
+        files.sweep_owners(directory, lambda: self.read().owner_ids())
         files.sweep_drafts(directory)
         files.sweep_boots(directory)
         files.fill_ballast(directory)
@@ -208,12 +206,12 @@ class SharedLedger:
 
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners in `book` that are proven dead, and of those that were declared so."""
-        others = owner_ids(book) - {self.owner.id}
+        others = book.owner_ids() - {self.owner.id}
         return frozenset(id for id in others if self._life(book, id) is Life.DEAD)
 
     def unknown(self, book: Book) -> frozenset[str]:
         """Ids of the owners in `book` that are proven neither dead nor alive."""
-        others = owner_ids(book) - {self.owner.id}
+        others = book.owner_ids() - {self.owner.id}
         return frozenset(id for id in others if self._life(book, id) is Life.UNKNOWN)
 
     def _life(self, book: Book, id: str) -> Life:
@@ -266,8 +264,8 @@ class SharedLedger:
         if owner and owner.user != proof.user:
             return ""
         try:
-            part = decode_book(proof.payload) if proof.payload else Book()
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            part = decode_roster(proof.roster) if proof.roster else Book()
+        except UNREADABLE:
             return ""
         if part.sections and owner_id not in part.sections:
             return ""  # another owner's file under this name
@@ -323,7 +321,7 @@ class SharedLedger:
         if self._closed or os.getpid() != self.owner.pid:
             return
         try:
-            gone = self.owner.id not in owner_ids(self.read())
+            gone = self.owner.id not in self.read().owner_ids()
         except LedgerUnavailable:
             gone = False
         self._shut(remove=gone)

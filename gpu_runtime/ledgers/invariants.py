@@ -26,7 +26,8 @@ class Write(NamedTuple):
     @property
     def is_alone(self) -> bool:
         """Whether no other owner has a section in the book."""
-        return not (self.old.sections.keys() - {self.writer})
+        others = self.old.sections.keys() | self.old.quarantined.keys()
+        return not (others - {self.writer})
 
 
 def refuse_unlawful(
@@ -89,15 +90,27 @@ def _own_leases_in_own_section(write: Write) -> str:
 
 
 def _sections_go_with_proof(write: Write) -> str:
-    """Another owner's section is removed only with proof of its death."""
-    if write.new.sections is write.old.sections:
+    """Another owner's section is removed only with proof of its death, readable or not."""
+    old, new = write.old, write.new
+    if new.sections is old.sections and new.quarantined is old.quarantined:
         return ""
-    removed = write.old.sections.keys() - write.new.sections.keys()
+    removed = old.sections.keys() - new.sections.keys()
+    removed |= old.quarantined.keys() - new.quarantined.keys()
     unproven = _not_proven_dead(write, removed - {write.writer})
     if unproven:
         return (
             f"the section of {', '.join(sorted(unproven))} may be removed only with proof of death"
         )
+    return ""
+
+
+def _unread_stay(write: Write) -> str:
+    """What cannot be read stays as it is, until its owner writes it anew."""
+    if write.new.quarantined is write.old.quarantined:
+        return ""
+    for id, unread in write.new.quarantined.items():
+        if write.old.quarantined.get(id) is not unread:
+            return f"the section of {id} cannot be read, so nobody else may change it"
     return ""
 
 
@@ -258,6 +271,7 @@ LAWS: tuple[Callable[[Write], str], ...] = (
     _only_own_section,
     _own_leases_in_own_section,
     _sections_go_with_proof,
+    _unread_stay,
     _only_own_tickets,
     _tickets_go_with_proof,
     _same_schema,

@@ -278,18 +278,23 @@ class Roster(NamedTuple):
 
 def read_roster(path: Path) -> Roster | None:
     """The last complete roster in the owner's file `path`; None if there is none."""
+    return max(rosters(path), default=None)
+
+
+def rosters(path: Path) -> list[Roster]:
+    """The complete rosters in the owner's file `path`: the last one, and perhaps the one before."""
     try:
         with open(path, "rb", opener=_no_links) as file:
-            return _last_roster(file)
+            return _rosters(file)
     except OSError:
-        return None
+        return []
 
 
 class Testimony(NamedTuple):
     """The roster of a living owner, and its user. Only this user can have written it."""
 
     user: str
-    payload: bytes
+    roster: Roster | None  # None: it has written none yet
 
 
 def testimony(path: Path, inode: int = 0) -> Testimony | None:
@@ -307,8 +312,7 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
                 return None
             if not _held_elsewhere(file.fileno()):
                 return None
-            roster = _last_roster(file)
-            return Testimony(name_of(found.st_uid), roster.payload if roster else b"")
+            return Testimony(name_of(found.st_uid), max(_rosters(file), default=None))
     except OSError:
         return None
 
@@ -317,9 +321,8 @@ def _no_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _last_roster(file: IO[bytes]) -> Roster | None:
-    slots = (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))
-    return max(filter(None, slots), default=None)
+def _rosters(file: IO[bytes]) -> list[Roster]:
+    return list(filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))))
 
 
 def _slot(file: IO[bytes], offset: int) -> Roster | None:

@@ -12,10 +12,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from .. import forks
 from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket
-from .book_parts import owner_ids
+from . import pages
+from .book_store import unwritable
 from .invariants import refuse_unlawful
 from .liveness import Sight, describe_self
 from .notify import Bell
@@ -73,16 +76,31 @@ class MemoryLedger:
             if new is old:
                 return answer
             refuse_unlawful(old, new, self.owner.id, self.dead, self.url)
+            self._refuse_unwritable(new)
             with memory.writing:
                 # Books are frozen, so the same object is the same revision.
                 if memory.book is old:
                     memory.book = new
                     return answer
 
+    def _refuse_unwritable(self, new: Book) -> None:
+        """Raises LedgerRefused for what no ledger on disk could keep, such as a broken text."""
+        me = self.owner.id
+        changed = replace(
+            new,
+            sections={me: new.sections[me]} if me in new.sections else {},
+            tickets=tuple([ticket for ticket in new.tickets if ticket.owner == me]),
+            quarantined={},
+        )
+        try:
+            pages.pack(changed, pages.EMPTY, 0)
+        except pages.Unwritable as error:
+            raise unwritable(error, self.url, me) from error
+
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners in `book` whose ledger is closed."""
         living = self._open_book().bells.keys()
-        return frozenset(owner_ids(book) - living)
+        return frozenset(book.owner_ids() - living)
 
     def unknown(self, book: Book) -> frozenset[str]:
         """No owner: all are in this process, so each is dead or alive."""

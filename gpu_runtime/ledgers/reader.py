@@ -15,23 +15,15 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
-import msgspec
-
 from ..errors import GpuError
-from ..facts import SCHEMA, Book, decode_book
+from ..facts import SCHEMA, Book
+from .decoding import UNREADABLE, decode_page
 from .location import split_redis_url
 from .sqlite import files
 from .sqlite.page import MOST_BYTES, SETTLED_NANOSECONDS
-from .sqlite.recovery import unsealed
 
 SELECT = "SELECT rev, schema, body FROM main.book WHERE host=?"
-_UNREADABLE = (
-    OSError,
-    sqlite3.Error,
-    msgspec.MsgspecError,
-    ValueError,
-    TypeError,
-)
+_UNREADABLE = (OSError, sqlite3.Error, *UNREADABLE)
 
 log = logging.getLogger("gpu_runtime")
 
@@ -97,7 +89,7 @@ class FilePeek:
         [(rev, schema, body)] = rows
         if schema > SCHEMA:
             raise ValueError(f"schema {schema}")
-        return decode_book(unsealed(body, rev))
+        return decode_page(body, rev, schema)
 
 
 class RedisPeek:

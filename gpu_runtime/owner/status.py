@@ -17,6 +17,7 @@ from ..facts import (
     Level,
     Outcome,
     Plan,
+    Quarantined,
     Request,
     Section,
     Snapshot,
@@ -75,12 +76,18 @@ def snapshot(session: Session) -> Snapshot:
         books.totals(book),
         strangers(book, world, session.probe.people()),
         rules=world.rules,
+        quarantined=_quarantined(book),
         names=_names(session),
     )
     unanswered = unresponsive.unanswered(found, world.rules)
     return replace(
         found, unanswered=unanswered, presences=presence.presences(session, book, unanswered)
     )
+
+
+def _quarantined(book: Book) -> tuple[Quarantined, ...]:
+    """The owners whose section cannot be read, without the bytes that nobody can read."""
+    return tuple(replace(it, entry=b"", content=b"") for it in book.quarantined.values())
 
 
 def _names(session: Session) -> dict[str, tuple[str, ...]]:
@@ -142,6 +149,7 @@ def _of_page(session: Session, page: HostPage) -> Snapshot:
         ledger=session.ledger.url,
         totals=books.totals(book),
         host=page.name,
+        quarantined=_quarantined(book),
         seen_seconds=page.seen_seconds,
     )
 

@@ -112,12 +112,16 @@ def counters(snapshot: Snapshot) -> str:
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
-    """Sentences to show first: the governor of the `snapshot` is off, or its monitor fails."""
+    """Sentences to show first.
+
+    The governor of the `snapshot` is off, an owner's section cannot be read, or the monitor fails.
+    """
     found = []
     if not snapshot.governed:
         found.append(
             "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without a grant."
         )
+    found += [clean(str(unread)) for unread in snapshot.quarantined]
     if snapshot.degraded:
         found.append(f"The monitor cannot see: {snapshot.degraded}")
     return found

@@ -136,6 +136,12 @@ def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Byte
             unseen[ghost.device] = unseen.get(ghost.device, 0) + ghost.bytes
     for section in book.sections.values():
         _add_section(section, taken_at, claims, unseen)
+    for unread in book.quarantined.values():
+        for device, size in unread.held.items():
+            claims[device] = claims.get(device, 0) + size
+            if unread.settled_at < taken_at.get(device, float("inf")):
+                size = unread.promised.get(device, 0)
+            unseen[device] = unseen.get(device, 0) + size
     return claims, unseen
 
 
@@ -146,17 +152,17 @@ def _add_section(
     unseen: Bytes,
 ) -> None:
     """Adds one owner's residue and leases to both sums. Plain loops: every decision runs this."""
-    for device, size in section.residue.items():
+    for device, size in section.claims().items():
         claims[device] = claims.get(device, 0) + size
+    if not taken_at:
+        return
     for lease in section.leases:
         for share in lease.shares:
             device, size = share.device, share.bytes
-            claims[device] = claims.get(device, 0) + size
             if device in taken_at and lease.settled_at >= taken_at[device]:
                 unseen[device] = unseen.get(device, 0) + size
         for share in lease.target:
             device, size = share.device, share.bytes
-            claims[device] = claims.get(device, 0) + size
             if device in taken_at:
                 unseen[device] = unseen.get(device, 0) + size
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..facts import Book, Ghost, Sample, Section, World
+from ..facts import Book, Ghost, Quarantined, Sample, Section, World
 
 
 def measure(book: Book, world: World) -> Book:
@@ -54,6 +54,7 @@ def _without_ended(book: Book) -> Book:
     If the pid now belongs to a living owner, the process that had it before has ended too.
     """
     alive = {section.owner.pid for section in book.sections.values()}
+    alive |= {unread.owner.pid for unread in book.quarantined.values()}
     left = []
     for ghost in book.ghosts:
         if ghost.pid not in alive and not ghost.gone(book.samples.get(ghost.device)):
@@ -61,12 +62,35 @@ def _without_ended(book: Book) -> Book:
     return book if len(left) == len(book.ghosts) else replace(book, ghosts=tuple(left))
 
 
-def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
-    """A ghost for each real card on which the dead owner of `section` held or reserved memory."""
+def _real_cards(book: Book, world: World) -> set[str]:
     real = set()
     for device in (*book.devices, *world.devices):
         if not device.simulated and not device.is_host:
             real.add(device.id)
+    return real
+
+
+def ghosts_of_unread(book: Book, unread: Quarantined, world: World) -> list[Ghost]:
+    """A ghost for each real card on which the dead owner of an unreadable part claimed memory."""
+    owner = unread.owner
+    found = []
+    for device in sorted(_real_cards(book, world) & unread.held.keys()):
+        settled_at = world.now if unread.promised.get(device) else unread.settled_at
+        ghost = Ghost(
+            owner=owner.id,
+            pid=owner.pid,
+            device=device,
+            bytes=unread.held[device],
+            settled_at=settled_at,
+            died_at=world.now,
+        )
+        found.append(ghost)
+    return found
+
+
+def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
+    """A ghost for each real card on which the dead owner of `section` held or reserved memory."""
+    real = _real_cards(book, world)
     held = {device: size for device, size in section.residue.items() if device in real and size}
     settled: dict[str, float] = {}
     for lease in section.leases:

@@ -58,6 +58,8 @@ def wait_for_obstacles(
     if unmeasured:
         sentences = unmeasured
         retry.append(world.now + LOOK_SECONDS)
+    elif unread := _unreadable(book, nearest):
+        sentences.append(unread)
     elif not found.leased and not ahead:
         sentences.append(_outside_memory(nearest, context))
         retry.append(world.now + LOOK_SECONDS)
@@ -67,6 +69,14 @@ def wait_for_obstacles(
         ahead=ahead,
         retry_at=min(retry, default=None),
     )
+
+
+def _unreadable(book: Book, shares: Shares) -> str:
+    """Which owner holds bytes on these cards that nobody can recall; empty if there is none."""
+    for unread in book.quarantined.values():
+        if any(unread.held.get(share.device) for share in shares):
+            return str(unread).rstrip(".")
+    return ""
 
 
 class _InTheWay(NamedTuple):

@@ -84,17 +84,18 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     current state, so the requester calls this again until the request is done.
     """
     owner_id, _, name = asked.target.partition("/")
-    section = book.sections.get(owner_id)
-    if section is None:
+    section, owner = book.sections.get(owner_id), book.owner(owner_id)
+    if owner is None:
         gone = f"the process that held {name} is gone" if name else "that process is gone"
         return _without_ticket(book, asked), Refuse(gone, kind="gone")
-    verdict = _answer_in_events(book, asked, section, name)
-    if verdict is None:
-        verdict = _known_result(book, asked, section, name, world)
-    if verdict is not None:
-        return _without_ticket(book, asked), verdict
+    if section is not None:  # else nobody but its owner can read it, and answer
+        verdict = _answer_in_events(book, asked, section, name)
+        if verdict is None:
+            verdict = _known_result(book, asked, section, name, world)
+        if verdict is not None:
+            return _without_ticket(book, asked), verdict
 
-    request = f"{section.owner.label} was asked to {asked.verb} {name}".rstrip()
+    request = f"{owner.label} was asked to {asked.verb} {name}".rstrip()
     ticket = book.ticket(asked.key)
     if ticket is None:
         if book.entries >= MOST_ENTRIES:

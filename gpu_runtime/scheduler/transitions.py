@@ -28,7 +28,7 @@ from ..facts import (
     Value,
     World,
 )
-from .ghosts import ghosts_of
+from .ghosts import ghosts_of, ghosts_of_unread
 
 # Actions of a lease that left its device or the warm pool: evicted, or lost with its engine.
 LEFT = ("offloaded", "unloaded", "lost")
@@ -329,7 +329,7 @@ def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
 
     The first owner sets the limits. While others are there, a new owner may use less, never more.
     """
-    alone = not book.sections
+    alone = not book.sections and not book.quarantined
     known: dict[str, Device] = {} if alone else {device.id: device for device in book.devices}
     limits = dict(world.limits) if alone else {**world.limits, **book.limits}
     for device in world.devices:
@@ -344,14 +344,18 @@ def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
 def resign(book: Book, owner: str) -> Book:
     """The book without `owner`, which is closing and has given everything back."""
     section = book.sections.get(owner)
-    if section is None and not any(ticket.owner == owner for ticket in book.tickets):
+    if owner not in book.owner_ids():
         return book
     counts = dict(book.counts)
     for action, times in (section.counts if section else {}).items():
         counts[action] = counts.get(action, 0) + times
     sections = {id: other for id, other in book.sections.items() if id != owner}
     tickets = tuple(ticket for ticket in book.tickets if ticket.owner != owner)
-    return replace(book, sections=sections, tickets=tickets, counts=counts)
+    book = replace(book, sections=sections, tickets=tickets, counts=counts)
+    if owner not in book.quarantined:
+        return book
+    unread = {id: other for id, other in book.quarantined.items() if id != owner}
+    return replace(book, quarantined=unread)
 
 
 def reap(book: Book, dead: Iterable[str], world: World) -> Book:
@@ -361,8 +365,10 @@ def reap(book: Book, dead: Iterable[str], world: World) -> Book:
     it.
     """
     for id in dead:
-        section = book.sections.get(id)
+        section, unread = book.sections.get(id), book.quarantined.get(id)
         book = resign(book, id)
+        if unread is not None:
+            book = replace(book, ghosts=(*book.ghosts, *ghosts_of_unread(book, unread, world)))
         if section is None:
             continue
         ghosts = ghosts_of(book, section, world)

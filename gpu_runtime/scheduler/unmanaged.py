@@ -37,7 +37,11 @@ def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
 
 def _seen(book: Book, device: str, taken_at: float) -> int:
     """Bytes of leases and residue that a sample taken at this time includes."""
-    return sum(_seen_of(section, device, taken_at) for section in book.sections.values())
+    seen = sum(_seen_of(section, device, taken_at) for section in book.sections.values())
+    for unread in book.quarantined.values():
+        if unread.settled_at < taken_at:
+            seen += unread.held.get(device, 0) - unread.promised.get(device, 0)
+    return seen
 
 
 def _seen_of(section: Section, device: str, taken_at: float) -> int:
@@ -71,6 +75,7 @@ def strangers(
 def _pids(book: Book) -> set[int]:
     """The pids that the book accounts for: owners, their engines, and dead owners with a ghost."""
     pids = {ghost.pid for ghost in book.ghosts}
+    pids.update(unread.owner.pid for unread in book.quarantined.values())
     for section in book.sections.values():
         pids.add(section.owner.pid)
         pids.update(section.engines)

@@ -12,6 +12,7 @@ from gpu_runtime.errors import BadSetting, LedgerRefused, LedgerUnavailable
 from gpu_runtime.facts import (
     MOST_ENTRIES,
     MOST_EVENTS,
+    SCHEMA,
     AllocatorBlock,
     AllocatorMap,
     BlockState,
@@ -200,7 +201,7 @@ UNLAWFUL = {
         ),
         "a page holds",
     ),
-    "another schema": (lambda book, a, b: replace(book, schema=2), "schema"),
+    "another schema": (lambda book, a, b: replace(book, schema=SCHEMA + 1), "schema"),
     "an overdraft": (lambda book, a, b: arriving(book, a, gib=7), "law 1"),
 }
 
@@ -245,6 +246,28 @@ def test_a_lawful_write_is_accepted(new_owner, right):
     expected = LAWFUL[right](a.read(), a)
     a.transact(lambda book: (LAWFUL[right](book, a), None))
     assert b.read() == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"quantization": None}, "leases[0].quantization"),
+        ({"name": "\ud800"}, "leases[0].name"),
+        ({"name": "n" * (2 << 20)}, "the lease"),
+    ],
+)
+def test_what_others_could_not_read_is_refused(new_owner, wrong, named):
+    """The error names the field. The book stays unchanged, the ledger usable."""
+    a, b = new_owner(), new_owner()
+    put(a, "qwen")
+    before = b.read()
+    unreadable = replace(lease(a, "broken"), **wrong)
+    with pytest.raises(LedgerRefused) as refused:
+        a.transact(lambda book: (book.with_section(replace(section(a), leases=(unreadable,))), 0))
+    assert named in str(refused.value) and len(str(refused.value)) < 1000
+    assert b.read() == a.read() == before
+    put(a, "still here")
+    assert names(b) == ["still here"]
 
 
 def test_a_single_owner_may_change_the_limits(new_owner):

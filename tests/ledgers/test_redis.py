@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUnavailable
-from gpu_runtime.facts import Share
+from gpu_runtime.facts import SCHEMA, Share
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from tests.redis_server import redis_server
@@ -392,7 +392,7 @@ def test_a_page_of_a_newer_schema_is_left_alone(new_owner_here, redis):
     for use in (ledger.read, lambda: put(ledger, "x"), new_owner_here):
         with pytest.raises(LedgerNewer) as newer:
             use()
-        assert (newer.value.path, newer.value.found, newer.value.ours) == (ledger.url, 9, 1)
+        assert (newer.value.path, newer.value.found, newer.value.ours) == (ledger.url, 9, SCHEMA)
     assert redis.cli("HGET", page_of(ledger), "schema", database=redis.databases) == "9"
 
 

@@ -19,6 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
+from gpu_runtime.facts import SCHEMA
 from gpu_runtime.ledgers import liveness
 from gpu_runtime.ledgers.book_store import DamagedBook, LostRace
 from gpu_runtime.ledgers.liveness import start_ticks
@@ -191,7 +192,14 @@ def change_one_digit(path: Path) -> None:
         )
 
 
+def change_the_schema(path: Path) -> None:
+    """One bit of that number: the page is not of a newer version."""
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE book SET schema=66")
+
+
 DAMAGE = {
+    "its schema changed": change_the_schema,
     "one digit changed": change_one_digit,
     "corrupt": garble,
     "truncated": lambda path: os.truncate(path, 5000),
@@ -618,7 +626,7 @@ def test_a_book_of_a_newer_schema_is_left_alone(new_owner_here, notebook):
     ):
         with pytest.raises(LedgerNewer) as newer:
             use()
-        assert (newer.value.path, newer.value.found, newer.value.ours) == (path, 9, 1)
+        assert (newer.value.path, newer.value.found, newer.value.ours) == (path, 9, SCHEMA)
     assert os.path.exists(path)
 
 

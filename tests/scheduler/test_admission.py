@@ -576,7 +576,7 @@ def test_a_full_page_refuses_and_evicts_nothing():
     page = book(lease("old", sim0=10), *many)
     after, verdict = decide(page, request("qwen", 14), world(sim0=20))
     assert verdict == Refuse(
-        "the book is full: 256 leases and requests", kind="full", need_bytes=14 * GIB
+        f"the book is full: {MOST_ENTRIES} leases and requests", kind="full", need_bytes=14 * GIB
     )
     assert list(after.leases()) == list(page.leases()) and after.tickets == ()
     assert decide(page, request("small", 1), world(sim0=20))[1].kind == "full"

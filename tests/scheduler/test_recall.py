@@ -14,6 +14,7 @@ from gpu_runtime.facts import (
     Lease,
     Move,
     Phase,
+    Quarantined,
     Refuse,
     Share,
     Wait,
@@ -361,3 +362,12 @@ def test_a_declined_request_is_an_event():
     assert [(e.action, e.model, e.because, e.by) for e in page.events] == [
         ("declined", "qwen", "it is in use", "ann (pid 2)")
     ]
+
+
+def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
+    """That owner itself knows what it holds. Its answer is an event, which all can read."""
+    unread = Quarantined(owner(1), held={}, promised={}, settled_at=0.0, entries=1, why="torn")
+    page = replace(book(owners=(2,)), quarantined={unread.owner.id: unread})
+    page, verdict = asking(page, "evict")
+    assert verdict == Wait("pid 1 was asked to evict qwen", asked=(at(1, "qwen"),))
+    assert [one.recalls for one in page.tickets] == [(at(1, "qwen"),)]

@@ -16,6 +16,7 @@ from gpu_runtime.facts import (
     Event,
     Move,
     Phase,
+    Quarantined,
     Sample,
     Section,
     Share,
@@ -25,6 +26,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.scheduler import ghosts, wakeups
 from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.transitions import Truth, publish
 from tests.worlds import NOW, at, block, book, decide, lease, owner, request, size, ticket, world
 
@@ -480,3 +482,37 @@ def test_default_values_take_no_room_in_the_page():
     assert encode(decode_book(encode(page))) == encode(page)
     noted = books.note(page, THERE, lease("qwen"), "granted", "request", "")
     assert '"seconds"' not in encode(noted.events[0]).decode()
+
+
+# -- sections that cannot be read ------------------------------------------------------------------
+
+
+def unreadable(pid=2, **fields):
+    """An owner whose section cannot be read, with 6 GiB on a card."""
+    fields = {"held": {"cuda:0": size(6)}, "promised": {}, "settled_at": NOW - 60} | fields
+    return Quarantined(owner(pid), entries=1, why="its checksum is wrong", **fields)
+
+
+def test_bytes_that_nobody_can_describe_are_not_free():
+    """They count as claimed, and as unseen by a sample that was taken before they settled."""
+    there = world(total={"cuda:0": 24}, free={"cuda:0": 24}, cuda0=20, taken_at=NOW - 1)
+    page = Book(limits={"cuda:0": size(20)}, quarantined={owner(2).id: unreadable()})
+    empty = room(Book(limits=page.limits), there)["cuda:0"]
+    assert room(page, there)["cuda:0"] == empty - size(6)
+    recent = replace(page, quarantined={owner(2).id: unreadable(settled_at=NOW)})
+    measured = size(24) - there.rules.reserve_bytes
+    assert room(recent, there)["cuda:0"] == min(size(14), measured - size(6))
+    assert page.entries == 1
+
+
+def test_a_dead_owner_that_nobody_could_read_is_a_ghost_until_its_driver_agrees():
+    there = world(total={"cuda:0": 24}, free={"cuda:0": 24}, cuda0=20)
+    page = Book(devices=there.devices, quarantined={owner(2).id: unreadable()})
+    after = books.reap(page, [owner(2).id], there)
+    assert after.quarantined == {} and after.claims() == {"cuda:0": size(6)}
+    assert after.ghosts[0].pid == 2 and after.ghosts[0].died_at == NOW
+
+
+def test_its_owner_begins_anew():
+    page = Book(quarantined={ME.id: unreadable(1), owner(2).id: unreadable()})
+    assert set(publish(page, truth(lease("a", sim0=1)), THERE).quarantined) == {owner(2).id}

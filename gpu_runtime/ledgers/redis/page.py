@@ -25,15 +25,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from redis.exceptions import NoScriptError, ResponseError
 
 from ...errors import LedgerNewer, LedgerRefused
-from ...facts import SCHEMA, Book, decode_book, encode
+from ...facts import SCHEMA, Book
 from ...units import show_bytes
 from ..book_parts import part_of, with_living
-from ..book_store import BookStore, DamagedBook, LostRace, Page
+from ..book_store import BookStore, DamagedBook, Draft, LostRace, Page
+from ..decoding import UNREADABLE, decode_roster
 from ..liveness import Life, OwnerFile, life, read_roster
+from ..pages import encoded
 from ..sqlite import files
 from .connection import Ask, RedisConnection
 from .scripts import (
@@ -222,8 +223,8 @@ class RedisBook(BookStore):
             if roster.schema > SCHEMA:
                 raise LedgerNewer(str(path), roster.schema, SCHEMA)
             try:
-                found[path.name] = roster.rev, part_of(decode_book(roster.payload), path.name)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+                found[path.name] = roster.rev, part_of(decode_roster(roster), path.name)
+            except UNREADABLE:
                 log.warning("the roster %s cannot be read; its owner will register again", path)
         return found
 
@@ -257,7 +258,7 @@ class RedisBook(BookStore):
             secrets.token_hex(8),
             rev,
             SCHEMA,
-            encode(book),
+            encoded(book, rev),
             str(REGISTER_SECONDS if known or not is_ours else 0),
             socket.gethostname(),
         )
@@ -302,13 +303,13 @@ class RedisBook(BookStore):
             raise LostRace
         try:
             return self._decoded(page, int(rev), int(schema), body)
-        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise DamagedBook(page.name, 0, f"its page cannot be read ({error})") from error
 
     def _decoded(self, page: Page, rev: int, schema: int, body: bytes) -> Page:
         """`page` with a newer content.
 
-        Raises LedgerNewer, DamagedBook, and the errors of decode_book.
+        Raises LedgerNewer, DamagedBook, and one of UNREADABLE.
         """
         if schema > SCHEMA:
             raise LedgerNewer(self._server.url, schema, SCHEMA)
@@ -316,18 +317,18 @@ class RedisBook(BookStore):
             why = f"it is at revision {rev}, and {self._least_rev} has been seen"
             raise DamagedBook(page.name, 0, why)
         self._least_rev = rev
-        return page._replace(rev=rev, book=decode_book(body))
+        return self._unpacked(page, body, rev, schema)
 
-    def _commit(self, page: Page, new: Book, body: bytes) -> None:
+    def _commit(self, page: Page, draft: Draft) -> None:
         me = self.owner_file.owner.id
-        self._require_small(body)
-        before, after = part_of(page.book, me), part_of(new, me)
-        part_changed = after != before
+        self._require_small(draft.body)
+        before, after = part_of(page.book, me), part_of(draft.book, me)
+        part_changed = self._part_changed(page, draft)
         if part_changed:
             # Until the write is known to stand.
             self._roster_doubtful = True
             self._unfinished = page
-            self._write_roster(new, page.rev + 1)
+            self._write_roster(draft.book, draft.packed, page.rev + 1)
         grants = _promises(after) - _promises(before)
         what, *seconds = self._run(
             "write",
@@ -337,7 +338,7 @@ class RedisBook(BookStore):
             secrets.token_hex(8),
             "yes" if grants else "",
             SCHEMA,
-            body,
+            draft.body,
         )
         if what == b"closed":
             raise GrantsClosed(float(seconds[0]))
@@ -345,7 +346,7 @@ class RedisBook(BookStore):
             raise DamagedBook(page.name, 0, "it is gone")
         if what != b"written":
             raise LostRace
-        self._page = page._replace(rev=page.rev + 1, book=new)
+        self._page = page._replace(rev=page.rev + 1, book=draft.book, packed=draft.packed)
         self._least_rev = page.rev + 1
         if part_changed:
             self._roster_doubtful = False

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
-
-from ...facts import SCHEMA, Book, decode_book
+from ...facts import SCHEMA, Book
+from ..decoding import UNREADABLE, decode_page
 from .connection import Ask
 
 MOST_BYTES = 4 << 20  # of a page; a larger one was not written by gpu-console
@@ -107,9 +106,11 @@ def look_at(ask: Ask, key: str) -> Seen | None:
     words = generation or b"", rev or b""
     try:
         readable = int(schema) <= SCHEMA and size <= MOST_BYTES
-        book = decode_book(ask("HGET", key, "body")) if readable else None
+        book = None
+        if readable:
+            book = decode_page(ask("HGET", key, "body"), int(rev), int(schema))
         return Seen(generation.decode(), int(rev), int(schema), book, words)
-    except (msgspec.MsgspecError, TypeError, ValueError, AttributeError):
+    except (*UNREADABLE, AttributeError):
         return Seen("", -1, 0, None, words)
 
 
@@ -131,10 +132,10 @@ def _page_keys(ask: Ask) -> set[bytes]:
 
 
 def _host_page(ask: Ask, key: bytes, now: int) -> HostPage:
-    name, seen, schema, body = ask("HMGET", key, "name", "seen", "schema", "body")
+    name, seen, rev, schema, body = ask("HMGET", key, "name", "seen", "rev", "schema", "body")
     try:
-        book = decode_book(body) if int(schema) <= SCHEMA else None
-    except (msgspec.MsgspecError, TypeError, ValueError):
+        book = decode_page(body, int(rev), int(schema)) if int(schema) <= SCHEMA else None
+    except (*UNREADABLE, AttributeError):
         book = None
     return HostPage(
         host=key.decode().removeprefix(PAGE),

@@ -18,16 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
-import msgspec
-
 from ... import forks
 from ...errors import LedgerNewer
-from ...facts import SCHEMA, Book, decode_book
-from ..book_parts import part_of
-from ..book_store import BookStore, DamagedBook, LostRace, Page
+from ...facts import SCHEMA, Book
+from ..book_store import BookStore, DamagedBook, Draft, LostRace, Page
+from ..decoding import UNREADABLE
 from ..liveness import OwnerFile
+from ..pages import EMPTY, is_whole
 from . import files
-from .recovery import newest_roster_rev, rebuild, sealed, unsealed
+from .recovery import newest_roster_rev, rebuild
 from .revision_hint import RevisionHint
 
 # A SELECT returns its row while it still holds its read lock, and Python needs the GIL to fetch on
@@ -43,7 +42,7 @@ UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=
 
 # If the schema is damaged, SQLite's message quotes it, and Python cannot decode that.
 FAULTS = (sqlite3.Error, UnicodeDecodeError)
-MOST_BYTES = 32 << 20  # of a page; 256 leases take about 200 KiB
+MOST_BYTES = 32 << 20  # of a page; 1,024 leases take about 400 KiB
 _BUSY = (
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -146,6 +145,8 @@ class SqliteBook(BookStore):
         if not isinstance(schema, int) or not isinstance(rev, int):
             raise DamagedBook(page.name, page.inode, "its page has no revision")
         if schema > SCHEMA:
+            if body is None or is_whole(body, rev):
+                raise DamagedBook(page.name, page.inode, "its schema is wrong")
             raise LedgerNewer(str(self.path), schema, SCHEMA)
         if rev < self._least_rev:
             why = f"it is at revision {rev}, and {self._least_rev} has been seen"
@@ -154,27 +155,25 @@ class SqliteBook(BookStore):
             return page
         self._least_rev = rev
         try:
-            return page._replace(rev=rev, book=decode_book(unsealed(body, rev)))
-        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            return self._unpacked(page, body, rev, schema)
+        except UNREADABLE as error:
             why = f"its page cannot be read ({error})"
             raise DamagedBook(page.name, page.inode, why) from error
 
-    def _commit(self, page: Page, new: Book, body: bytes) -> None:
-        me = self.owner_file.owner.id
-        part_changed = part_of(new, me) != part_of(page.book, me)
+    def _commit(self, page: Page, draft: Draft) -> None:
+        part_changed = self._part_changed(page, draft)
         if part_changed:
             # Until the commit is known to stand, the roster may hold more or less than the book.
             # The next look repairs it.
             self._roster_doubtful = True
             self._unfinished = page
-            self._write_roster(new, page.rev + 1)
+            self._write_roster(draft.book, draft.packed, page.rev + 1)
         if self._rev_seen_by_others(page) > page.rev:
             # Also a race lost to an old copy that was just put over the book: its revision may be
             # the one we know.
             raise LostRace
         try:
-            stored = sealed(body, page.rev + 1)
-            values = (SCHEMA, stored, self.boot, page.rev)
+            values = (SCHEMA, draft.body, self.boot, page.rev)
             written = self._connection.execute(UPDATE, values).rowcount
         except FAULTS as error:
             raise self._failure(page, error) from error
@@ -182,7 +181,7 @@ class SqliteBook(BookStore):
         # we wrote.
         if not written or not self._in_force(page):
             raise LostRace
-        self._page = page._replace(rev=page.rev + 1, book=new)
+        self._page = page._replace(rev=page.rev + 1, book=draft.book, packed=draft.packed)
         self._least_rev = page.rev + 1
         self._hint.record(page.name, page.rev + 1)
         if part_changed:
@@ -207,7 +206,7 @@ class SqliteBook(BookStore):
             if before.inode != inode:
                 raise DamagedBook(name, inode, "another file took its place")
             least_rev = max(least_rev, self._least_rev)
-        page = Page(name, inode, -1, Book())
+        page = Page(name, inode, -1, Book(), before.packed if before else EMPTY)
         self._hint = RevisionHint(self.directory)  # the directory may have been made again
         connection = self._connect(page)
         self._least_rev = least_rev

@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import zlib
 from pathlib import Path
 
-import msgspec
-
 from ...errors import LedgerNewer
-from ...facts import SCHEMA, Book, decode_book, encode
+from ...facts import SCHEMA, Book
 from ..access import access_to
 from ..book_parts import part_of, union
 from ..book_store import DamagedBook
+from ..decoding import UNREADABLE, decode_roster
 from ..liveness import Life, Roster, life, read_roster
+from ..pages import encoded
 from . import files
 from .revision_hint import RevisionHint
 
@@ -42,30 +41,6 @@ def newest_roster_rev(directory: Path) -> int:
         return max((roster.rev for roster in living_rosters(directory).values()), default=0)
     except FileNotFoundError:  # the whole directory is gone
         return 0
-
-
-def sealed(body: bytes, rev: int) -> bytes:
-    """The page `body` at the revision `rev` as it is stored, with a checksum.
-
-    Without one, a wrong digit would still be JSON, and the ledger would grant memory that does not
-    exist.
-    """
-    return _checksum(body, rev) + body
-
-
-def unsealed(stored: bytes, rev: int) -> memoryview:
-    """The page's JSON in `stored`.
-
-    Raises ValueError if it is not what was written at the revision `rev`.
-    """
-    body = memoryview(stored)[4:]
-    if _checksum(body, rev) != stored[:4]:
-        raise ValueError("its checksum is wrong")
-    return body
-
-
-def _checksum(body: bytes | memoryview, rev: int) -> bytes:
-    return zlib.crc32(body, rev & 0xFFFFFFFF).to_bytes(4, "big")
 
 
 def rebuild(directory: Path, boot: str, damage: DamagedBook, patience_seconds: float) -> None:
@@ -135,8 +110,8 @@ def _log_rebuilt(
 
 def _decoded(roster: Roster) -> Book:
     try:
-        return decode_book(roster.payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return decode_roster(roster)
+    except UNREADABLE:
         log.warning(
             "a living owner's roster of %d bytes cannot be read; the owner will register again",
             len(roster.payload),
@@ -153,6 +128,8 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
     os.close(fd)
     db = sqlite3.connect(draft, isolation_level=None)
     try:
+        # A write changes a few pages of the many that a large book has.
+        db.execute("PRAGMA page_size=8192")
         db.execute("PRAGMA journal_mode=OFF")
         db.execute("PRAGMA synchronous=OFF")
         # One kernel, one page. The row's key is the boot id, because two containers on it have
@@ -161,9 +138,7 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
             "CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, "
             "body BLOB NOT NULL)"
         )
-        db.execute(
-            "INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, sealed(encode(book), rev))
-        )
+        db.execute("INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, encoded(book, rev)))
     finally:
         db.close()
     access_to(directory).open_file(draft)

@@ -1,0 +1,430 @@
+"""The bytes of a page: an index of its owners' parts, what all share, and the parts side by side.
+
+    prefix    magic, checksum of the head, size of the head, room of the head
+    head      where the shared facts are, the order of the tickets, one index entry per owner
+    shared    devices, limits, samples, events, …
+    parts     one per owner: its section and its tickets
+
+Each part has a checksum of its own in the index, and the index also has the bytes that its owner
+claims. So a part that cannot be read is one owner's trouble, and its bytes still count. A process
+decodes only the parts that changed since it last read the page, and encodes only its own.
+
+Everything has room to grow, filled up with blanks. A write that changes one part leaves all others
+at their places, and SQLite then writes only the disk pages that differ.
+
+Pure: values in, values out.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from ..facts import (
+    Book,
+    Device,
+    Drain,
+    Event,
+    Ghost,
+    Owner,
+    Quarantined,
+    Sample,
+    Section,
+    Ticket,
+    Value,
+    encode,
+)
+
+MOST_PART_BYTES = 960 << 10  # of one owner's part: it must fit the owner's roster too
+_MAGIC = b"GPU2"
+_PREFIX = struct.Struct("<4sIII")
+_STEP = 256  # room is a multiple of so many bytes
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+
+
+class Unwritable(Exception):
+    """What was to be written could not be read again by others; `why` names the field."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class Shared(Value):
+    """The facts of a page that no single owner has."""
+
+    devices: tuple[Device, ...] = ()
+    limits: dict[str, int] = {}
+    samples: dict[str, Sample] = {}
+    events: tuple[Event, ...] = ()
+    seq: int = 0
+    counts: dict[str, int] = {}
+    ghosts: tuple[Ghost, ...] = ()
+    drained: dict[str, Drain] = {}
+    opens: float = 0.0
+
+
+class Mine(Value):
+    """One owner's part of the page."""
+
+    section: Section | None = None
+    tickets: tuple[Ticket, ...] = ()
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One owner in the index."""
+
+    id: str
+    rev: int  # the revision that this part was written for
+    checksum: int
+    size: int
+    room: int
+    entries: int  # leases and tickets
+    held: dict[str, int]  # device -> bytes claimed
+    promised: dict[str, int]  # those of them that are still arriving
+    settled_at: float  # of its newest lease
+    inode: int
+    namespaces: str
+    user: str
+    notebook: str
+
+
+class _Head(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    shared: tuple[int, int, int]  # checksum, size, room
+    queue: tuple[int, ...]  # for each ticket in its order: the number of its owner's part
+    parts: tuple[msgspec.Raw, ...]
+
+
+class Part(NamedTuple):
+    """One owner's part, decoded and as bytes."""
+
+    section: Section | None
+    tickets: tuple[Ticket, ...]
+    quarantined: Quarantined | None
+    entry: bytes  # its index entry, encoded
+    room: int
+    content: bytes  # encoded, filled up to its room
+
+
+class Packed(NamedTuple):
+    """A page as it was last read or written: what of it need not be decoded or encoded again."""
+
+    shared: Shared | None
+    shared_place: tuple[int, int, int]
+    shared_content: bytes
+    head_room: int
+    parts: dict[str, Part]  # by owner id, in the page's order
+
+
+EMPTY = Packed(None, (0, 0, 0), b"", 0, {})
+Mend = Callable[[str, bytes], Part | None]
+
+_encode_json = msgspec.json.Encoder().encode
+_decode_head = msgspec.json.Decoder(_Head).decode
+_decode_entry = msgspec.json.Decoder(Entry).decode
+_decode_shared = msgspec.json.Decoder(Shared).decode
+_decode_mine = msgspec.json.Decoder(Mine).decode
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def pack(book: Book, old: Packed, rev: int) -> Packed:
+    """The page of `book` for the revision `rev`, made from its last one, `old`.
+
+    Raises Unwritable if others could not read it.
+    """
+    waiting = _tickets_by_owner(book)
+    parts: dict[str, Part] = {}
+    for id, section in book.sections.items():
+        parts[id] = _part(id, section, waiting.pop(id, ()), old.parts.get(id), rev)
+    for id, unread in book.quarantined.items():
+        if id not in parts:
+            parts[id] = _kept(unread, old.parts.get(id))
+            waiting.pop(id, None)
+    for id, tickets in waiting.items():
+        parts[id] = _part(id, None, tickets, old.parts.get(id), rev)
+    shared, place, content = _packed_shared(book, old)
+    return Packed(shared, place, content, old.head_room, parts)
+
+
+def body(packed: Packed, tickets: tuple[Ticket, ...], rev: int) -> tuple[Packed, bytes]:
+    """The page's bytes at the revision `rev`, and `packed` with the room of their head.
+
+    `tickets` are the book's, in their order.
+    """
+    number = {id: n for n, id in enumerate(packed.parts)}
+    head = _encode_json(
+        _Head(
+            packed.shared_place,
+            tuple([number[ticket.owner] for ticket in tickets]),
+            tuple([msgspec.Raw(part.entry) for part in packed.parts.values()]),
+        )
+    )
+    room = _room(len(head) + _PREFIX.size, packed.head_room)
+    prefix = _PREFIX.pack(_MAGIC, _checksum(head, rev), len(head), room)
+    whole = [(prefix + head).ljust(room), packed.shared_content]
+    whole += [part.content for part in packed.parts.values()]
+    return packed._replace(head_room=room), b"".join(whole)
+
+
+def encoded(book: Book, rev: int) -> bytes:
+    """The bytes of a new page of `book` at the revision `rev`. Raises Unwritable."""
+    return body(pack(book, EMPTY, rev), book.tickets, rev)[1]
+
+
+def _tickets_by_owner(book: Book) -> dict[str, tuple[Ticket, ...]]:
+    found: dict[str, tuple[Ticket, ...]] = {}
+    for ticket in book.tickets:
+        found[ticket.owner] = (*found.get(ticket.owner, ()), ticket)
+    return found
+
+
+def _part(
+    id: str,
+    section: Section | None,
+    tickets: tuple[Ticket, ...],
+    old: Part | None,
+    rev: int,
+) -> Part:
+    """The part of the owner `id`: the `old` one if nothing of it has changed."""
+    if old is not None and old.quarantined is None:
+        same_section = old.section is section or old.section == section
+        if same_section and (old.tickets is tickets or old.tickets == tickets):
+            return old
+    content = _readable(Mine(section, tickets), _decode_mine)
+    if len(content) > MOST_PART_BYTES:
+        raise Unwritable(f"its leases and requests take {len(content)} bytes, {_largest(section)}")
+    owner = section.owner if section else None
+    entry = Entry(
+        id=id,
+        rev=rev,
+        checksum=zlib.crc32(content),
+        size=len(content),
+        room=_room(len(content), old.room if old else 0),
+        entries=len(tickets) + (len(section.leases) if section else 0),
+        held=section.claims() if section else {},
+        promised=section.promises() if section else {},
+        settled_at=section.settled_at if section else 0.0,
+        inode=owner.inode if owner else 0,
+        namespaces=owner.namespaces if owner else "",
+        user=owner.user if owner else "",
+        notebook=owner.notebook if owner else "",
+    )
+    return Part(
+        section,
+        tickets,
+        None,
+        _readable(entry, _decode_entry),
+        entry.room,
+        content.ljust(entry.room),
+    )
+
+
+def _kept(unread: Quarantined, old: Part | None) -> Part:
+    """The part of an owner whose part cannot be read: its bytes stay as they are."""
+    if old is not None and old.quarantined is unread:
+        return old
+    room = _decode_entry(unread.entry).room
+    return Part(None, (), unread, unread.entry, room, unread.content.ljust(room))
+
+
+def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int], bytes]:
+    known = old.shared
+    if known is not None and all(
+        getattr(book, field) is getattr(known, field) for field in Shared.__struct_fields__
+    ):
+        return known, old.shared_place, old.shared_content
+    shared = Shared(**{field: getattr(book, field) for field in Shared.__struct_fields__})
+    content = _readable(shared, _decode_shared)
+    room = _room(len(content), old.shared_place[2])
+    return shared, (zlib.crc32(content), len(content), room), content.ljust(room)
+
+
+def _readable(value: Value | Entry, decode: Callable[[bytes], object]) -> bytes:
+    """`value` as JSON that `decode` reads. Raises Unwritable, which names the field."""
+    try:
+        content = _encode_json(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Unwritable(f"{_culprit(value)} cannot be written ({error})") from error
+    try:
+        decode(content)
+    except UNREADABLE as error:
+        raise Unwritable(f"others could not read it: {error}") from error
+    return content
+
+
+def _culprit(value: object, path: str = "") -> str:
+    """The path of the first field in `value` that cannot be encoded."""
+    for name, inner in _inside(value):
+        try:
+            _encode_json(inner)
+        except (TypeError, ValueError, OverflowError):
+            return _culprit(inner, f"{path}{name}")
+    return f"the field {path.lstrip('.') or '?'}"
+
+
+def _inside(value: object) -> list[tuple[str, object]]:
+    """What `value` consists of, each with its name."""
+    if isinstance(value, msgspec.Struct):
+        return [(f".{name}", getattr(value, name)) for name in value.__struct_fields__]
+    if isinstance(value, Mapping):
+        return [(f"[{name!a}]", inner) for name, inner in value.items()]
+    if isinstance(value, (tuple, list)):
+        return [(f"[{place}]", inner) for place, inner in enumerate(value)]
+    return []
+
+
+def _largest(section: Section | None) -> str:
+    """The largest lease of a section, in words."""
+    sizes = [(len(encode(lease)), lease.name[:80]) for lease in section.leases] if section else []
+    if not sizes:
+        return f"and {MOST_PART_BYTES} are the most"
+    size, name = max(sizes)
+    return f"{size} of them the lease {name!a}, and {MOST_PART_BYTES} are the most"
+
+
+def _room(size: int, before: int) -> int:
+    """The room for `size` bytes: as `before` while that suits, so that nothing else has to move."""
+    if size <= before <= 4 * size + 2 * _STEP:
+        return before
+    return (size + size // 4 + _STEP) // _STEP * _STEP
+
+
+def _checksum(head: bytes, rev: int) -> int:
+    # Also of the revision: a wrong digit in it would else pass for an older or newer page.
+    return zlib.crc32(head, rev & 0xFFFFFFFF)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def unpack(
+    page: bytes, rev: int, old: Packed = EMPTY, mend: Mend | None = None
+) -> tuple[Book, Packed]:
+    """The book in the bytes `page`, which were written at the revision `rev`.
+
+    Parts that are in `old` are not decoded again. `mend(id, entry)` may find the part of the owner
+    `id` with this index entry somewhere else, if its bytes here are wrong. Raises ValueError,
+    msgspec.MsgspecError if the page itself cannot be read.
+    """
+    head, offset = _head_of(page, rev)
+    checksum, size, room = head.shared
+    if old.shared is not None and old.shared_place == head.shared:
+        shared, shared_content = old.shared, old.shared_content
+    else:
+        shared_content = page[offset : offset + room]
+        if zlib.crc32(shared_content[:size]) != checksum:
+            raise ValueError("the checksum of its shared facts is wrong")
+        shared = _decode_shared(shared_content[:size])
+    offset += room
+    known = {part.entry: part for part in old.parts.values() if part.quarantined is None}
+    parts: dict[str, Part] = {}
+    for raw in head.parts:
+        part = known.get(bytes(raw))
+        if part is not None:
+            owner = part.section.owner.id if part.section else part.tickets[0].owner
+            offset += part.room
+        else:
+            entry = _decode_entry(raw)
+            owner = entry.id
+            part = _read_part(entry, bytes(raw), page[offset : offset + entry.room], mend)
+            offset += entry.room
+        parts[owner] = part
+    book = _book(shared, head.queue, parts)
+    return book, Packed(shared, head.shared, shared_content, _PREFIX.unpack_from(page)[3], parts)
+
+
+def is_whole(page: bytes, rev: int) -> bool:
+    """Whether these bytes begin with a head of this version, written at the revision `rev`."""
+    try:
+        _head_of(page, rev)
+        return True
+    except (msgspec.MsgspecError, ValueError):
+        return False
+
+
+def _head_of(page: bytes, rev: int) -> tuple[_Head, int]:
+    """The head of a page, and where its shared facts begin."""
+    if len(page) < _PREFIX.size:
+        raise ValueError("it is too short")
+    magic, checksum, size, room = _PREFIX.unpack_from(page)
+    head = page[_PREFIX.size : _PREFIX.size + size]
+    if magic != _MAGIC or len(head) != size:
+        raise ValueError("it does not begin as a page does")
+    if _checksum(head, rev) != checksum:
+        raise ValueError("its checksum is wrong")
+    return _decode_head(head), room
+
+
+def _read_part(entry: Entry, raw: bytes, content: bytes, mend: Mend | None) -> Part:
+    """The part that `entry` describes; if its bytes are wrong, as `mend` has it, or quarantined."""
+    whole = content[: entry.size]
+    if len(whole) != entry.size or zlib.crc32(whole) != entry.checksum:
+        mended = mend(entry.id, raw) if mend else None
+        return mended or _quarantined(entry, raw, content, "its checksum is wrong")
+    try:
+        mine = _decode_mine(whole)
+    except UNREADABLE as error:
+        return _quarantined(entry, raw, content, str(error))
+    owners = {ticket.owner for ticket in mine.tickets}
+    if mine.section:
+        owners.add(mine.section.owner.id)
+    if owners != {entry.id}:
+        return _quarantined(entry, raw, content, "it is not its owner's")
+    return Part(mine.section, mine.tickets, None, raw, entry.room, content)
+
+
+def _quarantined(entry: Entry, raw: bytes, content: bytes, why: str) -> Part:
+    pid, started, serial = (int(number) for number in entry.id.split("."))
+    owner = Owner(
+        host="",
+        boot="",
+        pid=pid,
+        started=started,
+        serial=serial,
+        user=entry.user,
+        notebook=entry.notebook,
+        inode=entry.inode,
+        namespaces=entry.namespaces,
+    )
+    unread = Quarantined(
+        owner=owner,
+        held=entry.held,
+        promised=entry.promised,
+        settled_at=entry.settled_at,
+        entries=entry.entries,
+        why=why,
+        entry=raw,
+        content=content,
+    )
+    return Part(None, (), unread, raw, entry.room, content)
+
+
+def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Book:
+    waiting = [iter(part.tickets) for part in parts.values()]
+    tickets: list[Ticket] = []
+    for number in queue:
+        ticket = next(waiting[number], None) if 0 <= number < len(waiting) else None
+        if ticket is not None:  # else it is in a part that cannot be read
+            tickets.append(ticket)
+    for rest in waiting:
+        tickets += rest
+    return Book(
+        devices=shared.devices,
+        limits=shared.limits,
+        samples=shared.samples,
+        sections={id: part.section for id, part in parts.items() if part.section is not None},
+        tickets=tuple(tickets),
+        events=shared.events,
+        seq=shared.seq,
+        counts=shared.counts,
+        ghosts=shared.ghosts,
+        drained=shared.drained,
+        quarantined={id: part.quarantined for id, part in parts.items() if part.quarantined},
+        opens=shared.opens,
+    )

@@ -1,0 +1,226 @@
+"""A section that cannot be read: its bytes stay claimed, and all other owners go on."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime import Runtime
+from gpu_runtime.errors import Busy, LedgerRefused
+from gpu_runtime.facts import Book, Section, Share, encode
+from gpu_runtime.ledgers import pages
+from gpu_runtime.ledgers.base import Ledger
+from gpu_runtime.rendering import text
+
+from .conftest import GIB, REPO, count, lease, names, put, section, ticket
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def url(request, tmp_path: Path) -> str:
+    if request.param == "redis":
+        return f"{request.getfixturevalue('redis').fresh()}&owners={tmp_path}/owners"
+    return f"sqlite://{tmp_path}/ledger"
+
+
+@pytest.fixture
+def new_owner(url: str, open_at) -> Callable[[], Ledger]:
+    """Opens a ledger that several processes share as a new owner."""
+    return lambda: open_at(url)
+
+
+@pytest.fixture
+def write_unreadable(monkeypatch) -> Callable[..., None]:
+    """Writes a section as an owner with a fault would: nobody else can read it."""
+
+    def write(ledger: Ledger, gib: int = 6) -> None:
+        broken = replace(lease(ledger, "broken", gib=gib), quantization=None)
+        with monkeypatch.context() as patch:
+            patch.setattr(pages, "_readable", lambda value, decode: pages._encode_json(value))
+            unreadable = replace(section(ledger), leases=(broken,))
+            ledger.transact(lambda book: (book.with_section(unreadable), None))
+
+    return write
+
+
+def limited(ledger: Ledger, gib: int = 8) -> None:
+    ledger.transact(lambda book: (replace(book, limits={"sim:0": gib * GIB}), None))
+
+
+def promise(ledger: Ledger, gib: int) -> None:
+    """Reserves so much for a model that is not loaded yet."""
+
+    def decide(book: Book) -> tuple[Book, None]:
+        target = replace(lease(ledger, "new"), shares=(), target=(Share("sim:0", gib * GIB),))
+        base = book if ledger.owner.id in book.sections else book.with_section(section(ledger))
+        return base.with_lease(target), None
+
+    ledger.transact(decide)
+
+
+def test_its_bytes_stay_claimed_and_others_go_on(new_owner, write_unreadable):
+    """It made the whole page damaged, and 7.2 GiB were granted a second time."""
+    a, b, c = new_owner(), new_owner(), new_owner()
+    limited(b)
+    put(c, "llama", gib=1)
+    write_unreadable(a)
+    book = b.read()
+    assert set(book.quarantined) == {a.owner.id} and names(b) == ["llama"]
+    assert book.claims() == {"sim:0": 7 * GIB}
+    with pytest.raises(LedgerRefused, match="law 1"):
+        promise(b, gib=2)
+    promise(b, gib=1)
+    assert c.read().claims() == {"sim:0": 8 * GIB}
+    assert count(c) == 1 and b.dead(b.read()) == frozenset()
+
+
+def test_it_cannot_be_removed_or_changed_by_others(new_owner, write_unreadable):
+    a, b = new_owner(), new_owner()
+    write_unreadable(a)
+
+    def smaller(book: Book) -> tuple[Book, None]:
+        unread = replace(book.quarantined[a.owner.id], held={})
+        return replace(book, quarantined={a.owner.id: unread}), None
+
+    def removed(book: Book) -> tuple[Book, None]:
+        return replace(book, quarantined={}), None
+
+    with pytest.raises(LedgerRefused, match="nobody else may change it"):
+        b.transact(smaller)
+    with pytest.raises(LedgerRefused, match="proof of death"):
+        b.transact(removed)
+    with pytest.raises(LedgerRefused, match="only be written by its owner"):
+        b.transact(lambda book: (book.with_section(Section(a.owner)), None))
+
+
+def test_it_ends_when_its_owner_writes_it_anew(new_owner, write_unreadable):
+    a, b = new_owner(), new_owner()
+    write_unreadable(a)
+    assert b.read().quarantined
+    put(a, "qwen")
+    assert not b.read().quarantined and names(b) == ["qwen"]
+
+
+def test_it_is_reaped_when_its_owner_is_proven_dead(new_owner, write_unreadable):
+    a, b = new_owner(), new_owner()
+    write_unreadable(a)
+    a._shut(remove=False)  # as if it were killed
+    assert b.dead(b.read()) == {a.owner.id}
+
+    def reap(book: Book) -> tuple[Book, None]:
+        return replace(book, quarantined={}), None
+
+    b.transact(reap)
+    assert b.read().claims() == {}
+
+
+def test_its_bytes_stay_claimed_in_a_rebuilt_book(new_owner, write_unreadable, url, redis):
+    """Its roster cannot be read either. Then its lease must not vanish."""
+    a, b = new_owner(), new_owner()
+    limited(b)
+    put(b, "llama", gib=1)
+    write_unreadable(a)
+    if url.startswith("sqlite"):
+        Path(b.path).unlink()
+    else:
+        redis.cli("FLUSHDB", database=redis.databases)
+    c = new_owner()
+    assert c.read().claims() == {"sim:0": 7 * GIB}
+    assert set(c.read().quarantined) == {a.owner.id} and names(c) == ["llama"]
+    with pytest.raises(LedgerRefused, match="law 1"):
+        promise(c, gib=2)
+
+
+def test_bytes_that_were_torn_in_the_page_are_taken_from_the_owners_file(tmp_path, open_at):
+    """Each owner's file holds the same bytes as the page."""
+    ledger, other = (open_at(f"sqlite://{tmp_path}/ledger") for _ in range(2))
+    put(ledger, "qwen")
+    put(other, "llama")
+    newcomer = open_at(f"sqlite://{tmp_path}/ledger")
+    tear = (
+        "import sqlite3, sys\nwith sqlite3.connect(sys.argv[1]) as db:\n"
+        " (body,) = db.execute('SELECT body FROM book').fetchone()\n"
+        " at = body.index(b'qwen')\n"
+        " db.execute('UPDATE book SET body=?', (body[:at] + b'wxyz' + body[at + 4:],))"
+    )
+    subprocess.run([sys.executable, "-c", tear, newcomer.path], check=True)
+    assert names(open_at(f"sqlite://{tmp_path}/ledger")) == ["llama", "qwen"]
+    book = count(other) and open_at(f"sqlite://{tmp_path}/ledger").read()
+    assert not book.quarantined and Path(other.path).name == "book-1.db"
+
+
+def test_status_names_it_in_one_sentence_and_a_request_says_why_it_waits(
+    tmp_path, open_at, write_unreadable
+):
+    url = f"sqlite://{tmp_path}/ledger"
+    rt = Runtime(devices="sim:8GiB,host:1GiB", ledger=url, gpu_memory_max_percent=1.0)
+    with rt.lease("1 GiB", purpose="first"):
+        pass
+    a = open_at(url)
+    write_unreadable(a)
+    sentence = (
+        f"The ledger's section of {a.owner.label} cannot be read. 6.0 GiB on sim:0 stay claimed "
+        "until that process writes it again or ends."
+    )
+    assert [str(unread) for unread in rt.status().quarantined] == [sentence]
+    assert sentence in text.status(rt.status())
+    with pytest.raises(Busy, match="section of pid .* cannot be read"):
+        with rt.lease("4 GiB", purpose="too much", timeout=0):
+            pass
+    with rt.lease("2 GiB", purpose="fits"):
+        pass
+    put(a)
+    with rt.lease("4 GiB", purpose="now"):
+        pass
+    rt.close()
+
+
+# Books of an older version
+
+
+def as_version_1(ledger: Ledger) -> None:
+    """Writes the page and the rosters as version 0.1 did: one JSON document each."""
+    book = replace(ledger.read(), schema=1)
+    code = (
+        "import sqlite3, sys\nbody = open(sys.argv[2], 'rb').read()\n"
+        "with sqlite3.connect(sys.argv[1]) as db:\n"
+        " db.execute('UPDATE book SET rev=rev+1, schema=1, body=?', (body,))"
+    )
+    content = encode(book).replace(b'{"owner":', b'{"names":["old"],"owner":', 1)
+    rev = ledger._store._page.rev + 1
+    file = Path(ledger.path).with_name("version-1")
+    file.write_bytes(zlib.crc32(content, rev).to_bytes(4, "big") + content)
+    subprocess.run([sys.executable, "-c", code, ledger.path, file], check=True, cwd=REPO)
+    file.unlink()
+
+
+def test_a_book_of_version_1_of_this_boot_is_read_and_written_anew(tmp_path, open_at):
+    ledger, other = (open_at(f"sqlite://{tmp_path}/ledger") for _ in range(2))
+    put(ledger, "qwen")
+    put(other, "llama")
+    ledger.transact(lambda book: (book.with_ticket(ticket(ledger, "mine")), None))
+    before = ledger.read()
+    as_version_1(ledger)
+    newcomer = open_at(f"sqlite://{tmp_path}/ledger")
+    assert newcomer.read() == other.read() == before
+    put(newcomer, "third")
+    assert names(ledger) == ["llama", "qwen", "third"] and Path(ledger.path).name == "book-1.db"
+    with sqlite3.connect(f"file:{ledger.path}?mode=ro", uri=True) as db:
+        assert db.execute("SELECT schema FROM book").fetchone() == (2,)
+
+
+def test_a_book_is_rebuilt_from_rosters_of_version_1(tmp_path, open_at):
+    ledger, other = (open_at(f"sqlite://{tmp_path}/ledger") for _ in range(2))
+    put(ledger, "qwen")
+    put(other, "llama")
+    store = ledger._store
+    part = encode(Book(sections={ledger.owner.id: section(ledger, "qwen")}))
+    store.owner_file.write_roster(part, rev=store._page.rev, schema=1)
+    Path(other.path).unlink()
+    assert names(other) == ["llama", "qwen"]
