@@ -104,7 +104,7 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     """Carries out `verb`, prints the result, and returns the exit code."""
     if verb.name in SERVERS:
         return _print(verb, args, SERVERS[verb.name](args), None)
-    assert verb.act is not None  # only the verbs in SERVERS have no act of their own
+    assert verb.act is not None  # only the verbs in SERVERS have no `act`
     if not verb.needs_runtime:
         return _print(verb, args, verb.act(None, args), None)
     import gpu_runtime

@@ -128,7 +128,7 @@ def _vram(process: Mapping[str, Any]) -> int | None:
 
 
 def _watts(smi: Any, handle: Any) -> float | None:
-    """The power that the card draws, by the first of the keys that has a number."""
+    """The card's power in watts. The binding reports it under one of several keys."""
     power = _or_none(smi, lambda: smi.amdsmi_get_power_info(handle)) or {}
     for key in ("socket_power", "current_socket_power", "average_socket_power"):
         watts = _number(power.get(key))

@@ -1,6 +1,7 @@
 """Every figure with its target, in one table: `python -m tests.bench` prints it, `--write` commits it to RESULTS.md.
 
-Ratios and medians of one run on one machine; what is compared is measured side by side. Never part of the tests.
+The figures are ratios and medians of one run on one machine. Compared values are measured side by side. The tests do
+not run this.
 """
 
 from __future__ import annotations

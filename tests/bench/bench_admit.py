@@ -1,8 +1,8 @@
 """How long one decision takes: `python -m tests.bench.bench_admit`.
 
-Two pages. *Twenty models on four cards*, every card full and every model idle, so that the whole tree is walked and
-victims are chosen; beside it an exhaustive search over the subsets of the same twenty. *A full page*: 256 leases and
-tickets. Figures are seconds of this machine; what is compared stands side by side in one run.
+It uses two pages. *Twenty models on four cards*: every card is full and every model idle, so the decision takes the
+whole tree and chooses victims. It is compared with an exhaustive search over all subsets of the twenty models. *A full
+page*: 256 leases and tickets. Figures are seconds on this machine; compared values are from the same run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Situation = tuple[Book, Request, World]
 
 
 def twenty_models(seed: int = 0) -> Situation:
-    """Five models on each of four 40 GiB cards, three owners, and a request that several must leave for."""
+    """Five models on each of four 40 GiB cards, three owners, and a request that needs several evictions."""
     random = Random(seed)
     models = [
         lease(
@@ -43,7 +43,7 @@ def twenty_models(seed: int = 0) -> Situation:
 
 
 def full_page(seed: int = 0) -> Situation:
-    """200 leases of sixteen owners and the tickets that fill the page; ours is the last of them."""
+    """200 leases of sixteen owners, and the tickets that fill the page; our ticket is the last."""
     random = Random(seed)
     models = [
         lease(
@@ -71,7 +71,10 @@ def full_page(seed: int = 0) -> Situation:
 def best_subset(
     page: Book, wanted: Request, there: World, models: int = 20
 ) -> tuple[Lease, ...] | None:
-    """The least recently used smallest set whose leaving makes room on some card, found by trying every subset."""
+    """The smallest set of leases whose eviction makes room on some card; of equal sets, the least recently used.
+
+    It is found by trying every subset.
+    """
     idle = list(page.leases())[:models]
     claims, need = page.claims(), wanted.footprint.bytes
     best: tuple[Any, tuple[Lease, ...]] | None = None
@@ -91,7 +94,7 @@ def best_subset(
 def seconds_each(
     situations: Iterable[Situation], decide: Callable[..., Any] = admit
 ) -> list[float]:
-    """Processor seconds of each decision, in order of size; so a busy machine tells the same."""
+    """Processor seconds of each decision, sorted. Processor time does not depend on the load of the machine."""
     taken = []
     for page, wanted, there in situations:
         began = time.thread_time()
@@ -101,7 +104,7 @@ def seconds_each(
 
 
 def figures(rounds: int = 2000, exhaustive_models: int = 20) -> dict[str, float]:
-    """p50 and p99 of both pages in seconds, and how many times faster than an exhaustive search over the twenty."""
+    """p50 and p99 of both pages in seconds, and the speed-up over an exhaustive search over the twenty models."""
     found = {}
     for name, make in (("twenty", twenty_models), ("full", full_page)):
         situations = [make(seed) for seed in range(20)]
@@ -114,7 +117,7 @@ def figures(rounds: int = 2000, exhaustive_models: int = 20) -> dict[str, float]
     page, wanted, there = twenty_models()
     began = time.thread_time()
     best_subset(page, wanted, there, exhaustive_models)
-    # Each model doubles the subsets; a smaller search (in tests) is scaled to twenty.
+    # Each model doubles the number of subsets. A search over fewer models (in tests) is scaled to twenty.
     found["exhaustive"] = (time.thread_time() - began) * 2 ** (20 - exhaustive_models)
     found["exhaustive_ratio"] = found["exhaustive"] / found["twenty_p99"]
     return found

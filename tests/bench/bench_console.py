@@ -1,10 +1,10 @@
-"""The operator's console: how soon it is there, how soon it tells, and what it costs the server.
+"""The operator's console: the time until it is drawn, the delay of its updates, and its cost on the server.
 
     python -m tests.bench.bench_console [paint effect crowd memory zoom]
 
-A server and kernels are real processes, and the pages stand in a real Chromium. Only the sessions of `crowd` and
-`memory` are clients that open a page and its websocket as a browser does, and draw nothing: twenty browsers would take
-the processor from the server that is measured.
+The server and the kernels are real processes, and the pages are drawn by a real Chromium. Only the sessions of `crowd`
+and `memory` are plain clients, which open a page and its websocket as a browser does and draw nothing. Twenty browsers
+would take processor time from the measured server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .bench_idle import _spent
 WAIT_MS = 60_000
 ANSWER_SECONDS = 120.0
 
-# A kernel with so many models, the last of which is used `uses` times a second; and what it is told it does.
+# A kernel with a number of models, of which it uses the last one `uses` times a second. It also runs commands.
 KERNEL = """
 import os, sys, threading, time
 from gpu_runtime import Runtime
@@ -70,7 +70,7 @@ def box(
     cards: str = "sim:24GiB,host:64GiB",
     kernels: tuple[tuple[int, int, int, float], ...] = (),
 ) -> Iterator[tuple[Served, list[subprocess.Popen[str]]]]:
-    """A console that is served, and kernels: the number of the first model, how many, their GiB, uses a second."""
+    """A served console and its kernels. A kernel is described by: first model, number of models, GiB, uses a second."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         place, port = Path(directory), free_port()
         settings = {"GPU_DEVICES": cards, "GPU_CONSOLE_TOKEN": OPERATORS, "TZ": "UTC"}
@@ -108,7 +108,7 @@ def entrance(served: Served) -> str:
 
 # -- the first look ---------------------------------------------------------------------------------------------------
 
-# In each frame it looks for these words, in shadow trees too, until they are seen with a size of their own.
+# In each frame this script looks for the words, also in shadow trees, until they are drawn.
 SEEN = """(words => {
   const find = root => {
     for (const one of root.querySelectorAll("*")) {
@@ -125,10 +125,10 @@ SEEN = """(words => {
 
 
 class Paint(NamedTuple):
-    """Milliseconds from asking for the page to the frame that shows how full the first card is."""
+    """Milliseconds from the request of the page to the frame that shows how full the first card is."""
 
-    first: float  # of a server that has just started
-    later: float  # the median of those who come after; each browser has an empty cache
+    first: float  # for the first visitor after the server's start
+    later: float  # the median for later visitors; each browser has an empty cache
 
 
 def paint(visits: int = 5) -> Paint:
@@ -145,7 +145,7 @@ def paint(visits: int = 5) -> Paint:
     return Paint(taken[0], statistics.median(taken[1:]))
 
 
-# -- a click and what comes of it -------------------------------------------------------------------------------------
+# -- a click and its effect -------------------------------------------------------------------------------------------
 
 
 def effect(times: int = 8) -> Waits:
@@ -177,7 +177,7 @@ TABS = ("Now", "Models", "Leases", "Evictions", "Fragmentation")
 
 
 class Session:
-    """A page and its websocket, as a browser has them; what the server sends is read and forgotten."""
+    """A page and its websocket, as a browser has them. The server's messages are read and dropped."""
 
     async def open(self, served: Served, path: str, cookie: str) -> Session:
         page = await AsyncHTTPClient().fetch(
@@ -194,7 +194,7 @@ class Session:
         self._socket = await websocket_connect(
             asked, subprotocols=["bokeh", token], max_message_size=1 << 26
         )
-        await self._hear()  # the greeting
+        await self._hear()  # the server's first message
         await self._say("PULL-DOC-REQ", {})
         while json.loads((heard := await self._hear())[0])["msgtype"] != "PULL-DOC-REPLY":
             pass
@@ -210,7 +210,7 @@ class Session:
         return self
 
     async def turn_to(self, tab: str) -> None:
-        """As a click on that tab does; until the server has made the tab."""
+        """Opens that tab, as a click on it does. Returns when the server has made the tab."""
         self._answered.clear()
         await self._patch(
             {
@@ -252,10 +252,10 @@ class Session:
 def crowd(
     sessions: int = 20, seconds: float = 20.0, looked_at: tuple[str, ...] = TABS
 ) -> dict[str, float]:
-    """Milliseconds of the server's processor time a second, by the tab that so many sessions look at.
+    """Milliseconds of the server's processor time for each second, by the tab that all sessions show.
 
-    Eight cards and 200 leases of eight kernels. Each of them uses a model four times a second, and every five seconds
-    another one moves a model to RAM or back, so that there is always something new to show.
+    There are eight cards and 200 leases of eight kernels. Each kernel uses a model four times a second. Every five
+    seconds one of them moves a model to RAM or back, so that the figures change all the time.
     """
     kernels = tuple((25 * n, 25, 3, 4.0) for n in range(8))
     with box("sim:8x100GiB,host:1000GiB", kernels) as (served, started):
@@ -275,7 +275,7 @@ async def _crowd(
     for tab in looked_at:
         for session in present:
             await session.turn_to(tab)
-        await asyncio.sleep(5.0)  # what the tab asks for has come
+        await asyncio.sleep(5.0)  # until the tab has received the data that it requests
         before, heard, began = (
             _spent(served.process),
             sum(one.heard_bytes for one in present),
@@ -298,11 +298,11 @@ async def _crowd(
     return spent
 
 
-# -- who comes and goes -----------------------------------------------------------------------------------------------
+# -- sessions that are opened and closed ------------------------------------------------------------------------------
 
 
 class Growth(NamedTuple):
-    """MiB of the server's own memory, once the sessions opened so far are closed and forgotten."""
+    """MiB of the server's own memory, after all sessions so far were closed and dropped."""
 
     early: float
     late: float
@@ -314,12 +314,12 @@ class Growth(NamedTuple):
 
 
 FORGOTTEN_SECONDS = (
-    45.0  # Bokeh lets a session go 15 s after its page was closed, and looks every 17 s
+    45.0  # Bokeh drops a session 15 s after its page was closed, and checks every 17 s
 )
 
 
 def memory(sessions: int = 1000, early: int = 100, together: int = 4) -> Growth:
-    """What so many sessions leave behind, beyond what the first ones did. Each looks at the first tab for a moment."""
+    """The memory after many sessions and after the first ones. Each session shows the first tab for a moment."""
     with box(kernels=((0, 4, 4, 1.0),)) as (served, _):
         return asyncio.run(_memory(served, sessions, early, together))
 
@@ -345,7 +345,7 @@ async def _memory(served: Served, sessions: int, early: int, together: int) -> G
 
 
 def zoom() -> Waits:
-    """From another range on the chart of a busy day to the frame that shows it."""
+    """The time from the choice of another range on the chart of a busy day to the frame that shows it."""
     with tempfile.TemporaryDirectory() as directory, running() as browser:
         place, port = Path(directory), free_port()
         (place / "views.py").write_text(SCRIPT)

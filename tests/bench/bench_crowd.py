@@ -1,8 +1,8 @@
-"""Many kernels on one box: how long each waits for what the others do.
+"""Many kernels on one machine: how long each waits for the others.
 
     python -m tests.bench.bench_crowd [kill cycles loop hogs recall …]
 
-All are real processes with runtimes of their own, on one SQLite book and simulated devices.
+All kernels are real processes with runtimes of their own, on one SQLite book and simulated devices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ANSWER_SECONDS = 120.0
 
 
 class Waits(NamedTuple):
-    """Seconds, of so many."""
+    """A number of waits, in seconds."""
 
     count: int
     median: float
@@ -57,11 +57,11 @@ class Waits(NamedTuple):
         return f"p50 {median}, p99 {p99}, worst {worst} ({self.count})"
 
 
-# -- processes that do as they are told -------------------------------------------------------------------------------
+# -- processes that run commands --------------------------------------------------------------------------------------
 
 
 class Child:
-    """A forked process: `act` answers what it is told, a line of JSON for a line of JSON."""
+    """A forked process. It passes each command (a line of JSON) to `act`, and prints the result as a line of JSON."""
 
     def __init__(self, act: Callable[[Iterator[Any], Callable[[Any], None]], None]) -> None:
         told, tell = os.pipe()
@@ -132,11 +132,11 @@ def runtime(url: str, cards: str = "sim:64GiB,host:1GiB") -> Runtime:
     )
 
 
-# -- a kernel is killed, and somebody waits for what it held ----------------------------------------------------------
+# -- a kernel is killed, and a request waits for its memory -----------------------------------------------------------
 
 
 def grant_after_kill(holders: int = 64, kills: int = 100) -> Waits:
-    """From the kill of one of so many kernels, each with a model in use, to the grant of its memory to a waiter."""
+    """The time from the kill of a kernel with a model in use to the grant of its memory to a waiting request."""
 
     def hold(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         rt = runtime(url)
@@ -177,11 +177,11 @@ def grant_after_kill(holders: int = 64, kills: int = 100) -> Waits:
     return Waits.of(taken)
 
 
-# -- everybody leases and releases ------------------------------------------------------------------------------------
+# -- all kernels lease and release ------------------------------------------------------------------------------------
 
 
 def cycles(processes: int = 64, a_second: float = 10.0, seconds: float = 8.0) -> Waits:
-    """A lease taken and given back, by so many kernels so often."""
+    """The times of a lease and its release, by `processes` kernels, `a_second` times a second each."""
 
     def cycle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         rt = runtime(url)
@@ -209,7 +209,7 @@ class Loop(NamedTuple):
 
     waits: Waits
     a_second: float
-    fairness: float  # the least served against the most served
+    fairness: float  # writes of the least served process, divided by those of the most served
 
 
 def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
@@ -252,12 +252,12 @@ def _all_at_once(crowd: list[Child]) -> list[Any]:
     return [child.answer() for child in crowd]
 
 
-# -- somebody keeps Python to itself ----------------------------------------------------------------------------------
+# -- kernels that keep the GIL ----------------------------------------------------------------------------------------
 
 
 def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> Waits:
-    """A kernel writes the book every 5 ms, while two others write it too and each keeps its own GIL for 200 ms at a
-    time."""
+    """The waits of a kernel that writes the book every 5 ms, while two other kernels write it too. Each of those holds
+    its own GIL for 200 ms at a time."""
 
     def hog(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         door = open_ledger(url)
@@ -301,15 +301,15 @@ def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> 
 
 
 class Recall(NamedTuple):
-    """From one kernel's request to its grant, while another's idle model of 1 GiB moves to its host memory."""
+    """The time from a kernel's request to its grant, while another kernel's idle 1 GiB model moves to host memory."""
 
     waits: Waits
-    copy: float  # median seconds of a plain preallocated copy of as many bytes, in the same process
+    copy: float  # median seconds of a preallocated copy of the same number of bytes, in the same process
     tensors: int
 
 
 def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> Recall:
-    """`busy`: the other kernel's main thread runs a pure-Python loop meanwhile."""
+    """Measures recalls. With `busy`, the other kernel's main thread runs a pure-Python loop meanwhile."""
 
     def idle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         import torch
@@ -342,7 +342,7 @@ def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> Recall:
         taken = []
         for _ in range(
             rounds + 1
-        ):  # the first is cold: the host's pages are touched for the first time
+        ):  # the first round is cold, since the host's pages are touched for the first time
             time.sleep(random.uniform(0.01, 0.1))
             began = time.monotonic()
             with rt.use("wanted", timeout=30):

@@ -1,8 +1,8 @@
-"""Swapping two models of llama.cpp of which one fits, against the engine's own start; and what a killed worker costs.
+"""The swap of two llama.cpp models, compared with the engine's own start; and the cost of a killed worker.
 
-The engine's own start is a bare process that imports llama_cpp and loads the same file in the same way. A swap drops
-the one model (its worker ends) and loads the other (a worker starts), leases and book included. In turn, so that noise
-meets both.
+Only one of the two models fits. The engine's own start is a bare process that imports llama_cpp and loads the same file
+in the same way. A swap drops one model (its worker ends) and loads the other (a worker starts), including leases and
+book. Both are measured alternately, so that noise affects both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def figures(rounds: int = 12) -> dict[str, float]:
             rt.register(name, str(file))
             rt.preload(
                 name
-            )  # its files are in the page cache from now on, and it has been measured
+            )  # from now on the files are in the page cache, and the model has been measured
         starts, swaps, died = [], [], []
         for turn in range(rounds):
             starts.append(_bare(files["ab"[turn % 2]]))

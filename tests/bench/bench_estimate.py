@@ -1,6 +1,6 @@
-"""The footprint of a 70B model from files that are not in the page cache: headers of real shape, weights as holes.
+"""The footprint of a 70B model from files that are not in the page cache. Headers are real; weights are file holes.
 
-The kernel is told to forget the pages (`POSIX_FADV_DONTNEED`) before each round; the directory entries stay known.
+Before each round the pages are dropped from the cache (`POSIX_FADV_DONTNEED`); directory entries stay cached.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def tensors() -> dict[str, tuple[int, ...]]:
 
 
 def shards(directory: Path) -> None:
-    """The directory of a sharded checkpoint whose files are as long as they say, and hold nothing but headers."""
+    """Makes a sharded checkpoint. Its files have the declared length, and contain only headers."""
     names = tensors()
     rows = list(names.items())
     each = -(-len(rows) // SHARDS)
@@ -117,7 +117,7 @@ def gguf(path: Path) -> None:
 
 
 def milliseconds(rounds: int = 15) -> dict[str, float]:
-    """Medians and the worst, for a directory of shards and for one GGUF file, cold and again at once."""
+    """Medians and maxima for a directory of shards and for one GGUF file, cold and then warm."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as home:
         directory, file = Path(home) / "shards", Path(home) / "m.gguf"
         directory.mkdir()

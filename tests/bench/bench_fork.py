@@ -1,4 +1,4 @@
-"""What a fork costs beside an idle runtime with 20 models, against the same process without one.
+"""The cost of a fork in a process with an idle runtime and 20 models, and in the same process without a runtime.
 
 The two processes fork in turn, so that both see the same machine.
 """
@@ -16,10 +16,10 @@ FORKS = 300
 
 
 def answer(url: str) -> None:
-    """In a process of its own: one fork for each line, and its two times in seconds."""
+    """Runs in a process of its own: for each line it forks once and prints the two times in seconds."""
     import gpu_runtime.runtime
 
-    if url:  # without one, no runtime
+    if url:  # without a URL there is no runtime
         rt = gpu_runtime.Runtime(devices="sim:2x24GiB,host:64GiB", ledger=url)
         for number in range(20):
             rt.register(f"m{number}", backend="fake", size="64MiB")

@@ -1,7 +1,7 @@
-"""What a day of history costs to read and to keep: `python -m tests.bench.bench_history`.
+"""The time to read a day of history, and its size on disk: `python -m tests.bench.bench_history`.
 
-Eight devices with 25 leases each, a moment of each every two seconds, written and thinned as the recorder does; and a
-journal that is full. Read as a chart of 600 points reads it.
+There are eight devices with 25 leases each, and a moment of each device every two seconds. They are written and thinned
+as the recorder does, and the journal is full. They are read as for a chart of 600 points.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICES, LEASES, ROUNDS = 8, 25, 15
 
 
 def figures() -> dict[str, float]:
-    """Milliseconds of the processor for one reading, the median; and what lies on the disk, in MiB."""
+    """The median processor time of one read in milliseconds, and the size on disk in MiB."""
     with tempfile.TemporaryDirectory(prefix="bench-history-") as place:
         record, journal, now = (
             Record(Path(place) / "history.db"),

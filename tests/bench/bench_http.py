@@ -29,7 +29,7 @@ from gpu_runtime import Runtime, samples
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 CONNECTIONS = 32
-# A pause before each request; with it, so many connections come to so many requests a second.
+# A pause before each request. It sets the number of requests a second for a number of connections.
 SCRIPT = """
 wrk.method, wrk.path = "POST", "/v1/chat/completions"
 wrk.body = '{body}'
@@ -61,17 +61,15 @@ class Server(NamedTuple):
 
 class Echo(NamedTuple):
     a_second: float
-    a_processor_second: (
-        float  # of the server alone: what a quiet machine would reach, with the client elsewhere
-    )
-    half_load: float  # requests a second, while the waits were measured
-    median: float  # seconds, at half the target
+    a_processor_second: float  # calls for each second of the server's processor time; the client's time is not counted
+    half_load: float  # requests a second while the latencies were measured
+    median: float  # latency in seconds at half the target
     p99: float
 
 
 @contextmanager
 def serving(directory: str) -> Iterator[Server]:
-    """`gpu serve` with a model that echoes and one that llama.cpp runs, from when it tells its URL."""
+    """`gpu serve` with an echo model and a llama.cpp model. The block begins when the server has printed its URL."""
     place = Path(directory)
     samples.gguf_lm(place / "writer.gguf", size="24 MiB")
     (place / "models.json").write_text(
@@ -109,7 +107,7 @@ def serving(directory: str) -> Iterator[Server]:
 
 
 def echo(server: Server, seconds: int = 10, target: float = 1000.0) -> Echo:
-    """As many calls as it takes, and how long each waits at half the target."""
+    """The largest number of calls a second, and the latencies at half the target."""
     connection = http.client.HTTPConnection(server.address)
     server.call(connection, model="echo").read()
     wrk(server, 2)
@@ -122,7 +120,7 @@ def echo(server: Server, seconds: int = 10, target: float = 1000.0) -> Echo:
 
 
 def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]:
-    """Requests a second, and waits in seconds by percentile. `a_second=0`: as many as can be."""
+    """Requests a second, and latencies in seconds by percentile. `a_second=0`: as many as possible."""
     pause = round(2000 * CONNECTIONS / a_second) if a_second else 0
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         body = json.dumps({"model": "echo", "messages": MESSAGES})
@@ -177,13 +175,13 @@ def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> di
                 answer = server.call(
                     connection, model="writer", stream=stream, max_tokens=count, temperature=0
                 )
-                while stream and answer.readline():  # word by word, as a program would
+                while stream and answer.readline():  # reads event by event, as a program would
                     pass
                 answer.read()
 
             for way in (direct, through):
                 way(4, True)
-            for _ in range(rounds):  # by turns, since other work on the machine comes and goes
+            for _ in range(rounds):  # alternately, since the load of the machine changes
                 for name, way in (("direct", direct), ("through", through)):
                     taken[name].append(_seconds(lambda way=way: way(most, True)))
                 for _ in range(8):
@@ -205,7 +203,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def figures() -> tuple[Echo | None, dict[str, float]]:
-    """Both; None where there is no `wrk`."""
+    """The results of `echo` and `overhead`; None for `echo` if `wrk` is not installed."""
     with tempfile.TemporaryDirectory() as directory, serving(directory) as server:
         return echo(server) if shutil.which("wrk") else None, overhead(
             server, Path(directory, "writer.gguf")

@@ -1,8 +1,8 @@
-"""What kernels cost that do nothing: 64 processes, each with a model, its monitor running, all in one SQLite book.
+"""The cost of idle kernels: 64 processes with a model and a running monitor each, on one SQLite book.
 
     python tests/bench/bench_idle.py [processes] [seconds]
 
-Processor time of all of them together, as the operating system counts it, over some seconds in which nobody acts.
+The figure is the processor time of all of them together, by the operating system, over some seconds without requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def percent_of_a_core(
     with tempfile.TemporaryDirectory() as directory:
         kernels = [_kernel(f"sqlite://{directory}/ledger") for _ in range(processes)]
         try:
-            time.sleep(settle_seconds)  # longer than the grace period: what follows a start is over
+            time.sleep(
+                settle_seconds
+            )  # longer than the grace period, so that the work after the start is done
             before = [_spent(kernel) for kernel in kernels]
             began = time.monotonic()
             time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""What an import costs, against `import torch` in the same run: every figure is a process of its own."""
+"""The time of an import, compared with `import torch` in the same run. Each import has a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transaction costs, beside what SQLite alone would take for the same bytes.
+"""The cost of a transaction, compared with SQLite alone for the same bytes.
 
     python -m tests.bench.bench_ledger
 
@@ -27,7 +27,7 @@ LEASES, OWNERS = 50, 5
 
 
 def fill(url: str, leases: int = LEASES, owners: int = OWNERS) -> list[Ledger]:
-    """Doors of several owners to one book, which holds so many leases."""
+    """Opens a ledger for each of several owners of one book, and fills the book with leases."""
     doors = [open_ledger(url, notebook="/home/ann/work/analysis.ipynb") for _ in range(owners)]
     for door in doors:
         held = tuple(
@@ -56,7 +56,7 @@ def fill(url: str, leases: int = LEASES, owners: int = OWNERS) -> list[Ledger]:
 
 
 def touch(door: Ledger) -> Callable[[], None]:
-    """A transaction as publishing makes it: one of this owner's leases changes."""
+    """A transaction that changes one of this owner's leases, as publishing does."""
 
     def decide(book: Book) -> tuple[Book, None]:
         lease = book.sections[door.owner.id].leases[0]
@@ -66,7 +66,7 @@ def touch(door: Ledger) -> Callable[[], None]:
 
 
 def bare_update(directory: Path, size: int) -> Callable[[], None]:
-    """The least that SQLite could do: one autocommit UPDATE of one row of that size."""
+    """The cheapest write of SQLite: one autocommit UPDATE of one row of that size."""
     db = sqlite3.connect(directory / "bare.db", isolation_level=None)
     db.execute("PRAGMA journal_mode=PERSIST")
     db.execute("PRAGMA synchronous=OFF")
@@ -86,7 +86,7 @@ def bare_update(directory: Path, size: int) -> Callable[[], None]:
 
 
 def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]:
-    """The median of each act, all taken in turn, so that a noisy moment meets them all."""
+    """The median of each act. The acts are measured alternately, so that noise affects all of them."""
     times: list[list[float]] = [[] for _ in acts]
     for _ in range(rounds):
         for act, taken in zip(acts, times, strict=True):
@@ -97,8 +97,8 @@ def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]
 
 
 def transaction_cost() -> dict[str, float]:
-    """Medians in µs: a bare UPDATE; a transaction of one owner; of two in turn (each reads what the other wrote);
-    a read of an unchanged book; a transaction in memory. And the ratio of the second to the first."""
+    """Medians in µs: a bare UPDATE; a transaction of one owner; transactions of two owners in turn (each reads the
+    other's write); a read of an unchanged book; a transaction in memory. Also the ratio of the second to the first."""
     with tempfile.TemporaryDirectory() as root:
         doors = fill(f"sqlite://{root}/ledger")
         remembered = fill("memory:bench")
@@ -136,7 +136,7 @@ def redis_cost() -> dict[str, float]:
 
 
 def crowd_cost(processes: int, seconds: float = 2.0, url: str = "") -> dict[str, float]:
-    """So many processes writing without pause: transactions a second in all, and what one waited at worst, in ms."""
+    """Transactions a second of all `processes`, which write without pause; and the longest wait of one, in ms."""
     with tempfile.TemporaryDirectory() as root:
         url = url or f"sqlite://{root}/ledger"
         doors = fill(url)
@@ -180,7 +180,7 @@ def _hammer(url: str, gate: object, results: object, seconds: float) -> None:
 
 
 def ring_cost() -> float:
-    """Median µs from a ring to the return of a wait in another door of this process."""
+    """Median µs from a notification to the return of the wait of another owner in this process."""
     with tempfile.TemporaryDirectory() as root:
         a, b = open_ledger(f"sqlite://{root}/ledger"), open_ledger(f"sqlite://{root}/ledger")
 

@@ -1,8 +1,8 @@
-"""How long a plan over many cards takes, and how close it comes to the best: `python -m tests.bench.bench_placement`.
+"""The time of a plan over many cards, and its distance from the best plan: `python -m tests.bench.bench_placement`.
 
-*A 70B model over eight cards* that 200 idle leases fill: beside it, in the same run, `accelerate.infer_auto_device_map`
-on the same model, a Llama built without data. *Random worlds*: small enough that every set of leases on every card can
-be tried; the bytes that our plans free, against the fewest that could have been freed.
+*A 70B model over eight cards*: the cards are full with 200 idle leases. `accelerate.infer_auto_device_map` is measured
+in the same run on the same model, a Llama without data. *Random worlds* are so small that every set of leases on every
+card can be tried. The bytes that our plans free are compared with the fewest bytes that could be freed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from gpu_runtime.scheduler.placement import PLACEMENTS
 from gpu_runtime.scheduler.plan import plan
 from tests.worlds import GIB, NOW, book, lease, request, world
 
-LAYERS, LAYER_BYTES, END_BYTES = 80, 1_711_292_416, 2_101_346_304  # of Llama 3 70B in bfloat16
+LAYERS, LAYER_BYTES, END_BYTES = (
+    80,
+    1_711_292_416,
+    2_101_346_304,
+)  # figures of Llama 3 70B in bfloat16
 HEADS = 64
 
 
@@ -37,7 +41,7 @@ def seventy_billion(layout: str = "balanced") -> Request:
 
 
 def eight_full_cards(leases: int = 200, seed: int = 0) -> tuple[Book, World]:
-    """Cards of 80 GB under idle models of one to five GB, of four owners; one in ten lies over two cards."""
+    """Cards of 80 GB, full with idle models of one to five GB of four owners; one in ten is split over two cards."""
     random = Random(seed)
     models = []
     for n in range(leases):
@@ -56,7 +60,7 @@ def eight_full_cards(leases: int = 200, seed: int = 0) -> tuple[Book, World]:
 
 
 def plan_seconds(layout: str, rounds: int = 30) -> float:
-    """Processor seconds of one whole plan, the median."""
+    """Median processor seconds of one plan."""
     page, there = eight_full_cards()
     wanted, taken = seventy_billion(layout), []
     for _ in range(rounds):
@@ -68,7 +72,7 @@ def plan_seconds(layout: str, rounds: int = 30) -> float:
 
 
 def accelerate_seconds(rounds: int = 5) -> float:
-    """The same of accelerate's map of the same model over the same cards, empty."""
+    """Median processor seconds of accelerate's map of the same model over the same cards, which are empty."""
     import torch
     from accelerate import infer_auto_device_map, init_empty_weights
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -101,8 +105,8 @@ def accelerate_seconds(rounds: int = 5) -> float:
 
 
 def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, World]]:
-    """One to three cards, up to eight idle leases on each; one in five lies over two. Loading again takes a second a
-    GiB."""
+    """One to three cards with up to eight idle leases each; one in five is split over two. Reloading takes a second
+    for each GiB."""
     random = Random(seed)
     while count:
         cards = random.randint(1, 3)
@@ -131,7 +135,7 @@ def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, Wor
 
 
 def ways_out(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
-    """Every set of leases whose leaving makes the room on some card."""
+    """Every set of leases whose eviction makes enough room on some card."""
     models, free = list(page.leases()), room(page, there)
     for count in range(1, len(models) + 1):
         for gone in itertools.combinations(models, count):
@@ -156,7 +160,7 @@ def freed_bytes(gone: tuple[Lease, ...]) -> int:
 
 
 def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
-    """Of those, where room is made on one card: none that displaces somebody while those unused for longer would do."""
+    """The sets of `ways_out` on one card that keep the order: if the least recently used are enough, only they leave."""
     models, free = list(page.leases()), room(page, there)
     for device in there.devices:
         on = sorted(
@@ -175,11 +179,11 @@ def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, .
 
 
 def excess(policy: str, worlds: int, seed: int = 0) -> dict[str, float]:
-    """Bytes that we free in all these worlds, as a multiple of an exact optimum; and how many leave, likewise.
+    """Bytes that our plans free in all these worlds, divided by an exact optimum; the same for evictions.
 
-    The optimum of `fewest-evictions` is the fewest bytes of all sets that have the fewest members. That of the others
-    is the fewest bytes within their law, that whoever was used last stays while others would do; `unbound` is that of
-    every set there is, in other words what keeping to the order of last use costs.
+    For `fewest-evictions`, the optimum is the fewest bytes of all sets with the fewest members. For the other policies,
+    it is the fewest bytes of all sets that keep the order of last use. `unbound` compares with the fewest bytes of all
+    sets: it shows the cost of keeping that order.
     """
     ours = best = unbound = count = fewest = 0
     for page, wanted, there in small_worlds(worlds, seed):

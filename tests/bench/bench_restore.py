@@ -1,4 +1,4 @@
-"""Offload and restore of a large module, beside a plain preallocated copy of as many bytes, in one run.
+"""Offload and restore of a large module, compared in one run with a preallocated copy of the same number of bytes.
 
 python -m tests.bench.bench_restore [GiB]
 """
@@ -33,7 +33,7 @@ class Figures(NamedTuple):
 
 
 def measure(gib: float = 2.0, layers: int = 300, rounds: int = 7) -> Figures:
-    """A module of that size in that many layers, moved and copied in turns; the first, cold round is not counted."""
+    """Alternately moves and copies a module of that size and number of layers. The first, cold round is left out."""
     width = int((gib * GIB / 4 / layers) ** 0.5)
     probe = open_probe(f"sim:{int(2 * gib * GIB)},host:{int(2 * gib * GIB)}")
     backend, spec = open_backend("torch", probe), ModelSpec("big", "torch")

@@ -1,7 +1,8 @@
-"""What serving costs and saves, HTTP left out: loads against first-come order, calls a second, tokens a second.
+"""The cost and the gain of serving, without HTTP: number of loads, calls a second, tokens a second.
 
-The order is compared twice on the same mixed trace: by a pure simulation of cards and loads, and with a real gateway
-over a real runtime whose loads take a while. First-come is the same machinery with the calls in order of arrival.
+Our order of calls and first-come order are compared on the same mixed trace, twice: by a pure simulation of cards and
+loads, and with a real gateway over a real runtime with slow loads. First-come order uses the same code, with the calls
+in order of arrival.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ URGENT = 1
 
 
 class Told(NamedTuple):
-    """What became of a trace."""
+    """The result of a trace."""
 
     loads: int
     longest_wait: float
-    overtaken_late: int  # calls before which one started that came after their ageing bound
-    against_bound: float  # the longest wait beyond one answer and one load, as a part of its call's own ageing bound
+    overtaken_late: int  # calls that were overtaken by a call that arrived after their ageing bound
+    against_bound: (
+        float  # the longest wait, less one answer and one load, divided by the call's ageing bound
+    )
 
 
 def trace(calls: int = 800, seed: int = 1) -> list[Waiting]:
-    """Calls of six models, some asked for more than others, in bursts as people and programs make them."""
+    """Calls of six models in bursts, as people and programs make them. Some models are called more often."""
     chance, now, made = random.Random(seed), 0.0, []
     while len(made) < calls:
         model = chance.choices(MODELS, weights=(6, 4, 3, 2, 2, 1))[0]
@@ -84,7 +87,7 @@ class World:
         self.waits: dict[int, float] = {}
 
     def step(self) -> bool:
-        """Everything that happens at the next moment; False at the end."""
+        """Simulates the events of the next moment. Returns False at the end."""
         times = [self.coming[-1].arrived] if self.coming else []
         if self.events:
             times.append(self.events[0][0])
@@ -120,7 +123,7 @@ class World:
                 return
 
     def find_room(self) -> bool:
-        """As the ledger would: a load takes the place of the model that was idle for longest. Whether one began."""
+        """Starts a load in place of the longest idle model, as the ledger would. Returns whether a load began."""
         before = self.loads
         for model in [model for model, done in self.loading.items() if done is None]:
             taken = len(self.warm) + sum(done is not None for done in self.loading.values())
@@ -128,7 +131,7 @@ class World:
                 (used, name) for name, used in self.warm.items() if not self.running[name]
             )
             if taken >= ROOM and not idle:
-                self.in_use[model] = frozenset(self.warm)  # as the ledger last told it
+                self.in_use[model] = frozenset(self.warm)  # as last read from the ledger
                 continue
             if taken >= ROOM:
                 del self.warm[idle[0][1]]
@@ -173,7 +176,7 @@ class World:
 
 
 def simulated() -> dict[str, Told]:
-    """Ours, and first-come order, on the same trace."""
+    """The results of our order and of first-come order on the same trace."""
     calls = trace()
     with mock.patch.object(ordering, "order", first_come):
         plain = simulate(calls)
@@ -207,7 +210,7 @@ def _runtime(directory: str, load_seconds: float = 0.0) -> Runtime:
 
 
 async def _closed(gateway: Gateway, calls: int, clients: int) -> float:
-    """Seconds for so many calls by clients who each ask again when they are answered: one model after another."""
+    """Seconds for this number of calls. Each client calls again when it has its answer, with the models in rotation."""
     chance, left = random.Random(1), iter(range(calls))
 
     async def client() -> None:
@@ -237,7 +240,7 @@ def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
 
 
 def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
-    """Loads and seconds of a mixed trace with loads of 20 ms, ours and in first-come order."""
+    """Number of loads and seconds of a mixed trace with loads of 20 ms, in our order and in first-come order."""
 
     async def work(gateway: Gateway) -> tuple[int, float]:
         seconds = await _closed(gateway, calls, clients)
@@ -250,7 +253,7 @@ def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
 
 
 def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
-    """Calls a second, and a second of processor time, of a warm echo engine; and what one call costs alone."""
+    """Calls of a warm echo engine for each second and each second of processor time; the time of a single call."""
 
     async def work(gateway: Gateway) -> dict[str, float]:
         gateway._rt.register("echo", backend="fake", size="1 GiB", model_type="llm")
@@ -279,8 +282,8 @@ def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
 
 
 def tokens(rounds: int = 9, most: int = 400) -> dict[str, float]:
-    """Tokens a second of a small real llama.cpp model, by its own methods and through the gateway; and what is added
-    to a short answer."""
+    """Tokens a second of a small real llama.cpp model, by its own methods and through the gateway; the time that the
+    gateway adds to a short answer."""
 
     async def run() -> dict[str, float]:
         with tempfile.TemporaryDirectory() as directory:
@@ -330,7 +333,7 @@ async def _compared(rt: Runtime, gateway: Gateway, rounds: int, most: int) -> di
         "direct, one": [],
         "through, one": [],
     }
-    for _ in range(rounds):  # by turns, since other work on the machine comes and goes
+    for _ in range(rounds):  # alternately, since the load of the machine changes
         taken["direct"].append(await asyncio.to_thread(direct, most))
         taken["through"].append(await through(most))
         for _ in range(5):
