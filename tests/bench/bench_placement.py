@@ -160,7 +160,7 @@ def freed_bytes(gone: tuple[Lease, ...]) -> int:
 
 
 def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
-    """The sets of `ways_out` on one card that keep the order: if the least recently used are enough, only they leave."""
+    """The sets of `ways_out` on one card that keep the order: the least recently used leave if they are enough."""
     models, free = list(page.leases()), room(page, there)
     for device in there.devices:
         on = sorted(
