@@ -1,4 +1,4 @@
-"""Runtimes on simulated devices, closed when their test ends; and a clock that a test moves by hand."""
+"""Runtimes on simulated devices, which are closed at the end of the test; and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def runtime() -> Iterator[Callable[..., Runtime]]:
-    """Makes runtimes: `runtime()` on a book of its own, `runtime(ledger=…)` where several share one."""
+    """Makes runtimes: `runtime()` has a book of its own; with `runtime(ledger=…)` several share a book."""
     made: list[Runtime] = []
 
     def make(**settings: Any) -> Runtime:
@@ -58,13 +58,13 @@ def fakes(rt: Runtime, **sizes: str) -> None:
 
 
 def where(rt: Runtime) -> dict[str, str]:
-    """Where each registered model lies."""
+    """The place of each registered model."""
     frame = rt.models()
     return dict(zip(frame["name"], frame["where"], strict=True))
 
 
 def claims(rt: Runtime) -> dict[str, int]:
-    """Bytes claimed on each device, zeros left out."""
+    """Bytes claimed on each device, without zeros."""
     return {
         view.device.id: view.claimed_bytes for view in rt.status().devices if view.claimed_bytes
     }

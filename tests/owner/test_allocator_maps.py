@@ -1,4 +1,4 @@
-"""The maps of allocators in the house: published calmly, told per process and card, and cured by the one path."""
+"""Maps of allocators: published at a slow pace, shown for each process and card, and improved by defrag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import fakes
 
 
 def holes(rt, count: int = 6) -> None:
-    """Leaves every second of these small models on its card: pieces of segments that nobody else can use."""
+    """Leaves every second of these small models on its card, so that parts of segments are unusable for others."""
     fakes(rt, **{f"adapter{index}": "3MiB" for index in range(count)})
     for index in range(count):
         rt.preload(f"adapter{index}")
@@ -32,7 +32,7 @@ def by_pid(frame) -> list[tuple]:
 
 
 def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
-    """Each process draws its own, and all see all."""
+    """Each process makes its own map, and all processes see all maps."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     holes(a)
     fakes(b, qwen="4GiB")
@@ -48,7 +48,7 @@ def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
 
 
 def test_unknown_is_not_zero(runtime, shared_book):
-    """A process that holds memory and has published no map has a row, and nothing in it is a figure."""
+    """A process that holds memory and has published no map has a row, and all its figures are unknown."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(b, qwen="4GiB")
     b.preload("qwen")
@@ -76,7 +76,7 @@ def test_the_frame_tells_what_defragmenting_would_give(runtime):
 
 
 def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
-    """The first change is told at once, those that follow together, and no change not at all."""
+    """The first change is published at once, and later changes together. Without a change, nothing is published."""
     rt = runtime(ledger=shared_book, monitor=False, clock=clock)
     fakes(rt, a="1GiB", b="1GiB")
     assert not rt._session.maps.publish()
@@ -91,7 +91,7 @@ def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
 
 
 def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
-    """A training loop allocates all the time: drawing takes at most a hundredth of its own."""
+    """A training loop allocates all the time. Making maps takes at most 1 % of its time."""
     rt = runtime(monitor=False, clock=clock)
     fakes(rt, a="1GiB", b="1GiB")
     times = iter([0.0, 0.5, 1.0, 1.5])
@@ -126,7 +126,7 @@ def kept_cache(rt, size: str) -> None:
 
 
 def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
-    """By its number or by a model of its: the one path, and its answer says what came free."""
+    """The process is named by its pid or by one of its models. Its answer has the freed bytes."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="1GiB")
     a.preload("qwen")
@@ -135,7 +135,9 @@ def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
         done = b.defrag(name, timeout=20)
         assert (done.done, done.bytes) == (True, 64 * MIB)
         assert done.because.startswith(f"pid {os.getpid()}: 64.0 MiB came free")
-        assert [one.inactive_bytes for one in b.allocator_maps()] == [0]  # told before it answered
+        assert [one.inactive_bytes for one in b.allocator_maps()] == [
+            0
+        ]  # published before the answer
 
 
 def test_all_processes_are_asked_where_none_is_named(runtime, shared_book):
@@ -150,7 +152,7 @@ def test_all_processes_are_asked_where_none_is_named(runtime, shared_book):
 
 
 def test_who_is_silent_is_told_and_does_not_hold_up_the_others(runtime, shared_book):
-    """One time-out for all of them; the ask stands, and is obeyed when that process comes to itself."""
+    """All processes share one time-out. The request stays, and is carried out when that process runs again."""
     a, b, c = (runtime(ledger=shared_book, monitor=False) for _ in "abc")
     for rt, name in ((a, "qwen"), (b, "llama")):
         fakes(rt, **{name: "1GiB"})
@@ -169,7 +171,7 @@ def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book)
 
 
 def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_book):
-    """One's own as another's; what gave nothing back is no news."""
+    """This applies to the own process and to others. A defragmentation that frees nothing is no event."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="1GiB")
     a.preload("qwen")

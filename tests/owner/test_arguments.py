@@ -1,8 +1,8 @@
 """Any value for any argument: an error in one sentence, or a book that every process can decode.
 
-One loose argument used to cost the box its memory: what one process wrote as it was given, no other
-could decode, so its lease vanished and its bytes were granted again. The methods and their
-parameters are found by introspection, so that a new one without a rule fails here.
+Before, an unchecked argument could break all processes. One process wrote it into the book, no other
+could decode that, so the lease vanished and its bytes were granted again. The methods and their
+parameters are found by introspection, so a new parameter without a rule fails here.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_every_public_method_is_tried():
 
 @pytest.mark.parametrize("method", [*PLAIN, "__init__"])
 def test_every_parameter_has_a_rule(method):
-    """Else `checked` could not know what it may be; a new parameter needs a line in the table."""
+    """Without a rule, `checked` cannot check a parameter. A new parameter needs a line in the table."""
     function = inspect.unwrap(getattr(Runtime, method))
     assert set(rules_of(function)) == set(parameters(function))
 
@@ -283,7 +283,7 @@ def test_any_values_of_any_options_are_an_error_or_a_lawful_book(backend, option
 @example(option="x" * MANY)
 @example(option="contxt_length")
 def test_an_option_without_a_rule_is_refused_with_the_nearest_name(option):
-    """`contxt_length=8192` was swallowed, and reserved nothing."""
+    """Before, `contxt_length=8192` was ignored, and nothing was reserved."""
     if option in OPTIONS or option in RULES:
         return
     with box() as rt:

@@ -1,4 +1,4 @@
-"""What was decided and why, what else was considered, and who had asked."""
+"""Decisions with their reasons, the other candidates, and the requester."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
 
 
 def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
-    """The page is read and written by everybody; the journal by who wants to know."""
+    """All processes read and write the page, so it must be small. The journal is read only on request."""
     rt = runtime(devices="sim:8x20GiB,host:64GiB")
     fakes(rt, a="12GiB")
     rt.preload("a")
@@ -96,7 +96,7 @@ def test_a_journal_tells_the_latest_of_those_that_are_asked_for(tmp_path, on_dis
 
 @pytest.fixture
 def two(runtime, shared_book):
-    """A kernel that holds a model, and a console beside it."""
+    """A kernel that holds a model, and a console in another process."""
     kernel, console = runtime(ledger=shared_book), runtime(ledger=shared_book)
     fakes(kernel, qwen="10GiB")
     kernel.preload("qwen")
@@ -104,7 +104,7 @@ def two(runtime, shared_book):
 
 
 def test_what_a_console_asks_is_told_with_the_person_before_it(two):
-    """Each of its visitors acts in a thread of their own."""
+    """Each visitor of the console acts in a thread of their own."""
     kernel, console = two
     process = f"{console.status().owner.user}, {console.status().owner.label}"
     ann = f"ann, console ({process})"
@@ -149,7 +149,7 @@ def test_what_a_notebook_does_for_itself_has_nobody_else_to_name(runtime):
 
 
 def test_what_was_asked_in_vain_is_told(two):
-    """Whoever clicked; and once, though the asker looked several times whether it is still in use."""
+    """The event names the person who clicked. There is one event, although the state was checked several times."""
     kernel, console = two
     with kernel.use("qwen"), console.on_behalf_of("ann"), pytest.raises(StillInUse):
         console.evict("qwen")

@@ -1,4 +1,4 @@
-"""The report that people paste: it says what is there, stands where something is broken, and holds no secrets."""
+"""The report of `gpu doctor`: it is complete, works even if a part fails, and contains no secrets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_it_names_the_last_refusals_and_what_is_drained(runtime):
 
 @pytest.mark.parametrize("secret", ["s3cretpassw0rd", "hf_abcdefghijklmnopqrstuvwxyz"])
 def test_no_password_and_no_token_is_in_it(runtime, environment, secret):
-    """Of an address, of a setting, or in what was said of a refusal."""
+    """Secrets can be in a URL, in a setting, or in the reason of a refusal."""
     rt = runtime(devices="sim:16GiB")
     environment.setenv("HF_TOKEN", secret)
     rt._session.ledger.url = f"redis://ops:{secret}@box:6379/0?password={secret}"

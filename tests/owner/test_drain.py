@@ -1,4 +1,4 @@
-"""`drain`, from Python: what leaves at once, what later, who may, and that it outlives whoever said so."""
+"""`drain` from Python: which leases leave at once or later, which users may drain, and how long a drain lasts."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_device_that_there_is_not_is_named(runtime):
 
 @pytest.fixture
 def as_user(monkeypatch):
-    """Whose runtimes are opened from now on, on one ledger in memory."""
+    """Sets the user of the runtimes that are opened from now on, on one ledger in memory."""
 
     def become(user):
         def opened(url, **options):

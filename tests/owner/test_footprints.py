@@ -1,4 +1,4 @@
-"""What is learnt from loading and using models, on cards that a test makes up."""
+"""Measurements of loads and uses of models, on cards that the tests simulate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADER = Evidence(10 * GIB, "safetensors header", fingerprint="f", config=CONFIG
 
 
 class Box:
-    """A probe and a backend that answer what the test says."""
+    """A probe and a backend with results that the test sets."""
 
     def __init__(self, devices=CARDS):
         self.devices, self.held, self.context, self.beyond = devices, {}, {}, {}
@@ -83,7 +83,7 @@ WEIGHTS = ("weights", 10 * GIB, "safetensors header")
 
 
 def test_the_first_model_of_a_process_on_a_card_brings_the_context(box):
-    """Once a process and card: from then on it stands in the book as residue, and would count twice."""
+    """The context counts once for each process and card. Later it is residue in the book, and must not count twice."""
     assert box.parts() == [WEIGHTS, ("context", CONTEXT_BYTES, "typical")]
     box.held = {"cuda:0": 500 * MIB, HOST: 9 * GIB}
     assert box.parts() == [WEIGHTS] == box.parts("cuda:0")
@@ -95,7 +95,7 @@ def test_simulated_cards_have_no_context():
 
 
 def test_a_context_is_believed_when_two_looks_agree(box):
-    """The driver's figures are late: in the middle of a load they belong to no moment."""
+    """The driver's figures are late. During a load they do not match any moment."""
     for seen, expected in (
         (130, CONTEXT_BYTES),
         (420, CONTEXT_BYTES),
@@ -132,7 +132,7 @@ def test_the_peak_of_a_load_is_remembered(box):
 
 
 def test_a_peak_that_nothing_tells_is_unknown(box):
-    """Not zero, and not the resident bytes."""
+    """An unknown peak is not zero, and not the resident bytes."""
     box.load(9.5)
     assert peak(box) is None and not any(
         "peak" in note for note in box.sizing.footprint(box.resident).notes
@@ -140,7 +140,7 @@ def test_a_peak_that_nothing_tells_is_unknown(box):
 
 
 def test_a_higher_peak_in_use_is_remembered_where_no_other_model_was_used(box):
-    """Otherwise torch's count could be another's; storages that grew are its own in any case."""
+    """Otherwise torch's peak could be that of another model. Larger storages belong to this model in any case."""
     box.beyond = {"cuda:0": 1 * GIB}
     box.load(9)
     box.beyond = {"cuda:0": 4 * GIB}
@@ -168,7 +168,7 @@ def test_a_lower_peak_of_a_later_load_does_not_hide_a_higher_one(box):
 
 
 def test_a_loaded_model_is_as_large_as_it_is_and_keeps_its_room_for_use(box):
-    """Whatever was declared; and its source may have gone."""
+    """The declared size does not matter, and the source may be deleted."""
     box.resident.spec = ModelSpec("qwen", "transformers", "/qwen", size=20 * GIB)
     box.load(9)
     assert box.parts() == [("weights", 9 * GIB, "measured")]

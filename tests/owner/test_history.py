@@ -1,5 +1,4 @@
-"""How the devices were used over the last day: what is kept, what is shown of it, and what becomes of a damaged
-file."""
+"""The use of the devices over the last day: the recorded moments, the moments of a chart, and damaged files."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ days = st.lists(
 def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
     tmp_path_factory, rows, most, seconds
 ):
-    """However few moments it is given for however many there are."""
+    """This holds for any number of recorded moments and any limit of the chart."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
     assert record.append(told)
@@ -73,7 +72,7 @@ def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
 
 @given(days)
 def test_thinning_keeps_every_peak_and_forgets_yesterday(tmp_path_factory, rows):
-    """At whatever times it is done; and what is young is not touched."""
+    """This holds for any times of thinning. Recent moments are not changed."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
     record.append(told)
@@ -105,7 +104,7 @@ def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
 
 
 def test_a_chart_that_moves_on_does_not_flicker(record):
-    """Of the moments that two looks have in common both show the same."""
+    """For the time that two charts have in common, both show the same moments."""
     record.append(moment(WALL - ago, ago * 7919 % 100) for ago in range(3600))
     one, other = (
         [
@@ -119,7 +118,7 @@ def test_a_chart_that_moves_on_does_not_flicker(record):
 
 
 def test_there_is_always_the_moment_of_now(runtime):
-    """Where nothing was recorded, too, as in a ledger in memory."""
+    """It is there even without any record, as in a ledger in memory."""
     rt = runtime()
     fakes(rt, qwen="10GiB")
     rt.preload("qwen")
@@ -155,7 +154,7 @@ def test_a_line_of_no_points_is_refused_and_one_of_one_is_now(runtime):
 
 
 def test_real_cards_are_recorded_as_they_were_measured():
-    """By their UUID; one that does not answer is a gap, and no zero."""
+    """Cards are identified by UUID. A card that does not answer has a gap, not a zero."""
     page = book(
         lease("a", cuda0=4),
         lease("b", cuda1=2),
@@ -191,7 +190,7 @@ def test_real_cards_are_recorded_as_they_were_measured():
 
 
 def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_path):
-    """Without a section in the book, and without a word there."""
+    """The recorder has no section in the book and writes nothing there."""
     rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
     fakes(rt, qwen="10GiB")
     rt.preload("qwen")
@@ -210,7 +209,7 @@ def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_pa
 
 
 def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
-    """Somebody holds the file; the moments wait, and only so many of them."""
+    """Another process has locked the file. A limited number of moments is kept until it can be written."""
     record.append([moment(WALL - 10)])
     keeper = Recorder.__new__(Recorder)
     keeper._record, keeper._unwritten = record, [moment(WALL - 5)]
@@ -306,7 +305,7 @@ def test_a_shared_ledgers_history_is_its_groups_and_a_private_ones_nobody_elses(
 
 
 def test_a_reader_who_may_not_write_reads(record):
-    """A copy, or a mount that is read-only; no file is made beside it."""
+    """The file is a copy, or on a read-only mount. No further file is made in its directory."""
     record.append([moment(WALL)])
     record.path.chmod(0o400)
     record.path.parent.chmod(0o500)
@@ -321,7 +320,7 @@ def test_a_reader_who_may_not_write_reads(record):
 
 
 def _as_nobody(program: str) -> str:
-    """What it prints in a process that has none of root's powers, where the test is root's."""
+    """The output of `program` in a process without root's capabilities, even if the test runs as root."""
 
     def renounce() -> None:
         if os.geteuid() == 0:

@@ -1,4 +1,4 @@
-"""A kernel that does nothing costs next to nothing, and misses nothing for it."""
+"""An idle kernel costs almost nothing, and still notices every change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu_runtime.owner.maintenance import LOOKS_PER_SECOND
 from gpu_runtime.owner.monitor import promptly
 from tests.owner.conftest import claims, fakes, where
 
-LONG = 64 / LOOKS_PER_SECOND  # seconds between two looks in a crowd of 64
+LONG = 64 / LOOKS_PER_SECOND  # seconds between two reads of the book with 64 kernels
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
 def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(
     crowd, monkeypatch, clock
 ):
-    """Its begin rings for a monitor that sleeps long; what the monitor says then is what it would say anyway."""
+    """The start of a cell wakes a monitor that sleeps long. The monitor then publishes as usual."""
     rt = crowd[5]
     kernel = rt._session.activity = Activity(clock)
     kernel.watchers.add(rt._session.cell_began)
@@ -102,7 +102,7 @@ def _told(ledger, rt):
 
 
 def test_nobody_sleeps_long_while_anybody_waits(crowd):
-    """A request may be answered by time alone, and every owner may be asked."""
+    """The verdict on a request may change with time alone, and every owner may get a request."""
     ledger = crowd[0]._session.ledger
     wish = Ticket("k", ledger.owner.id, "use", "big", 0.0, 0.0)
     ledger.transact(lambda book: (book.with_ticket(wish), None))
@@ -113,8 +113,8 @@ def test_nobody_sleeps_long_while_anybody_waits(crowd):
 
 @pytest.mark.parametrize("dead", [6, 40])
 def test_every_death_is_noticed_by_somebody(crowd, dead):
-    """By the one before it in the row at its next look, and by each of the others in turn."""
-    crowd[dead]._session.ledger.close()  # gone without a word
+    """The owner before it in the list notices it at its next tick, and each of the others later."""
+    crowd[dead]._session.ledger.close()  # ends without removing its section
     gone = crowd[dead]._session.me
     book = crowd[0]._session.ledger.read()
     row = sorted(book.sections)
@@ -137,7 +137,7 @@ def test_a_death_is_noticed_though_the_one_before_it_is_dead_too_or_stopped(crow
 
 
 def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
-    """Two system calls tell; and whatever is written after that is seen at once."""
+    """Two system calls show that it is unchanged. A later write is noticed at once."""
     mine, other = (
         open_ledger(f"sqlite://{tmp_path}/ledger"),
         open_ledger(f"sqlite://{tmp_path}/ledger"),
@@ -166,13 +166,13 @@ def _noted(book, count):
 
 
 def _as_if_long_ago(ledger):
-    """Written a second ago, for whom a moment ago is too lately to be relied on."""
+    """Sets the time of the last write to a second ago, since the time of a very recent write is not reliable."""
     stat = os.stat(ledger.path)
     os.utime(ledger.path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
 
 
 def test_the_monitor_gets_the_interpreter_promptly_and_gives_it_back():
-    """Each of the sixty calls of a recall would else wait 5 ms for a main thread in a pure-Python loop."""
+    """Otherwise each of the sixty calls of a recall would wait 5 ms for a main thread in a pure-Python loop."""
     usual = sys.getswitchinterval()
     with promptly:
         with promptly:

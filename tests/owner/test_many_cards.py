@@ -37,7 +37,7 @@ def test_move_switches_a_models_card_and_says_why(runtime):
 
 
 def test_a_move_may_go_over_several_cards_and_come_back(runtime):
-    """Its bytes lie where the shares say, also in the allocators: the account of each card is exact."""
+    """Its bytes are on the cards of its shares, also in the allocators. The count of each card is exact."""
     rt = runtime(devices=FOUR)
     fakes(rt, qwen="6GiB")
     rt.preload("qwen")
@@ -125,7 +125,7 @@ def test_another_processes_model_is_asked_for_and_the_asker_is_told(runtime, sha
 
 
 def test_a_call_meanwhile_waits_and_never_runs_half_moved(runtime):
-    """A user who comes while the bytes travel is let in when they have arrived."""
+    """A call during the move waits until all bytes have arrived."""
     rt = runtime(devices=FOUR)
     travelling, go_on, seen = threading.Event(), threading.Event(), []
 
@@ -176,7 +176,7 @@ def accelerated(runtime):
 
 
 def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerated, llama):
-    """No card has room for it whole. A call on a kept reference brings it back first, wherever that is by then."""
+    """No card can hold the whole model. A call on a kept reference first restores it, perhaps to other cards."""
     import torch
 
     from tests import simgpu

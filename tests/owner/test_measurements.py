@@ -1,4 +1,4 @@
-"""What was measured is remembered beyond the boot, believed of the very same source alone, and never in the way."""
+"""Measurements are kept over a reboot, count only for the same source, and never cause an error."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_file_too_large_to_be_ours_is_not_read(path, caplog):
 
 
 def test_where_it_cannot_be_written_it_is_remembered_in_this_process(tmp_path, caplog):
-    """A full disk or a file in the way costs a line in the log, once."""
+    """A full disk, or another file of that name, is logged once."""
     (tmp_path / "file").write_text("")
     known = Measurements(tmp_path / "file" / "measured.json")
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_processes_that_write_at_once_lose_nothing_of_each_other(path):
 
 
 def test_the_file_does_not_grow_without_end(path, monkeypatch):
-    """Whoever was measured longest ago goes first."""
+    """The oldest measurement is removed first."""
     monkeypatch.setattr(measurements, "KEPT", 3)
     known = Measurements(path)
     for number in (1, 2, 3, 1, 4):
@@ -150,7 +150,7 @@ def test_the_file_does_not_grow_without_end(path, monkeypatch):
 
 @pytest.fixture
 def box(runtime, tmp_path):
-    """A runtime on a ledger that outlives it; called again, the next kernel of that user."""
+    """A runtime on a ledger that stays after its end; the next call makes the user's next kernel."""
     return lambda: runtime(
         devices="sim:64MiB,host:64MiB",
         ledger=f"sqlite://{tmp_path}/ledger",
@@ -163,7 +163,7 @@ def weights(plan):
 
 
 def test_the_next_kernel_goes_by_what_the_first_one_measured(box, tmp_path):
-    """And says so, until the files change."""
+    """The plan names the measurement as its source, until the files change."""
     directory = tiny_models.causal_lm(tmp_path / "writer")
     with box() as rt:
         rt.register("writer", directory)
@@ -199,7 +199,7 @@ def test_a_declared_size_wins_over_what_was_measured(box, tmp_path):
 
 
 def test_what_a_factory_made_is_known_again_by_its_own_registration_alone(box):
-    """Live Python has no fingerprint."""
+    """A live Python object has no fingerprint."""
     import torch
 
     rt = box()

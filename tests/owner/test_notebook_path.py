@@ -1,4 +1,4 @@
-"""Which notebook a kernel runs: each front end says it in its own way, some only after the kernel has started."""
+"""The notebook of a kernel: each front end publishes it differently, some only after the kernel has started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpu_runtime.safe_text import LONGEST_NAME, LONGEST_PATH
 
 @pytest.fixture
 def names(monkeypatch):
-    """The names of a notebook's own; empty at first."""
+    """The namespace of the notebook; it is empty at first."""
     shell = SimpleNamespace(user_ns={})
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
@@ -45,7 +45,7 @@ def test_what_is_no_path_is_not_taken_for_one(names):
 
 
 def test_a_path_that_comes_late_is_taken_up(names, runtime):
-    """Within a second, by the monitor; everybody sees it then."""
+    """The monitor publishes it within a second, and then all processes see it."""
     rt = runtime(monitor=False)
     rt.register("a", backend="fake", size="1GiB")
     rt.preload("a")
@@ -60,7 +60,7 @@ LATIN_1 = os.fsdecode(b"/home/jos\xe9/caf\xe9.ipynb")
 
 
 def require_decodable(owner):
-    """What this owner writes, every other process can read."""
+    """Checks that every other process can read this owner's record."""
     section = Section(owner)
     assert decode_section(encode(section)) == section
 

@@ -52,7 +52,7 @@ def by_hand(held: Any) -> tuple[Any, Any]:
 
 
 def of_the_class(held: Any) -> tuple[Any, Any]:
-    """As PEP 343 spells the `with` statement."""
+    """Enters a block as PEP 343 defines the `with` statement."""
     kind = type(held)
     return lambda: kind.__enter__(held), lambda: kind.__exit__(held, None, None, None)
 
@@ -111,8 +111,8 @@ def in_use(rt: Runtime) -> int:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_block_is_held_from_its_entry_to_its_exit_in_whatever_way_it_is_entered(rt, deed, way):
-    """Entered by hand, the pin lasted until the object was collected; after a look at `__exit__`
-    there was none at all."""
+    """Before, a pin that was entered by hand lasted until the object was collected. If `__exit__` was read
+    first, there was no pin at all."""
     held = DEEDS[deed](rt)
     gc.disable()
     try:
@@ -247,7 +247,7 @@ def stopped_at(instruction: int, act: Callable[[], object]) -> BaseException | N
 
 @pytest.mark.parametrize("act", [plain, kept_in_a_variable, with_an_error])
 def test_an_interrupt_at_any_instruction_of_a_with_block_leaves_no_pin(rt, act):
-    """Not even while the notebook keeps the error, and with it every frame."""
+    """This holds even while the notebook keeps the error with all its frames."""
     instruction = 0
     gc.disable()
     try:
@@ -262,7 +262,7 @@ def test_an_interrupt_at_any_instruction_of_a_with_block_leaves_no_pin(rt, act):
 
 @pytest.mark.parametrize("way", [by_hand, stacked, delegated, generated])
 def test_an_interrupt_of_a_wrapped_block_leaves_a_pin_at_most_as_long_as_its_frames(rt, way):
-    """Where `__exit__` is never reached, nothing of ours can run before the error is forgotten."""
+    """If `__exit__` is never called, our code cannot run before the error is dropped."""
 
     def act() -> None:
         enter, leave = way(rt.use("m"))

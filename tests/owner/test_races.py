@@ -1,4 +1,4 @@
-"""Two threads, or the stop button, at the worst moment: each was met by a storm or a crowd once."""
+"""Two threads, or the stop button, at the worst moment. A stress test has found each of these cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_threads(*acts) -> list[threading.Thread]:
 
 
 def until(true, rt: Runtime) -> None:
-    """Waits for what the ledger will show, looking whenever somebody rings."""
+    """Waits until `true` returns True. It checks at every notification."""
     for _ in range(100):
         if true():
             return
@@ -31,7 +31,7 @@ def until(true, rt: Runtime) -> None:
 
 
 def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
-    """It asked while the model was on its way, and was then told for ever that it is there."""
+    """It requested the model during the other load. Before, it then got the same verdict for ever."""
     rt, begun, go = runtime(), threading.Event(), threading.Event()
 
     def slow(verb):
@@ -51,7 +51,7 @@ def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
 
 
 def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeypatch):
-    """It is installed by then: to drop it would leave an empty one, said to be on its device."""
+    """The model is installed by then. Dropping its bytes would leave an empty model that counts as loaded."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     resident = rt._session.residents["m"]
@@ -72,7 +72,7 @@ def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeyp
 
 
 def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime, monkeypatch):
-    """Not when the notebook forgets the traceback: its frames hold what had been loaded."""
+    """The bytes must not stay until the notebook drops the traceback, whose frames refer to them."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     backend = rt._session.residents["m"].backend
@@ -90,8 +90,8 @@ def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime,
 
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
-    """The thread that was to do it never started; its closure, kept by whoever keeps the error, knew
-    the key, and so the room stayed reserved."""
+    """The thread for the move never started. Its closure was kept with the error and referred to the key, so the
+    room stayed reserved."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     rt.preload("m")
@@ -110,7 +110,7 @@ def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
 
 
 def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch):
-    """Who presses the stop button presses it twice. What could not be withdrawn at once is at the next tick."""
+    """Users press the stop button twice. A ticket that could not be withdrawn at once is withdrawn at the next tick."""
     rt = runtime(monitor=False)
     fakes(rt, m="14GiB", other="14GiB")
 
@@ -139,7 +139,7 @@ def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch
 
 
 def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
-    """The console's button: the model may come back, and stay."""
+    """The console's button evicts once. After that, the model may return and stay."""
     asker, owner = (
         runtime(ledger=shared_book, eviction_grace_seconds=0, monitor=False) for _ in range(2)
     )
@@ -156,8 +156,8 @@ def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
 
 
 def stopped_at(call: int, act) -> BaseException | None:
-    """Acts, with a KeyboardInterrupt as that many functions of ours are entered, where the interpreter looks for one;
-    what came of it, frames and all, or None where it ended sooner."""
+    """Calls `act`, and raises a KeyboardInterrupt at the entry of our `call`-th function. Returns the error with its
+    frames, or None if `act` ended before that."""
     left = call
 
     def trace(frame, event, _):
@@ -185,7 +185,7 @@ def stopped_at(call: int, act) -> BaseException | None:
 def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monitor_has_looked(
     runtime, deed
 ):
-    """Not even while the notebook keeps the error: the `finally` that was to let a key go is a function's entry too."""
+    """This holds even while the notebook keeps the error: the `finally` that releases a key can be interrupted too."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB", n="3GiB")
     deeds = {

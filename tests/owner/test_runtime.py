@@ -1,4 +1,4 @@
-"""What a researcher meets: models that take turns, errors that help, a book that is always as it should be."""
+"""The runtime as a researcher uses it: models that replace each other, helpful errors, and a correct book."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .conftest import claims, fakes, where
 
 
 def test_two_models_that_do_not_fit_together_take_turns(runtime):
-    """The main job: the idle one steps aside to RAM by itself, and comes back when it is used."""
+    """The main case: the idle model is offloaded to RAM automatically, and restored when it is used."""
     rt = runtime()
     fakes(rt, qwen="14GiB", llama="10GiB")
     for name in ("qwen", "llama", "qwen"):
@@ -82,7 +82,7 @@ def test_nested_blocks_hold_both_models(runtime):
 
 
 def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
-    """It is carried by another thread; what does not fit beside it is refused, not waited for."""
+    """Another thread moves its bytes. A model that does not fit beside it is refused at once."""
     rt = runtime()
     fakes(rt, qwen="14GiB", llama="9GiB")
     rt.preload("qwen")
@@ -96,7 +96,7 @@ def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
 
 
 def test_the_runtime_of_the_process_is_one_and_can_be_asked_for_again(monkeypatch):
-    """Although a submodule has its name."""
+    """`gpu_runtime.runtime` is this function, although a submodule has the same name."""
     monkeypatch.setenv("GPU_LEDGER", "memory:")
     import gpu_runtime
     from gpu_runtime.runtime import Runtime
@@ -118,7 +118,7 @@ def test_a_hopeless_request_evicts_nothing(runtime):
 
 @pytest.mark.parametrize("ledger", ["memory:", "sqlite"])
 def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
-    """Two that wait in one process looked 6,000 times a second, each woken by the other's look."""
+    """Before, two waiting threads of one process read the book 6,000 times a second: each woke the other."""
     rt = runtime(
         monitor=False, ledger=ledger if ledger == "memory:" else f"sqlite://{tmp_path}/ledger"
     )
@@ -141,7 +141,7 @@ def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
             thread.join(30)
     assert (
         4 <= len(looks) <= 20
-    )  # each at the beginning, a second later and at the end; and at what the other began
+    )  # each thread: at its beginning, a second later, at its end, and when the other one begins
 
 
 def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
@@ -216,7 +216,7 @@ def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
 def test_many_threads_on_a_small_card_lose_nothing(runtime):
     rt = runtime(
         devices="sim:20GiB,host:200GiB", gpu_memory_max_percent=1.0
-    )  # RAM for all, also in passing
+    )  # enough RAM for all models, also during moves
     fakes(rt, **{f"m{i}": "6GiB" for i in range(6)})
     failures = []
 
@@ -244,7 +244,7 @@ def test_many_threads_on_a_small_card_lose_nothing(runtime):
 
 
 def broken(error):
-    """An origin for a fake: the load fails like this once its bytes are held."""
+    """An origin for a fake model: the load raises `error` after its bytes were allocated."""
 
     def hook(verb):
         if verb == "load":
@@ -275,7 +275,7 @@ def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
 
 
 def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holders(runtime):
-    """A verdict of the world: it measures and decides again, once, and then says who holds what."""
+    """The device is measured and the request decided again, once. Then the error names the holders."""
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     with rt.use("a"):
@@ -294,7 +294,7 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
 
 
 def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
-    """The book was mistaken about the card: what may go leaves it, and the second try has its room."""
+    """The book was wrong about the card. Idle models leave it, and the second try has enough room."""
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     rt.preload("a")
@@ -304,7 +304,7 @@ def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
 
 
 def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_declared_size(runtime):
-    """A size declared too small is then the likeliest cause."""
+    """The likeliest cause is then a declared size that is too small."""
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     rt.preload("a")
@@ -320,7 +320,7 @@ def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_decla
 
 
 def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
-    """Its size is known: it lay here before."""
+    """Its size is known from its earlier load."""
     rt = runtime()
     fakes(rt, a="5GiB")
     rt.preload("a")
@@ -343,7 +343,7 @@ def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
 def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
     runtime, monkeypatch, said, advised
 ):
-    """After such an error nothing works on the card in this process, whatever is tried next."""
+    """After such an error, every call on the card fails in this process."""
     rt = runtime()
     fakes(rt, m="3GiB")
 
@@ -376,7 +376,7 @@ def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, mo
 
 
 def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
-    """What was published may be a second old; whoever is to move a model looks at its pins again."""
+    """Published pins may be a second old, so they are checked again before a move."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     with rt.use("m"):
@@ -539,7 +539,7 @@ def test_the_limit_of_this_process_is_named_in_the_words_of_the_inference_servic
             "Loading 'b' (10.0GB) would exceed memory limit (10.0GB + 10.0GB > 16.0GB)"
         )
         assert "shorter context_length (its parts:  %gpu plan b)" in str(refused.value)
-    with rt.use("b"):  # a can leave now
+    with rt.use("b"):  # `a` can leave now
         assert where(rt)["a"] == "host"
     with pytest.raises(MemoryLimitExceeded), rt.use("c"):
         pass
@@ -641,7 +641,7 @@ def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
 
 
 def test_urgent_for_one_block_is_not_urgent_for_ever(runtime, shared_book):
-    """Its lease kept the importance of the block that had loaded it, and nobody could displace it any more."""
+    """Before, the lease kept the importance of the block that had loaded it, and no request could evict it."""
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")
     fakes(b, llama="14GiB")
@@ -723,7 +723,7 @@ def test_closing_gives_everything_back(runtime, shared_book):
     ],
 )
 def test_the_table_of_levels_applied_to_the_letter(runtime, clock, sizes, level, leaves):
-    """16,000 MB card, 14,400 usable, `GPU_RELIEF=always`."""
+    """The card has 16,000 MB, of which 14,400 are usable; `GPU_RELIEF=always` is set."""
     rt = runtime(devices="sim:16000MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
     fakes(rt, **sizes)
     with rt.use("a"):
@@ -873,7 +873,7 @@ def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tm
 
 
 def test_what_a_verb_answers_can_be_printed(runtime):
-    """In a script too: sentences, not the value's insides."""
+    """`print` in a script shows sentences, not the fields of the value."""
     rt = runtime()
     fakes(rt, qwen="14GiB")
     done = rt.preload("qwen")
@@ -932,7 +932,7 @@ def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
 
 
 def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_book, monkeypatch):
-    """It writes its journal once a second where much happens; the page has it at once."""
+    """With many events, the journal is written once a second. The book has them at once."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="3GiB")
     a.preload("qwen")
@@ -942,7 +942,7 @@ def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_bo
 
 
 def test_only_the_first_registration_writes_the_book(runtime, shared_book):
-    """The book is read by everybody; names lie beside it. With 4,000 models each took 1.1 ms."""
+    """All processes read the book, so names are in a file of their own. Before, with 4,000 models, each took 1.1 ms."""
     rt, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     fakes(rt, first="1GiB")
     before = other._session.ledger.read()

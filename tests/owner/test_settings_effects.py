@@ -1,4 +1,4 @@
-"""Every setting changes what it says it changes: one test each, and none without one."""
+"""Every setting has the documented effect. There is one test for each setting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpu_runtime.units import GIB
 from .conftest import claims, fakes, where
 
 PROVEN: set[str] = set()
-ELSEWHERE = {  # by tests with real servers
+ELSEWHERE = {  # settings that are tested with real servers
     "gpu_console_token": "faces/test_gate.py",
     "gpu_console_viewer_token": "faces/test_gate.py",
     "gpu_console_operators": "faces/test_login.py",
@@ -187,7 +187,7 @@ def test_which_card_a_model_goes_to(runtime):
 
 @proves("gpu_placement")
 def test_whose_eviction_is_the_fewest(runtime, clock):
-    """The two oldest would do, and so would one that was used since."""
+    """The two least recently used models are enough, and so is one model that was used later."""
     for placement, leave in (("best-fit", ["old", "older"]), ("fewest-evictions", ["large"])):
         rt = runtime(gpu_placement=placement, clock=clock, monitor=False)
         fakes(rt, older="5GiB", old="5GiB", large="11GiB", new="10GiB")
@@ -199,7 +199,7 @@ def test_whose_eviction_is_the_fewest(runtime, clock):
 
 @proves("gpu_split_margin_mb")
 def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
-    """20 GiB are to be had of each card: 19.5 less the margin, or nearly all of it."""
+    """Each card has 20 GiB. With the margin, a part may take 19.5 GiB; without it, nearly all."""
     for margin, granted in ((512, False), (0, True)):
         rt = runtime(
             devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_split_margin_mb=margin
@@ -210,7 +210,7 @@ def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
 
 @proves("gpu_split_overhead")
 def test_what_each_card_of_a_split_takes_beyond_its_part(runtime):
-    """Helix's ten percent: 15 GiB on each of two cards claim 16.5, and go on claiming it."""
+    """With Helix's ten percent, 15 GiB on each of two cards claim 16.5 GiB, also after the load."""
     rt = runtime(devices="sim:2x20GiB,host:64GiB", gpu_split_overhead=0.1)
     rt.register("big", backend="fake", size="30GiB", layout="balanced")
     rt.preload("big")
@@ -221,7 +221,7 @@ def test_what_each_card_of_a_split_takes_beyond_its_part(runtime):
 
 @proves("gpu_fraction_factor")
 def test_ndif_s_factor_in_the_place_of_the_estimate(runtime):
-    """2 GiB claim 6 where that is a small part of the card; 8 GiB would claim 24, and take the card whole."""
+    """2 GiB claim 6 GiB, which is a small part of the card. 8 GiB would claim 24 GiB, so they claim the whole card."""
     rt = runtime(
         devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_fraction_factor=3
     )
@@ -271,7 +271,7 @@ def test_when_pressure_evicts(runtime, clock):
     ],
 )
 def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
-    """At CRITICAL, MODERATE and HIGH: it stays until its time is up."""
+    """At CRITICAL, MODERATE and HIGH, the model stays until its idle time is over."""
     rt = runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False)
     fakes(rt, a=size)
     rt.preload("a")
@@ -301,7 +301,7 @@ def test_how_often_pressure_is_checked(runtime, clock):
 
 @proves("gpu_trust_remote_code")
 def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
-    """A directory whose configuration and class are code of its own."""
+    """The directory has a configuration and a class with code of its own."""
     from tests import tiny_models
 
     directory = tiny_models.causal_lm(tmp_path / "own")
