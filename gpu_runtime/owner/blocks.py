@@ -82,7 +82,7 @@ def lease_memory(
     rank = parse_importance(importance)
     seconds = None if timeout is None else parse_seconds(timeout)
     program = os.path.basename(session.owner.notebook or sys.argv[0]) or "python"
-    name = f"{purpose or printable(program, LONGEST_NAME)}#{session.new_block_number()}"
+    name = f"{purpose or printable(program, LONGEST_NAME)}#{session.blocks.new_number()}"
     return _Block(session, name, wanted_bytes, rank, seconds)
 
 

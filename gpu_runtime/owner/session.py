@@ -9,7 +9,6 @@ usual. Moves and drops run where no interrupt can cut them in half.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -48,10 +47,10 @@ from ..telemetry.measurements import Measurements
 from ..telemetry.timeline import Record
 from ..units import MIB
 from .allocator_maps import Maps
+from .block_table import Blocks
 from .footprints import Sizing
 from .keys import Key, Keys
 from .monitor import Breaker, Monitor
-from .pins import AnchorRef
 from .resident import Resident
 from .residue import residue
 
@@ -107,7 +106,7 @@ class Session:
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
 
         self.residents: dict[str, Resident] = {}
-        self.blocks: dict[str, tuple[Lease, AnchorRef]] = {}
+        self.blocks = Blocks()
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.lock = threading.Lock()  # guards residents and the monitor's start, never a load
@@ -119,7 +118,6 @@ class Session:
         self.keys = Keys(self.me)
         self.new_key, self.done_with = self.keys.new, self.keys.done_with
         self.uninterrupted = self.keys.uninterrupted
-        self._block_numbers = itertools.count(1)
         self.standing: dict[Key, Ask] = {}  # requests to other owners that no caller waits for
         self.users: dict[str, Asker] = {}  # what each user may request of this process
         self._torch_limits: dict[str, float] = {}  # card -> fraction that torch may allocate here
@@ -165,17 +163,13 @@ class Session:
             opened = AbsentBackend(name)  # type: ignore[assignment]
         return self.backends.setdefault(name, opened)
 
-    def new_block_number(self) -> int:
-        """The number of the next block of code."""
-        return next(self._block_numbers)
-
     # -- what this process knows of itself
 
     def truth(self) -> Truth:
         """What this process holds and does now, from which its section of the book is written."""
         residents = [r for r in list(self.residents.values()) if r.handle is not None]
         models = tuple(lease for r in residents if (lease := r.truth()) is not None)
-        blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor())
+        blocks = self.blocks.running(self._lift_torch_limit)
         engines = tuple(pid for resident in residents for pid in resident.engines)
         return Truth(
             self.owner,
@@ -434,6 +428,11 @@ class Session:
     def forget_torch_limit(self, card: str) -> None:
         """Forgets the cap on a card, because a block of code has lifted it."""
         self._torch_limits.pop(card, None)
+
+    def _lift_torch_limit(self, card: str) -> None:
+        """Lifts the cap of a block that was interrupted before it could."""
+        self.probe.bound(card, torch_limit.ALL)
+        self.forget_torch_limit(card)
 
     # -- the monitor
 
