@@ -7,7 +7,6 @@ Each public method is a docstring and one call into `owner/`. What is decided is
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import threading
 import time
@@ -40,7 +39,7 @@ from .facts import (
 )
 from .ledgers import host_config, open_ledger
 from .ledgers.access import journal_in
-from .ledgers.location import default_url
+from .ledgers.location import default_url, shared_url, slug_of
 from .owner import (
     acquire,
     blocks,
@@ -48,6 +47,7 @@ from .owner import (
     defragment,
     doctor,
     drain,
+    lost_owners,
     maintenance,
     migrate,
     operations,
@@ -71,7 +71,6 @@ from .telemetry.journal import Journal
 from .telemetry.measurements import Measurements, measurements_in
 from .telemetry.recorder import record_in
 from .threads import finish
-from .units import show_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -127,7 +126,8 @@ class Runtime:
         _runtimes.add(self)
 
     def _open(self) -> None:
-        known, slug = host_config.read(self.settings.gpu_config_file), _slug(self.probe)
+        known = host_config.read(self.settings.gpu_config_file)
+        slug = slug_of(self.probe.devices if self.probe.simulated else ())
         url = self.settings.gpu_ledger or shared_url(known.ledger, slug) or default_url(slug)
         ledger = open_ledger(url, notebook=notebook_path())
         try:
@@ -402,14 +402,21 @@ class Runtime:
         *,
         timeout: str | float | None = ASK_SECONDS,
         wait: bool = True,
+        lost: bool = False,
+        force: bool = False,
     ) -> Outcome:
         """Evicts the model: to host memory, or, where that is full, to nothing.
 
         Another process's model is named `qwen@4121`, or exactly by a LeaseId; its owner is asked and
         gets `timeout` seconds. Without `wait` the request is only written.
 
-        Raises StillInUse, UnknownModel, AmbiguousName, Busy.
+        With `lost`, `name` is the pid of a process that nothing proves alive or dead. The outcome
+        says what it holds; `force` ends its leases, for a person who knows that it has ended.
+
+        Raises StillInUse, UnknownModel, AmbiguousName, Busy, NotAllowed, GpuError.
         """
+        if lost:
+            return lost_owners.evict(self._session, str(name), force=force)
         return operations.evict(self._session, name, timeout=timeout, wait=wait)
 
     @checked
@@ -683,22 +690,3 @@ def _at_exit() -> None:
 
 os.register_at_fork(after_in_child=_in_child)
 atexit.register(_at_exit)
-
-
-def shared_url(ledger: str, slug: str) -> str:
-    """The URL of the machine's shared `ledger`; `slug` selects its part for simulated devices."""
-    return f"{ledger}/{slug}" if slug and ledger.startswith("sqlite:") else ledger
-
-
-def _slug(probe: Probe) -> str:
-    """A name for simulated devices of these sizes, so that each gets its own book; else empty."""
-    if not probe.simulated:
-        return ""
-    cards = [_compact(device.total_bytes) for device in probe.devices if not device.is_host]
-    groups = [f"{len(list(same))}x{size}" for size, same in itertools.groupby(cards)]
-    host = next((d for d in probe.devices if d.is_host and d.simulated), None)
-    return f"sim-{'-'.join(groups)}" + (f"-host{_compact(host.total_bytes)}" if host else "")
-
-
-def _compact(size: int) -> str:
-    return show_bytes(size).replace(" ", "")

@@ -152,8 +152,15 @@ _TABLE = (
     Verb(
         "evict",
         "moves an idle model off its device, to RAM if there is space",
-        lambda rt, args: rt.evict(args.name, **given(args, "timeout")),
-        (NAME, TIMEOUT),
+        lambda rt, args: rt.evict(args.name, **given(args, "timeout", "lost", "force")),
+        (
+            NAME,
+            TIMEOUT,
+            switch(
+                "--lost", "NAME is the pid of a process that may have ended: show what it holds"
+            ),
+            switch("--force", "with --lost: it has ended, so end its leases"),
+        ),
     ),
     Verb("restore", "moves a model from RAM back to its device", verb_acts.restore, (NAME,)),
     Verb(

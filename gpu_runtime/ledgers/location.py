@@ -5,11 +5,15 @@ Nothing here opens a ledger or creates a file.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
 from ..errors import BadSetting
+from ..facts import Device
+from ..units import show_bytes
 from .sqlite import files
 
 FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive a logout
@@ -81,3 +85,26 @@ def local_state() -> Path:
     if files.is_network(files.file_system_of(directory)):
         return FALLBACK / f"gpu-console-{os.geteuid()}"
     return directory
+
+
+def shared_url(ledger: str, slug: str) -> str:
+    """The URL of the machine's shared `ledger`; `slug` selects its part for simulated devices."""
+    return f"{ledger}/{slug}" if slug and ledger.startswith("sqlite:") else ledger
+
+
+def slug_of(simulated: Iterable[Device]) -> str:
+    """A name for `simulated` devices of these sizes, so that each gets its own book.
+
+    Empty if there are none.
+    """
+    devices = list(simulated)
+    cards = [_compact(device.total_bytes) for device in devices if not device.is_host]
+    if not cards:
+        return ""
+    groups = [f"{len(list(same))}x{size}" for size, same in itertools.groupby(cards)]
+    host = next((one for one in devices if one.is_host and one.simulated), None)
+    return f"sim-{'-'.join(groups)}" + (f"-host{_compact(host.total_bytes)}" if host else "")
+
+
+def _compact(size: int) -> str:
+    return show_bytes(size).replace(" ", "")

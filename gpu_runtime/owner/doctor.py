@@ -224,7 +224,7 @@ def _ledger(session: Session) -> Rows:
         private = "nobody: it is private to this user"
         rows.append(("file system", files.file_system_of(directory)))
         rows.append(("shared by", private if group is None else f"group {group}"))
-    dead = ledger.dead(book)
+    dead, lost = ledger.dead(book), ledger.unknown(book)
     owners = f"{len(book.sections)}" + (f", {len(dead)} of them dead" if dead else "")
     rows += [
         ("owners", owners),
@@ -236,6 +236,8 @@ def _ledger(session: Session) -> Rows:
         owner = section.owner
         me = " (this process)" if id == session.me else ""
         gone = ", dead" if id in dead else ""
+        if id in lost:
+            gone = f", nothing proves that it lives or has ended: gpu evict {owner.pid} --lost"
         value = f"{len(section.leases)} leases, user {owner.user}{me}{gone}"
         rows.append((owner.label, value))
     return rows

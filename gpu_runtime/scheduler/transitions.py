@@ -358,8 +358,10 @@ def resign(book: Book, owner: str) -> Book:
     return replace(book, quarantined=unread)
 
 
-def reap(book: Book, dead: Iterable[str], world: World) -> Book:
+def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Book:
     """The book without the owners `dead`, whose death is proven, with an event for each lease.
+
+    `said_by` is the person who declared that they have ended, if nothing else proves it.
 
     Their memory on real cards stays claimed by ghosts until a sample shows that the driver has freed
     it.
@@ -384,6 +386,7 @@ def reap(book: Book, dead: Iterable[str], world: World) -> Book:
                 "death",
                 f"{section.owner.label} ended; its memory is free {when}.",
                 size=lease.bytes,
+                by=said_by,
             )
     return book
 

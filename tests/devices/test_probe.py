@@ -14,7 +14,7 @@ from gpu_runtime.devices import drivers as cards
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed, UnknownDevice
 from gpu_runtime.facts import Device, Sample
-from gpu_runtime.runtime import _slug
+from gpu_runtime.ledgers.location import slug_of
 from gpu_runtime.units import GIB
 
 
@@ -47,7 +47,7 @@ def test_simulated_cards_of_different_sizes(text, gib):
 def test_each_set_of_simulated_cards_has_a_book_of_its_own():
     """Two processes with cards in another order must not share one book."""
     texts = ("24GiB+12GiB", "12GiB+24GiB", "2x24GiB+12GiB", "24GiB+2x12GiB", "2x24GiB", "24GiB")
-    slugs = [_slug(open_probe(f"sim:{text}")) for text in texts]
+    slugs = [slug_of(open_probe(f"sim:{text}").devices) for text in texts]
     assert len(set(slugs)) == len(texts)
     assert slugs[0] == "sim-1x24.0GiB-1x12.0GiB"
     assert slugs[4:] == ["sim-2x24.0GiB", "sim-1x24.0GiB"]

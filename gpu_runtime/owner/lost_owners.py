@@ -1,0 +1,77 @@
+"""Owners that nothing proves alive or dead, and their removal by a person who knows.
+
+Such an owner's lock file is missing or is another one, and its process is in another container or
+hidden. Nobody removes it by itself, because its memory may be in use.
+"""
+
+from __future__ import annotations
+
+from ..errors import GpuError, NotAllowed
+from ..facts import Book, Outcome, Section, World
+from ..scheduler import recall
+from ..scheduler import transitions as books
+from ..units import show_bytes
+from . import permissions, requests
+from .session import Session
+
+
+def evict(session: Session, process: str, *, force: bool) -> Outcome:
+    """What the lost process holds; with `force`, what came free as its leases ended.
+
+    `process` is its pid. Raises GpuError if it is not lost, NotAllowed.
+    """
+    book = session.ledger.read()
+    lost = _lost(session, book, process)
+    freed = sum(lease.bytes for section in lost for lease in section.leases)
+    holds = "; ".join(_what_it_holds(section) for section in lost)
+    if not force:
+        because = (
+            f"nothing proves that it has ended, or that it lives. {holds}. "
+            f"If you know that it has ended:  %gpu evict {process} --lost --force"
+        )
+        return Outcome(verb="evict", name=process, done=False, because=because)
+    for section in lost:
+        _require_allowed(session, section)
+    ids = [section.owner.id for section in lost]
+    session.ledger.declare_dead(ids)
+    said_by = requests.person(session) or session.owner.user
+    session.decide(lambda book, world: (_without(session, book, ids, world, said_by), None))
+    because = f"its leases were ended; {show_bytes(freed)} came free. {holds}"
+    return Outcome(verb="evict", name=process, done=True, because=because, bytes=freed)
+
+
+def _without(session: Session, book: Book, ids: list[str], world: World, said_by: str) -> Book:
+    """The book without those of `ids` that have not been proven alive meanwhile."""
+    return books.reap(book, session.ledger.dead(book).intersection(ids), world, said_by)
+
+
+def _lost(session: Session, book: Book, process: str) -> list[Section]:
+    """The sections of the lost process. Raises GpuError if there is none of that pid."""
+    unknown = session.ledger.unknown(book)
+    sections = [section for id, section in book.sections.items() if id in unknown]
+    found = [section for section in sections if str(section.owner.pid) == process.removeprefix("@")]
+    if found:
+        return found
+    known = ", ".join(sorted(section.owner.label for section in sections)) or "none"
+    raise GpuError(
+        f"process {process} is not lost: it is proven alive or dead, or holds nothing. "
+        f"Lost processes: {known}.\n"
+        f"  See who holds what:  %gpu status",
+        process=process,
+    )
+
+
+def _what_it_holds(section: Section) -> str:
+    held = [
+        f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where})" for lease in section.leases
+    ]
+    return f"{section.owner.label} holds {', '.join(held) or 'no lease'}"
+
+
+def _require_allowed(session: Session, section: Section) -> None:
+    """Raises NotAllowed unless this user runs that process, or is an operator."""
+    mine, owner = session.owner.user, section.owner
+    if owner.user == mine or permissions.asker(session, mine).operator:
+        return
+    because = recall.foreign(mine, "end the leases", "", owner)
+    raise NotAllowed(f"{because}.", name=str(owner.pid), because=because, user=mine)
