@@ -51,6 +51,11 @@ class Activity:
         self._ended = self._clock()
 
     @property
+    def running(self) -> bool:
+        """Whether a cell runs now."""
+        return bool(self._running)
+
+    @property
     def state(self) -> State:
         """Since when the oldest running cell runs, or when the last one ended.
 

@@ -135,11 +135,41 @@ _new_capsule.restype, _new_capsule.argtypes = (
 )
 
 
-def _storage_freed(card: int, raw: torch.Tensor) -> None:
+# A storage, by its address in C -> its card and its bytes. Freed storages are not in it.
+_held: dict[int, tuple[int, torch.Tensor]] = {}
+
+
+def _storage_freed(storage: int) -> None:
     with _lock:
+        if storage not in _held:
+            return
+        card, raw = _held.pop(storage)
         _cards[card].used_bytes -= raw.nbytes
         if raw.nbytes:
             del _backing[raw.data_ptr()]
+
+
+def _watch(storage: torch.UntypedStorage) -> None:
+    # Not DLPack's own deleter: it may run while an exception is raised, and Python must not run then.
+    # torch keeps a storage's Python object for as long as the storage exists.
+    weakref.finalize(storage, _storage_freed, storage._cdata).atexit = False
+
+
+_swap = torch.UntypedStorage._swap_data_ptr_
+
+
+def _swap_and_account(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchanges two data pointers, as torch does, and what this account knows of the two storages."""
+    with _lock:
+        _swap(one, other)
+        bytes_of_one, bytes_of_other = _held.pop(one._cdata, None), _held.pop(other._cdata, None)
+        for storage, held in ((one, bytes_of_other), (other, bytes_of_one)):
+            if held is not None:
+                _held[storage._cdata] = held
+                _watch(storage)
+
+
+torch.UntypedStorage._swap_data_ptr_ = _swap_and_account
 
 
 def _placed(raw: torch.Tensor, card: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -167,9 +197,9 @@ def _placed(raw: torch.Tensor, card: int, dtype: torch.dtype = torch.uint8) -> t
         tensor = torch._C._from_dlpack(
             _new_capsule(ctypes.addressof(_descriptor), b"dltensor", None)
         )
-        # Not DLPack's own deleter: it may run while an exception is raised, and Python must not run then.
-        # torch keeps a storage's Python object for as long as the storage exists.
-        weakref.finalize(tensor.untyped_storage(), _storage_freed, card, raw).atexit = False
+        storage = tensor.untyped_storage()
+        _held[storage._cdata] = card, raw
+        _watch(storage)
         return tensor
 
 

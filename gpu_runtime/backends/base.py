@@ -73,7 +73,10 @@ class Backend(Protocol):
         ...
 
     def drop(self, model: Any) -> None:
-        """Frees the bytes of `model`, also if user code still holds the object. Repeating is safe."""
+        """Frees the bytes of `model`, also if user code still holds the object. Repeating is safe.
+
+        Bytes that exist nowhere else stay with an object that user code holds, and are freed with it.
+        """
         ...
 
     def measure(self, model: Any) -> Shares:

@@ -78,6 +78,13 @@ class Use(Held):
             failures.finish_block(self._session, error, self._resident)
 
 
+class Call(Use):
+    """The block that a call of the model itself runs in."""
+
+    __slots__ = ()
+    is_call = True
+
+
 def call(session: Session, resident: Resident, restore: bool) -> Held:
     """The block that a call on a kept reference runs in.
 
@@ -91,7 +98,7 @@ def call(session: Session, resident: Resident, restore: bool) -> Held:
             name=resident.spec.name,
             where=resident.place.value,
         )
-    return Use(session, resident)
+    return Call(session, resident)
 
 
 def obtain(

@@ -189,7 +189,7 @@ def free_memory_after(session: Session, error: BaseException) -> None:
     """After an out-of-memory error in a block: evicts own idle models and frees cached blocks."""
     traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
     for resident in list(session.residents.values()):
-        if resident.place is not Place.HERE or resident.pins or resident.lease.keep:
+        if resident.place is not Place.HERE or resident.in_use() or resident.lease.keep:
             continue
         try:
             because = "the device ran out of memory while another model was in use."

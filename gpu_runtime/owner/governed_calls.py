@@ -1,8 +1,13 @@
-"""Calls of a governed module pin it while they run, and restore it first if it is away."""
+"""Calls of a governed module pin it while they run, and restore it first if it is away.
+
+So do calls of each of its parts, and the methods that read or replace all weights: a copy or a file of a
+model that is away would have no weights in it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import copyreg
 import functools
 import sys
@@ -11,23 +16,42 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from .training import Training, watch_steps
+
+_CALLS = ("__call__", "forward", "generate")
+# What reads or replaces weights. `_apply` is behind `to`, `half`, `cuda`, `share_memory` and others.
+_WHOLE = (
+    "state_dict",
+    "load_state_dict",
+    "save_pretrained",
+    "push_to_hub",
+    "resize_token_embeddings",
+    "_apply",
+    "__reduce_ex__",
+    "__deepcopy__",
+)
+
 
 class Governed(Protocol):
-    """What a call needs of the model: the block to run in, and whether a thread pins it."""
+    """What a call needs of the model: the block to run in, and whether a thread is in a call of it."""
 
     calling: Callable[[], Any]
+    training: Training
 
-    def pinned_by(self, thread: int) -> bool: ...
+    def called_by(self, thread: int) -> bool: ...
+
+    def is_dropped(self) -> bool: ...
 
 
 _governed: weakref.WeakKeyDictionary[Any, Governed] = weakref.WeakKeyDictionary()
 
 
 def govern_calls(value: Any, resident: Governed) -> None:
-    """Makes a call of the module `value`, its `forward` and its `generate` pin `resident`.
+    """Makes calls of the module `value`, and of its parts, pin `resident`.
 
     The module's class becomes a subclass of itself. An attribute on the instance would be simpler,
-    but a deep copy would carry it along and call the original's weights.
+    but a deep copy would carry it along and call the original's weights. A part that another resident
+    governs already stays with that one.
     """
     if hasattr(value, "_calls_under"):  # a proxy of ours pins by itself
         value._calls_under = resident.calling
@@ -35,20 +59,45 @@ def govern_calls(value: Any, resident: Governed) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
         return
-    if not hasattr(type(value), "_gpu_base"):
-        value.__class__ = _governed_class(type(value))  # type: ignore[arg-type]
-    _governed[value] = resident
+    watch_steps(_trained_by)
+    for part in list(value.modules()):
+        if part is value or _governed.get(part) is None:
+            _govern(part, resident)
+
+
+def _govern(module: Any, resident: Governed) -> None:
+    kind = type(module)
+    if "_gpu_base" not in vars(kind):
+        try:
+            module.__class__ = _governed_class(kind)  # type: ignore[arg-type]
+        except TypeError:  # its class allows no subclass, or no other class for its objects
+            return
+    _governed[module] = resident
 
 
 def release_calls(value: Any) -> None:
-    """Gives the module `value` its own class back; a proxy of ours no longer pins."""
+    """Gives the module `value` and its parts their own classes back; a proxy of ours no longer pins."""
     if hasattr(value, "_calls_under"):
         value._calls_under = contextlib.nullcontext
         return
-    base = getattr(type(value), "_gpu_base", None)
-    if base is not None:
-        value.__class__ = base
-        _governed.pop(value, None)
+    resident = _governed.get(value) if hasattr(type(value), "_gpu_base") else None
+    if resident is None:
+        return
+    for module, owner in list(_governed.items()):
+        if owner is resident:
+            del _governed[module]
+            if "_gpu_base" in vars(type(module)):
+                module.__class__ = type(module)._gpu_base
+
+
+def _trained_by(optimizer: Any) -> list[Any]:
+    """The models that have a parameter of `optimizer`."""
+    its = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found: dict[int, Any] = {}
+    for module, resident in list(_governed.items()):
+        if any(id(p) in its for p in module._parameters.values()):
+            found[id(resident)] = resident
+    return list(found.values())
 
 
 @functools.cache
@@ -58,40 +107,97 @@ def _governed_class(base: type) -> type:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "_gpu_base": base,
-        "__reduce_ex__": _reduce_as_base,
+        "_named_members": _read_when_here(base._named_members),  # type: ignore[attr-defined]
+        "zero_grad": _clearing(base.zero_grad),  # type: ignore[attr-defined]
     }
     # `__call__` as well as `forward`: hooks that move inputs to the model's card first look where
     # the model is.
-    for name in ("__call__", "forward", "generate"):
+    for name in _CALLS:
         original = getattr(base, name, None)
+        if callable(original):
+            body[name] = _pinning(original, noted=True)
+    own = {"__reduce_ex__": _reduce_as_base, "__deepcopy__": _copy_as_base}
+    for name in _WHOLE:
+        original = own.get(name) or getattr(base, name, None)
         if callable(original):
             body[name] = _pinning(original)
     return type(base.__name__, (base,), body)
 
 
-def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
-    is_forward = original.__name__ == "forward"
+def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[..., Any]:
+    """`original`, run while the model is on its device; `noted`: training continues from its result."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         resident = _governed.get(self)
-        if resident is None:  # a copy of a governed module is not governed
-            return original(self, *args, **kwargs)
-        if is_forward and resident.pinned_by(threading.get_ident()):
-            # The call that led here has pinned it: both are one use.
+        # A copy of a governed module is not governed. A call inside a call is the same use.
+        if resident is None or resident.called_by(threading.get_ident()):
             return original(self, *args, **kwargs)
         with resident.calling():
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            if noted:
+                resident.training.forwarded(result)
+            return result
 
     return call
 
 
+def _read_when_here(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`parameters`, `named_buffers` and the like. Tensors without bytes would read as zeros.
+
+    Only simulated cards have such tensors; on real ones a read raises. See `backends/pytorch/swap.py`.
+    """
+
+    @functools.wraps(original)
+    def members(self: Any, *args: Any, **kwargs: Any) -> Any:
+        resident = _governed.get(self)
+        if resident is not None and resident.is_dropped() and _lies_on_cpu(self):
+            with resident.calling():
+                pass
+        return original(self, *args, **kwargs)
+
+    return members
+
+
+def _lies_on_cpu(module: Any) -> bool:
+    """Whether the first tensor of `module` is a CPU tensor."""
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                return tensor.device.type == "cpu"
+    return False
+
+
+def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`zero_grad`, which ends a step of training."""
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        resident = _governed.get(self)
+        if resident is not None:
+            resident.training.stepped()
+        return result
+
+    return zero_grad
+
+
 def _reduce_as_base(self: Any, protocol: int) -> Any:
     """Pickles and copies the module as the class that the user wrote."""
-    governed = type(self)
+    kind = type(self)
+    # A library may have derived the object's class from ours, as parametrizations do.
+    governed: Any = next(base for base in kind.__mro__ if "_gpu_base" in vars(base))
     made, args, *rest = super(governed, self).__reduce_ex__(protocol)
-    if args and args[0] is governed and made is copyreg.__newobj__:  # type: ignore[attr-defined]
+    if args and args[0] is kind is governed and made is copyreg.__newobj__:  # type: ignore[attr-defined]
         # pickle requires the object's own class there, so rebuild without `__newobj__`.
         made = copyreg._reconstructor  # type: ignore[attr-defined]
         args = (governed._gpu_base, object, None)
     return made, args, *rest
+
+
+def _copy_as_base(self: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of the module, as the class that the user wrote."""
+    own = getattr(type(self)._gpu_base, "__deepcopy__", None)
+    if own is not None:
+        return own(self, memo)
+    return copy._reconstruct(self, memo, *self.__reduce_ex__(4))  # type: ignore[attr-defined]

@@ -61,7 +61,8 @@ def evict(
     resident = registry.find(session, target.name)
     began = session.clock()
     because = f"{target.name} was evicted by hand."
-    step = release.evict(session, resident, because, by=requests.person(session))
+    with resident.training.waived():
+        step = release.evict(session, resident, because, by=requests.person(session))
     if step is None:
         where = "host" if resident.place is Place.AWAY else "disk"
         return Outcome(

@@ -29,6 +29,18 @@ def thread_of(pin: AnchorRef) -> int:
     return entry[0]
 
 
+def called_by(pin: AnchorRef) -> int:
+    """The identifier of the thread whose call of the model the pin is; 0 if it is no call."""
+    entry: list[Any] = getattr(pin(), "__self__", [0])
+    held = entry[1] if len(entry) > 1 else None
+    return entry[0] if isinstance(held, Held) and held.is_call else 0
+
+
+def new_anchor() -> Anchor:
+    """An anchor for a use that ends when nothing refers to it. Its thread is the caller's."""
+    return MethodType(_leave, [get_ident()])
+
+
 class _Leave:
     """`__exit__` of a `Held`: each lookup on an object returns a new anchor.
 
@@ -53,9 +65,11 @@ def _leave(entry: list[Any], kind: Any, error: Any, trace: Any) -> None:
         held._anchor = None
         _leave_by_hand(held, kind, error, trace)
         return
-    if anchor() is not None:  # the caller keeps a reference to `__exit__`
-        held._release(anchor)
-    held._finish(error)
+    try:
+        held._finish(error)  # an error's report still names the model as in use
+    finally:
+        if anchor() is not None:  # the caller keeps a reference to `__exit__`
+            held._release(anchor)
 
 
 def _leave_by_hand(held: Held, kind: Any, error: Any, trace: Any) -> None:
@@ -72,6 +86,7 @@ class Held:
     """
 
     __slots__ = ("_anchor", "_kept")
+    is_call = False  # True for the block of a call of the model itself
 
     def __init__(self) -> None:
         self._anchor: AnchorRef | None = (
@@ -99,7 +114,7 @@ class Held:
         if self._kept is None:
             self._kept = []
         # The entry does not contain this object, which would be a cycle.
-        self._kept.append(MethodType(_leave, [get_ident()]))
+        self._kept.append(new_anchor())
         try:
             return self._start(weakref.ref(self._kept[-1]))
         except BaseException:  # the caller does not call `__exit__` then

@@ -29,6 +29,7 @@ from . import acquire, demand, failures, permissions
 from .governed_calls import release_calls
 from .resident import Place, Resident
 from .session import Session
+from .training import watch_zero_grad
 
 # The keywords of Runtime.register, any of which a misspelled option may stand for.
 _KEYWORDS = (
@@ -161,7 +162,6 @@ def _require_new(session: Session, name: str, module: Any) -> None:
 
 def _install_adopted(session: Session, resident: Resident, module: Any, optimizer: Any) -> None:
     spec = resident.spec
-    resident.adopted = True
     handle = resident.backend.adopt(spec, module, optimizer)  # type: ignore[attr-defined]
     now = session.clock()
     lease = replace(
@@ -176,6 +176,8 @@ def _install_adopted(session: Session, resident: Resident, module: Any, optimize
         model_type=spec.model_type,
     )
     resident.install(handle, lease, None)
+    if optimizer is not None:
+        watch_zero_grad(optimizer, resident.training)
 
 
 def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
@@ -210,7 +212,7 @@ def _add(session: Session, resident: Resident) -> ModelSpec:
 def forget(session: Session, name: str) -> None:
     """Frees a model's memory and its name; see Runtime.forget."""
     resident = find(session, name)
-    if resident.pins:
+    if resident.training.blocks():
         raise in_use_error(session, resident)
     release_calls(resident.value)
     resident.forget()

@@ -6,12 +6,13 @@ blocks pin it, when it was last used. The session publishes that in the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,7 +20,10 @@ from msgspec.structs import replace
 from ..backends.base import Backend, Progress
 from ..facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
 from .governed_calls import govern_calls, release_calls
-from .pins import AnchorRef, Held, thread_of
+from .pins import AnchorRef, Held, called_by, thread_of
+from .training import Training
+
+MOVE_LOOK_SECONDS = 0.001  # between two looks at whether a move has ended
 
 
 class Place(enum.Enum):
@@ -61,7 +65,6 @@ class Resident:
         self.spec = spec
         self.backend = backend
         self.origin = origin
-        self.adopted = False  # the user's own module: released, never emptied
         self.catalogued: ModelSpec | None = None  # the catalogue's specification, if it has one
         # The registry sets these three.
         self.calling: Callable[[], Held]  # the block that a call on a kept reference runs in
@@ -73,7 +76,9 @@ class Resident:
         self.value: Any = None  # what `use` yields
         self.gate = threading.Lock()  # held for a few instructions, guards place and pins
         self.work = threading.Lock()  # held while bytes move
+        self._worker = 0  # the thread that holds `work`
         self.pins: set[AnchorRef] = set()  # a weak reference for each block that uses the model
+        self.training = Training(self.pins)
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = 0
         self.failed_moves = 0  # in a row
@@ -116,6 +121,18 @@ class Resident:
             return
         self.uses += 1
 
+    def in_use(self) -> bool:
+        """Whether the model may not be moved now: a block or a graph pins it, or its training runs."""
+        return bool(self.training.pinned()) or self.training.holds(self.handle)
+
+    def called_by(self, thread: int) -> bool:
+        """Whether `thread`, an identifier, is in a call of the model, or moves or loads it."""
+        return self._worker == thread or any(called_by(pin) == thread for pin in self.pins.copy())
+
+    def is_dropped(self) -> bool:
+        """Whether it was unloaded, and no thread loads it now."""
+        return self.place is Place.GONE and not self.work.locked()
+
     def pinned_by(self, thread: int) -> bool:
         """Whether a block that this thread runs pins the model; `thread` is its identifier."""
         return any(thread_of(pin) == thread for pin in self.pins.copy())
@@ -128,27 +145,41 @@ class Resident:
         """
         if self.handle is None:
             return None
-        pins = len(self.pins)
+        pins = self.training.pinned() or int(self.in_use())
         if self._was_pinned and not pins:
             self.last_used = self._clock()
         self._was_pinned = bool(pins)
         return replace(
             self.lease,
             pins=pins,
-            pinned_since=self.pinned_since if pins else 0.0,
+            pinned_since=self._used_since() if pins else 0.0,
             last_used=self.last_used,
             uses=self.uses,
             importance=self.lease.importance if pins else self.spec.importance,
         )
 
+    def _used_since(self) -> float:
+        """When the current use began, as far as it is known."""
+        return self.pinned_since if self.pins else self.training.kernel.state.busy_since
+
     # -- moving; the caller has reserved the room
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """Holds `work`. This thread's calls of the model's methods are then part of the move."""
+        with self.work:
+            self._worker = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._worker = 0
 
     def load(self, shares: Shares, progress: Progress | None) -> tuple[Any, Shares, float]:
         """The backend's handle, the shares measured, and the seconds it took.
 
         The model is not installed yet. `shares` are the bytes reserved on each device.
         """
-        with self.work:
+        with self._working():
             began = time.perf_counter()
             handle = self.backend.load(
                 self.spec, shares, self.origin, progress=progress, into=self._shell()
@@ -194,10 +225,22 @@ class Resident:
     def begin_moving(self) -> bool:
         """Refuses new uses from now on. False if it is in use, moving or not loaded."""
         with self.gate:
-            if self.pins or self.handle is None or self.place is Place.MOVING:
+            if self.handle is None or self.place is Place.MOVING or self.training.blocks():
+                return False
+            # What is away may return while a graph of it lives.
+            if self.lease.on_device and self.in_use():
                 return False
             self.place = Place.MOVING
         return True
+
+    def await_move(self) -> None:
+        """Returns once the model is not being moved. Only modules in training are waited for."""
+        while True:
+            with self.gate:
+                handle: Any = self.handle if self.place is Place.MOVING else None
+            if not hasattr(handle, "moves_in_training") or not self.training.lives(handle):
+                return
+            time.sleep(MOVE_LOOK_SECONDS)
 
     def stay(self) -> None:
         """Allows uses again: the model did not move after all."""
@@ -210,11 +253,14 @@ class Resident:
 
         Raises Stays instead of dropping weights that exist nowhere else.
         """
-        with self.work:
+        with self._working():
             if isinstance(step, Drop):
                 if not self.backend.unchanged(self.handle):
                     raise Stays("its weights differ from their source, so they exist nowhere else")
+                value = self.value
                 self._drop()
+                # The object keeps its hooks, modes and settings for the reload.
+                self._shell = lambda: value
                 return ()
             self.backend.move(self.handle, step.shares)
             return self.backend.measure(self.handle)
@@ -238,12 +284,9 @@ class Resident:
         return True
 
     def forget(self) -> None:
-        """Frees the model's bytes for good. An adopted module stays with its user, where it is."""
+        """Frees the model's bytes for good. Bytes that exist nowhere else stay with its user."""
         with self.work:
-            if self.adopted:
-                with self.gate:
-                    self.place, self.handle, self.value = Place.GONE, None, None
-            elif self.handle is not None:
+            if self.handle is not None:
                 self._drop()
 
     def leave_to_parent(self) -> None:
@@ -269,5 +312,12 @@ class Resident:
 
 
 def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
-    """Ids of the leases that `thread` pins, as `owner/name`."""
-    return tuple(r.lease.id for r in residents if r.pins and r.pinned_by(thread))
+    """Ids of the leases that `thread` pins, as `owner/name`.
+
+    A module in training that only the running cell holds counts: it leaves when the cell has ended.
+    """
+    return tuple(
+        r.lease.id
+        for r in residents
+        if r.pinned_by(thread) or (not r.pins and r.training.holds(r.handle))
+    )

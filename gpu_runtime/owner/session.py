@@ -196,9 +196,8 @@ class Session:
 
     def in_use(self) -> bool:
         """Whether a model is pinned, a block runs or a cell runs, so that news will follow soon."""
-        if self.blocks or self.activity.state.busy_since:
-            return True
-        return any(resident.pins for resident in list(self.residents.values()))
+        busy = self.blocks or self.activity.running
+        return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
 
     def world(self, fresh: bool = False) -> World:
         """The devices as last measured, or measured now if `fresh`.
@@ -453,9 +452,11 @@ class Session:
         )
 
     def cell_began(self) -> None:
-        """Wakes a dozing monitor, so that a cell's start is published within a second."""
+        """Wakes a dozing monitor, and waits for moves of modules in training to end."""
         if self.dozing and not self.closed:
             self.wake_monitor()
+        for resident in list(self.residents.values()):
+            resident.await_move()
 
     def wake_monitor(self) -> None:
         """Ends the monitor's sleep now."""

@@ -89,6 +89,7 @@ def test_a_move_stopped_at_any_line_is_complete_or_did_not_happen(probe):
             target = CARD if target is HOST else HOST
     assert line > 100
     backend.drop(model)
+    del module
     assert not any(probe.used().values())
 
 

@@ -338,7 +338,7 @@ def test_a_deep_copy_over_two_cards_is_independent(accelerator):
         backend.drop(model)
         assert torch.equal(twin(X), expected)
     assert {str(p.device) for p in twin.parameters()} == {"simgpu:0", "simgpu:1"}
-    del twin
+    del twin, module
     assert accelerator.used == {}
 
 

@@ -69,13 +69,14 @@ class Stamp(NamedTuple):
     path: str
     size: int
     modified_ns: int
+    changed_ns: int  # of the inode: no program can set it, unlike the time of modification
     inode: int
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
         """The stamp of the file `path` as it is now. Raises OSError."""
         stat = path.stat()
-        return cls(str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        return cls(str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 class Checkpoint(NamedTuple):

@@ -59,7 +59,7 @@ def pieces(module: nn.Module, groups: Sequence[Group]) -> tuple[Piece, ...]:
     sets = _Sets(len(leaves))
     owners: dict[int, int] = {}  # storage -> the first leaf that has it
     for index, (_, leaf) in enumerate(leaves):
-        if next(leaf.parameters(), None) is None:
+        if not any(p is not None for part in leaf.modules() for p in part._parameters.values()):
             sets.join(index, 0)  # rotary angles and the like: needed before the first layer
         for tensor in _tensors(leaf):
             if tensor.nbytes:
@@ -168,5 +168,6 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+    # Not `parameters()`: that of a governed module may load the model.
+    for part in module.modules():
+        yield from _own_tensors(part)

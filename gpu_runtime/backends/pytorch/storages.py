@@ -2,14 +2,13 @@
 
 A device holds storages, not tensors: tied weights, views and shared buffers are one storage and move once.
 A move has two phases. First everything is copied; if that fails or is interrupted, the copies are freed and
-nothing has changed. Then every tensor is rebound to its copy in one call into C, which no signal handler
-can interrupt. The Python objects, Parameters included, stay the same.
+nothing has changed. Then one call into C, which no signal handler can interrupt, makes the copies the
+content: it exchanges data pointers (`swap.py`), or rebinds every tensor where the storage itself cannot
+stay. The Python objects, Parameters included, stay the same.
 """
 
 from __future__ import annotations
 
-import collections
-import operator
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from ...devices.process_memory import Memory
 from ...units import MIB
+from .swap import Exchange, can_swap
 
 LEG_BYTES = 64 * MIB  # a load reports its progress, and can be interrupted, this often
 _LIBRARIES = ("gpu_runtime", "transformers", "safetensors")  # `let_go` clears their frames
@@ -124,14 +124,14 @@ def nbytes(groups: Iterable[Group]) -> int:
 
 
 def copied(
-    groups: Sequence[Group],
+    sources: list[Tensor],
     memories: Sequence[Memory],
     host: Memory,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Tensor]:
-    """Phase one: the content of each of `groups` in its memory, [nbytes] uint8, each in its own storage.
+    """Phase one: each of the `sources`, [nbytes] uint8, in its memory and in its own storage.
 
-    `memories` has the target of each group. All targets are allocated before the first byte is copied.
+    `memories` has the target of each source. All targets are allocated before the first byte is copied.
     `host` is the host's memory, whose locked pages speed up copies to a card.
 
     Copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, one call 18.
@@ -141,7 +141,6 @@ def copied(
     targets: list[Tensor] = []
     made: dict[int, Tensor] = {}
     try:
-        sources = [group.bytes for group in groups]
         for places in _places_of_equal(memories):
             sizes = [sources[i].nbytes for i in places]
             made.update(zip(places, _empty(sizes, memories[places[0]]), strict=True))
@@ -153,6 +152,7 @@ def copied(
     except BaseException as error:
         targets.clear()
         made.clear()
+        sources.clear()
         let_go(error)
         raise
 
@@ -268,7 +268,10 @@ def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callab
 
 
 def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that take all bytes from the tensors `found`, and gradients from parameters."""
+    """Calls for `at_once` that take all bytes from the tensors `found`, and gradients from parameters.
+
+    Only for devices where no guard can stand in their place: the tensors have no elements then.
+    """
     calls: list[Callable[[], Any]] = []
     for slot in found:
         if slot.kind == "parameter" and slot.tensor.grad is not None:
@@ -278,16 +281,34 @@ def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
     return calls
 
 
-def refilling(held: nn.Module, fresh: nn.Module) -> list[Callable[[], Any]] | None:
+def refilling(
+    held: nn.Module, fresh: nn.Module, exchange: Exchange
+) -> list[Callable[[], Any]] | None:
     """Calls for `at_once` that give the module `held` the bytes of the module `fresh`.
 
-    None if they no longer have the same tensors.
+    Storages on the same device with the same tensors in them are added to `exchange`; all other tensors
+    are rebound. None if the modules no longer have the same tensors.
     """
-    old = {slot.name: slot.tensor for slot in slots(held)}
-    new = {slot.name: slot.tensor for slot in slots(fresh)}
+    old, new = _weights(held), _weights(fresh)
     if old.keys() != new.keys() or any(old[name].dtype != new[name].dtype for name in new):
         return None
-    return [_rebinding(old[name], new[name].data) for name in new]
+    calls: list[Callable[[], Any]] = []
+    content = {group.layout: group for group in grouped(_weight_slots(fresh))}
+    for group in grouped(_weight_slots(held)):
+        other = content.get(group.layout)
+        if other is not None and other.storage.device == group.storage.device and can_swap():
+            exchange.put(group.storage, other.storage)
+        else:
+            calls += [_rebinding(slot.tensor, new[slot.name].data) for slot in group.slots]
+    return calls
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {slot.name: slot.tensor for slot in _weight_slots(module)}
+
+
+def _weight_slots(module: nn.Module) -> Iterator[Slot]:
+    return (slot for slot in slots(module) if slot.kind in ("parameter", "buffer"))
 
 
 def _rebinding(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
@@ -311,11 +332,6 @@ def _view(tensor: Tensor, target: Tensor) -> Tensor:
         if tensor.is_conj():
             view = view.conj()
         return torch._neg_view(view) if tensor.is_neg() else view
-
-
-def at_once(calls: Iterable[Callable[[], Any]]) -> None:
-    """Makes the `calls` with no Python instruction in between: the stop button acts before or after all."""
-    collections.deque(map(operator.call, calls), maxlen=0)
 
 
 def let_go(error: BaseException) -> None:

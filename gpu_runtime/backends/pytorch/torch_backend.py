@@ -3,14 +3,16 @@
 Every storage moves exactly once: tied weights, views, gradients and optimizer state included. The Python
 objects stay. Over several cards a module is cut between its pieces (`pieces.py`) and runs by accelerate's
 hooks (`device_hooks.py`). On a simulated card the tensors stay CPU tensors, in memory that is charged to
-that card. No model of this backend may be dropped: what was made in Python exists nowhere else.
+that card. No model of this backend is ever emptied: what was made in Python exists nowhere else.
+
+While a model is in host memory, its tensors still name their card. A guard (`swap.py`) is in the place of
+their bytes, and an access raises. Without guards the tensors are rebound to the copies instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +24,11 @@ from ...errors import CannotGovern, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ..base import Progress
 from . import storages as st
-from . import unsupported
+from . import swap, unsupported
 from .device_hooks import Dispatch
 from .pieces import holder, pieces
 from .torch_model import Destination, TorchModel, destination
+from .two_phases import NOWHERE, Move, assignments
 
 
 class TorchBackend:
@@ -135,23 +138,24 @@ class TorchBackend:
         except BaseException as error:
             st.let_go(error)
             raise
-        _release_cached(left)
+        release_cached(left)
 
     def drop(self, model: TorchModel) -> None:
-        """Frees the bytes of `model`: its tensors are empty, and a call fails on their shapes.
+        """Lets go of the module: its bytes exist nowhere else, so they are freed together with it.
 
-        Repeating is safe.
+        The user may hold the module, and uses it on. Repeating is safe.
         """
         if not model.memories:
             return
         if model.dispatch:
             model.dispatch.remove()
-        found = [slot for group in model.groups() for slot in group.slots]
         left = model.memories
-        cleared = _assignments(model, memories=(), own={}, noted={}, layout={}, dispatch=None)
-        st.at_once([*st.emptying(found), *cleared])
-        del found  # torch frees the old bytes only once no reference to the tensors is left here
-        _release_cached(left)
+        away = [group for group in model.groups() if group.storage._cdata in model.away]
+        calls = st.rebinding(away, [model.away[group.storage._cdata] for group in away])
+        nothing = {**NOWHERE, "module": nn.Module(), "optimizer": None}
+        swap.at_once([*calls, *assignments(model, **nothing)])
+        del away, calls
+        release_cached(left)
 
     def measure(self, model: TorchModel) -> Shares:
         """The bytes of `model` by device now. Storages that torch allocated since are noted as held.
@@ -197,6 +201,8 @@ class TorchBackend:
         wrong: list[str] = []
         for slot in st.slots(model.module):
             wanted = model.memories[0]
+            if model.is_away(slot.tensor):
+                continue
             if model.layout:
                 wanted = holder(slot.name, model.layout)
             if str(slot.tensor.device) != wanted.torch:
@@ -213,10 +219,11 @@ class TorchBackend:
 
     def _check(self, model: TorchModel) -> None:
         types = {torch.device(name).type for name in self._by_torch_device}
+        found = st.slots(model.module, model.optimizer)
         unsupported.check(
             model.spec.name,
             model.module,
-            list(st.slots(model.module, model.optimizer)),
+            [slot for slot in found if not model.is_away(slot.tensor)],
             device_types={"cpu", "cuda", *types},
             is_ours=model.hooked_by_us,
         )
@@ -227,8 +234,9 @@ class TorchBackend:
         """The new model on its devices, in the object of an earlier load if there is one."""
         try:
             self._place(model, shares, progress)
-            held = into.module if isinstance(into, TorchModel) else into
+            held = into.former() if isinstance(into, TorchModel) else into
             if isinstance(held, nn.Module) and held is not model.module:
+                self._require_same(model, held)
                 self._refill(model, held)
         except BaseException as error:
             self.drop(model)
@@ -236,9 +244,13 @@ class TorchBackend:
             raise
         return model
 
+    def _require_same(self, model: TorchModel, held: nn.Module) -> None:
+        """Raises LoadFailed if the loaded bytes are not those that `held` was loaded with."""
+
     def _refill(self, model: TorchModel, held: nn.Module) -> None:
         """Gives the bytes of the loaded module to the object `held`, which takes its place."""
-        calls = st.refilling(held, model.module)
+        exchange = swap.Exchange()
+        calls = st.refilling(held, model.module, exchange)
         if calls is None:
             raise LoadFailed(
                 f"{model.spec.name} cannot be loaded into the existing object, which no longer has the "
@@ -247,7 +259,15 @@ class TorchBackend:
                 source=model.spec.source,
             )
         self._dispatch(model, {})
-        st.at_once([*calls, *_assignments(model, module=held)])
+        own = dict(model.own)
+        for storage, content in exchange.pairs:
+            if content._cdata in own:
+                own[storage._cdata] = own[content._cdata]
+        try:
+            swap.at_once([*exchange.calls, *calls, *assignments(model, module=held, own=own)])
+        except BaseException:
+            exchange.undo()
+            raise
         self._dispatch(model, model.layout)
 
     def _place(self, model: TorchModel, shares: Shares, progress: Progress | None = None) -> None:
@@ -268,14 +288,11 @@ class TorchBackend:
             return
         going = [groups[i] for i in moving]
         places = [goal.places[i] for i in moving]
+        sources = [model.content(group) for group in going]
         with _context_on(goal.memories[0]):
-            targets = st.copied(going, places, self.probe.place(HOST), progress)
-        staying = {group.storage._cdata for group in groups}
-        staying -= {group.storage._cdata for group in going}
-        own = {storage: model.own[storage] for storage in staying & model.own.keys()}
-        for target, memory in zip(targets, places, strict=True):
-            own[target.untyped_storage()._cdata] = memory
-        self._rebind(model, going, targets, goal, own)
+            targets = st.copied(sources, places, self.probe.place(HOST), progress)
+        move = Move(model, groups, going, places, targets)
+        self._commit(model, move, goal)
 
     def _destination(
         self, model: TorchModel, groups: Sequence[st.Group], shares: Shares
@@ -286,30 +303,17 @@ class TorchBackend:
             wanted[memory] = wanted.get(memory, 0) + share.bytes
         return destination(model, groups, wanted)
 
-    def _rebind(
-        self,
-        model: TorchModel,
-        going: Sequence[st.Group],
-        targets: list[torch.Tensor],
-        goal: Destination,
-        own: dict[int, Memory],
-    ) -> None:
-        """Makes the copies `targets` the model's bytes; on a failure the old ones are its bytes again."""
-        before = {name: getattr(model, name) for name in ("memories", "own", "noted", "layout")}
-        after = {"memories": goal.memories, "own": own, "noted": {}, "layout": goal.layout}
-        calls = [*st.rebinding(going, targets), *_assignments(model, **after)]
+    def _commit(self, model: TorchModel, move: Move, goal: Destination) -> None:
+        """Makes the copies the model's bytes; on a failure the old ones are its bytes again."""
+        before = {name: getattr(model, name) for name in NOWHERE if name != "dispatch"}
+        after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}
+        after |= {"own": move.own, "away": move.away}
         try:
-            st.at_once(calls)
+            swap.at_once([*move.calls, *assignments(model, **after)])
             self._dispatch(model, goal.layout)
         except BaseException:
-            calls[:] = st.rebinding(going, [group.bytes for group in going])
-            while calls:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # a tensor that cannot change did not change
-                    calls.pop()()
-            targets.clear()  # a notebook keeps the traceback, and with it the names of this frame
-            st.at_once(_assignments(model, **before))
+            move.undo()
+            swap.at_once(assignments(model, **before))
             self._dispatch(model, model.layout)
             raise
 
@@ -321,11 +325,6 @@ class TorchBackend:
         device_map = {path: memory.torch for path, memory in layout.items()}
         if len(set(device_map.values())) > 1:
             model.dispatch = Dispatch(model.module, device_map)
-
-
-def _assignments(model: TorchModel, **values: Any) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that set these attributes of `model`."""
-    return [partial(setattr, model, name, value) for name, value in values.items()]
 
 
 def _note_foreign(model: TorchModel, memory: Memory, size: int) -> None:
@@ -359,7 +358,7 @@ def _context_on(memory: Memory) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _release_cached(memories: Sequence[Memory]) -> None:
+def release_cached(memories: Sequence[Memory]) -> None:
     """Returns freed memory of cards to the driver now: other processes wait for it, and ask the driver."""
     for memory in memories:
         if memory.torch.startswith("cuda"):

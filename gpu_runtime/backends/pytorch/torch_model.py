@@ -5,7 +5,8 @@ Here nothing is copied or allocated; `torch_backend.py` and `storages.py` do tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ...facts import HOST, ModelSpec
 from . import storages as st
 from .device_hooks import Dispatch
 from .pieces import cut, holder, pieces
+from .swap import can_guard
 
 
 class TorchModel:
@@ -27,8 +29,11 @@ class TorchModel:
     ) -> None:
         """The handle of `module`, the model of `spec`, with the state that `optimizer` holds for it."""
         self.spec, self.module, self.optimizer = spec, module, optimizer
+        self.former: Callable[[], nn.Module | None] = weakref.ref(module)
         self.memories: tuple[Memory, ...] = ()  # empty: not placed yet, or dropped
         self.own: dict[int, Memory] = {}  # storage that we allocated -> its memory
+        # storage whose bytes left its card -> those bytes in host memory, [nbytes] uint8
+        self.away: dict[int, torch.Tensor] = {}
         self.noted: dict[Memory, Block] = {}  # the account of the storages that torch allocated
         self.layout: dict[str, Memory] = {}  # path of a module -> its memory; empty on one device
         self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
@@ -45,6 +50,26 @@ class TorchModel:
             return False
         on_card = any(memory.torch != "cpu" for memory in self.memories)
         return on_card or all(slot.tensor.dim() == 0 for slot in group.slots)
+
+    def content(self, group: st.Group) -> torch.Tensor:
+        """The bytes of the storage of `group`, [nbytes] uint8, wherever they are now."""
+        away = self.away.get(group.storage._cdata)
+        return group.bytes if away is None else away
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient."""
+        parts = self.module.modules()
+        return any(
+            p.grad is not None for part in parts for p in part._parameters.values() if p is not None
+        )
+
+    def moves_in_training(self) -> bool:
+        """Whether storages can leave and return as they are, with all that a graph holds of them."""
+        return all(can_guard(group.storage.device) for group in self.groups())
+
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes of `tensor` left its card, so that a guard is in their place."""
+        return bool(self.away) and tensor.untyped_storage()._cdata in self.away
 
     def place_of(self, group: st.Group, by_torch_device: Mapping[str, Memory]) -> Memory:
         """The memory of the storage of `group`.

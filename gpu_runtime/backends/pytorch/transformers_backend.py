@@ -1,14 +1,16 @@
 """The backend for Hugging Face model directories and downloaded hub ids: safetensors only, no network.
 
 A model from disk may be dropped and loaded again, since its source has it. Before a drop it is proven that
-no weight was changed in place. Users hold the transformers module, with `.tokenizer` or `.processor` if
-the directory has one.
+no weight was changed in place, and after a reload that the source has the same weights. Between the two,
+guards are in the place of the bytes, and the module stays as it is: hooks, modes, settings. Users hold the
+transformers module, with `.tokenizer` or `.processor` if the directory has one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,9 +27,11 @@ from ..base import Progress, is_out_of_memory
 from ..formats import safetensors, sources
 from ..formats.safetensors import Checkpoint
 from . import storages as st
+from . import swap
 from .fingerprint import digest
-from .torch_backend import TorchBackend
+from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel
+from .two_phases import NOWHERE, assignments, dropped_sentence
 
 AUTO_CLASSES = {  # task or model type -> transformers' class
     "llm": "AutoModelForCausalLM",
@@ -66,6 +70,8 @@ class TransformersModel(TorchModel):
     reproducible = True
     # Layout of a storage -> the digest of its bytes after the load.
     given: dict[tuple[Any, ...], torch.Tensor] = {}
+    # The next `drop` may free the bytes: `unchanged` has just compared them.
+    proven = False
 
 
 class TransformersBackend(TorchBackend):
@@ -80,6 +86,9 @@ class TransformersBackend(TorchBackend):
         """Moves models between the devices of `probe`."""
         super().__init__(probe)
         self._checkpoints: dict[str, Checkpoint] = {}  # by source
+        # Module -> the digests of the bytes that its source gave, also while it is dropped.
+        self._given: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], torch.Tensor]]
+        self._given = weakref.WeakKeyDictionary()
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """The bytes of the weights of `spec` in memory, from the safetensors headers.
@@ -123,12 +132,58 @@ class TransformersBackend(TorchBackend):
         del module
         self._settled(model, shares, progress or _no_progress, into)
         try:
-            model.given = _digests(model)
+            self._given[model.module] = model.given = model.given or _digests(model)
         except BaseException as error:
             self.drop(model)
             st.let_go(error)
             raise
         return model
+
+    def drop(self, model: TransformersModel) -> None:
+        """Frees the bytes of `model`, also if user code holds the module: an access raises then.
+
+        Only weights that the source has are freed. Others stay with the module. Repeating is safe.
+        """
+        proven, model.proven = model.proven, False
+        if not model.memories or not (proven or self.unchanged(model)):
+            super().drop(model)
+            return
+        model.proven = False
+        if model.dispatch:
+            model.dispatch.remove()
+        left = model.memories
+        exchange, calls = swap.Exchange(), []
+        for group in model.groups():
+            if swap.can_guard(group.storage.device):
+                exchange.take(group.storage, dropped_sentence(model.spec.name))
+            else:
+                calls += st.emptying(group.slots)
+        try:
+            swap.at_once([*exchange.calls, *calls, *assignments(model, **NOWHERE)])
+        except BaseException:
+            if model.memories:
+                exchange.undo()
+            raise
+        del exchange, calls, group  # the old bytes are freed with the last reference to them
+        release_cached(left)
+
+    def _require_same(self, model: TorchModel, held: nn.Module) -> None:
+        """Raises LoadFailed if the source has other weights than those that `held` was loaded with."""
+        before = self._given.get(held)
+        if before is None or not isinstance(model, TransformersModel):
+            return
+        model.given = _digests(model)
+        if model.given.keys() != before.keys():
+            return  # `_refill` compares the tensors
+        if all(torch.equal(before[layout], model.given[layout]) for layout in before):
+            return
+        name, source = model.spec.name, model.spec.source
+        raise LoadFailed(
+            f"{name} was unloaded, and its source has other weights now: {source}.\n"
+            f"  To load those:  rt.forget({name!r}), then  rt.register({name!r}, {source!r})",
+            name=name,
+            source=source,
+        )
 
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: TransformersModel | None = None
@@ -159,13 +214,14 @@ class TransformersBackend(TorchBackend):
     def unchanged(self, model: TransformersModel) -> bool:
         """Whether every storage of `model` has the digest of the bytes that its source gave.
 
-        The source's files must still have their size, modification time and inode. `fingerprint.digest`
+        The source's files must still have their size, inode and times of change. `fingerprint.digest`
         states what equal digests prove. After one difference the model is never droppable again.
         """
         if not self.droppable(model):
             return False
         now = _digests(model)
         model.reproducible = all(torch.equal(model.given[layout], now[layout]) for layout in now)
+        model.proven = model.reproducible
         return model.reproducible
 
 
@@ -188,7 +244,8 @@ def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
-    return {group.layout: digest(group.bytes) for group in st.grouped(st.slots(model.module))}
+    groups = st.grouped(st.slots(model.module))
+    return {group.layout: digest(model.content(group)) for group in groups}
 
 
 def _no_progress(done: int, total: int) -> None:

@@ -1,0 +1,102 @@
+"""How the bytes of a storage leave, return and are dropped: its data pointer is exchanged.
+
+A storage (c10::StorageImpl) is what a weight shares with its views, tied weights and the autograd graphs
+that saved it. Only the pointer changes, so all of them stay as they are. Where bytes have left, a guard of
+the same size takes their place: shape, dtype and device stay, and an access raises an error.
+
+Nothing is searched or copied here. The caller names the storages, and has copied their bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import operator
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
+
+
+def _mark() -> Callable[[int, str], None] | None:
+    """torch's call that makes each access of a storage raise a sentence. CPU builds lack it."""
+    return getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+
+
+def can_swap() -> bool:
+    """Whether this torch exchanges data pointers: torch 2.12 and later do."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def can_guard(device: torch.device) -> bool:
+    """Whether a guard can stand for bytes that left `device`."""
+    return can_swap() and (device.type == "cpu" or _mark() is not None)
+
+
+def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorage:
+    """A storage of `size` bytes on `device` that holds no memory.
+
+    On an accelerator every access raises RuntimeError with the `sentence`. On the CPU a write, `numpy()`,
+    `data_ptr()` and `torch.save` raise torch's own error, and a plain read sees zeros: there an access
+    that raises ends the process in `is_shared()`.
+    """
+    if device.type != "cpu":
+        empty = torch._C._construct_storage_from_data_pointer(0, device, size)
+        _mark()(empty._cdata, sentence)
+        return empty
+    if size == 0:
+        return torch.UntypedStorage(0)
+    # Nobody touches these pages, so they cost no memory.
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor.untyped_storage()
+
+
+class Exchange:
+    """Storages that get other bytes together: all of them, or none.
+
+    Prepare it with `put` and `take`. `calls` are then made by `at_once`, and `undo` reverts those that
+    were made. The old bytes are freed with this object.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._calls: list[Callable[[], Any]] = []
+        self._made: list[Callable[[], Any]] = []  # each exchange is its own inverse
+
+    def put(self, storage: torch.UntypedStorage, content: torch.UntypedStorage) -> None:
+        """`storage` will have the bytes of `content`, which is on the same device and as large."""
+        if storage.device != content.device or storage.nbytes() != content.nbytes():
+            raise ValueError(
+                f"{storage.nbytes()} bytes on {storage.device} cannot be exchanged with "
+                f"{content.nbytes()} on {content.device}"
+            )
+        self.pairs.append((storage, content))
+        exchange = partial(storage._swap_data_ptr_, content)
+        self._calls += [exchange, partial(self._made.append, exchange)]
+
+    def take(self, storage: torch.UntypedStorage, sentence: str) -> None:
+        """The bytes of `storage` will leave; an access raises the `sentence`. See `guard`."""
+        device = storage.device
+        self.put(storage, guard(storage.nbytes(), device, sentence))
+        if device.type != "cpu":
+            # The guard's sentence does not move with its pointer.
+            self._calls.append(partial(_mark(), storage._cdata, sentence))
+
+    @property
+    def calls(self) -> list[Callable[[], Any]]:
+        """The exchanges, prepared for `at_once`."""
+        return list(self._calls)
+
+    def undo(self) -> None:
+        """Reverts the exchanges that were made. Repeating is safe."""
+        at_once([*reversed(self._made), self._made.clear])
+
+
+def at_once(calls: Iterable[Callable[[], Any]]) -> None:
+    """Makes the `calls` with no Python instruction in between: the stop button acts before or after all."""
+    collections.deque(map(operator.call, calls), maxlen=0)

@@ -1,0 +1,113 @@
+"""The second phase of a move: how the storages of a model get the copies of their bytes.
+
+Everything is prepared here as calls into C for `swap.at_once`. The copies were made before, by
+`storages.copied`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ...devices.process_memory import Memory
+from ...facts import HOST
+from . import storages as st
+from . import swap
+from .torch_model import TorchModel
+
+T = TypeVar("T")
+# What the handle of a model notes that is on no device.
+NOWHERE: dict[str, Any] = {
+    "memories": (),
+    "own": {},
+    "away": {},
+    "noted": {},
+    "layout": {},
+    "dispatch": None,
+}
+
+
+class Move:
+    """The calls that give the storages of a model the copies of their bytes, and those that undo it.
+
+    A storage on the target's device exchanges its bytes with the copy. A storage whose bytes leave a card
+    for host memory gets a guard, and its copy is noted as `away`. Any other storage stays behind, and its
+    tensors are rebound to the copy.
+    """
+
+    def __init__(
+        self,
+        model: TorchModel,
+        groups: Sequence[st.Group],
+        going: Sequence[st.Group],
+        places: Sequence[Memory],
+        targets: list[Tensor],
+    ) -> None:
+        """`going` are those of `groups` that move to `places`; `targets` are the copies.
+
+        `targets` is emptied: a traceback through the caller must not keep the copies alive.
+        """
+        self.exchange = swap.Exchange()
+        self.rebound: list[st.Group] = []
+        self.own, self.away = (
+            _staying(model.own, groups, going),
+            _staying(model.away, groups, going),
+        )
+        copies: list[Tensor] = []
+        for group, memory, target in zip(going, places, targets, strict=True):
+            storage, content = group.storage, target.untyped_storage()
+            if swap.can_swap() and storage.device == content.device:
+                self.exchange.put(storage, content)
+                self.own[storage._cdata] = memory
+            elif memory.device == HOST and swap.can_guard(storage.device):
+                self.exchange.take(storage, away_sentence(model.spec.name))
+                self.own[storage._cdata], self.away[storage._cdata] = memory, target
+            else:
+                self.rebound.append(group)
+                copies.append(target)
+                self.own[content._cdata] = memory
+        self.calls = [*self.exchange.calls, *st.rebinding(self.rebound, copies)]
+        targets.clear()
+
+    def undo(self) -> None:
+        """Gives every storage and tensor its old bytes again. Repeating is safe."""
+        self.exchange.undo()
+        self.calls[:] = st.rebinding(self.rebound, [group.bytes for group in self.rebound])
+        while self.calls:
+            # A tensor that cannot change did not change.
+            with contextlib.suppress(RuntimeError):
+                self.calls.pop()()
+
+
+def _staying(
+    table: Mapping[int, T], groups: Sequence[st.Group], going: Sequence[st.Group]
+) -> dict[int, T]:
+    """The entries of `table` for those storages of `groups` that do not move."""
+    staying = {group.storage._cdata for group in groups}
+    staying -= {group.storage._cdata for group in going}
+    return {storage: table[storage] for storage in staying & table.keys()}
+
+
+def away_sentence(name: str) -> str:
+    """The error of an access to the tensors of the model `name` whose bytes are in host memory."""
+    return (
+        f"the weights of {name} are in host memory (gpu-console). "
+        f"Bring them back:  with rt.use({name!r}) as model:"
+    )
+
+
+def dropped_sentence(name: str) -> str:
+    """The error of an access to the tensors of the model `name` that was unloaded."""
+    return (
+        f"{name} is unloaded (gpu-console), and its weights are in its source. "
+        f"Load them again:  with rt.use({name!r}) as model:"
+    )
+
+
+def assignments(model: TorchModel, **values: Any) -> list[Callable[[], Any]]:
+    """Calls for `at_once` that set these attributes of `model`."""
+    return [partial(setattr, model, name, value) for name, value in values.items()]

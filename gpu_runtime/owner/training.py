@@ -1,0 +1,183 @@
+"""When a module in training is in use between its calls: `backward` and `step` run without a call of it.
+
+A module is in training if it was adopted with its optimizer, or while gradients or a graph of it live. In
+a kernel it is in use while a cell runs. Elsewhere it is in use from a `forward` with gradients enabled
+until `step`, `zero_grad` or the end of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from ..kernel_activity import Activity, activity
+from .pins import AnchorRef, Held, new_anchor
+
+_MOST_NODES = 64  # of a result that are searched for graphs
+_KEY = "gpu_runtime"  # in the metadata of an autograd node
+
+
+class Trained(Protocol):
+    """What is needed of a backend's handle; other backends than torch's have no such handle."""
+
+    optimizer: Any
+
+    def has_gradients(self) -> bool: ...
+
+    def moves_in_training(self) -> bool: ...
+
+
+class Training:
+    """What keeps one model on its device between its calls while it is in training."""
+
+    def __init__(self, pins: set[AnchorRef], kernel: Activity = activity) -> None:
+        """`pins` are the model's; `kernel` records which cells run."""
+        self.pins, self.kernel = pins, kernel
+        self.graphs: set[AnchorRef] = set()  # those that live
+        self._graph_pins: set[AnchorRef] = set()
+        self._awaits_step = self._waived = False
+
+    def forwarded(self, result: Any) -> None:
+        """Notes the graphs of what a `forward` returned; outside a cell they pin the model."""
+        torch = sys.modules["torch"]
+        if not torch.is_grad_enabled():
+            return
+        nodes = list(_nodes(result, torch.Tensor))
+        if not nodes:
+            return
+        anchor = new_anchor()
+        # The anchor lives as long as a node of the graph does.
+        for node in nodes:
+            node.metadata[_KEY] = anchor
+        self.graphs.add(weakref.ref(anchor, self.graphs.discard))
+        if not self.kernel.running:
+            self._awaits_step = True
+            pin = weakref.ref(anchor, self._ended)
+            self._graph_pins.add(pin)
+            self.pins.add(pin)
+
+    def _ended(self, pin: AnchorRef) -> None:
+        self.pins.discard(pin)
+        self._graph_pins.discard(pin)
+
+    def stepped(self) -> None:
+        """Ends what `forwarded` began: the optimizer has stepped, or gradients were cleared."""
+        self._awaits_step = False
+        for pin in tuple(self._graph_pins):
+            self._ended(pin)
+
+    def blocks(self) -> int:
+        """The number of pins that are not of a graph."""
+        return len(self.pins - self._graph_pins)
+
+    def pinned(self) -> int:
+        """The number of pins that keep the model from being moved now."""
+        return self.blocks() if self._waived else len(self.pins)
+
+    def holds(self, handle: Any) -> bool:
+        """Whether training keeps the model of `handle` on its device although nothing pins it."""
+        if not hasattr(handle, "moves_in_training"):
+            return False
+        if self.kernel.running and not self._waived:
+            return self.lives(handle)
+        awaits_step = self._awaits_step and not self._waived
+        if awaits_step and handle.optimizer is not None and handle.has_gradients():
+            return True
+        return self.lives(handle) and not handle.moves_in_training()
+
+    @contextlib.contextmanager
+    def waived(self) -> Iterator[None]:
+        """Inside, training does not keep the model: the thread that trains it evicts it by hand."""
+        # Another thread than the main one could meet the main thread's backward pass.
+        self._waived = threading.current_thread() is threading.main_thread()
+        try:
+            yield
+        finally:
+            self._waived = False
+
+    def lives(self, handle: Trained) -> bool:
+        """Whether the model of `handle` is in training."""
+        return handle.optimizer is not None or bool(self.graphs) or handle.has_gradients()
+
+
+def _nodes(result: Any, tensor_type: type) -> Iterator[Any]:
+    """The autograd nodes of the tensors in nested dicts, lists and tuples."""
+    pending, seen = [result], 0
+    while pending and seen < _MOST_NODES:
+        value = pending.pop()
+        seen += 1
+        if isinstance(value, tensor_type):
+            if value.grad_fn is not None:  # type: ignore[attr-defined]
+                yield value.grad_fn  # type: ignore[attr-defined]
+        elif isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, (list, tuple)):
+            pending += value
+
+
+# -- steps of optimizers ------------------------------------------------------------------------------
+
+
+class Stepping(Protocol):
+    """What a step needs of a model."""
+
+    calling: Callable[[], Held]
+    training: Training
+
+
+class _Arguments(tuple):
+    """Arguments of `step`, and the blocks that it runs in.
+
+    torch keeps the arguments in the frame of the step, so the blocks end with it, however it ends.
+    """
+
+    blocks: list[Held]
+
+
+@functools.cache
+def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
+    """From now on each step of an optimizer pins, and restores, the models `trained_by(optimizer)`."""
+    optimizers = sys.modules["torch.optim.optimizer"]
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        models = trained_by(optimizer)
+        if not models:
+            return None
+        arguments = _Arguments(args)
+        arguments.blocks = []
+        for model in models:
+            block = model.calling()
+            block.__enter__()
+            arguments.blocks.append(block)
+        return arguments, kwargs
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(args, _Arguments):
+            for model in trained_by(optimizer):
+                model.training.stepped()
+            args.blocks.clear()
+
+    optimizers.register_optimizer_step_pre_hook(before)
+    optimizers.register_optimizer_step_post_hook(after)
+
+
+def watch_zero_grad(optimizer: Any, training: Training) -> None:
+    """From now on `optimizer.zero_grad` ends what a `forward` began."""
+    original = optimizer.zero_grad
+    of = weakref.ref(training)
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if noted := of():
+            noted.stepped()
+        return result
+
+    # On the instance, as torch's own schedulers do with `step`; its pickles do not carry it.
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
