@@ -399,7 +399,7 @@ def owner(record):
         from gpu_runtime.devices.probe import open_probe
         backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
         loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name"), (Share("sim:0", 1000),))
-        print(*loaded.pids, loaded.server.order.port, flush=True)
+        print(*loaded.pids, loaded.engine.order.port, flush=True)
         time.sleep(600)
     """)
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

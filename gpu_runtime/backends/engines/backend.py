@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ...devices.probe import Probe
-from ...devices.process_memory import Block
-from ...errors import CannotGovern, EngineDied, LoadFailed, NotResident
-from ...facts import Evidence, ModelSpec, Share, Shares, where
+from ...errors import EngineDied, LoadFailed
+from ...facts import Evidence, ModelSpec, Share, Shares
 from ..base import Progress
 from ..fault_texts import Kind
+from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
 from ..processes.visible_devices import card_environment
 from .ports import ports
 from .recipe import LaunchOrder
@@ -30,7 +27,7 @@ if TYPE_CHECKING:  # settings load pydantic, a tenth of a second
 PORTS, START_SECONDS = "8300-8399", 600.0  # defaults without settings
 
 
-class Served:
+class Served(EngineModel[Server]):
     """What `use` yields for a server: its address, the model's name in requests, and the key.
 
     `base_url` ends in `/v1`; pass it to an OpenAI client together with `api_key`. Both are valid inside
@@ -39,14 +36,11 @@ class Served:
 
     def __init__(self, name: str) -> None:
         """The value for the model `name`, not loaded yet."""
-        self.name = name
+        super().__init__(name)
         self.chat_template: str | None = ""  # the model's own, as `Recipe.template` defines it
-        self._server: Server | None = None
-        self._where = ""
-        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins the model
 
     def __repr__(self) -> str:
-        place = f"at {self._server.base_url} on {self._where}" if self._server else "on disk"
+        place = f"at {self._engine.base_url} on {self._where}" if self._engine else "on disk"
         return f"<{self.name} {place}>"
 
     @property
@@ -73,25 +67,25 @@ class Served:
     @property
     def pids(self) -> tuple[int, ...]:
         """The server's processes; the first is the guard of the others."""
-        return self._server.pids if self._server else ()
+        return self._engine.pids if self._engine else ()
 
     @property
     def state(self) -> ServerState:
         """What the server is doing."""
-        return self._server.state if self._server else ServerState.IDLE
+        return self._engine.state if self._engine else ServerState.IDLE
 
     @property
     def starting(self) -> bool:
         """Whether the server ended by itself and is being restarted."""
-        return self._server is not None and self._server.starting
+        return self._engine is not None and self._engine.starting
 
     def health(self) -> bool:
         """Whether the server answers its health check now."""
-        return self._server is not None and self._server.healthy()
+        return self._engine is not None and self._engine.healthy()
 
     def listens(self) -> bool:
         """Whether the port of `base_url` reaches the server's own processes now."""
-        return self._server is not None and self._server.listens()
+        return self._engine is not None and self._engine.listens()
 
     def _listening_server(self) -> Server:
         """The server, if its port reaches its own processes. Raises NotResident, EngineDied.
@@ -116,63 +110,32 @@ class Served:
         """The server, after a restart in progress has ended. Raises NotResident, EngineDied."""
         while self.starting:
             time.sleep(POLL_SECONDS)
-        server = self._server
+        server = self._engine
         if server is None:
-            raise NotResident(
-                f"{self.name} is not loaded.\n"
-                f"  Use it inside:  with rt.use({self.name!r}) as served:",
-                name=self.name,
-                where="not loaded",
-            )
+            raise self._not_loaded(f"Use it inside:  with rt.use({self.name!r}) as served:")
         if server.error is not None:
             raise type(server.error)(str(server.error), **server.error.facts)
         return server
 
 
-class ServerHandle:
-    """The handle of this backend: a running server, and the account of its bytes."""
-
-    def __init__(self, server: Server, value: Served) -> None:
-        """Ends `server` when the handle is garbage-collected. `value` is what users hold."""
-        self.server, self.value = server, value
-        self.shares: Shares = ()
-        self.blocks: list[Block] = []
-        self._end = weakref.finalize(self, server.end)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The server's processes; the first is the guard of the others."""
-        return self.server.pids
-
-    def watch(self, on_loss: Callable[[str, str], None]) -> None:
-        """Has `on_loss(kind, because)` called once if the server ends for good."""
-        self.server.watch(on_loss)
-
-    def end(self) -> None:
-        """Ends the server and frees its bytes. Repeating is safe."""
-        self._end()
-        if self.value._server is self.server:
-            self.value._server = None
-        blocks, self.blocks, self.shares = self.blocks, [], ()
-        for block in blocks:
-            block.free()
+ServerHandle = EngineHandle[Server, Served]
 
 
-class ServerBackend:
+class ServerBackend(EngineBackend[ServerHandle, Served]):
     """Loads models into servers of one engine.
 
     Options of a model: context_length, sequences, runtime_args and those that the recipe names.
     """
 
-    can_move = False
-    can_split = True
+    model_type = Served
 
     def __init__(self, probe: Probe, name: str, settings: Settings | None = None) -> None:
         """The backend of the engine `name` on the devices of `probe`.
 
         `settings` give the port range and the start time-out.
         """
-        self.probe, self.name, self.recipe = probe, name, recipe(name)
+        self.probe, self.recipe = probe, recipe(name)
+        self.name = self.engine_name = name
         self.layout = self.recipe.LAYOUT
         self._port_range = ports(settings.gpu_engine_ports if settings else PORTS)
         self._start_seconds = settings.gpu_engine_start_seconds if settings else START_SECONDS
@@ -183,10 +146,6 @@ class ServerBackend:
         `origin` is ignored.
         """
         return self.recipe.evidence(spec)
-
-    def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Empty: the engine divides the `model` of `spec` itself. `origin` is ignored."""
-        return ()
 
     def load(
         self,
@@ -214,18 +173,13 @@ class ServerBackend:
         if progress:
             progress(0, total)
         server = self._server(spec, shares)
-        kept = into.value if isinstance(into, ServerHandle) else into
-        value = kept if isinstance(kept, Served) else Served(spec.name)
-        handle = ServerHandle(server, value)
+        handle = ServerHandle(server, self._reused(into, spec.name))
         try:
             server.start()
-            handle.shares = self._measured(server, shares)
-            for share in handle.shares:
-                handle.blocks.append(self.probe.place(share.device).allocate(share.bytes))
+            handle.value.chat_template = self.recipe.template(server.launch_order())
+            handle.loaded(self._measured(server, shares), self.probe)
             if progress:
                 progress(total, total)
-            value.chat_template = self.recipe.template(server.launch_order())
-            value._server, value._where = server, where(handle.shares)
             return handle
         except BaseException:
             handle.end()
@@ -253,40 +207,6 @@ class ServerBackend:
             port_range=self._port_range,
             start_seconds=spec.options.get("start_seconds", self._start_seconds),
         )
-
-    def value(self, model: ServerHandle) -> Served:
-        """The Served of the handle `model`."""
-        return model.value
-
-    def move(self, model: ServerHandle, shares: Shares) -> NoReturn:
-        """Always raises CannotGovern: `model` cannot be moved to other `shares`."""
-        name = model.value.name
-        raise CannotGovern(
-            f"{name} cannot be moved: {self.name} places a model when it loads it.\n"
-            f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
-            name=name,
-            why=f"{self.name} cannot move",
-        )
-
-    def drop(self, model: ServerHandle) -> None:
-        """Ends the server of `model`. Repeating is safe."""
-        model.end()
-
-    def measure(self, model: ServerHandle) -> Shares:
-        """The bytes of `model` by device, as measured after its start; empty once it is dropped."""
-        return model.shares
-
-    def elsewhere(self, model: ServerHandle) -> tuple[str, ...]:
-        """Empty: the tensors of `model` are not visible here. Recipes check the placement."""
-        return ()
-
-    def droppable(self, model: ServerHandle) -> bool:
-        """True: the weights of `model` are never changed."""
-        return True
-
-    def unchanged(self, model: ServerHandle) -> bool:
-        """True: the weights of `model` are never changed."""
-        return True
 
     def _measured(self, server: Server, shares: Shares) -> Shares:
         """The bytes that the driver charges to its processes; its shares if the driver does not say."""

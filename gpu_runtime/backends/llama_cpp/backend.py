@@ -9,17 +9,14 @@ an evicted model is dropped, and loaded again later.
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ...devices.probe import Probe
-from ...devices.process_memory import Block
-from ...errors import CannotGovern, NotResident
-from ...facts import Evidence, ModelSpec, Shares, where
+from ...facts import Evidence, ModelSpec, Shares
 from ..base import Progress
+from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
 from ..processes.processes import new_log
 from ..processes.visible_devices import card_environment
 from .channels import Channel, ProcessChannel, ThreadChannel
@@ -28,20 +25,13 @@ from .rpc import LlamaEngine
 from .worker import METHODS, OUR_METHODS
 
 
-class LlamaModel:
+class LlamaModel(EngineModel[LlamaEngine]):
     """What `use` yields: a proxy with the methods of `llama_cpp.Llama`, whose model computes elsewhere.
 
     `create_chat_completion(messages, stream=True)` returns an iterator; closing it ends the generation. A
     call while the model is evicted first restores it, if this process governs it; otherwise it raises
     NotResident. So a call never reaches a closed model.
     """
-
-    def __init__(self, name: str) -> None:
-        """A proxy for the model `name`, not loaded yet."""
-        self.name = name
-        self._engine: LlamaEngine | None = None
-        self._where = ""
-        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins the model
 
     def __repr__(self) -> str:
         return f"<llama.cpp {self.name} on {self._where if self._engine else 'disk'}>"
@@ -79,54 +69,22 @@ class LlamaModel:
     def _loaded_engine(self) -> LlamaEngine:
         engine = self._engine
         if engine is None:
-            raise NotResident(
-                f"{self.name} is not loaded.\n"
-                f"  Call it inside:  with rt.use({self.name!r}) as model:",
-                name=self.name,
-                where="not loaded",
-            )
+            raise self._not_loaded(f"Call it inside:  with rt.use({self.name!r}) as model:")
         return engine
 
 
-class LlamaHandle:
-    """The handle of this backend: an engine with its model, and the account of the model's bytes."""
-
-    def __init__(self, engine: LlamaEngine, value: LlamaModel) -> None:
-        """Ends `engine` when the handle is garbage-collected. `value` is what users hold."""
-        self.engine, self.value = engine, value
-        self.shares: Shares = ()
-        self.blocks: list[Block] = []
-        self._end = weakref.finalize(self, engine.end)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The worker's process id; empty for a model in this process."""
-        return (self.engine.pid,) if self.engine.pid else ()
-
-    def watch(self, on_loss: Callable[[str, str], None]) -> None:
-        """Has `on_loss(kind, because)` called once if the engine ends by itself."""
-        self.engine.watch(on_loss)
-
-    def end(self) -> None:
-        """Ends the engine and frees its bytes. Repeating is safe."""
-        self._end()
-        if self.value._engine is self.engine:
-            self.value._engine = None
-        blocks, self.blocks, self.shares = self.blocks, [], ()
-        for block in blocks:
-            block.free()
+LlamaHandle = EngineHandle[LlamaEngine, LlamaModel]
 
 
-class LlamaCppBackend:
+class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     """Loads GGUF files.
 
     Options of a model: context_length, sequences, cache_dtype, flash_attn, gpu_layers, main_gpu,
     split_mode, isolated, and those of `options.PASSED_ON`.
     """
 
-    name = "llama_cpp"
-    can_move = False
-    can_split = True
+    name, engine_name = "llama_cpp", "llama.cpp"
+    model_type = LlamaModel
 
     def __init__(self, probe: Probe) -> None:
         """Loads to the devices of `probe`."""
@@ -138,10 +96,6 @@ class LlamaCppBackend:
         Cache and work space are taken at the load, so they count even if no context was requested.
         """
         return gguf_evidence(spec)
-
-    def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Empty: llama.cpp divides the `model` of `spec` itself. `origin` is ignored."""
-        return ()
 
     def load(
         self,
@@ -167,9 +121,7 @@ class LlamaCppBackend:
         if progress:
             progress(0, total)
         engine = LlamaEngine(spec.name, *self._open_channel(spec, shares, isolated))
-        kept = into.value if isinstance(into, LlamaHandle) else into
-        value = kept if isinstance(kept, LlamaModel) else LlamaModel(spec.name)
-        handle = LlamaHandle(engine, value)
+        handle = LlamaHandle(engine, self._reused(into, spec.name))
 
         def report(part: float) -> None:
             if progress:
@@ -178,50 +130,14 @@ class LlamaCppBackend:
         try:
             facts = engine.load(arguments, report)
             part = offloaded(spec, found.config)
-            handle.shares = taken(facts, shares, part, self._charged(engine.pid, shares))
-            for share in handle.shares:
-                handle.blocks.append(self.probe.place(share.device).allocate(share.bytes))
+            charged = self._charged(engine.pid, shares)
+            handle.loaded(taken(facts, shares, part, charged), self.probe)
             if progress:
                 progress(total, total)
-            value._engine, value._where = engine, where(handle.shares)
             return handle
         except BaseException:
             handle.end()
             raise
-
-    def value(self, model: LlamaHandle) -> LlamaModel:
-        """The LlamaModel of the handle `model`."""
-        return model.value
-
-    def move(self, model: LlamaHandle, shares: Shares) -> NoReturn:
-        """Always raises CannotGovern: `model` cannot be moved to other `shares`."""
-        name = model.value.name
-        raise CannotGovern(
-            f"{name} cannot be moved: llama.cpp places a model when it loads it.\n"
-            f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
-            name=name,
-            why="llama.cpp cannot move",
-        )
-
-    def drop(self, model: LlamaHandle) -> None:
-        """Ends the engine of `model`. Repeating is safe."""
-        model.end()
-
-    def measure(self, model: LlamaHandle) -> Shares:
-        """The bytes of `model` by device, as measured after its load; empty once it is dropped."""
-        return model.shares
-
-    def elsewhere(self, model: LlamaHandle) -> tuple[str, ...]:
-        """Empty: the tensors of `model` are not visible here."""
-        return ()
-
-    def droppable(self, model: LlamaHandle) -> bool:
-        """True: the weights of `model` are never changed."""
-        return True
-
-    def unchanged(self, model: LlamaHandle) -> bool:
-        """True: the weights of `model` are never changed."""
-        return True
 
     def _card_numbers(self, shares: Shares) -> tuple[int, ...] | None:
         """This process's numbers of the shares' cards; None for simulated cards."""

@@ -69,6 +69,11 @@ class LlamaEngine:
         return self._channel.child.pid if self._channel.child else None
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """The worker's process id; empty without a worker."""
+        return (self.pid,) if self.pid else ()
+
+    @property
     def alive(self) -> bool:
         """Whether it can still answer calls."""
         return self._error is None

@@ -1,0 +1,146 @@
+"""What the backends share whose engines place a model when they load it, and never move it.
+
+The engine is a server, a worker process or a thread. The bytes of its model are accounted here; its
+weights are never changed here, so an evicted model is dropped and loaded again later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+
+from ...devices.probe import Probe
+from ...devices.process_memory import Block
+from ...errors import CannotGovern, NotResident
+from ...facts import ModelSpec, Shares, where
+
+
+class Engine(Protocol):
+    """What runs one model."""
+
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+
+    def watch(self, on_loss: Callable[[str, str], None]) -> None: ...
+
+    def end(self) -> None: ...
+
+
+E = TypeVar("E", bound=Engine)
+
+
+class EngineModel(Generic[E]):
+    """The base of what `use` yields: the model's name, and its engine while it is loaded."""
+
+    def __init__(self, name: str) -> None:
+        """The value for the model `name`, not loaded yet."""
+        self.name = name
+        self._engine: E | None = None
+        self._where = ""
+        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins the model
+
+    def _not_loaded(self, hint: str) -> NotResident:
+        """The error of a use while the model is not loaded; `hint` ends in an example."""
+        return NotResident(
+            f"{self.name} is not loaded.\n  {hint}", name=self.name, where="not loaded"
+        )
+
+
+V = TypeVar("V", bound=EngineModel[Any])
+
+
+class EngineHandle(Generic[E, V]):
+    """An engine with its model, and the account of the model's bytes."""
+
+    def __init__(self, engine: E, value: V) -> None:
+        """Ends `engine` when the handle is garbage-collected. `value` is what users hold."""
+        self.engine, self.value = engine, value
+        self.shares: Shares = ()
+        self.blocks: list[Block] = []
+        self._end = weakref.finalize(self, engine.end)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The engine's processes; empty for a model in this process."""
+        return self.engine.pids
+
+    def watch(self, on_loss: Callable[[str, str], None]) -> None:
+        """Has `on_loss(kind, because)` called once if the engine ends by itself."""
+        self.engine.watch(on_loss)
+
+    def loaded(self, shares: Shares, probe: Probe) -> None:
+        """Accounts the bytes of `shares` on the devices of `probe`, and hands out the engine.
+
+        Raises the device's out-of-memory error.
+        """
+        self.shares = shares
+        for share in shares:
+            self.blocks.append(probe.place(share.device).allocate(share.bytes))
+        self.value._engine, self.value._where = self.engine, where(shares)
+
+    def end(self) -> None:
+        """Ends the engine and frees its bytes. Repeating is safe."""
+        self._end()
+        if self.value._engine is self.engine:
+            self.value._engine = None
+        blocks, self.blocks, self.shares = self.blocks, [], ()
+        for block in blocks:
+            block.free()
+
+
+H = TypeVar("H", bound=EngineHandle[Any, Any])
+
+
+class EngineBackend(Generic[H, V]):
+    """The part of a backend that is the same for all engines."""
+
+    can_move = False
+    can_split = True
+    engine_name: str  # as in messages
+    model_type: ClassVar[type]  # what `use` yields
+
+    def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
+        """Empty: the engine divides the `model` of `spec` itself. `origin` is ignored."""
+        return ()
+
+    def value(self, model: H) -> V:
+        """What `use` yields for the handle `model`."""
+        return model.value  # type: ignore[no-any-return]
+
+    def move(self, model: H, shares: Shares) -> NoReturn:
+        """Always raises CannotGovern: `model` cannot be moved to other `shares`."""
+        name = model.value.name
+        raise CannotGovern(
+            f"{name} cannot be moved: {self.engine_name} places a model when it loads it.\n"
+            f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
+            name=name,
+            why=f"{self.engine_name} cannot move",
+        )
+
+    def drop(self, model: H) -> None:
+        """Ends the engine of `model`. Repeating is safe."""
+        model.end()
+
+    def measure(self, model: H) -> Shares:
+        """The bytes of `model` by device, as measured after its load; empty once it is dropped."""
+        return model.shares
+
+    def elsewhere(self, model: H) -> tuple[str, ...]:
+        """Empty: the tensors of `model` are not visible here."""
+        return ()
+
+    def droppable(self, model: H) -> bool:
+        """True: the weights of `model` are never changed."""
+        return True
+
+    def unchanged(self, model: H) -> bool:
+        """True: the weights of `model` are never changed."""
+        return True
+
+    def _reused(self, into: Any, name: str) -> V:
+        """The value of an earlier load (a handle or the value itself), or a new one for `name`."""
+        kept = getattr(into, "value", into)
+        value = kept if isinstance(kept, self.model_type) else self.model_type(name)
+        return value  # type: ignore[no-any-return]
