@@ -255,7 +255,7 @@ def ask_until(
             page = left(page, step, getattr(step, "shares", ()), there)
         there = replace(there, now=there.now + 0.1, wall=there.wall + 0.1)
         for id in everyone(page):
-            page, steps, _ = obey(page, id, there, lru, f"obey {id}")
+            page, steps, _ = obey(page, id, there, f"obey {id}")
             for step in steps:
                 page = left(page, step, getattr(step, "shares", ()), there)
         if (

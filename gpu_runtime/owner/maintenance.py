@@ -245,7 +245,7 @@ def obey(session: Session) -> tuple[Order, ...]:
         book: Book, world: World
     ) -> tuple[Book, tuple[tuple[Move | Drop, ...], tuple[Order, ...]]]:
         askers = permissions.askers(session, book)
-        after, steps, orders = recall.obey(book, session.me, world, session.rank, key.text, askers)
+        after, steps, orders = recall.obey(book, session.me, world, key.text, askers)
         return after, (steps, orders)
 
     key = session.new_key("obey")

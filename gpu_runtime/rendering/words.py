@@ -54,7 +54,6 @@ _EVENT_PHRASES = {
     "restored": "was restored, {bytes} on {device}",
     "unloaded": "was unloaded from {device}, freeing {bytes}",
     "moved": "was moved from {device} to another card, {bytes}",
-    "released": "was released, {bytes} on {device}",
     "refused": "was refused {bytes}",
     "waiting": "had to wait",
     "failed": "failed",

@@ -12,7 +12,7 @@ from ..facts import HOST, Book, Device, Event, Phase, Sample, Section, Share, Wo
 from ..units import show_seconds
 from .pressure import sample_of
 
-FREEING = ("offloaded", "unloaded", "moved", "released", "lost")  # events that free device memory
+FREEING = ("offloaded", "unloaded", "moved", "lost")  # events that free device memory
 
 Bytes = dict[str, int]  # by device id
 

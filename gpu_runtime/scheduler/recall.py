@@ -23,7 +23,6 @@ from ..facts import (
     Move,
     Owner,
     Phase,
-    Policy,
     Refuse,
     Section,
     Ticket,
@@ -278,7 +277,6 @@ def obey(
     book: Book,
     owner: str,
     world: World,
-    rank: Policy,
     key: str,
     askers: Mapping[str, Asker] | None = None,
 ) -> tuple[Book, tuple[Move | Drop, ...], tuple[Order, ...]]:

@@ -237,28 +237,6 @@ def abandon(
     return note(book, world, lease, "failed", "abandoned", because)
 
 
-def release(
-    book: Book,
-    owner: str,
-    name: str,
-    world: World,
-    because: str = "",
-) -> Book:
-    """The book without the lease `name`, which its `owner` gave back. `because` is the sentence."""
-    lease = book.lease(owner, name)
-    if lease is None:
-        return book
-    return note(
-        book.without_lease(owner, name),
-        world,
-        lease,
-        "released",
-        "owner",
-        because,
-        size=lease.bytes,
-    )
-
-
 def withdraw(book: Book, key: str) -> Book:
     """The book without the ticket with this `key`."""
     return book.without_ticket(key) if book.ticket(key) else book

@@ -101,8 +101,8 @@ def robbed(record, monkeypatch):
     )
     os.kill(guard, signal.SIGSTOP)
     os.kill(engine, signal.SIGKILL)
-    assert soon(lambda: not alive(engine) and not listeners(loaded.server.order.port))
-    yield served, before, loaded.server.order.port
+    assert soon(lambda: not alive(engine) and not listeners(loaded.engine.order.port))
+    yield served, before, loaded.engine.order.port
     os.kill(guard, signal.SIGCONT)
     backend.drop(loaded)
 

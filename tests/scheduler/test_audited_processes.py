@@ -511,10 +511,7 @@ class Auditor(RuleBasedStateMachine):
             del process.models[model.name]
             self.write(
                 process,
-                lambda book, world: (
-                    books.release(book, process.id, model.name, world, "given up"),
-                    None,
-                ),
+                lambda book, world: (book.without_lease(process.id, model.name), None),
             )
             assert self.book.lease(process.id, model.name) is None
 
@@ -542,7 +539,7 @@ class Auditor(RuleBasedStateMachine):
         process = self.pick(which)
         key = self.key(process, "obey")
         base, (steps, orders) = self.write(
-            process, lambda book, world: obey(book, process.id, world, self.rank, key)
+            process, lambda book, world: obey(book, process.id, world, key)
         )
         self.check_steps(base, steps)
         process.departing += [(key, step) for step in steps]

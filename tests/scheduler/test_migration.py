@@ -22,7 +22,6 @@ from gpu_runtime.facts import (
     overdrafts,
 )
 from gpu_runtime.scheduler.drain import drain
-from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.migration import move, parse_cards
 from gpu_runtime.scheduler.recall import Ask, Order, ask, obey
 from gpu_runtime.scheduler.transitions import abandon, left
@@ -163,9 +162,7 @@ def test_a_move_request_names_the_cards_for_the_owner():
     page, verdict = asked(book(lease("qwen", sim0=6), owners=(1, 2)), "sim:1", "sim:2")
     assert verdict == Wait("pid 1 was asked to move qwen", asked=(at(1, "qwen"),))
     _, steps, orders = replayed(
-        lambda book: obey(
-            book, owner(1).id, FOUR, lru, "k", {"2:move": Asker("ann", at_home=True)}
-        ),
+        lambda book: obey(book, owner(1).id, FOUR, "k", {"2:move": Asker("ann", at_home=True)}),
         page,
     )
     assert steps == () and orders == (
@@ -177,9 +174,9 @@ def test_another_users_model_is_moved_for_an_operator_only():
     page, _ = asked(book(lease("qwen", sim0=6), owners=(1, 2)), "sim:1")
 
     def refused(asker):
-        return replayed(
-            lambda book: obey(book, owner(1).id, FOUR, lru, "k", {"2:move": asker}), page
-        )[2][0].refused
+        return replayed(lambda book: obey(book, owner(1).id, FOUR, "k", {"2:move": asker}), page)[
+            2
+        ][0].refused
 
     assert "ann may not move qwen" in refused(Asker("ann"))
     assert refused(Asker("ann", operator=True)) == ""

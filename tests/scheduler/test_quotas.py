@@ -50,6 +50,27 @@ def test_bytes_on_each_device():
     )
 
 
+def test_bytes_on_each_device_limit_each_part_of_a_divided_model():
+    """A model in use of another user is on one card, so the cap and the room differ by card."""
+    page = of(book(lease("other", by=2, sim0=25, keep=True)), bob=(2,))
+    box = there(capped(bytes_per_device=size(20)), sim1=40)
+    _, verdict = decide(page, request("qwen", gib=50, layout="auto"), box)
+    assert isinstance(verdict, Refuse)
+    assert (verdict.kind, verdict.budget_bytes) == ("cap", size(35)), verdict.because
+    _, verdict = decide(page, request("qwen", gib=34, layout="proportional"), box)
+    assert isinstance(verdict, Grant)
+    assert all(share.bytes <= size(20) for share in verdict.lease.target)
+
+
+def test_cards_that_hold_more_than_their_budgets_could_give_nothing_to_a_divided_model():
+    """Not less than nothing: facts may overdraw a card."""
+    page = book(lease("a", sim0=50, keep=True), lease("b", sim1=50, keep=True))
+    _, verdict = decide(page, request("qwen", gib=60, layout="auto"), world(sim0=40, sim1=40))
+    assert isinstance(verdict, Refuse)
+    assert verdict.budget_bytes == 0
+    assert "could give 0 B + 0 B" in verdict.because
+
+
 def test_a_capped_card_is_no_reason_not_to_take_another():
     page = of(book(lease("llama", sim0=16, pins=1)), ann=(1,))
     _, verdict = decide(

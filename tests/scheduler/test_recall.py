@@ -19,7 +19,6 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.recall import Ask, Order, answer, ask, declined, obey
 from gpu_runtime.scheduler.transitions import left
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
@@ -36,7 +35,7 @@ def asking(page, verb, target="qwen", there=THERE):
 
 
 def obeying(page, by=1, there=THERE):
-    return replayed(lambda book: obey(book, owner(by).id, there, lru, "k"), page)
+    return replayed(lambda book: obey(book, owner(by).id, there, "k"), page)
 
 
 def two(*leases, **fields):
@@ -340,7 +339,7 @@ def test_the_outcome_event_names_that_person_too():
     """
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
-    _, steps, _ = obey(page, owner(1).id, THERE, lru, "1:obey", {wish.key: Asker("ops")})
+    _, steps, _ = obey(page, owner(1).id, THERE, "1:obey", {wish.key: Asker("ops")})
     assert [(step.by, step.because) for step in steps] == [
         ("ann, console (ops, pid 2)", "ann, console (pid 2) asked to evict it.")
     ]
@@ -349,7 +348,7 @@ def test_the_outcome_event_names_that_person_too():
 def test_an_answer_is_found_by_its_key_and_names_the_requester():
     wish = replace(asked("pin"), said_by="ann")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
-    _, _, [order] = obey(page, owner(1).id, THERE, lru, "1:obey")
+    _, _, [order] = obey(page, owner(1).id, THERE, "1:obey")
     page = answer(page, THERE, owner(1).id, order, "failed", "it is not to be")
     assert ask(page, wish, THERE)[1] == Refuse("it is not to be", kind="failed")
     assert (page.events[-1].by, page.events[-1].device) == ("ann (pid 2)", "sim:0")

@@ -159,7 +159,7 @@ def test_evictions_are_offloads_and_unloads():
     page = book(going(), lease("other", sim0=1), lease("third", by=2, sim0=1))
     page = books.left(page, step(), whole(HOST, 8), THERE)
     page = books.left(page, replace(step(None), source=whole(HOST, 8)), (), THERE)
-    page = books.reap(books.release(page, ME.id, "other", THERE, "given up"), [owner(2).id], THERE)
+    page = books.reap(page.without_lease(ME.id, "other"), [owner(2).id], THERE)
     assert books.totals(page) == {
         "evictions": 2,
         "offloads": 1,
@@ -211,14 +211,6 @@ def test_an_abandoned_departure_stays_on_the_device():
 )
 def test_a_late_abandon_changes_nothing(page):
     assert books.abandon(page, ME.id, "qwen", "k", THERE, "late") == page
-
-
-def test_a_release_gives_back_every_byte():
-    """This includes every device and arriving bytes (law 3)."""
-    page = books.release(book(going(), lease("other", sim0=1)), ME.id, "qwen", THERE, "given up")
-    assert page.claims() == {"sim:0": size(1)}
-    assert (page.events[-1].action, page.sections[ME.id].counts) == ("released", {})
-    assert books.release(page, ME.id, "qwen", THERE) == page, "twice is once"
 
 
 def test_a_withdrawn_ticket_takes_its_recalls_along():
@@ -469,7 +461,7 @@ def test_bytes_are_conserved_however_leases_end(leases, residue):
         expected["sim:0"] = expected.get("sim:0", 0) + held["sim:0"]
     assert page.claims() == decode_book(encode(page)).claims() == expected
     for lease_ in leases[::2]:
-        page = books.release(page, lease_.owner, lease_.name, THERE)
+        page = page.without_lease(lease_.owner, lease_.name)
     page = books.resign(books.reap(page, [owner(2).id, owner(3).id], THERE), ME.id)
     assert page.claims() == {} and page.sections == {}
 
