@@ -47,8 +47,11 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
 def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
     """Ids of the cards it may be placed on; empty means any.
 
-    Its own list wins over the card that INFERENCE_GPU_INDEX names.
+    Its own list wins over the card that INFERENCE_GPU_INDEX names. What a live autograd graph holds
+    returns only to its own card.
     """
+    if bound := resident.must_return_to():
+        return bound
     index = session.settings.inference_gpu_index
     if resident.spec.devices or index is None:
         return resident.spec.devices

@@ -52,6 +52,12 @@ class Group(NamedTuple):
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
     @property
+    def referenced_elsewhere(self) -> bool:
+        """Whether more than these tensors hold the storage: a view, or what a live graph saved."""
+        known = len(self.slots) + 1  # each tensor, and the storage's own Python object
+        return torch._C._storage_Use_Count(self.storage._cdata) > known
+
+    @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
         """Name, kind and place of each tensor in the storage; equal for two loads of one source."""
         return tuple(

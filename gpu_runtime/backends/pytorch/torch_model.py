@@ -71,6 +71,12 @@ class TorchModel:
         """Whether the bytes of `tensor` left its card, so that a guard is in their place."""
         return bool(self.away) and tensor.untyped_storage()._cdata in self.away
 
+    def cards_to_return_to(self) -> tuple[str, ...]:
+        """Torch devices that the model must return to, because views or a live graph hold its storages."""
+        away = [group for group in self.groups() if group.storage._cdata in self.away]
+        held = [str(group.storage.device) for group in away if group.referenced_elsewhere]
+        return tuple(dict.fromkeys(held))
+
     def place_of(self, group: st.Group, by_torch_device: Mapping[str, Memory]) -> Memory:
         """The memory of the storage of `group`.
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ...devices.process_memory import Memory
+from ...errors import CannotGovern
 from ...facts import HOST
 from . import storages as st
 from . import swap
@@ -67,11 +68,25 @@ class Move:
                 self.exchange.take(storage, away_sentence(model.spec.name))
                 self.own[storage._cdata], self.away[storage._cdata] = memory, target
             else:
+                self._require_returnable(model, group, memory)
                 self.rebound.append(group)
                 copies.append(target)
                 self.own[content._cdata] = memory
         self.calls = [*self.exchange.calls, *st.rebinding(self.rebound, copies)]
         targets.clear()
+
+    def _require_returnable(self, model: TorchModel, group: st.Group, memory: Memory) -> None:
+        """Raises CannotGovern if a graph or a view waits for the bytes of `group` on another card."""
+        if group.storage._cdata not in model.away or not group.referenced_elsewhere:
+            return
+        name, card = model.spec.name, str(group.storage.device)
+        why = f"an autograd graph or a view of {group.slots[0].name} waits for it on {card}"
+        raise CannotGovern(
+            f"{name} cannot return to {memory.device}: {why}.\n"
+            f"  Delete what holds it, for example the loss of an unfinished step, or free {card}.",
+            name=name,
+            why=why,
+        )
 
     def undo(self) -> None:
         """Gives every storage and tensor its old bytes again. Repeating is safe."""
