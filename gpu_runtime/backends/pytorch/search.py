@@ -118,7 +118,7 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
     """
     limit = limit or Limit()
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        tensors, bare, objects, whole = _tracked(limit)
+        tensors, bare, objects, whole = tracked(limit)
         nodes: set[Any] = set()
         everything = list(_with_hidden(tensors, nodes, limit))
         entries, opaque = _storages(everything, bare, place, governed, limit)
@@ -156,7 +156,7 @@ def counted_on(memories: Sequence[Memory]) -> Place:
     return place
 
 
-def _tracked(limit: Limit) -> tuple[list[Tensor], list[torch.UntypedStorage], int, bool]:
+def tracked(limit: Limit) -> tuple[list[Tensor], list[torch.UntypedStorage], int, bool]:
     """The tensors and storages that the garbage collector tracks, the number of its objects, and
     whether there was time for all of them."""
     kinds = subclasses(Tensor)
@@ -344,13 +344,18 @@ def saved_in(roots: Iterable[Any], nodes: set[Any], limit: Limit) -> Iterator[An
         if not len(nodes) % 1024 and limit.over:
             return
         pending += (below for below, _ in node.next_functions)
-        kind = type(node)
-        if kind not in _saved_names:
-            _saved_names[kind] = tuple(
-                name for name in dir(kind) if name == "variable" or name.startswith("_raw_saved_")
-            )
-        for name in _saved_names[kind]:
-            yield from _saved(node, name)
+        yield from saved_by(node)
+
+
+def saved_by(node: Any) -> Iterator[Any]:
+    """What one node of a graph saved; no unpack hook runs."""
+    kind = type(node)
+    if kind not in _saved_names:
+        _saved_names[kind] = tuple(
+            name for name in dir(kind) if name == "variable" or name.startswith("_raw_saved_")
+        )
+    for name in _saved_names[kind]:
+        yield from _saved(node, name)
 
 
 def _saved(node: Any, name: str) -> Iterator[Any]:

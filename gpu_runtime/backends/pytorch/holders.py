@@ -1,0 +1,281 @@
+"""Which names reach which storages, and which storages come free if one name is deleted.
+
+`reached` follows references forward from a name, through autograd graphs too. What comes free is found by
+trial deletion, as Python's own garbage collector does it: an object stays if something outside of what the
+name reaches refers to it. References that nobody can see (of C++ code, of a library) make an object stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .search import Found, Limit, gradient, graph, plain_tensors, saved_by, saved_in, tracked
+
+_LEAVES = frozenset(
+    (
+        *(str, bytes, bytearray, int, float, complex, bool, type(None), range, slice),
+        *(types.ModuleType, types.CodeType, weakref.ref),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
+_LOOK_EVERY = 4096  # objects between two looks at the clock
+_STEPS_UP = 8  # from a storage that no name reaches to something that has a name
+GARBAGE = "garbage in a reference cycle, or C++ code"
+UNKNOWN = "something without a name"
+
+
+class Reach(NamedTuple):
+    """What one name reaches. Storages are given by their keys (`storage._cdata`)."""
+
+    direct: frozenset[int]
+    saved: frozenset[int]  # those that only autograd graphs on the way refer to
+    alone: frozenset[int]  # those that come free if the name is deleted
+    whole: bool  # False: the time was over before the end
+
+
+class Graphs:
+    """All autograd graphs of this process: how many tensors and nodes refer to each node."""
+
+    def __init__(self, limit: Limit) -> None:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            tensors, _, _, _ = tracked(limit)
+            roots = [node for tensor in tensors for node in graph(tensor)]
+            nodes: set[Any] = set()
+            for _ in saved_in(roots, nodes, limit):
+                pass
+            self.holders: Counter[Any] = Counter(roots)
+            for node in nodes:
+                self.holders.update(below for below, _ in node.next_functions if below is not None)
+
+
+def reached(
+    held: list[Any], graphs: Graphs, *, shared: Collection[int] = (), limit: Limit | None = None
+) -> Reach:
+    """What the objects `held` reach; empties `held`.
+
+    `held` has one entry for each reference that the name holds. The caller must keep no reference of its
+    own. `shared` are the ids of containers at which the search ends.
+    """
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        walk = _Walk(graphs, frozenset(shared), limit or Limit())
+        walk.follow(held)
+        direct = walk.storages()
+        walk.follow(walk.later)
+        every = walk.storages()
+        alone = walk.freed() & every
+    return Reach(frozenset(direct), frozenset(every - direct), frozenset(alone), walk.whole)
+
+
+class _Walk:
+    """The objects that one name reaches, and the references among them.
+
+    Nodes of graphs are followed last, so that what only they refer to is known.
+    """
+
+    def __init__(self, graphs: Graphs, shared: Collection[int], limit: Limit) -> None:
+        self._graphs, self._shared, self._limit = graphs, shared, limit
+        self._objects: dict[int, Any] = {}
+        self._edges: dict[int, list[int]] = {}
+        self._given: Counter[int] = Counter()  # references that the name itself holds
+        self.later: list[Any] = []
+        self.whole = True
+
+    def storages(self) -> set[int]:
+        """The keys of the storages that were reached so far."""
+        every = self._objects.values()
+        return {one._cdata for one in every if type(one) is torch.UntypedStorage}
+
+    def follow(self, pending: list[Any]) -> None:
+        """Follows all references from `pending`, which is empty afterwards. Nodes go to `later`."""
+        if pending is not self.later:
+            self._given.update(map(id, pending))
+        while pending:
+            one = pending.pop()
+            if id(one) in self._objects or self._is_leaf(one):
+                continue
+            self._objects[id(one)] = one
+            if not len(self._objects) % _LOOK_EVERY and self._limit.over:
+                self.whole = False
+                pending.clear()
+                return
+            edges = self._edges[id(one)] = []
+            for below in self._children(one):
+                edges.append(id(below))
+                (self.later if _is_node(type(below)) else pending).append(below)
+
+    def _is_leaf(self, one: Any) -> bool:
+        kind = type(one)
+        if kind in _LEAVES or id(one) in self._shared:
+            return True
+        if issubclass(kind, type):  # a class: only the notebook's own
+            return getattr(one, "__module__", "") != "__main__"
+        return issubclass(kind, types.ModuleType)
+
+    def _children(self, one: Any) -> list[Any]:
+        """What an object refers to, in Python and in C++: one entry for each reference."""
+        kind = type(one)
+        if kind is torch.UntypedStorage:
+            return []
+        below = gc.get_referents(one)
+        if kind is types.FunctionType:  # its globals are everybody's
+            own = (one.__globals__, one.__builtins__)
+            return [child for child in below if not any(child is names for names in own)]
+        if _is_node(kind):
+            below += (child for child, _ in one.next_functions if child is not None)
+            below += saved_by(one)
+        elif issubclass(kind, Tensor):
+            # The collector sees the node of a tensor in some cases only; `_of_tensor` always has it.
+            below = [child for child in below if not _is_node(type(child))] + _of_tensor(one)
+        return below
+
+    def freed(self) -> set[int]:
+        """The keys of the storages that come free if the name goes: trial deletion."""
+        references = _references(self._objects, self._graphs)
+        for key, count in self._given.items():
+            references[key] = references.get(key, 0) - count
+        for edges in self._edges.values():
+            for key in edges:
+                if key in references:
+                    references[key] -= 1
+        pending = [key for key, count in references.items() if count > 0]
+        staying = set(pending)
+        while pending:
+            for key in self._edges.get(pending.pop(), ()):
+                if key not in staying:
+                    staying.add(key)
+                    pending.append(key)
+        gone = (one for key, one in self._objects.items() if key not in staying)
+        return {one._cdata for one in gone if type(one) is torch.UntypedStorage}
+
+
+def _of_tensor(tensor: Tensor) -> list[Any]:
+    """What the C++ object of a tensor refers to."""
+    below: list[Any] = [*gradient(tensor), *graph(tensor)]
+    try:
+        if tensor._base is not None:
+            below.append(tensor._base)
+        for part in plain_tensors(tensor):
+            if part is tensor:
+                below.append(part.untyped_storage())
+            elif part._use_count() > 1:
+                below.append(part)
+            else:  # a view that was made for us: the tensor itself refers to its storage
+                below += (part, part.untyped_storage())
+    except Exception:  # of an opaque tensor, or of another library's
+        pass
+    return below
+
+
+_node_kinds: dict[type, bool] = {}
+
+
+def _is_node(kind: type) -> bool:
+    """Whether objects of this class are nodes of autograd graphs."""
+    known = _node_kinds.get(kind)
+    if known is None:
+        known = _node_kinds[kind] = hasattr(kind, "next_functions")
+    return known
+
+
+# -- counting references ---------------------------------------------------------------------------
+
+
+def _references(objects: Mapping[int, Any], graphs: Graphs) -> dict[int, int]:
+    """How many references there are to each of `objects`, without those of this module."""
+    ours = _counts({0: object()})[0]
+    counts = _counts(objects)
+    for key, one in objects.items():
+        kind = type(one)
+        counts[key] -= ours
+        if kind is torch.UntypedStorage:
+            counts[key] += _in_cpp(torch._C._storage_Use_Count(one._cdata))
+        elif issubclass(kind, Tensor):
+            counts[key] += _in_cpp(one._use_count())
+        elif _is_node(kind):
+            counts[key] = graphs.holders[one] + max(0, counts[key] - _references_to_node())
+    return counts
+
+
+def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
+    return {key: sys.getrefcount(one) for key, one in objects.items()}
+
+
+def _in_cpp(uses: int) -> int:
+    """References to a C++ object, beyond those that count as references to its Python object.
+
+    One of the `uses` is the Python object's. If there are others, they keep the Python object alive, which
+    is one reference of Python's.
+    """
+    others = uses - 1
+    return others - 1 if others > 0 and _cpp_keeps_python() else others
+
+
+@functools.cache
+def _cpp_keeps_python() -> bool:
+    """Whether torch counts a reference of C++ as one to the Python object (since 2.10)."""
+    leaf = torch.ones(1, requires_grad=True)
+    before = sys.getrefcount(leaf)
+    result = leaf * 2
+    return sys.getrefcount(leaf) > before and result is not None
+
+
+@functools.cache
+def _references_to_node() -> int:
+    """References to the Python object of a node that no Python code holds."""
+    with torch.enable_grad():
+        result = torch.ones(1, requires_grad=True) * 2
+    objects: dict[int, Any] = {0: result.grad_fn}
+    holders = Counter(objects.values())
+    return _counts(objects)[0] - _counts({0: object()})[0] + (0 if holders else 1)
+
+
+# -- what no name reaches --------------------------------------------------------------------------
+
+
+def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
+    """What refers to a storage that no name reaches: a module, a class or a cache, if there is one.
+
+    `ignored` are the ids of objects of the search itself. Each step up takes a look at all objects.
+    """
+    level: list[Any] = [storage.storage, *storage.tensors]
+    seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}
+    for _ in range(_STEPS_UP):
+        seen.add(id(level))
+        if limit.over:
+            return UNKNOWN
+        above: list[Any] = []
+        seen.add(id(above))
+        for one in gc.get_referrers(*level):
+            if id(one) in seen or isinstance(one, types.FrameType):
+                continue
+            seen.add(id(one))
+            named = _named(one)
+            if named:
+                return named
+            above.append(one)
+        if not above:
+            return GARBAGE
+        level = above
+    return UNKNOWN
+
+
+def _named(one: Any) -> str:
+    """The name of a referrer that has one; empty for others."""
+    if isinstance(one, type):
+        return f"class {one.__module__}.{one.__qualname__}"
+    if isinstance(one, dict) and "__name__" in one and "__loader__" in one:
+        return f"module {one['__name__']}"
+    if type(one) is functools._lru_cache_wrapper:
+        return f"functools.cache of {one.__qualname__}"
+    return ""
