@@ -9,27 +9,27 @@ from __future__ import annotations
 import os
 import stat
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 MOST_STEPS = 200  # limit of directories and links on the way, since links can form a circle
 
 
-def weak_step(path: Path, owners: Collection[int] = (), groups: Collection[int] = ()) -> str:
+def weak_step(path: Path, *, may_be_writable: bool = False) -> str:
     """The first directory or link on the way to `path` that another user can change; empty if there is none.
 
-    `path` itself is checked too; directories that do not exist yet are not. root, this user and the
-    `owners` are trusted; the members of the `groups` are trusted to write. The result is a clause such
-    as `/var/tmp/x belongs to uid 1001`.
+    `path` itself is checked too; directories that do not exist yet are not. Only root and this user are
+    trusted. With `may_be_writable` only the owners are checked. The result is a clause such as
+    `/var/tmp/x belongs to uid 1001`. Raises OSError.
     """
-    trusted = {0, os.geteuid(), *owners}
+    trusted = (0, os.geteuid())
     for step, found in _steps(path.absolute()):
         if found.st_uid not in trusted:
             return f"{step} belongs to uid {found.st_uid}"
-        if stat.S_ISLNK(found.st_mode):
-            continue  # only its owner, or the owner of its directory, can replace it
+        if stat.S_ISLNK(found.st_mode) or may_be_writable:
+            continue  # of a link: only its owner, or the owner of its directory, can replace it
         writable_by_others = found.st_mode & stat.S_IWOTH
-        writable_by_group = found.st_mode & stat.S_IWGRP and not _is_harmless(found.st_gid, groups)
+        writable_by_group = found.st_mode & stat.S_IWGRP and not _is_harmless(found.st_gid)
         if (writable_by_others or writable_by_group) and not found.st_mode & stat.S_ISVTX:
             return f"{step} can be changed by other users (mode {stat.S_IMODE(found.st_mode):o})"
     return ""
@@ -63,15 +63,15 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
     raise OSError(f"{path} has too many links")
 
 
-def _is_harmless(gid: int, groups: Collection[int]) -> bool:
-    """Whether a group with write access is no danger: it is trusted, or it has no member but this user.
+def _is_harmless(gid: int) -> bool:
+    """Whether a group with write access is no danger: it is root's, or it has no member but this user.
 
     Many systems give each user a group with the user's name, and let this group write the user's files.
     """
     import grp
     import pwd
 
-    if gid in groups or gid == 0:
+    if gid == 0:
         return True
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)

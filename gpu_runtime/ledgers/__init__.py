@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import BadSetting, LedgerUnavailable
 from .base import Ledger
-from .location import sqlite_directory
+from .location import require_private, split_redis_url, sqlite_directory
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -34,7 +34,9 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
     if scheme == "sqlite" and rest.startswith("///"):
         from .sqlite.ledger import SqliteLedger
 
-        return SqliteLedger(sqlite_directory(url, rest), notebook=notebook, user=user)
+        directory = sqlite_directory(url, rest)
+        require_private(directory)
+        return SqliteLedger(directory, notebook=notebook, user=user)
     if scheme in _REDIS_SCHEMES and rest.startswith("//"):
         return _open_redis(url, notebook=notebook, user=user)
     if scheme == "sqlite":
@@ -51,6 +53,7 @@ def _open_redis(url: str, *, notebook: str, user: str) -> Ledger:
             "  Install it:  pip install 'gpu-console[redis]'",
             path=url.partition(":")[0],
         ) from error
+    require_private(split_redis_url(url)[1])
     return RedisLedger(url, notebook=notebook, user=user)
 
 

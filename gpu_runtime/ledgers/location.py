@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
-from ..errors import BadSetting
+from ..errors import BadSetting, LedgerUnavailable
 from ..facts import Device
+from ..private_paths import weak_step
 from ..units import show_bytes
+from .access import access_to
 from .sqlite import files
 
 FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive a logout
@@ -108,3 +110,31 @@ def slug_of(simulated: Iterable[Device]) -> str:
 
 def _compact(size: int) -> str:
     return show_bytes(size).replace(" ", "")
+
+
+def require_private(directory: Path) -> None:
+    """Raises LedgerUnavailable if another user could put files of theirs into the private ledger `directory`.
+
+    The default directory is made here with mode 0700, and nobody else may change anything on the way to it.
+    In a directory that a setting names, the directories on the way may be writable, as in many containers,
+    but none may belong to another user. Root may open any user's ledger, and a shared one has its own rules.
+    """
+    base = local_state()
+    is_default = directory.is_relative_to(base)
+    if not is_default and (os.geteuid() == 0 or access_to(directory).group is not None):
+        return
+    try:
+        if is_default:
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        weak = weak_step(directory, may_be_writable=not is_default)
+    except OSError as error:
+        if not is_default:  # such as another group's ledger: opening it says so
+            return
+        raise files.cannot_write(directory, error) from error
+    if weak:
+        raise LedgerUnavailable(
+            f"the ledger {directory} could be read or replaced by another user: {weak}.\n"
+            f"  Name a directory of your own on a local disk:  GPU_LEDGER=sqlite:///DIRECTORY",
+            path=str(directory),
+            why=weak,
+        )

@@ -11,7 +11,8 @@ import socket
 import stat
 from pathlib import Path
 
-from gpu_runtime.errors import GpuError
+from ..errors import GpuError
+from ..private_paths import weak_step
 
 MAX_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 
@@ -65,25 +66,16 @@ def _try_to_bind(host: str, port: int) -> None:
 
 
 def _check_directories(directory: Path) -> None:
-    """Raises GpuError unless only root and this user can change `directory` and all directories above it.
-
-    OpenSSH checks the path of a key in the same way.
-    """
-    real = Path(os.path.realpath(directory))
-    for step in (real, *real.parents):
-        about = os.stat(step)
-        writable = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        shared = writable and not about.st_mode & stat.S_ISVTX
-        if about.st_uid not in (0, os.getuid()) or (shared and step != real):
-            raise GpuError(
-                f"a socket in {directory} could be replaced by others: {step} is not yours alone to change."
-            )
-    about = os.stat(real)
+    """Raises GpuError unless only this user can enter `directory`, and nobody else can change the way to it."""
+    about = os.stat(directory)
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise GpuError(
             f"a socket needs a directory that is yours alone (mode 0700), and {directory} is not. "
             f"Make one:  mkdir -m 700 DIR      then:  gpu console --socket DIR/console"
         )
+    weak = weak_step(directory)
+    if weak:
+        raise GpuError(f"a socket in {directory} could be replaced by others: {weak}.")
 
 
 def _remove_old_socket(place: Path) -> None:
