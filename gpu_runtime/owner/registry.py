@@ -20,7 +20,7 @@ from ..errors import (
     UnknownDevice,
     UnknownModel,
 )
-from ..facts import Book, LeaseId, ModelSpec, parse_importance
+from ..facts import Book, LeaseId, ModelSpec, Owner, parse_importance
 from ..options import read_options, unknown_option
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
@@ -296,9 +296,9 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
     book = session.ledger.read()
     found = _holders(book, bare, pid, session.ledger.names() if loadable else {})
     if len(found) == 1:
-        return LeaseId(found[0][0], bare)
+        return LeaseId(found[0].id, bare)
     if found:
-        raise AmbiguousName(bare, tuple(f"{bare}@{pid}" for _, pid in found))
+        raise AmbiguousName(bare, _addresses(bare, found))
     spec = session.catalogue.spec(bare) if not pid else None
     if spec is None:
         raise UnknownModel(name, _all_addresses(session, book))
@@ -309,9 +309,12 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
 
 
 def split_address(name: str) -> tuple[str, str]:
-    """The model's name and the process id of `qwen@4121`; the id is empty where there is none."""
+    """The model's name and the process id of `qwen@4121`; the id is empty where there is none.
+
+    The id of an owner, as in `qwen@4121.88.1`, names one of several runtimes in a process.
+    """
     bare, at, pid = name.rpartition("@")
-    return (bare, pid) if at and pid.isdigit() else (name, "")
+    return (bare, pid) if at and pid.replace(".", "").isdigit() else (name, "")
 
 
 def _exact(session: Session, id: LeaseId) -> LeaseId:
@@ -331,17 +334,25 @@ def _can_load(session: Session, id: LeaseId) -> bool:
 
 def _holders(
     book: Book, name: str, pid: str, loadable: Mapping[str, Collection[str]]
-) -> list[tuple[str, int]]:
-    """Owner id and process id of each owner that holds that model, or can load it.
+) -> list[Owner]:
+    """The owners that hold that model, or can load it.
 
-    `loadable` has the names that each owner can load.
+    `pid` is a process id, the id of an owner, or empty. `loadable` has the names that each owner can
+    load.
     """
     found = []
     for id, section in book.sections.items():
         holds = section.lease(name) or name in loadable.get(id, ())
-        if holds and pid in ("", str(section.owner.pid)):
-            found.append((id, section.owner.pid))
+        if holds and pid in ("", str(section.owner.pid), id):
+            found.append(section.owner)
     return found
+
+
+def _addresses(name: str, owners: list[Owner]) -> tuple[str, ...]:
+    """`qwen@4121` for each owner; `qwen@4121.88.1` if two of them are in one process."""
+    pids = [owner.pid for owner in owners]
+    unique = len(set(pids)) == len(pids)
+    return tuple(f"{name}@{owner.pid if unique else owner.id}" for owner in owners)
 
 
 def _all_addresses(session: Session, book: Book) -> tuple[str, ...]:

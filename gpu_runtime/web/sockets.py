@@ -71,7 +71,7 @@ def _check_directories(directory: Path) -> None:
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise GpuError(
             f"a socket needs a directory that is yours alone (mode 0700), and {directory} is not. "
-            f"Make one:  mkdir -m 700 DIR      then:  gpu console --socket DIR/console"
+            f"Make one:  mkdir -m 700 DIR      then:  --socket DIR/socket"
         )
     weak = weak_step(directory)
     if weak:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import warnings
 
 import pytest
 from gpu_panels.data import evictions
@@ -219,6 +220,12 @@ def tab_of(*events, snapshot=samples.busy, **answers):
     return opened(
         EvictionsTab, page, history=lambda seconds, points: History((), events, seconds), **answers
     )
+
+
+def test_the_tab_uses_no_deprecated_argument():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tab_of().save.variant == "outlined"
 
 
 def test_the_tab_shows_the_evictions_and_follows_its_filters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -508,6 +509,23 @@ def test_a_deleted_lock_file_is_made_again(new_owner_here):
     assert other.read().owner(ledger.owner.id).inode == ledger.owner.inode == inode
     ledger.close()
     assert other.dead(other.read()) == {ledger.owner.id}
+
+
+def test_a_roster_that_cannot_be_written_during_a_rebuild_is_a_ledger_error(
+    new_owner_here, monkeypatch
+):
+    """The raw OSError of the own files came out of any call of the ledger."""
+    ledger = new_owner_here()
+    page = ledger._store.look()
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ledger._store, "_ensure_own_files", full)
+    with pytest.raises(LedgerUnavailable, match="is full"):
+        ledger._store.mend(DamagedBook(page.name, page.inode, "for this test"), 1)
+    monkeypatch.undo()
+    assert ledger.read() is not None
 
 
 def test_a_book_that_two_owners_find_damaged_is_rebuilt_once(new_owner_here):

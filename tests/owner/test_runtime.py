@@ -726,6 +726,20 @@ def test_a_name_that_several_hold_is_ambiguous_and_an_unknown_one_is_named(runti
         c.evict("nobody@1")
 
 
+def test_a_name_that_two_runtimes_of_one_process_hold_is_named_by_the_owner(runtime, shared_book):
+    """Their process id is the same, so `qwen@PID` names neither."""
+    a, b, c = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "abc")
+    for rt in (a, b):
+        fakes(rt, qwen="3GiB")
+    with pytest.raises(AmbiguousName) as error:
+        c.preload(f"qwen@{os.getpid()}")
+    address = f"qwen@{b._session.me}"
+    assert error.value.choices == (f"qwen@{a._session.me}", address)
+    assert c.preload(address, timeout=20).done
+    assert (where(a)["qwen"], where(b)["qwen"]) == ("sim:0", "sim:0")
+    assert [lease.owner for lease in c.status().leases()] == [b._session.me]
+
+
 def test_who_only_looks_leaves_no_trace(runtime, shared_book):
     a, watcher = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="3GiB")

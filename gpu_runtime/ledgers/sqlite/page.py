@@ -106,8 +106,8 @@ class SqliteBook(BookStore):
         """
         with self._lock:
             self._disconnect()
-            self._ensure_own_files()
             try:
+                self._ensure_own_files()
                 rebuild(self.directory, self.boot, damage, patience_seconds)
             except (OSError, sqlite3.Error) as error:
                 self._ballast_dropped |= files.drop_ballast(self.directory)

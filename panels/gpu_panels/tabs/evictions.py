@@ -98,10 +98,10 @@ class EvictionsTab(Tab):
             filename="evictions.csv",
             label="Save as CSV",
             size="small",
-            variant="outlined",
             margin=(10, 10),
             **NO_CAPITALS,
         )
+        self.save.variant = "outlined"  # as an argument it warns of one that nobody gave
         for widget, parameter in (
             (self.window, "value"),
             (self.model, "value_input"),
