@@ -363,6 +363,7 @@ def checked(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **given: Any) -> T:
+        """Calls `method` with the checked arguments."""
         if args:
             read_args = [read(*item) for item in _paired(by_position, args)]
             args = (*read_args, *args[len(read_args) :])

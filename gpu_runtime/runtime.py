@@ -1,7 +1,7 @@
 """Runtime: the public facade, the one object that users hold.
 
-Each public method is a docstring and one call into `owner/`. What is decided is decided in
-`scheduler/`; what is carried out is carried out by `owner/`.
+Each public method is a docstring and one call into `owner/`. The folder `scheduler/` decides, and
+`owner/` carries the decisions out.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Runtime:
     ) -> None:
         """Opens the ledger and the devices.
 
-        `devices` is `auto`, `cuda` or text such as `sim:2x24GiB`; `ledger` and `catalog` are a URL
-        and a directory; `policy` names the eviction policy. `clock` returns seconds of
-        CLOCK_BOOTTIME and `wall` epoch seconds: tests inject them, and `probe`. Without `monitor`
-        the caller runs `tick`. Raises BadSetting, LedgerUnavailable, ProbeFailed.
+        `devices` is `auto`, `cuda` or text such as `sim:2x24GiB`. `ledger` is a URL, `catalog` a
+        directory, and `policy` the name of the eviction policy. `clock` returns seconds of
+        CLOCK_BOOTTIME and `wall` epoch seconds; tests replace them, and `probe`. Without `monitor`
+        the caller must call `tick`. Raises BadSetting, LedgerUnavailable, ProbeFailed.
         """
         self.settings = Settings.load(
             gpu_devices=devices,
@@ -120,7 +120,7 @@ class Runtime:
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)
         self._closing = threading.Lock()
-        self._is_inherited = False  # forked, and not used in this process yet
+        self._is_inherited = False  # whether this is a forked child that has not used it yet
         self._wants_monitor = monitor
         self._open()
         _runtimes.add(self)
@@ -139,7 +139,7 @@ class Runtime:
         directory = getattr(ledger, "directory", None)  # of this boot; the state beside it survives
         state = directory.parent if directory else None
         self.probe.follow(directory, url)
-        # Simulated cards need no measuring, but their use is recorded all the same.
+        # Simulated cards are not measured, but their use is recorded too.
         recorded = bool(directory) and self.probe.simulated
         self._opened = Session(
             ledger,
@@ -174,7 +174,7 @@ class Runtime:
         return self._opened
 
     def _reopened(self) -> Session:
-        """In a forked child, at its first use: a new owner that holds nothing.
+        """Opens a new owner that holds nothing. A forked child calls this at its first use.
 
         The parent's models stay in the child as plain objects. Raises LedgerUnavailable, also if
         the runtime was closed.
@@ -318,7 +318,7 @@ class Runtime:
 
     @checked
     def here(self, name: str) -> bool:
-        """Whether the model `name` is on its device now. Nothing is asked or measured."""
+        """Whether the model `name` is on its device now. This reads no ledger and no device."""
         resident = self._session.residents.get(name)
         return resident is not None and resident.place is Place.HERE
 
@@ -343,7 +343,7 @@ class Runtime:
         """
         session = self._session
         plainly = importance is None and timeout is None and keep_alive is None
-        # The table costs a microsecond. The plain name of a known model needs no check.
+        # Checking the arguments costs 1 µs. It is not needed for the plain name of a known model.
         if not plainly or type(name) is not str or name not in session.residents:
             name, importance, timeout, keep_alive = read_all(
                 "use", name=name, importance=importance, timeout=timeout, keep_alive=keep_alive
@@ -373,9 +373,9 @@ class Runtime:
 
     @checked
     def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
-        """`with rt.on_behalf_of("ann, console"):` — journals what this thread does as done for `name`.
+        """`with rt.on_behalf_of("ann, console"):` — journals this thread's actions as done for `name`.
 
-        The name is for display. What is allowed still depends on this process's user.
+        The name is only for display. Permissions still depend on this process's user.
         """
         return attribution.on_behalf_of(name)
 
@@ -405,7 +405,7 @@ class Runtime:
         lost: bool = False,
         force: bool = False,
     ) -> Outcome:
-        """Evicts the model: to host memory, or, where that is full, to nothing.
+        """Evicts the model: to host memory, or, if host memory is full, to nothing.
 
         Another process's model is named `qwen@4121`, or exactly by a LeaseId; its owner is asked and
         gets `timeout` seconds. Without `wait` the request is only written.
@@ -454,11 +454,12 @@ class Runtime:
 
     @checked
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
-        """Frees memory that allocators hold and nobody uses, in every process that this user may ask.
+        """Frees unused memory that allocators hold, in every process that this user may ask.
 
-        `process` limits it to one: a process id (`4121`), an owner's id in the book, or a model that
-        it has (`qwen@4121`). All together get `timeout` seconds. What stays lies between blocks in
-        use. Raises UnknownModel, AmbiguousName; and for a named process NotAllowed, GpuError, Busy.
+        `process` limits it to one process: a process id (`4121`), an owner's id in the book, or a
+        model of the process (`qwen@4121`). `timeout` seconds are the limit for all processes
+        together. Unused memory between blocks in use cannot be freed. Raises UnknownModel,
+        AmbiguousName; and for a named process NotAllowed, GpuError, Busy.
         """
         return defragment.defrag(self._session, process, timeout)
 
@@ -477,13 +478,13 @@ class Runtime:
 
     @checked
     def tell_waits(self, told: Callable[[str, Wait | None], None] | None) -> None:
-        """Calls `told(name, wait)` in the waiting thread at each look, and with None at the end."""
+        """Calls `told(name, wait)` in the waiting thread at each decision, and with None at the end."""
         self._session.on_wait = told
 
     # -- reading
 
     def status(self) -> Snapshot:
-        """Everything a face needs, as of now."""
+        """A snapshot of this moment: devices, leases, the queue and recent events."""
         maintenance.keep_helpers_alive(self._session)
         return status.snapshot(self._session)
 
@@ -503,12 +504,12 @@ class Runtime:
         return status.models(self._session)
 
     def leases(self) -> DataFrame:
-        """A table of who holds what on which device, one row a share."""
+        """A table of leases: owner, model, device and bytes, with one row for each share."""
         return status.leases(self._session)
 
     @checked
     def events(self, limit: int | None = None) -> DataFrame:
-        """A table of what happened and why, the newest last; at most `limit` rows."""
+        """A table of events with their reasons, the newest last; at most `limit` rows."""
         return status.events(recorded_events(self._session, limit))
 
     @checked
@@ -518,12 +519,13 @@ class Runtime:
 
     @checked
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
-        """How every device was used in the last `seconds`, and what happened meanwhile.
+        """The use of every device in the last `seconds`, and the events of that time.
 
-        At most `points` moments a device: of moments that are too close together the fullest is
-        kept; the newest is of now. Between two moments nothing changed, unless they are further
-        apart than a minute and than the others: then nothing was recorded. History goes back 24 h,
-        also beyond a restart of the machine; a ledger in memory has only now.
+        There are at most `points` moments for each device. Of moments that are too close together,
+        the fullest is kept; the newest moment is now. Between two moments nothing changed. If two
+        moments are over a minute apart, and further than the others, nothing was recorded between
+        them. History goes back 24 h, also over a restart of the machine. A ledger in memory has
+        only the present.
 
         Raises BadSize, BadSetting.
         """
@@ -535,14 +537,14 @@ class Runtime:
         return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]
 
     def fragmentation(self) -> DataFrame:
-        """A table of what each process's allocator holds on each card; unknown where unpublished."""
+        """A table of each process's allocator on each card; unknown if a process publishes nothing."""
         return status.fragmentation(self._session)
 
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
-        """How the allocators of all processes have cut what they hold: segments, blocks in them.
+        """The maps of the allocators of all processes: their segments and blocks.
 
-        This process's map is as of now. The others' are as last published, as a rule within 2 s of
-        a change.
+        This process's map is of this moment. Other processes publish theirs, usually within 2 s of a
+        change.
         """
         return status.allocator_maps(self._session)
 
@@ -559,11 +561,11 @@ class Runtime:
         sequences: int | None = None,
         dtype: str | None = None,
     ) -> Plan:
-        """Dry run: what `use` of that model, or a lease of that size, would do now, and why.
+        """A dry run of using that model, or of leasing that size: what would happen now, and why.
 
         `name_or_size` may also be an unregistered path, a hub id, or a name that contains its size
-        (`llama-7B-Q4_K_M`). With `context_length` (tokens) or `sequences` the room for that use is
-        counted too, with `dtype` the weights as converted.
+        (`llama-7B-Q4_K_M`). With `context_length` (tokens) or `sequences`, the room for that use is
+        included. With `dtype`, the size of the converted weights is used.
 
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
@@ -646,7 +648,7 @@ class Runtime:
             release_calls(resident.value)
             if resident not in engines:
                 resident.forget()
-        # Each engine may take seconds to end in order.
+        # Each engine may take seconds to end normally.
         threads.side_by_side([resident.forget for resident in engines])
         session.residents.clear()
         session.blocks.clear()
@@ -665,7 +667,7 @@ class Runtime:
         self.close()
 
     def _forked(self) -> None:
-        """In a forked child: leaves everything to the parent, and opens nothing until it is used."""
+        """Called in a forked child: releases nothing, since it is the parent's, and opens nothing yet."""
         self._closing = threading.Lock()
         if self._opened.closed:
             return

@@ -83,6 +83,7 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
     outcome: list[Any] = []
 
     def run() -> None:
+        """Calls `work` and keeps its result or its error."""
         mark = object()
         _unfinished.add(mark)
         try:

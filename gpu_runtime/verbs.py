@@ -371,6 +371,7 @@ def typed_in(place: str, text: str) -> str:
         return text
 
     def in_terminal(found: re.Match[str]) -> str:
+        """The text for one `%gpu VERB` that was found."""
         colon, name = found[1] or "", found[2]
         if name in VERBS and CLI in VERBS[name].places:
             return f"{colon}{CLI} {name}"

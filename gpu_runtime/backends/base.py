@@ -80,7 +80,7 @@ class Backend(Protocol):
         ...
 
     def measure(self, model: Any) -> Shares:
-        """The bytes of the real storages of `model`, by device id; empty for a dropped model."""
+        """Device id -> bytes of the storages of `model`; empty for a dropped model."""
         ...
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:

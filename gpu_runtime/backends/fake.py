@@ -1,7 +1,7 @@
 """Models that hold their declared bytes and nothing else: for drills, runbooks and tests.
 
-On a simulated device and on the host the bytes are counted. No page is ever touched, and a real card
-allocates nothing.
+On a simulated device and on the host the bytes are only counted; no memory page is used. On a real card
+nothing is allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Hook = Callable[[str], Any]
 
 
 class FakeModel:
-    """What `use` yields for a fake model: its name and its place. A call returns its arguments."""
+    """The object that `use` yields for a fake model: its name and its place. A call returns its arguments."""
 
     def __init__(self, name: str, hook: Hook | None) -> None:
         """A model called `name`; `hook` is called with "load" or "move" during those steps."""
@@ -80,6 +80,7 @@ class FakeBackend:
         total = sum(share.bytes for share in shares)
 
         def arrive() -> None:
+            """Calls the hook, or fails as the options say."""
             if model.hook:
                 model.hook("load")
             if spec.options.get("fails"):
@@ -133,7 +134,7 @@ class FakeBackend:
             arrive()
             (_, old), model.place = model.place, (shares, tuple(held))
         except BaseException:
-            # Free now: a notebook keeps its last traceback, and with it this frame's blocks.
+            # The blocks are freed now, because a notebook keeps its last traceback and so this frame.
             if model.place[0] is not shares:
                 _free(held)
             raise

@@ -196,6 +196,7 @@ def _by(rule: Rule) -> Callable[[Any], Any]:
     """A function that reads a value by the `rule` that `register` applies too."""
 
     def read(value: Any) -> Any:
+        """The value as the rule reads it. Raises ValueError."""
         try:
             return rule.read(value)
         except Exception:

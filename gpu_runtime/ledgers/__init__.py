@@ -1,4 +1,4 @@
-"""The book of leases, kept by one ledger per kind of store; `open_ledger(url)` opens one.
+"""Ledgers: the stores that keep the book of leases. `open_ledger(url)` opens one.
 
 A ledger reads the book, checks that a write is lawful and writes it atomically. It does not decide:
 the caller passes the decision, and no module here knows the scheduler, a device or a model.
@@ -24,7 +24,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
     Redis, which keeps one page for each host. `notebook` is the path that others see for this
     owner, `user` replaces the name of the process's user.
 
-    Raises BadSetting for any other URL, LedgerUnavailable where the book cannot be kept.
+    Raises BadSetting for any other URL, LedgerUnavailable if the book cannot be kept there.
     """
     scheme, colon, rest = url.partition(":")
     if scheme == "memory":

@@ -1,4 +1,4 @@
-"""Who may open the files in a ledger's directory: its user alone, or the members of a group.
+"""The access rights of the files in a ledger's directory: for its user alone, or for a group.
 
                           private    shared (by group G, whatever the umask)
     LEDGER, owners/       0700       3770  sticky: nobody removes or replaces another user's file
@@ -41,13 +41,13 @@ class Access(NamedTuple):
     group: int | None = None
 
     def open_file(self, path: Path) -> None:
-        """Lets the members read and write the file `path` of ours. Raises OSError."""
+        """Lets the members read and write our file `path`. Raises OSError."""
         self._open(path, 0o660)
 
     def open_directory(self, path: Path, *, sticky: bool = False) -> None:
-        """Lets the members work in the directory `path` of ours. Raises OSError.
+        """Lets the members create files in our directory `path`. Raises OSError.
 
-        In a `sticky` one they cannot remove or replace each other's files.
+        In a `sticky` directory they cannot remove or replace each other's files.
         """
         mode = 0o3770 if sticky else 0o2770
         self._open(path, mode | stat.S_IFDIR)
@@ -55,8 +55,8 @@ class Access(NamedTuple):
     def _open(self, path: Path, mode: int) -> None:
         if self.group is None:
             return
-        # Use a descriptor of this file, and only if it is ours. Where members may write, one could
-        # replace it at this moment by a link to another file of ours.
+        # Change the mode by a descriptor, and only if the file is ours. A member who may write here
+        # could replace the file at this moment by a link to another file of ours.
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
@@ -92,7 +92,7 @@ class Access(NamedTuple):
             try:
                 draft.rename(path)
             except OSError:
-                draft.rmdir()  # another process was first
+                draft.rmdir()  # another process has made the directory already
         if not stat.S_ISDIR(path.lstat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, _REPLACED, str(path))
 
@@ -109,7 +109,7 @@ class Access(NamedTuple):
             self.open_file(draft)
             os.link(draft, path, follow_symlinks=False)
         except FileExistsError:
-            pass
+            pass  # another process has made the file
         finally:
             draft.unlink(missing_ok=True)
 
@@ -142,7 +142,7 @@ def journal_in(ledger: Path) -> Path:
 
 
 def outsider(directory: Path) -> LedgerUnavailable | None:
-    """The error if `directory` is shared by a group that this process is not in; None otherwise."""
+    """The error if `directory` is shared by a group that this process does not belong to; else None."""
     for place in (directory, *directory.parents):
         try:
             found = place.stat()

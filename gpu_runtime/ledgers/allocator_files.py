@@ -1,8 +1,8 @@
-"""The allocator maps beside the book: one file per owner, `owners/ID.map`, replaced as a whole.
+"""The files with allocator maps: one file for each owner, `owners/ID.map`, replaced as a whole.
 
-They are beside the book, not in it. No decision uses them, and a page that held them would be read
-and decoded by every kernel after every allocation. A map counts only if the owner's user wrote it,
-and only while that owner lives.
+Maps are not in the book, because no decision uses them. Otherwise every kernel would read and decode
+them after every allocation. A map counts only if the owner's user wrote it, and only while that owner
+lives.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..facts import AllocatorMap
 from .liveness import Life, life
 from .owner_files import Beside
 
-# Of one owner. A larger file is not one of our maps; a map of 8,192 blocks takes at most half of
-# that.
+# Bytes of one owner's file. A larger file is not one of our maps; a map of 8,192 blocks takes at most
+# half of this.
 MOST_BYTES = 1 << 20
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(tuple[AllocatorMap, ...]).decode
@@ -30,7 +30,7 @@ class MapFiles:
     """One owner's view of the maps in the directory `owners` (`LEDGER/BOOT-ID/owners`)."""
 
     def __init__(self, owners: Path, group: int | None) -> None:
-        """`group` is the one that shares the ledger, or None."""
+        """`group` is the group that shares the ledger, or None."""
         self._files = Beside(owners, "map", group)
         self._seen: dict[str, tuple[_Stamp, Maps]] = {}
 

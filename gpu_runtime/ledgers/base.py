@@ -51,7 +51,7 @@ class Ledger(Protocol):
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners of sections and tickets in `book` that are proven dead.
 
-        Unknown is not dead.
+        An owner whose state is unknown is not included.
         """
         ...
 
@@ -76,7 +76,7 @@ class Ledger(Protocol):
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user who runs the owner `owner_id` of `book`, and who made the request `ticket`.
 
-        Empty if this ledger cannot prove it; then a request in that user's name is not carried out.
+        Empty if this ledger cannot prove that. A request in that user's name is then not carried out.
         """
         ...
 
@@ -90,18 +90,18 @@ class Ledger(Protocol):
         ...
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """True on a ring, or when the process of an owner in `ends` ends.
+        """Waits for a notification, or for the end of the process of an owner in `ends`.
 
-        False after `timeout` seconds.
+        Returns True then, and False after `timeout` seconds.
 
         The end of a process in another container cannot be seen, so also check `dead` every second.
-        Several threads may wait: a ring wakes them all. A ring between a thread's last wait and
-        this one counts. A ring may be false; it only means "read the book".
+        Several threads may wait: a notification wakes them all. A notification between a thread's
+        last wait and this one counts. It only means "read the book", and may be unnecessary.
         """
         ...
 
     def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
-        """Stores this owner's allocator `maps` beside the book and replaces its last ones.
+        """Stores this owner's allocator `maps` in the ledger's directory, and replaces its last maps.
 
         Raises OSError.
 
@@ -114,7 +114,10 @@ class Ledger(Protocol):
         ...
 
     def add_name(self, name: str) -> None:
-        """Adds one model to those that this owner can load, beside the book. Raises OSError."""
+        """Adds one model to the list of models that this owner can load. Raises OSError.
+
+        The list is in a file of its own, not in the book.
+        """
         ...
 
     def publish_names(self, names: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""An owner's part of the book, and how a book is put together from such parts.
+"""An owner's part of the book, and a book that is made from such parts.
 
 Pure: values in, values out. Rosters hold such parts; a damaged book is rebuilt from them.
 """
@@ -11,7 +11,7 @@ from ..facts import Book, Device, Drain, Quarantined, Section, Ticket
 
 
 def part_of(book: Book, owner_id: str) -> Book:
-    """The roster of the owner `owner_id`: its part of `book`, and what all owners agree on."""
+    """The roster of the owner `owner_id`: its part of `book`, and the facts that all owners share."""
     section, unread = book.sections.get(owner_id), book.quarantined.get(owner_id)
     sections = {owner_id: section} if section else {}
     tickets = [ticket for ticket in book.tickets if ticket.owner == owner_id]
@@ -26,9 +26,9 @@ def part_of(book: Book, owner_id: str) -> Book:
 
 
 def union(parts: list[Book]) -> Book:
-    """One book from its owners' `parts`, the newest last.
+    """One book made from its owners' `parts`; the newest part is last.
 
-    The newest one with a section decides which cards drain.
+    The newest part with a section decides which cards are drained.
     """
     devices: dict[str, Device] = {}
     limits: dict[str, int] = {}

@@ -1,8 +1,9 @@
-"""How one owner reads and writes the page of its book, and keeps its own files beside it.
+"""Reads and writes the page of a book for one owner, and this owner's own files.
 
-The SQLite file and the Redis page extend `BookStore`. The order is the same in both: the roster is
-written before the page, and a write counts only if the book is still in force after it. So a
-rebuilt book finds each grant in the rosters, or the grant is void. Nothing here decides.
+The SQLite file and the Redis page extend `BookStore`. The order is the same in both: the roster (the
+owner's copy of its part of the book) is written before the page, and a write counts only if the book
+is still in force after it. So a rebuilt book finds each grant in the rosters, or the grant is void.
+Nothing here decides.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from .sqlite import files
 
 
 class LostRace(Exception):
-    """Another process was first, is writing, or has made a new book: read it again."""
+    """Another process has written first, is writing, or has made a new book: read the book again."""
 
 
 class DamagedBook(Exception):
-    """A book that cannot be used, and why. An empty name: there is none yet."""
+    """A book that cannot be used, and why. The name is empty if there is no book yet."""
 
     def __init__(self, name: str, inode: int, why: str) -> None:
         super().__init__(name, inode, why)
@@ -61,9 +62,9 @@ class Draft(NamedTuple):
 class BookStore:
     """One owner's connection to the book, and its own file beside it.
 
-    One connection with one lock, held for single statements and never while deciding; SQLite lets
-    one write at a time anyway. The lock also keeps the roster, the commit and the check of CURRENT
-    of one thread together. So the roster of one thread never hides the grant of another.
+    There is one connection with one lock. The lock is held for single statements and never during a
+    decision. A thread also holds it while it writes its roster, commits, and checks CURRENT. So the
+    roster of one thread never overwrites the grant of another.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class BookStore:
         self._connection: Any = None  # an open connection, or None
         self._page: Page | None = None  # as last read or written
         self._least_rev = 0  # the newest revision seen: a book below it is an old copy
-        self._roster_doubtful = False  # the roster may differ from the book
+        self._roster_doubtful = False  # whether the roster may differ from the book
         self._unfinished: Page | None = None  # the page of a write that has not succeeded yet
         self._ballast_dropped = False
         self._roster_frame = pages.EMPTY  # what a roster has beside the owner's part
@@ -98,10 +99,7 @@ class BookStore:
         raise NotImplementedError
 
     def written(self) -> tuple[str, int, int] | None:
-        """A stamp that changes with each write to the book.
-
-        None if there is none that can be relied on.
-        """
+        """A stamp that changes with each write to the book; None if no stamp is reliable now."""
         return None
 
     def look(self) -> Page:
@@ -117,8 +115,8 @@ class BookStore:
             if self._roster_doubtful:
                 self._repair_roster(page)
             if self._unfinished is not None:
-                # If a new book is made after this, it is made from the roster just written. If it
-                # was made before, perhaps not.
+                # A new book that is made after this point has the roster that was just written. A
+                # book that was made before it may not have it.
                 finished = not self._roster_doubtful and self._in_force(page)
                 self._unfinished = None if finished else page
             return page
@@ -138,7 +136,7 @@ class BookStore:
         draft = self._draft(page, self._with_own_inode(new))
         with self._lock:
             if self._page is not page or self._connection is None:
-                raise LostRace  # another thread of this process was first
+                raise LostRace  # another thread of this process has written first
             try:
                 self._commit(page, draft)
             except OSError as error:
@@ -147,9 +145,9 @@ class BookStore:
             self._ballast_dropped = not files.fill_ballast(self.directory)
 
     def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
-        """Replaces the damaged book (`damage`) by a new one, unless another process has done so.
+        """Replaces the damaged book (`damage`) by a new one, unless another process has replaced it.
 
-        Waits at most `patience_seconds` for another process that is doing so. Raises
+        Waits at most `patience_seconds` for a process that is replacing it. Raises
         LedgerUnavailable.
         """
         raise NotImplementedError
@@ -166,7 +164,7 @@ class BookStore:
     # The methods below are called with the lock held.
 
     def _in_force(self, page: Page) -> bool:
-        """Whether `page` is still the one that everybody uses."""
+        """Whether `page` is still the page that all processes use."""
         raise NotImplementedError
 
     def _open(self) -> None:
@@ -246,9 +244,9 @@ class BookStore:
         """`page` with this owner's part as it was in `before`, its last page that is certain.
 
         The book was rebuilt while a write of ours had not succeeded. That write was in our roster,
-        so the rebuilt book treats it as granted, perhaps beside a grant of the same bytes to
-        another owner. This is undone before any thread decides on the new book. If it raises
-        LostRace, it is still to be done.
+        so the rebuilt book has it as a grant. Another owner may have a grant for the same bytes. So
+        our grant is removed before any thread decides on the new book. After LostRace, this must be
+        called again.
         """
         me = self.owner_file.owner.id
         restored = with_living(page.book, {me: part_of(before.book, me)})
@@ -297,7 +295,7 @@ class BookStore:
             self._write_roster(page.book, page.packed, page.rev)
             self._roster_doubtful = False
         except OSError:
-            pass  # a full disk must not prevent reading; the next look tries again
+            pass  # a full disk must not prevent reading; the next read tries again
 
     def _with_own_inode(self, book: Book) -> Book:
         """The book with the current inode of our lock file, which changes if it is made again."""
@@ -317,15 +315,15 @@ class BookStore:
         if self.owner_file.in_place():
             return
         self._restore_own_files()
-        if self._page:  # the last that is known of this owner
+        if self._page:  # the last known section of this owner
             page = self._page
             draft = self._draft(page, self._with_own_inode(page.book))
             self._write_roster(draft.book, draft.packed, page.rev)
 
     def _restore_own_files(self) -> None:
-        """Makes our deleted lock and doorbell again: without them nobody can prove us alive."""
+        """Makes our deleted lock and doorbell again: others need them to prove that we live."""
         if self.owner_file.in_place():
-            return  # another thread of this process did it
+            return  # another thread of this process has made them
         old = self.owner_file
         owners = self.directory / "owners"
         files.prepare(self.directory)

@@ -1,7 +1,7 @@
-"""What the SQLite and the Redis ledger share: the owner's files, and the loop read, decide, write.
+"""The code that the SQLite and the Redis ledger share: the loop read, decide, write; owner's files.
 
-Where the page is kept is the `BookStore`'s business (book_store.py). The owner's lock file,
-doorbell and allocator maps are local files in either case.
+The `BookStore` (book_store.py) knows where the page is kept. The owner's lock file, doorbell and
+allocator maps are local files in both ledgers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MOST_LOST_INSIDE = 3
 class SharedLedger:
     """One owner's access to a book that several processes share.
 
-    Each ledger object is another owner. Its methods follow the protocol in base.py. A subclass
-    says where the page is kept.
+    Each ledger object is an owner of its own. Its methods follow the protocol in base.py. A subclass
+    defines where the page is kept.
     """
 
     # The stamp of the book when it was last read, and the book.
@@ -99,7 +99,7 @@ class SharedLedger:
     # Reading and writing
 
     def read(self) -> Book:
-        """The current book. An unchanged book is not read again: that takes two system calls.
+        """The current book. For an unchanged book this takes two system calls, and reads nothing.
 
         This matters because idle kernels read often.
         """
@@ -128,7 +128,7 @@ class SharedLedger:
     ) -> T:
         """What `decide` returns once its book is written.
 
-        `paced` for a transaction, which may have to queue.
+        `paced` is True for a transaction, which may have to queue.
         """
         deadline = time.monotonic() + self.patience_seconds
         races_lost = 0
@@ -136,9 +136,9 @@ class SharedLedger:
         try:
             while True:
                 self._require_open()
-                # The first attempt does not queue. Usually the queue is empty, and after a lost
-                # race the processor's caches hold what the next attempt needs. With the turn we
-                # stay until the book is written: the next attempt costs a third of the first.
+                # The first attempt does not queue. Usually the queue is empty. A process that just
+                # lost a race also has warm caches, so its next attempt costs a third of the first.
+                # A process that has the turn keeps it until the book is written.
                 if paced and turn is None and (races_lost or self._pace.should_queue):
                     turn = self._wait_for_turn()
                 began = processor_seconds()
@@ -156,7 +156,7 @@ class SharedLedger:
                         self._pace.note_end(processor_seconds() - began, time.monotonic())
                     return answer
                 except LostRace:
-                    pass
+                    pass  # decide again
                 except DamagedBook as damage:
                     self._store.mend(damage, self.patience_seconds)
                 races_lost += 1
@@ -248,15 +248,15 @@ class SharedLedger:
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user of the owner `owner_id` in `book`.
 
-        Empty if its own file does not confirm it, or the `ticket`.
+        Empty if the owner's file does not confirm the user or the `ticket`.
 
         In a shared ledger any member may write anything into the page, also in another's name. But
-        only its user can write and hold an owner's file, so a request counts only if that file
+        only its own user can write and lock an owner's file, so a request counts only if that file
         contains it.
         """
         owner = book.owner(owner_id)
         if not self._is_group_shared:
-            return owner.user if owner else self.owner.user  # nobody else can have written
+            return owner.user if owner else self.owner.user  # a private ledger has only one user
         inode = owner.inode if owner else 0
         proof = testimony(self.directory / "owners" / owner_id, inode)
         if proof is None:

@@ -1,6 +1,7 @@
-"""The machine-wide configuration: which ledger is shared, and what each user may hold.
+"""The machine-wide configuration: the shared ledger, and the caps on each user.
 
-The operator writes it. One TOML file, read when a runtime opens. A machine without it has no shared ledger and no caps:
+The operator writes this TOML file. It is read when a runtime opens. A machine without it has no shared ledger and no
+caps:
 
     ledger = "sqlite:///var/lib/gpu-console"
 
@@ -54,9 +55,9 @@ class Machine(Value):
         return user in self.operators or any(group in self.operator_groups for group in groups)
 
     def cap(self, user: str, groups: Iterable[str] = ()) -> Cap | None:
-        """What `user`, a member of `groups`, may hold.
+        """The cap on `user`, a member of `groups`.
 
-        None if the configuration has no cap for them.
+        None if the configuration has no cap for this user.
         """
         fields: dict[str, Any] = {}
         tables: dict[str, str] = {}  # key -> the table that sets it
@@ -148,6 +149,7 @@ class _ConfigChecker:
         return BadSetting(f"{self.file}: {key}", value, expected)
 
     def require_known(self, table: str, given: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+        """Raises BadSetting for a key that is not in `keys`."""
         for key in given:
             if key not in keys:
                 nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
@@ -171,6 +173,7 @@ class _ConfigChecker:
         return tuple(value)
 
     def caps(self, key: str, value: Any) -> dict[str, dict[str, Any]]:
+        """The caps of each name in the table `key`, by the fields of Cap."""
         caps = {}
         for name, given in self.table(key, value).items():
             path = f"{key}.{name}"

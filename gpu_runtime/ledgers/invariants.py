@@ -1,4 +1,4 @@
-"""Which writes to the book are lawful: one function a law, and `refuse_unlawful` for all of them.
+"""The laws that a write to the book must keep: one function for each law, and `refuse_unlawful`.
 
 Each function in LAWS returns why a write breaks its law, or an empty text. Nothing here reads or
 writes a ledger.
@@ -115,7 +115,7 @@ def _unread_stay(write: Write) -> str:
 
 
 def _not_proven_dead(write: Write, owners: Set[str]) -> Set[str]:
-    """Those of the `owners` whose death is not proven; it is only tested if there are any."""
+    """The `owners` whose death is not proven. Deaths are tested only if there are any owners."""
     if not owners:
         return owners
     return owners - write.dead(write.old)

@@ -1,8 +1,8 @@
-"""Who this process is, and the proof that an owner lives or has died.
+"""The identity of this process as an owner, and the proof that an owner lives or has died.
 
-An owner holds a lock on a file of its own as long as it lives. The operating system drops the lock
-at its death and at no other time. A stopped process still holds it; a new process that got the same
-process number does not. The same file carries the owner's roster: its own part of the book, from
+An owner holds a lock on a file of its own while it lives. The operating system releases the lock
+when the owner dies, and at no other time. A stopped process still holds its lock. A new process with
+the same pid does not hold it. The same file has the owner's roster: its own part of the book, from
 which a damaged book is rebuilt.
 
 Nothing here reads or writes the book.
@@ -102,7 +102,7 @@ def end_of(owner: Owner) -> io.FileIO | None:
         return None
     try:
         started = start_ticks(Path(f"/proc/{owner.pid}/stat").read_text())
-    except OSError:  # it ended just now
+    except OSError:  # the process ended at this moment
         started = None
     if started == owner.started:
         return end
@@ -113,9 +113,9 @@ def end_of(owner: Owner) -> io.FileIO | None:
 def life(path: Path | str, inode: int = 0) -> Life:
     """Whether the owner of the lock file `path` is alive. It tests the lock without taking it.
 
-    So two processes that test at the same time see the same. An owner is dead only if its file
-    exists, has that `inode` (0: any) and nobody holds its lock. A missing or different file says
-    nothing about the process.
+    So two processes that test at the same time get the same result. An owner is dead only if its file
+    exists, has that `inode` (0: any) and no process holds its lock. A missing or different file proves
+    nothing.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -166,10 +166,10 @@ def _lock(fd: int) -> None:
 
 
 class OwnerFile:
-    """The file that an owner locks for life, `DIRECTORY/ID`, with two slots for its roster.
+    """The file `DIRECTORY/ID` that an owner locks while it lives, with two slots for its roster.
 
-    The slots are written in turn, each with its length and checksum. So a reader finds the last
-    complete roster even if a write failed half-way on a full disk.
+    The slots are written alternately, each with its length and checksum. So a reader finds the last
+    complete roster even if a write failed halfway on a full disk.
     """
 
     SLOT_BYTES = 1 << 20  # the file is sparse: parts that were never written take no disk space
@@ -181,7 +181,9 @@ class OwnerFile:
 
         Raises LedgerUnavailable, OSError.
         """
-        with _making:  # a child forked meanwhile would not close it, and keep the lock
+        with (
+            _making
+        ):  # a child that is forked meanwhile would not close the file, and would keep the lock
             fd, self.owner, self.path = _locked_file(directory, owner, group)
             self._fd = fd
             _open_files.add(self)
@@ -215,7 +217,7 @@ class OwnerFile:
     def release(self, *, remove: bool) -> None:
         """Drops the lock.
 
-        With `remove` it also removes the file; a file that is left proves this owner's death.
+        With `remove` it also removes the file. A file that remains proves this owner's death.
         """
         if remove and self.in_place():
             self.path.unlink(missing_ok=True)
@@ -231,7 +233,7 @@ class OwnerFile:
 def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int, Owner, Path]:
     """A locked file with a name never used before: its descriptor, its owner, its path.
 
-    The file is locked before it gets its name, so nobody ever sees it unlocked while its owner
+    The file is locked before it gets its name, so no process sees it unlocked while its owner
     lives.
     """
     draft = directory / f".{os.getpid()}-{secrets.token_hex(4)}"
@@ -248,7 +250,7 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
                 os.link(draft, path)
                 return fd, replace(owner, inode=os.fstat(fd).st_ino), path
             except FileExistsError:
-                # A process of another container has our process number and our start time.
+                # A process in another container has the same pid and the same start time.
                 owner = replace(owner, serial=next(_serials))
     except OSError as error:
         os.close(fd)
@@ -302,8 +304,8 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
 
     None if no living process holds that `inode` (0: any).
 
-    The user is the one who owns the file, as the kernel reports it. Nobody can claim another user:
-    a file is never given to another user, and only its user can write it or hold its lock.
+    The user is the owner of the file, as the operating system reports it. No user can claim to be
+    another one: a file is never given to another user, and only its user can write it or lock it.
     """
     try:
         with open(path, "rb", opener=_no_links) as file:
@@ -327,7 +329,7 @@ def _rosters(file: IO[bytes]) -> list[Roster]:
 
 def _slot(file: IO[bytes], offset: int) -> Roster | None:
     file.seek(offset)
-    # One read for both: the other slot may be written meanwhile, and leave zeros here.
+    # Both slots are read in one call, because a slot may be written between two calls.
     head = file.read(_FRAME.size + _CHECK.size)
     frame, check = head[: _FRAME.size], head[_FRAME.size :]
     if len(check) < _CHECK.size:

@@ -1,4 +1,4 @@
-"""Where a ledger is: the directories that URLs name, and the default URL.
+"""The directories that ledger URLs name, and the default URL.
 
 Nothing here opens a ledger or creates a file.
 """
@@ -79,8 +79,8 @@ def default_url(devices_slug: str = "") -> str:
 def local_state() -> Path:
     """The directory on a local disk for this user's files with locks; it may not exist yet.
 
-    It is the state directory, or one in /var/tmp if the state directory is on a network file system.
-    Anybody can make that one first, so `private_paths.weak_step` must check it before it is used.
+    It is the state directory; if that is on a network file system, a directory in /var/tmp. Another user
+    could make that directory first, so `private_paths.weak_step` must check it before it is used.
     """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     directory = Path(home) / "gpu-console"

@@ -160,7 +160,7 @@ class MemoryLedger:
         return {id: tuple(names) for id, names in listed if names}
 
     def close(self) -> None:
-        """Removes this owner's bell, maps and names: it is dead then."""
+        """Removes this owner's bell, maps and names. After that, the owner counts as dead."""
         memory, self._book = self._book, None
         if memory:
             memory.maps.pop(self.owner.id, None)

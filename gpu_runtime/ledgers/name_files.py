@@ -1,8 +1,8 @@
-"""The names of the models that each owner can load: a file beside its lock, `owners/ID.names`.
+"""The files with the names of the models that each owner can load: `owners/ID.names`.
 
-They are beside the book, not in it. Only a request that names a model from outside needs them, and
-a page with 20,000 names would be read and written by everybody. The file is a list of changes, one
-a line: `+"qwen"`, `-"qwen"`. So one more name costs one write, however many there are.
+The names are not in the book. Only a request from another process needs them, and otherwise all
+processes would read and write a page with 20,000 names. The file is a list of changes, one a line:
+`+"qwen"`, `-"qwen"`. So a new name costs one write, however many names there are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 from .liveness import Life, life
 from .owner_files import Beside, write_all
 
-MOST_BYTES = 8 << 20  # of one owner's file; a larger one is not one of ours
-SPARE_LINES = 64  # of withdrawn names, before the file is written anew
+MOST_BYTES = 8 << 20  # of one owner's file; a larger file is not ours
+SPARE_LINES = 64  # lines of withdrawn names, after which the file is written again
 
 Names = dict[str, None]  # a set that keeps its order
 
@@ -29,7 +29,7 @@ class _Seen(NamedTuple):
     """An owner's file as it was last read."""
 
     inode: int
-    offset: int  # of the first byte that was not read yet
+    offset: int  # offset of the first byte that was not read yet
     names: Names
     listed: tuple[str, ...]  # the same names
 
@@ -47,11 +47,11 @@ class NameFiles:
         self._written: Names = {}
         self._lines = 0
         self._fd = -1
-        self._close: Callable[[], object] = int  # closes the descriptor; now there is none
+        self._close: Callable[[], object] = int  # closes the descriptor; `int` does nothing
         self._seen: dict[str, _Seen] = {}
 
     def add(self, id: str, name: str) -> None:
-        """Adds `name` to those of this owner, `id`. Raises OSError."""
+        """Adds `name` to the names of this owner, `id`. Raises OSError."""
         with self._lock:
             if name in self._written:
                 return
@@ -61,7 +61,7 @@ class NameFiles:
                 self._append(added=[name], removed=[])
 
     def publish(self, id: str, names: Collection[str]) -> None:
-        """Makes `names` those of this owner, `id`. Raises OSError."""
+        """Replaces the names of this owner, `id`, by `names`. Raises OSError."""
         with self._lock:
             if not names and self._fd < 0:
                 return

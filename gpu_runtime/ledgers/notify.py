@@ -1,8 +1,8 @@
-"""How one owner wakes another, so that it reads the book.
+"""Notifications: one owner wakes another, so that it reads the book.
 
 A `Bell` wakes the threads of its own process. A `Doorbell` is a Bell that other processes can ring
-too, over a Unix datagram socket. A ring carries no data and may be false. It is a hint: a caller
-that must not miss a change also polls.
+too, over a Unix datagram socket. To ring is to send a notification. It has no content, may be lost,
+and may be unnecessary, so a caller that must not miss a change also polls.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Bell:
                 waiter.wake()
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """True on a ring since this thread's last wait, or when an owner in `ends` ends.
+        """Waits for a ring since this thread's last wait, or for the end of an owner in `ends`.
 
-        False after `timeout` seconds.
+        Returns True then, and False after `timeout` seconds.
         """
         waiter = self._waiter()
         deadline = time.monotonic() + timeout
@@ -81,7 +81,7 @@ class Bell:
         return waiter
 
     def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
-        """Whether something woke this thread within so many `seconds`."""
+        """Sleeps for at most `seconds`. Returns whether something woke this thread."""
         woken = waiter.poll().poll(seconds * 1000)
         waiter.reset(woken)
         return bool(woken)
@@ -90,8 +90,8 @@ class Bell:
 class _Waiter:
     """One waiting thread: the ring count it has seen, its wake descriptor, its watched processes.
 
-    A killed process does not ring. Without these watches, a thread that waits for it would notice
-    its death only at its next look at the book, a second later.
+    A killed process does not ring. Without these watches, a waiting thread would notice its death
+    only when it reads the book again, a second later.
     """
 
     def __init__(self) -> None:
@@ -100,9 +100,9 @@ class _Waiter:
         self._ends: dict[str, io.FileIO | None] = {}
         self._reported: set[str] = set()  # ended owners for which this thread has already woken
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not __del__: while that closes the descriptor, weak references still work. A thread that
-        # rings at that moment would bring the waiter back to life, and write to a descriptor that
-        # may belong to another file by then.
+        # `__del__` is not used: weak references still work while it closes the descriptor. A
+        # thread that rings at that moment could get this object by its weak reference, and write to
+        # a descriptor that belongs to another file by then.
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def wake(self) -> None:
@@ -110,7 +110,7 @@ class _Waiter:
         try:
             os.eventfd_write(self.fd, 1)
         except BlockingIOError:
-            pass  # woken already, and still asleep
+            pass  # the wake-up is pending already
 
     def watch(self, owners: Iterable[Owner]) -> None:
         """Watches the processes of these `owners` and no others."""
@@ -195,7 +195,7 @@ class Doorbell(Bell):
             try:
                 self._socket.sendto(b"!", _socket_path(self._directory, owner_id))
             except OSError:
-                pass  # the owner is gone, or has so many unread rings that one more adds nothing
+                pass  # the owner is gone, or has many unread rings and will wake anyway
 
     def close(self) -> None:
         super().close()

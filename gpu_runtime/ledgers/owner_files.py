@@ -1,6 +1,7 @@
-"""Files of an owner beside its lock file: `owners/ID.SUFFIX`, which other processes read.
+"""Further files of an owner, in the directory of its lock file: `owners/ID.SUFFIX`.
 
-Such a file counts only if the owner's user wrote it. Nothing here knows what is in it.
+Other processes read them. Such a file counts only if the owner's user wrote it. Nothing here knows
+its content.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Beside:
         try:
             os.unlink(self.path(id))
         except OSError:
-            pass
+            pass  # there is no such file, or another user owns it
 
     def read(self, id: str, most_bytes: int, read: Callable[[int, os.stat_result], T]) -> T | None:
         """What `read(descriptor, stat)` returns for the file of the owner `id`.

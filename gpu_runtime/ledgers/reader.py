@@ -1,7 +1,7 @@
 """Reads a book without being an owner: no lock, no doorbell, no repair, no write.
 
-For programs that only watch. A book that cannot be read now, because it is being written or
-rebuilt, is read the next time.
+It is for programs that only watch. If the book cannot be read now, because it is being written or
+rebuilt, the program reads it the next time.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class FilePeek:
         if self._seen is not None and self._seen[0] == version:
             return self._seen[1]
         book = self._read(name)
-        # The time of a very recent write may be the time of two writes, so it does not identify a
-        # version yet.
+        # Two writes within a few milliseconds can have the same time. So the time of a very recent
+        # write does not identify a version yet.
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS
         self._seen = (version, book) if settled else None
         return book

@@ -1,6 +1,6 @@
-"""How a model or a block of code gets its memory: request, wait, load or restore, settle.
+"""Gets memory for a model or a block of code: request, wait, load or restore, settle.
 
-If anything goes wrong, an interrupt included, the book is left as it was.
+After any failure or interrupt, the book is as it was before.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _obtain_governed(
     def is_here() -> bool:
         return resident.enter(anchor) if anchor else resident.place is Place.HERE
 
-    # The key comes last: an interrupt before the `try` must leave nothing to release.
+    # The key is made last. An interrupt before the `try` then leaves nothing to release.
     key = session.new_key(f"use {resident.spec.name}")
     try:
         for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here):
@@ -164,8 +164,8 @@ def _obtain_governed(
                     raise report from error.__cause__
                 failures.make_room(session, resident, step.shares)
     finally:
-        # The key goes first: after that the monitor withdraws the ticket, even if we are
-        # interrupted again.
+        # The key is released first. After that the monitor withdraws the ticket, even if this
+        # thread is interrupted again.
         session.done_with(key.note)
         session.withdraw(key)
 
@@ -182,10 +182,10 @@ def grants(
     timeout: float | None,
     is_here: Callable[[], bool],
 ) -> Iterator[Grant]:
-    """Grants that have steps to perform. Ends, with nothing granted, once `is_here()` is true.
+    """Yields grants that have steps to perform. Ends without a grant once `is_here()` is true.
 
-    The caller performs the steps. Taking the next item means that they failed, and decides again.
-    Raises what `explain.refusal` returns, and Busy after `timeout` seconds.
+    The caller performs the steps. If it takes the next item, the steps have failed, and the request
+    is decided again. Raises the errors of `explain.refusal`, and Busy after `timeout` seconds.
     """
     reported = False
     try:
@@ -225,7 +225,7 @@ def _verdicts(
             continue
         if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
             compared = verdict.considered
-        if not checked_for_dead:  # first make sure that everything in the way is alive
+        if not checked_for_dead:  # first check that all owners in the way are alive
             checked_for_dead = True
             if session.reap():
                 continue
@@ -279,7 +279,7 @@ def _load(
     key: Key,
     progress: Progress | None,
 ) -> None:
-    """Loads the model, installs it, and settles its lease with the bytes measured."""
+    """Loads the model, installs it, and settles its lease with the measured bytes."""
     handle = None
     try:
         session.probe.watch_peaks()
@@ -324,7 +324,7 @@ def _restore(
     anchor: AnchorRef | None,
     key: Key,
 ) -> None:
-    """Moves the model back from host memory, and settles its lease with the bytes measured."""
+    """Moves the model back from host memory, and settles its lease with the measured bytes."""
     began = time.perf_counter()
     try:
         shares = _move_back(resident, step)
@@ -365,10 +365,11 @@ def _move_back(resident: Resident, step: Move) -> tuple[Share, ...]:
 
 
 def _settle(session: Session, resident: Resident, because: str, **seconds: float) -> None:
-    """Writes into the book what arrived, as measured, and how often it is pinned now."""
+    """Writes the measured bytes of the arrived model, and its number of pins, into the book."""
     lease = resident.lease
 
     def settle(book: Book, world: World) -> tuple[Book, None]:
+        """The book with the measured lease."""
         book = books.arrived(
             book,
             session.me,

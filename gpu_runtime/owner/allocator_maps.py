@@ -1,7 +1,7 @@
 """Maps of this process's allocator, published beside the book, and those of all owners.
 
-Drawing a map of thousands of blocks takes milliseconds in which the kernel's own code cannot run.
-So it is drawn only after a change, and for at most a hundredth of the time.
+Making a map of thousands of blocks takes milliseconds in which the kernel's own code cannot run. So a
+map is made only after a change, and for at most 1 % of the time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..ledgers.base import Ledger
 log = logging.getLogger("gpu_runtime")
 
 PACE_SECONDS = 2.0  # shortest time between two maps
-CALM = 100  # the next map waits this many times as long as drawing the last one took
+CALM = 100  # the pause before the next map, as a multiple of the time that the last one took
 
 
 class Maps:
-    """One owner's maps, and its reading of the other owners' maps. Thread-safe."""
+    """Publishes one owner's maps, and reads the other owners' maps. Thread-safe."""
 
     def __init__(
         self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]
@@ -57,7 +57,7 @@ class Maps:
             if due:
                 try:
                     self._ledger.publish_maps(maps)
-                except OSError as error:  # a full disk: others keep the last maps
+                except OSError as error:  # the disk is full: others see the last maps
                     log.debug("the allocators' maps could not be published: %s", error)
                     return False
                 finally:

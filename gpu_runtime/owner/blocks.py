@@ -1,7 +1,7 @@
-"""Blocks of the user's own code that lease memory: the lease, the cap on torch, what they took.
+"""Blocks of the user's own code that lease memory: the lease, the cap on torch, the measured use.
 
-Only torch can measure that, and only on a real card that it has started. Elsewhere the figures are
-unknown, never zero.
+Only torch can measure the use, and only on a real card that this process uses. Otherwise the figures
+are unknown, never zero.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .session import Session
 
 
 class LeasedBlock:
-    """What `rt.lease` yields: the lease, its device, and after the block its peak and delta.
+    """The object that `rt.lease` yields: the lease, its device, and after the block its peak and delta.
 
-    `peak_bytes` and `delta_bytes` are None while the block runs, and where they are unknown.
+    `peak_bytes` and `delta_bytes` are None while the block runs, and if they are unknown.
     """
 
     def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:
@@ -158,5 +158,5 @@ def _end_block(session: Session, name: str) -> None:
     lease, _ = session.blocks.pop(name, (None, None))
     for share in lease.shares if lease else ():
         session.forget_torch_limit(share.device)  # the block has lifted the cap
-    if not session.closed:  # closed meanwhile, or left in a forked child: the lease is not ours
+    if not session.closed:  # a closed session, or one in a forked child, no longer owns the lease
         session.publish()

@@ -1,4 +1,6 @@
-"""Snapshots as pandas DataFrames, with the fixed columns that notebooks build on.
+"""The tables that notebooks use, as pandas DataFrames with fixed columns: leases, models, events.
+
+To add a column to `rt.leases()`, add it to LEASES and to `leases` here.
 
 pandas is imported when the first frame is made.
 """
@@ -105,7 +107,7 @@ def catalog(specs: Iterable[ModelSpec]) -> DataFrame:
 
 
 def leases(sections: Mapping[str, Section], now: float) -> DataFrame:
-    """Who holds what on which device, one row a share. Columns: LEASES.
+    """The leases as a table with one row for each share. Columns: LEASES.
 
     `sections` are the book's by owner id, `now` is in seconds of CLOCK_BOOTTIME.
     """
@@ -157,7 +159,7 @@ def events(rows: Iterable[Event]) -> DataFrame:
 def fragmentation(
     maps: Iterable[AllocatorMap], sections: Mapping[str, Section], views: Iterable[DeviceView]
 ) -> DataFrame:
-    """What each process's allocator holds on each card, and cannot use. Columns: FRAGMENTATION.
+    """The memory that each process's allocator holds on each card. Columns: FRAGMENTATION.
 
     `maps` are the published ones, `sections` the book's by owner id, `views` the devices. A process
     that publishes no map has a row of unknowns. `fragmentation_bytes` are reserved and not

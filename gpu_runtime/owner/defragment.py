@@ -14,8 +14,8 @@ from .session import Session
 def defrag(session: Session, process: str, timeout: str | float | None) -> Outcome:
     """Frees cached memory of every process that this user may ask, or of the one that is named.
 
-    `timeout` seconds are the limit for all together. A process that has not answered by then does
-    it once its kernel runs again. Raises as Runtime.defrag.
+    `timeout` seconds are the limit for all together. A process that has not answered by then frees its
+    cache once its kernel runs again. Raises as Runtime.defrag.
     """
     book, me = session.ledger.read(), session.me
     seconds = None if timeout is None else parse_seconds(timeout)
@@ -63,9 +63,9 @@ def _all_owners(session: Session, book: Book) -> list[str]:
 
 
 def _named(session: Session, process: str, book: Book) -> list[str]:
-    """Ids of the owners in that process, or of the one that has a model of that name.
+    """Ids of the owners in that process, or of the owner that has a model of that name.
 
-    Raises GpuError, and what `registry.resolve` raises.
+    Raises GpuError, and the errors of `registry.resolve`.
     """
     if process in book.sections:
         return [process]

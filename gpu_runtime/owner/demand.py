@@ -1,4 +1,4 @@
-"""What a model of this process requests: its lease, and the devices it may be placed on."""
+"""The request for a model of this process: its lease, and the devices on which it may be placed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
 def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
     """Ids of the cards it may be placed on; empty means any.
 
-    Its own list wins over the card that INFERENCE_GPU_INDEX names. What a live autograd graph holds
+    The model's own list overrides the card that INFERENCE_GPU_INDEX names. What a live autograd graph holds
     returns only to its own card.
     """
     if bound := resident.must_return_to():

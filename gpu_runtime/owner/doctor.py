@@ -1,7 +1,7 @@
 """A report to paste into an issue: versions, drivers, devices, ledger, settings, refusals. No secrets.
 
-Each chapter is gathered by itself. If one fails, its reason is in its place, since a report is
-needed most when something does not open.
+Each chapter is gathered separately. If a chapter fails, the report shows its error instead, because
+users need the report most when something fails.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Chapter(Value):
 
 
 class Report(Value):
-    """What `gpu doctor` found."""
+    """The report of `gpu doctor`."""
 
     chapters: tuple[Chapter, ...]
 
@@ -120,7 +120,7 @@ def _versions() -> Rows:
         except metadata.PackageNotFoundError:
             continue
     torch = sys.modules.get("torch")
-    if torch is not None:  # not imported for this: that takes seconds, and memory on the card
+    if torch is not None:  # torch is not imported here: that takes seconds, and memory on the card
         rows.append(("torch was built for", _build_of(torch)))
     return rows
 
@@ -174,7 +174,7 @@ def _devices(session: Session) -> Rows:
 
 
 def _words_on(session: Session, view: DeviceView) -> list[str]:
-    """What the report says of one device; some words may be empty."""
+    """The words of the report about one device; some words may be empty."""
     device, sample = view.device, view.sample
     words = [
         device.name,

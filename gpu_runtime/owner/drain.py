@@ -11,7 +11,7 @@ from ..units import parse_seconds, show_bytes, show_seconds
 from . import maintenance, permissions
 from .session import Session
 
-LOOK_SECONDS = 0.1  # between two looks at what is still on the card
+LOOK_SECONDS = 0.1  # between two checks which leases are still on the card
 
 
 def drain(
@@ -67,7 +67,7 @@ def _card(name: str, book: Book, world: World) -> Device:
 
 
 def _wait_until_left(session: Session, device: Device, timeout: float) -> list[tuple[Lease, str]]:
-    """What is still on the card, with its reason, once all that may leave has left or time is up."""
+    """Waits until all leases that may leave have left. Returns the others, each with the reason."""
     deadline = session.clock() + timeout
     while True:
         maintenance.vacate(session)

@@ -1,4 +1,4 @@
-"""What a dry run (`plan`) is about: a model, a size, or a source that is not registered."""
+"""The subject of a dry run (`plan`): a model, a size, or a source that is not registered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def size_in(words: str | int) -> int | None:
         return parse_room(words)
     except BadSize:
         if not isinstance(words, str) or _LIKE_A_SIZE.match(words):
-            raise  # a mistyped size, not a name
+            raise  # the text is a mistyped size, not a name
         return None
 
 

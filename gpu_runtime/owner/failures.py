@@ -1,6 +1,6 @@
-"""What happens when memory runs out, an engine ends, or a driver fails.
+"""Handles the failures of a model: memory runs out, an engine ends, or a driver fails.
 
-A lost model's lease is returned and the book records why, before any caller sees the error; the
+The lease of a lost model is returned, and the book records why, before any caller gets the error. The
 next use loads the model again. If the driver no longer serves this process, no model can be loaded
 into it, and every use raises ProcessLost.
 """
@@ -25,9 +25,7 @@ from .resident import Place, Resident
 from .session import Session
 
 log = logging.getLogger("gpu_runtime")
-LEAVE_SECONDS = (
-    5.0  # how long another owner gets to evict an idle model after an out-of-memory error
-)
+LEAVE_SECONDS = 5.0  # time for another owner to evict an idle model after an out-of-memory error
 
 
 # -- a model that is lost
@@ -53,7 +51,7 @@ def record_loss(session: Session, resident: Resident, kind: str, because: str) -
 def driver_failure(
     session: Session, resident: Resident, error: BaseException | None
 ) -> GpuError | None:
-    """The error to raise instead of a driver's, once the model is put away.
+    """Removes a model whose driver failed, and returns the error to raise instead of `error`.
 
     None if `error` is not a driver's failure of a model that runs in this process.
     """
@@ -85,7 +83,7 @@ def driver_failure(
 
 
 def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
-    # The driver may refuse every further call; the bytes are gone either way.
+    # The driver may refuse every further call, but the bytes are gone in any case.
     with contextlib.suppress(Exception):
         resident.lose()
     because = f"{resident.spec.name} was unloaded: {fault.line}"
@@ -164,9 +162,9 @@ def out_of_memory(
 def load_error(
     session: Session, resident: Resident, step: Step, error: BaseException
 ) -> BaseException:
-    """The error of a load as its reader needs it.
+    """The error to raise for a failed load.
 
-    Our own errors and interrupts stay as they are; others become a LoadFailed with the model's name.
+    Our own errors and interrupts are not changed; others become a LoadFailed with the model's name.
     """
     name = resident.spec.name
     if is_out_of_memory(error):
@@ -200,10 +198,10 @@ def free_memory_after(session: Session, error: BaseException) -> None:
 
 
 def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:
-    """After an out-of-memory error while loading: evicts what is idle on these cards.
+    """After an out-of-memory error while loading: evicts all idle models on these cards.
 
-    The book had room and the card had not, so its figures are not believed. Models of other owners
-    are requested to leave, as far as a request of this importance may.
+    The book showed room and the card had none, so the figures are wrong. Other owners are requested to
+    evict their models, if a request of this importance may do so.
     """
     cards = {share.device for share in shares}
     because = f"the device ran out of memory while {resident.spec.name} was loaded."

@@ -1,7 +1,7 @@
-"""How large a model of this process is, from its source's evidence and from measurements.
+"""The size of a model of this process, from its source's evidence and from measurements.
 
-The estimate is computed in `estimation/footprint.py`. Backends and the file of measurements supply
-what it needs.
+`estimation/footprint.py` computes the estimate. The backends and the file of measurements supply its
+inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAST_INCREASE = 0.01  # a peak that is higher by a smaller fraction is not wri
 
 
 class Sizing:
-    """Footprints of this process's models, and what is learnt from loading and using them."""
+    """Footprints of this process's models. Measurements of loads and uses improve them."""
 
     def __init__(
         self, measurements: Measurements, probe: Probe, wall: Callable[[], float] = time.time
@@ -38,10 +38,10 @@ class Sizing:
         places: tuple[str, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> Footprint:
-        """The bytes it needs on a device: as measured if it is loaded, else the best estimate.
+        """The bytes that the model needs on a device: measured if it is loaded, else the best estimate.
 
-        `places` are ids of the cards it may be placed on; empty means any. `options` replace its own,
-        for a dry run. Raises UnknownSize, NotAModel, LoadFailed, BadSetting.
+        `places` are ids of the cards on which it may be placed; empty means any. `options` replace its
+        own, for a dry run. Raises UnknownSize, NotAModel, LoadFailed, BadSetting.
         """
         spec = resident.spec
         if options:
@@ -68,7 +68,7 @@ class Sizing:
         )
 
     def _require_evidence(self, resident: Resident, spec: ModelSpec) -> Evidence:
-        """What the source reveals. Raises GpuError if nothing else gives the size either."""
+        """The evidence of the source. Raises GpuError if nothing else shows the size either."""
         try:
             evidence = resident.backend.evidence(spec, resident.origin)
         except GpuError as error:
@@ -120,7 +120,7 @@ class Sizing:
             self.measurements.remember(resident.spec, evidence, measured)
 
     def saw_contexts(self) -> None:
-        """Remembers the bytes of a CUDA context once two looks agree: the driver lags a little."""
+        """Remembers the bytes of a CUDA context once two measurements agree: the driver's figure is late."""
         contexts = self.probe.contexts()
         for device in self.probe.devices:
             size = contexts.get(device.id, 0)
@@ -142,7 +142,7 @@ class Sizing:
     def _evidence(self, resident: Resident) -> Evidence:
         try:
             return resident.backend.evidence(resident.spec, resident.origin)
-        except GpuError as error:  # its source is gone since it was loaded
+        except GpuError as error:  # the source was deleted after the load
             return Evidence(why_unknown=str(error))
 
     def _context(self, places: tuple[str, ...], own: bool = False) -> int:

@@ -53,7 +53,7 @@ def govern_calls(value: Any, resident: Governed) -> None:
     but a deep copy would carry it along and call the original's weights. A part that another resident
     governs already stays with that one.
     """
-    if hasattr(value, "_calls_under"):  # a proxy of ours pins by itself
+    if hasattr(value, "_calls_under"):  # our own proxies pin the model themselves
         value._calls_under = resident.calling
         return
     torch = sys.modules.get("torch")
@@ -129,6 +129,7 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the original function while the model is pinned."""
         resident = _governed.get(self)
         # A copy of a governed module is not governed. A call inside a call is the same use.
         if resident is None or resident.called_by(threading.get_ident()):

@@ -16,7 +16,7 @@ def recorded_events(
     actions: Collection[str] = (),
     since: float = 0.0,
 ) -> tuple[Event, ...]:
-    """Events, the newest last: the journal, and what so far only the book's page holds.
+    """Events, the newest last: from the journal, and from the book those that the journal lacks.
 
     `limit` is the largest number of events, `since` is in epoch seconds.
     """

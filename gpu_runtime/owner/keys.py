@@ -46,7 +46,7 @@ class Keys:
         return tuple(key.text for key in keys if key is not None)
 
     def uninterrupted(self, key: Key, work: Callable[[], T]) -> T:
-        """Runs `work` where no interrupt reaches it; the key stays known until it is done.
+        """Runs `work` in a thread that gets no interrupts; the key stays known until it is done.
 
         If the caller was interrupted before the work started, its key is gone and the work is
         skipped.
@@ -54,7 +54,8 @@ class Keys:
         wanted = key.note
 
         def act() -> T:
-            # Note a second key before the check: from here on the key is known, or nothing runs.
+            """Runs `work` if the key is still known."""
+            # A second reference is noted before the check. So the key is known while `work` runs.
             held = self._note(Key(key.text))
             try:
                 return work() if wanted in self._known else None  # type: ignore[return-value]

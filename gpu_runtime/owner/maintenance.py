@@ -23,8 +23,8 @@ from .session import NEAR_SECONDS, POLL_SECONDS, Session
 
 log = logging.getLogger("gpu_runtime")
 
-LOOKS_PER_SECOND = 12  # by all idle kernels of a host together; below 12 each looks every second
-DOZE_SECONDS = 6.0  # longest sleep in a crowd: what rings no doorbell is noticed this late
+LOOKS_PER_SECOND = 12  # of all idle kernels together; up to 12 kernels look every second each
+DOZE_SECONDS = 6.0  # longest sleep with many kernels; unnotified changes are noticed this late
 RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long to get a helper
 
 
@@ -36,12 +36,12 @@ def tick(session: Session, notebook: str = "") -> float:
     session.notebook = notebook or session.notebook
     keep_helpers_alive(session)
     book = session.ledger.read()
-    # An order stays noted while its ticket is in the book: read once more, it must not run again.
+    # An order stays noted while its ticket is in the book, so that it does not run twice.
     session.orders.intersection_update([ticket.key for ticket in book.tickets])
     if book.tickets:  # first: another process waits
         _start_orders(session)
     reap_neighbours(session, book)
-    session.limit_torch(book, session.world())  # other owners came or left
+    session.limit_torch(book, session.world())  # the leases of other owners may have changed
     remeasure(session)
     log_overstays(session)
     requests.follow_up(session)
@@ -65,7 +65,7 @@ def tick(session: Session, notebook: str = "") -> float:
 def keep_helpers_alive(session: Session) -> None:
     """Restarts the host's helper process if it died.
 
-    On simulated cards only for a runtime that has lived RECORD_AFTER_SECONDS.
+    On simulated cards, only a runtime that has run for RECORD_AFTER_SECONDS restarts it.
     """
     session.probe.look_after()
     lived = time.monotonic() - session.opened_at
@@ -88,7 +88,7 @@ def rest(session: Session, seconds: float) -> None:
 
 
 def _needed_by_others(session: Session) -> list[Resident]:
-    """Own models in use on devices where another owner waits: their end is published at once."""
+    """Own models in use on devices for which another owner waits. Their end is published at once."""
     used = [resident for resident in list(session.residents.values()) if resident.pins]
     if not used:
         return []
@@ -102,11 +102,11 @@ def _needed_by_others(session: Session) -> list[Resident]:
 def _doze(session: Session, owners: int) -> float:
     """Seconds to sleep while no owner requests anything: longer with many owners.
 
-    Any owner notices what happens to the others, and a use or a ring wakes this one.
+    Other owners also watch for dead processes, and a use or a notification ends the sleep.
     """
     seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / LOOKS_PER_SECOND))
     session.dozing = seconds > POLL_SECONDS
-    # Check again after setting the flag: a use meanwhile either sees the flag or is seen here.
+    # Check again after setting the flag: a use in between has seen the flag, or is seen here.
     if session.dozing and session.in_use():
         session.dozing = False
         return POLL_SECONDS
@@ -127,10 +127,11 @@ def quiet(session: Session, book: Book) -> bool:
 
 
 def reap_neighbours(session: Session, book: Book) -> int:
-    """Checks the next owner in the row and one more in turn; removes the dead, and returns how many.
+    """Removes dead owners from the book. Returns the number of removed owners.
 
-    So every owner is checked as often as the one before it ticks. (All of 64 checking all others
-    cost 7 % of a core.)
+    Each call checks two owners: the next one in the list of owners, and another one in rotation. So
+    every owner is checked at every tick of the owner before it. (When each of 64 owners checked all
+    others, that cost 7 % of a core.)
     """
     row = sorted(book.sections.keys() | {ticket.owner for ticket in book.tickets} | {session.me})
     me = row.index(session.me)
@@ -175,14 +176,14 @@ def log_overstays(session: Session) -> None:
 
 
 def remeasure(session: Session) -> None:
-    """Counts again what was used since the last tick: training adds gradients and optimizer state."""
+    """Measures models again that were used since the last tick: training adds gradients and state."""
     residents = list(session.residents.values())
     used = [r for r in residents if r.uses != r.uses_counted and r.place is Place.HERE]
     for resident in used:
         if not resident.work.acquire(False):
             continue
         try:
-            if not resident.pins:  # a pinned one may still grow: measure it again next time
+            if not resident.pins:  # a pinned model may still grow: measure it again next time
                 resident.uses_counted = resident.uses
             resident.remeasure()
             session.sizing.saw(resident, alone=len(used) == 1)
@@ -239,11 +240,12 @@ def _log_pressure(session: Session) -> None:
 
 
 def obey(session: Session) -> tuple[Order, ...]:
-    """Evicts what other owners need evicted. Returns the other orders, which are still to be done."""
+    """Evicts models that other owners have recalled. Returns the other orders, not yet carried out."""
 
     def decision(
         book: Book, world: World
     ) -> tuple[Book, tuple[tuple[Move | Drop, ...], tuple[Order, ...]]]:
+        """The book with this owner's recalled leases leaving; its steps and orders."""
         askers = permissions.askers(session, book)
         after, steps, orders = recall.obey(book, session.me, world, key.text, askers)
         return after, (steps, orders)
@@ -274,7 +276,7 @@ def carry_out_order(session: Session, order: Order) -> None:
         outcome = _perform(session, order)
         requested = f", as {order.who} requested" if order.who else ""
         action, because, size = order.verb, outcome.because + requested, outcome.bytes
-    except Exception as error:  # a driver's too: without an answer the requester waits for ever
+    except Exception as error:  # every error is answered, else the requester waits for ever
         action, because, size = "failed", explain.first_line(error), 0
     try:
         session.decide(
@@ -284,7 +286,7 @@ def carry_out_order(session: Session, order: Order) -> None:
             )
         )
     except GpuError as error:
-        session.orders.discard(order.key)  # unanswered, so it must be done again
+        session.orders.discard(order.key)  # there is no answer yet, so the order must run again
         log.warning("%s", error)
 
 

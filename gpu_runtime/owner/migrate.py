@@ -82,7 +82,7 @@ def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: s
     try:
         step = _reserve(session, resident, rules, key, by)
         while step is not None and not release.carry_out(session, step, key, by):
-            # It was used meanwhile, or its bytes had changed: decide again.
+            # The model was used meanwhile, or its bytes have changed: decide again.
             step = _reserve(session, resident, rules, key, by)
     finally:
         session.done_with(key.note)
@@ -125,6 +125,7 @@ def _reserve(
     because = f"as {by} requested" if by else "by hand"
 
     def decided(book: Book, world: World) -> tuple[Book, Move | GpuError | None]:
+        """The book with the model moving, and the step; or the error."""
         after, step = migration.move(
             book, session.me, name, footprint, rules, world, key.text, because
         )
@@ -154,7 +155,7 @@ def _refused(book: Book, me: str, resident: Resident, refusal: Refuse, world: Wo
 
 
 def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
-    """A line that evicts the first idle lease there; empty if there is none."""
+    """A command that evicts the first idle lease on these cards; empty if there is none."""
     found = (book.find(id) for id in refusal.holders)
     idle = [lease for lease in found if lease and _may_be_evicted(lease)]
     if not idle:

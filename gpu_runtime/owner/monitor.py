@@ -1,7 +1,7 @@
-"""The monitor thread: one daemon thread a runtime that calls the tick.
+"""The monitor thread: each runtime has one daemon thread that calls the tick.
 
-It decides nothing. If the devices cannot be read it backs off and logs why. No error ends the
-thread or the kernel.
+It decides nothing. If the devices cannot be measured, it retries less often and logs why. No error
+ends the thread or the kernel.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Breaker:
 class _Promptly:
     """Inside the block, a thread that runs Python yields the GIL after 0.5 ms instead of 5.
 
-    A recall makes about sixty system calls, and each gives up the GIL. Beside a main thread in a
-    pure-Python loop that added up to 400 ms. Runtimes share this object. If other code has changed
+    A recall makes about sixty system calls, and each releases the GIL. If the main thread ran a
+    pure-Python loop, that took 400 ms in all. Runtimes share this object. If other code has changed
     the switch interval meanwhile, its value stays.
     """
 

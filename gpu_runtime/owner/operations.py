@@ -1,4 +1,4 @@
-"""The verbs on models: preload, evict, pin, unpin. Own models act here; other owners are asked."""
+"""The verbs on models: preload, evict, pin, unpin. For another owner's model, the owner is asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import acquire, permissions, registry, release, requests
 from .resident import Place, Resident
 from .session import Session
 
-ASK_SECONDS = 30.0  # how long another owner gets to act, unless the caller says otherwise
+ASK_SECONDS = 30.0  # default time-out for a request to another owner
 
 
 def preload(
@@ -130,10 +130,10 @@ def ask_owner(
     must: bool = True,
     places: tuple[str, ...] = (),
 ) -> Outcome:
-    """Requests `verb` of another owner, and returns what came of it.
+    """Requests `verb` of another owner, and returns the outcome.
 
-    With `must`, a refusal or a time-out raises: NotAllowed, StillInUse, Busy, GpuError. Without,
-    it is an Outcome that is not done.
+    With `must`, a refusal or a time-out raises NotAllowed, StillInUse, Busy or GpuError. Without it,
+    the function returns an Outcome that is not done.
     """
     book = session.ledger.read()
     owner = book.owner(target.owner)

@@ -1,4 +1,4 @@
-"""Which user may request what: of this process, and of cards that several users share."""
+"""The permissions of users: requests to this process, and to cards that several users share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .session import Session
 
 
 def asker(session: Session, user: str) -> Asker:
-    """What `user` may request of this process.
+    """The permissions of `user` for requests to this process.
 
-    The configuration counts as it stood at that user's first request.
+    They follow the configuration at the time of that user's first request.
     """
     known = session.users.get(user)
     if known is None:

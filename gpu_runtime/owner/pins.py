@@ -1,10 +1,10 @@
 """Pins: weak references that keep a model on its device while a block of code uses it.
 
-A pin must end with its `with` block, even if the stop button strikes inside `__exit__`, where a
-release written in Python would never run. So a pin is no counter. It is the life of a small object,
-the anchor, that only the interpreter's stack refers to while the block runs. When the block ends, in
-any way, the anchor dies. A weak reference's callback, C code that no signal handler can interrupt,
-then removes the pin from the set.
+A pin must end with its `with` block. The stop button can interrupt `__exit__` before its first line,
+so a release in Python code might never run. So a pin is not a counter. It lasts as long as a small
+object, the anchor, to which only the interpreter's stack refers while the block runs. When the block
+ends in any way, the anchor is deleted. The callback of a weak reference then removes the pin from the
+set; it is C code, which no signal handler can interrupt.
 
 The anchor is the bound method that the interpreter finds as `__exit__`. Its function is `_leave`, and
 its `__self__` is the entry: a list of the thread's identifier, the `Held`, and a weak reference to
@@ -45,7 +45,7 @@ class _Leave:
     """`__exit__` of a `Held`: each lookup on an object returns a new anchor.
 
     The interpreter looks `__exit__` up before it calls `__enter__`. It keeps the result on its stack
-    and drops it when the block has ended, at whatever instruction an interrupt strikes.
+    and drops it when the block has ended, also after an interrupt at any instruction.
     `contextlib.ExitStack` looks it up on the class instead, and gets a plain function.
     """
 
@@ -81,8 +81,8 @@ def _leave_by_hand(held: Held, kind: Any, error: Any, trace: Any) -> None:
 class Held:
     """A `with` block that holds something for exactly as long as it runs, also when interrupted.
 
-    `__enter__` and `__exit__` may be called by hand as well, and by `contextlib.ExitStack`. Then what
-    is held ends with the call of `__exit__`, or with this object.
+    `__enter__` and `__exit__` may also be called by hand, and by `contextlib.ExitStack`. Then the hold
+    ends with the call of `__exit__`, or when this object is deleted.
     """
 
     __slots__ = ("_anchor", "_kept")
@@ -90,19 +90,19 @@ class Held:
 
     def __init__(self) -> None:
         self._anchor: AnchorRef | None = (
-            None  # of the latest lookup of `__exit__`, until it is used
+            None  # anchor of the latest lookup of `__exit__`, until it is used
         )
         self._kept: list[Anchor] | None = None  # anchors of blocks that were entered by hand
 
     def _start(self, anchor: AnchorRef) -> Any:
-        """Holds it while the anchor lives. Returns what the block yields."""
+        """Begins to hold, until the anchor is deleted. Returns the value that the block yields."""
         raise NotImplementedError
 
     def _release(self, anchor: AnchorRef) -> None:
-        """Ends what `anchor` holds, although the anchor lives. `_finish` follows."""
+        """Ends the hold of `anchor`, although the anchor still exists. `_finish` is called next."""
 
     def _finish(self, error: BaseException | None) -> None:
-        """Does at the end what is better done at once. Nothing may depend on its running."""
+        """Does optional work at the end of the block. It may be skipped after an interrupt."""
 
     def __enter__(self) -> Any:
         anchor, self._anchor = self._anchor, None

@@ -1,4 +1,4 @@
-"""The models that this process knows by name, and whose lease a name means."""
+"""The models that this process knows by name, and the lease that a name refers to."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def register(
             return spec
         if known.catalogued is None or known.place is not Place.GONE:
             raise AlreadyRegistered(name)
-        # It is the catalogue's and not loaded: the registration replaces it.
+        # The known model is from the catalogue and not loaded: the registration replaces it.
         session.residents.pop(name, None)
     resident = new_resident(session, spec, factory, restore_on_call)
     resident.footprint()  # a source that cannot be loaded raises now, not at the first use
@@ -254,7 +254,7 @@ def _refresh(session: Session, resident: Resident) -> None:
     spec = session.catalogue.spec(resident.spec.name)
     if spec == resident.catalogued:
         return
-    if not resident.work.acquire(False):  # it is being loaded, with the specification it had
+    if not resident.work.acquire(False):  # the model is being loaded, with its old specification
         return
     try:
         if spec is None:
@@ -280,7 +280,7 @@ def by_key(session: Session, name: str) -> Resident | None:
 
 
 def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
-    """The lease that is meant: this process's, else the only other one of that name.
+    """The lease that `name` refers to: this process's, else the only other lease of that name.
 
     `name` may carry a process, as in `qwen@4121`, or be an exact LeaseId. `loadable` also finds
     models that an owner has registered and not loaded. Raises UnknownModel, AmbiguousName,
@@ -362,7 +362,7 @@ def _all_addresses(session: Session, book: Book) -> tuple[str, ...]:
 
 
 def in_use_error(session: Session, resident: Resident) -> GpuError:
-    """The error that says by whom the model is in use."""
+    """The error that names the process that uses the model."""
     book, world = session.look()
     lease = book.lease(session.me, resident.spec.name) or resident.lease
     return explain.still_here(book, session.me, lease, "in use", world)

@@ -1,4 +1,4 @@
-"""How a model of this process leaves its device: an eviction, or a step that was decided."""
+"""Moves or drops a model of this process: for an eviction, or for a step that was decided."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def evict(
         if isinstance(step, GpuError):
             raise step
         if not carry_out(session, step, key, by):
-            # It was used meanwhile, or it may not be dropped: decide again.
+            # The model was used meanwhile, or it may not be dropped: decide again.
             return evict(session, resident, because, drop=drop, by=by)
         return step
     finally:
@@ -86,10 +86,10 @@ def _only_copy(lease: Lease) -> DoesNotFit:
 
 
 def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bool:
-    """Performs an own step that was requested for this model, where no interrupt cuts it in half.
+    """Performs a step for one of our own models, where an interrupt cannot stop it halfway.
 
-    False if the model is in use or its bytes have changed; then nothing was moved. Raises what the
-    move raised.
+    False if the model is in use or its bytes have changed; then nothing was moved. Raises the errors
+    of the move.
     """
     failure = session.uninterrupted(key, lambda: _leave_now(session, step, key, by))
     if failure is not None and not isinstance(failure, Stays):
@@ -100,8 +100,8 @@ def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bo
 def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
     """Moves or drops one of our own models for another request. False if the model stays.
 
-    A failed move is logged here and never raised: it does not concern the requester. Where that is
-    lawful the model is dropped instead.
+    A failed move is logged here and not raised, because it does not concern the requester. If the
+    rules allow it, the model is dropped instead.
     """
     assert isinstance(step, (Move, Drop))
     relieves = step.reason == "memory_pressure"  # the level of pressure decides whether to drop
@@ -123,7 +123,9 @@ def _leave_now(
         _abandon(session, name, key)
         return Stays("it is in use")
     try:
-        if resident.remeasure():  # the room reserved for it may be too little: decide again
+        if (
+            resident.remeasure()
+        ):  # the reserved room may be too small for the new size: decide again
             raise Stays("its bytes have changed since they were counted")
         step, shares = _carry(resident, step, may_drop)
     except BaseException as error:
@@ -139,7 +141,7 @@ def _leave_now(
         away_since = 0.0 if moved.on_device else now
         resident.settle_at(replace(moved, settled_at=now, away_since=away_since))
     session.probe.empty_cache()
-    session.probe.watch_peaks()  # what has left must not count in the peak of what stays
+    session.probe.watch_peaks()  # bytes that have left must not count in later peaks
     session.decide(
         lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True
     )

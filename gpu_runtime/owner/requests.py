@@ -1,4 +1,4 @@
-"""What this process requests of other owners: evict, preload, restore, move, pin, defrag."""
+"""Requests of this process to other owners: evict, preload, restore, move, pin, defrag."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def note_action(session: Session, verb: str, name: str, because: str, size: int 
 
 
 def person(session: Session) -> str:
-    """The person this thread acts for, and in which process; empty if it acts for its own user."""
+    """The person for whom this thread acts, and the process; empty for this process's own user."""
     said = speaking_for()
     return attributed(said, f"{session.owner.user}, {session.owner.label}") if said else ""
 

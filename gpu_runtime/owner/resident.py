@@ -1,7 +1,7 @@
 """One model of this process: its place, its pins, and one movement at a time.
 
-Nothing is decided here. A `Resident` is the owner's own truth about one model: where it is, which
-blocks pin it, when it was last used. The session publishes that in the ledger.
+Nothing is decided here. A `Resident` holds this process's facts about one model: where it is, which
+blocks pin it, when it was last used. The session publishes these facts in the ledger.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Place(enum.Enum):
     MOVING = "being moved"
 
 
-_HERE = Place.HERE  # 10 ns to read; through the class 65, in every use of a resident model
+_HERE = Place.HERE  # every use reads it: this name takes 10 ns, `Place.HERE` takes 65
 
 
 class Stays(Exception):
@@ -43,11 +43,11 @@ class Stays(Exception):
 
 
 def _ignore_loss(kind: str, because: str) -> None:
-    """Stands for `report_loss` until the registry sets it."""
+    """The value of `report_loss` until the registry sets it."""
 
 
 def _nothing() -> None:
-    """Stands for a weak reference to nothing."""
+    """Used in place of a weak reference, for no object."""
 
 
 class Resident:
@@ -74,7 +74,7 @@ class Resident:
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
         self.handle: Any = None  # the backend's, while the model is held
         self.value: Any = None  # what `use` yields
-        self.gate = threading.Lock()  # held for a few instructions, guards place and pins
+        self.gate = threading.Lock()  # protects place and pins; held for a few instructions
         self.work = threading.Lock()  # held while bytes move
         self._worker = 0  # the thread that holds `work`
         self.pins: set[AnchorRef] = set()  # a weak reference for each block that uses the model
@@ -83,15 +83,15 @@ class Resident:
         self.uses = self.uses_counted = 0
         self.failed_moves = 0  # in a row
         self.measured: Measurement | None = None  # an earlier load of live code, see footprints
-        self._pieces: tuple[int, ...] | None = None  # None: not computed yet
+        self._pieces: tuple[int, ...] | None = None  # None if not computed yet
         self._was_pinned = False
         self._shell: Callable[[], Any] = _nothing  # a weak reference to an earlier load's object
         self._clock = clock
 
     def pieces(self) -> tuple[int, ...]:
-        """Relative sizes of the pieces it may be divided into.
+        """Relative sizes of the pieces into which the model may be divided.
 
-        One piece: it must stay whole. None: it may be divided anywhere.
+        With one piece, the model must stay whole. None: it may be divided anywhere.
         """
         if self._pieces is None:
             self._pieces = self.backend.pieces(self.spec, self.origin)
@@ -208,7 +208,7 @@ class Resident:
                 self._pin(anchor)
         if watch := getattr(
             handle, "watch", None
-        ):  # an engine may end by itself; if it has already, we hear it now
+        ):  # an engine may end by itself; if it has ended already, the loss is reported now
             watch(functools.partial(self._lost, weakref.ref(handle)))
 
     @property
@@ -217,7 +217,7 @@ class Resident:
         return getattr(self.handle, "pids", ())
 
     def _lost(self, of: Callable[[], Any], kind: str, because: str) -> None:
-        """Its engine ended by itself: nothing is held any more. The book learns it before any caller."""
+        """Releases the model after its engine ended by itself. The book is updated before callers."""
         handle = of()
         with self.gate:
             if handle is None or self.handle is not handle:
@@ -297,7 +297,7 @@ class Resident:
                 self._drop()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: its value is a plain object here, and nobody else holds its locks."""
+        """In a forked child: the model's value becomes a plain object, and its locks are free."""
         release_calls(self.value)
         self.gate, self.work = threading.Lock(), threading.Lock()
 
@@ -310,7 +310,7 @@ class Resident:
         self.backend.drop(handle)
         try:
             self._shell = weakref.ref(value)
-        except TypeError:  # the value of a fake allows no weak references
+        except TypeError:  # a fake model's value allows no weak references
             self._shell = _nothing
 
     def droppable(self) -> bool:

@@ -19,7 +19,7 @@ def residue(
     no residue.
     """
     leased: dict[str, int] = {}
-    outside_torch = dict(contexts)  # a lease's room for use never contains a context
+    outside_torch = dict(contexts)  # a CUDA context is never part of a lease
     for lease in leases:
         own_allocator = lease.kind == "model" and lease.backend not in IN_TORCH
         for share in lease.shares:

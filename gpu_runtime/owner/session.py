@@ -1,10 +1,10 @@
-"""One process as an owner in the ledger: what it knows of itself, and its transactions.
+"""One process as an owner in the ledger: its facts about itself, and its transactions.
 
 A `Session` belongs to one `Runtime`. It holds this process's models and blocks of code, publishes
-them, and runs one decision of the scheduler in one transaction of the ledger. What to decide is in
-`acquire`, `release`, `requests`, `maintenance` and their neighbours: functions that take the
-session first. Loads run in the caller's thread, so that tracebacks and the stop button work as
-usual. Moves and drops run where no interrupt can cut them in half.
+them, and runs one decision of the scheduler in one transaction of the ledger. The functions in
+`acquire`, `release`, `requests`, `maintenance` and other modules choose the decision; their first
+parameter is the session. Loads run in the caller's thread, so that tracebacks and the stop button
+work as usual. Moves and drops run in a thread that an interrupt cannot stop.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 Decision = Callable[[Book, World], tuple[Book, T]]
 
-POLL_SECONDS = 1.0  # between two looks at the book where no doorbell rings
-NEAR_SECONDS = 0.05  # between two looks at an own model that a waiting request needs
+POLL_SECONDS = 1.0  # between two reads of the book without a notification
+NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request needs
 
 
 class _Renamed(Exception):
@@ -109,10 +109,10 @@ class Session:
         self.blocks = Blocks()
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
-        self.lock = threading.Lock()  # guards residents and the monitor's start, never a load
+        self.lock = threading.Lock()  # protects residents and the monitor's start, never a load
         self.guest = False  # True for a command that sends requests and holds no model itself
-        self.notebook = ""  # its path, where it became known after the ledger was opened
-        self.process_lost = ""  # why the driver no longer serves this process; empty: it does
+        self.notebook = ""  # its path, if it became known after the ledger was opened
+        self.process_lost = ""  # why the driver no longer serves this process; empty if it does
         self.on_wait: Callable[[str, Wait | None], None] | None = None
 
         self.keys = Keys(self.me)
@@ -163,10 +163,10 @@ class Session:
             opened = AbsentBackend(name)  # type: ignore[assignment]
         return self.backends.setdefault(name, opened)
 
-    # -- what this process knows of itself
+    # -- the facts of this process about itself
 
     def truth(self) -> Truth:
-        """What this process holds and does now, from which its section of the book is written."""
+        """The current facts of this process. Its section of the book is written from them."""
         residents = [r for r in list(self.residents.values()) if r.handle is not None]
         models = tuple(lease for r in residents if (lease := r.truth()) is not None)
         blocks = self.blocks.running(self._lift_torch_limit)
@@ -195,14 +195,14 @@ class Session:
         return bool(self.blocks) or any(resident.handle is not None for resident in residents)
 
     def in_use(self) -> bool:
-        """Whether a model is pinned, a block runs or a cell runs, so that news will follow soon."""
+        """Whether a model is pinned, a block runs or a cell runs; then changes will follow soon."""
         busy = self.blocks or self.activity.running
         return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
 
     def world(self, fresh: bool = False) -> World:
         """The devices as last measured, or measured now if `fresh`.
 
-        Where the driver does not answer, the device counts as unmeasured, not as free.
+        If the driver does not answer, the device counts as unmeasured, not as free.
         """
         now = self.clock()
         try:
@@ -349,8 +349,8 @@ class Session:
     def _require_equal_names(self, book: Book) -> None:
         """Raises _Renamed if the book uses another name for one of our devices.
 
-        That happens when two processes that see different cards opened the ledger at the same
-        moment, or when another owner began the book anew.
+        That happens if two processes that see different cards open the ledger at the same moment, or
+        if another owner has made a new book.
         """
         if book.devices is not self._named:
             if other := device_names.names(self.probe.devices, book):

@@ -1,4 +1,4 @@
-"""What the faces show: snapshots, tables, history and dry runs. Reads only."""
+"""The data that magics, command and console show: snapshots, tables, history, dry runs. Reads only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HEALTH_MESSAGES = {
 
 
 def snapshot(session: Session) -> Snapshot:
-    """Everything a face needs, as of now."""
+    """The snapshot of this moment: all that magics, command and console show."""
     book, world = session.look()
     devices = _device_views(session, book, world)
     waiting = queue(book, world)
@@ -125,7 +125,7 @@ def other_hosts(session: Session) -> tuple[Snapshot, ...]:
 
 
 def _of_page(session: Session, page: HostPage) -> Snapshot:
-    """Another host's page. Its stamps are of its own clock, so its newest stamp stands for now."""
+    """Another host's page. Its times are of its own clock, so its newest time is used as now."""
     book = page.book or Book()
     stamps = [0.0]
     for lease in book.leases():
@@ -185,7 +185,7 @@ def models(session: Session) -> DataFrame:
     for resident in residents:
         try:
             sizes[resident.spec.name] = resident.footprint().bytes
-        except GpuError:  # its source is gone since it was registered: the size is unknown
+        except GpuError:  # the source was deleted after the registration, so the size is unknown
             continue
     registered = [resident.spec for resident in residents if not resident.catalogued]
     return dataframes.models(
@@ -225,7 +225,7 @@ def fragmentation(session: Session) -> DataFrame:
 
 
 def allocator_maps(session: Session) -> tuple[AllocatorMap, ...]:
-    """How the allocators of all owners have cut what they hold."""
+    """The allocator maps of all owners."""
     return session.maps.all(session.read_book())
 
 
@@ -257,7 +257,7 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
 
 
 def plan(session: Session, name_or_size: str | int, options: dict[str, Any]) -> Plan:
-    """What a request would get now, changing nothing; see Runtime.plan."""
+    """A dry run of a request; it changes nothing. See Runtime.plan."""
     subject = _subject(session, name_or_size, options)
     book, world = session.read_book(), session.world()
     book = books.publish(book, session.truth(), world)
@@ -269,7 +269,7 @@ def plan(session: Session, name_or_size: str | int, options: dict[str, Any]) -> 
 
 
 def _subject(session: Session, words: str | int, options: dict[str, Any]) -> dry_run.Subject:
-    """What `words` mean: an own model, a size, another owner's model, or an unregistered source."""
+    """The subject named by `words`: an own model, a size, another owner's model, or a source."""
     name = str(words)
     resident = registry.by_key(session, name) or registry.from_catalogue(session, name)
     if resident is not None:

@@ -11,5 +11,5 @@
     health/     breakers, costs, clients, blame
     engines/    adapters: one way to call every kind of engine
 
-How a model gets its memory is in `gpu_runtime.owner` and below; the gate and the tokens are in `gpu_runtime.web`.
+`gpu_runtime.owner` gets the memory for a model; the gate and the tokens are in `gpu_runtime.web`.
 """

@@ -1,6 +1,6 @@
-"""Which models may answer a call, by the models of a Runtime, `tasks.yaml`, the cloud guard and measured costs.
+"""Finds the models that may answer a call, from a Runtime's models, `tasks.yaml`, the cloud guard and measured costs.
 
-The decisions themselves are in `routing`; this looks up what they need.
+`routing` makes the decisions; this module looks up their inputs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Choices:
         """The rows of `/v1/models`: models of this process, of the catalogue, and tasks."""
         specs = {spec.name: spec for spec in self._rt.specs()}
         for name in self._rt.catalog_names():
-            with contextlib.suppress(GpuError):
+            with contextlib.suppress(GpuError):  # a broken entry is not listed
                 specs.setdefault(name, self._rt.spec(name))
         rows = [
             self._row(spec.name, self._facts_of(spec)) for spec in specs.values() if spec.enabled
@@ -124,7 +124,7 @@ class Choices:
         return Refused(404, "model_not_found", str(error), param="model")
 
     def _context(self, name: str) -> int | None:
-        with contextlib.suppress(GpuError):
+        with contextlib.suppress(GpuError):  # the model is unknown here
             length = self._rt.spec(name).options.get("context_length")
             return length if isinstance(length, int) else None
         return None

@@ -1,7 +1,7 @@
 """The gateway: takes a request's body, returns an answer, and says which model gave it and why.
 
-It joins all parts of serving over one Runtime, in one event loop. Pure modules make the decisions; work on the ledger
-or an engine runs in threads.
+It connects all parts of serving, over one Runtime and in one event loop. Pure modules make the decisions. Work on the
+ledger or with an engine runs in threads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 CONCURRENCY = {"vllm": 256, "fake": 256}
 # One call at once, whatever `sequences` is: the library computes one sequence after the other.
 SEQUENTIAL_BACKENDS = ("llama_cpp",)
-CLOSING_SECONDS = 5.0  # for calls to release what they hold
+CLOSING_SECONDS = 5.0  # the longest wait until calls have released their models
 log = logging.getLogger("gpu_runtime")
 MakeAdapter = Callable[[Any, ModelSpec, Any], EngineAdapter]
 
@@ -177,7 +177,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """Refuses the call (503) if the gateway is closed meanwhile, whatever the call waits for."""
+        """Refuses the call (503) if the gateway is closed while the call waits or runs."""
         task = asyncio.current_task()
         assert task is not None
         if self._closed:
@@ -305,7 +305,7 @@ class Gateway:
         return stay_warm_seconds(seconds, spec.model_type)
 
     def _concurrency(self, model: str) -> int:
-        with contextlib.suppress(GpuError):
+        with contextlib.suppress(GpuError):  # the use of the model reports the error
             spec = self._rt.spec(model)
             if spec.backend not in SEQUENTIAL_BACKENDS:
                 return int(spec.options.get("sequences") or CONCURRENCY.get(spec.backend, 1))
@@ -370,8 +370,8 @@ class Gateway:
 def _final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> Refused | None:
     """The refusal that ends the call after this error of `choice`; None: the next model is tried.
 
-    A mistake that the requested model refuses is not tried elsewhere. What a stand-in refuses, such as a prompt that
-    is too long for it, the next one may accept.
+    If the requested model refuses a mistake in the call, no other model is tried. If a stand-in refuses it, for example
+    because the prompt is too long, the next stand-in is tried.
     """
     cause, refused = blame(error, choice.model)
     if refused is None:

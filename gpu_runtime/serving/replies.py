@@ -1,4 +1,4 @@
-"""Answers on their way to the caller: which model gave them and why, and streams that free everything at their end."""
+"""Answers for the caller: the model that gave them and why, and streams that release everything at their end."""
 
 from __future__ import annotations
 

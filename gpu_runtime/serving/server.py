@@ -93,6 +93,7 @@ def run(
     app = application(rt, gateway, version("gpu-console"))
 
     async def close() -> None:
+        """Ends jobs and calls, and waits a moment for their answers."""
         await app.state.jobs.close()
         await gateway.close()
         answering = asyncio.all_tasks() - {asyncio.current_task()}

@@ -1,4 +1,5 @@
-"""Engines that are OpenAI-compatible HTTP servers: one recipe per engine, and the server's lifecycle.
+"""Engines that are OpenAI-compatible HTTP servers: one recipe module for each engine, and the server's lifecycle.
 
-Routing and queueing of requests to these servers live in `gpu_runtime.serving`.
+To add an engine, write its recipe here and add a line in `registry.py`. Requests to these servers are queued and routed
+in `gpu_runtime.serving`.
 """

@@ -1,7 +1,7 @@
 """The command-line arguments that users add to an engine (`runtime_args`): parsing and filtering.
 
-How an engine's whole command line is built is in its recipe; the catalogue checks manifests with the
-same parser.
+The recipe of an engine builds the whole command line; the catalogue checks manifests with the same
+parser.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The backend for engines that are HTTP servers: what `use` yields for them, and the account of their bytes.
+"""The backend for engines that are HTTP servers: the object that `use` yields, and the account of their bytes.
 
-The lifecycle of a server is in `server.py`; how each engine is started is in its recipe.
+`server.py` has the lifecycle of a server; the recipe of each engine knows how to start it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PORTS, START_SECONDS = "8300-8399", 600.0  # defaults without settings
 
 
 class Served(EngineModel[Server]):
-    """What `use` yields for a server: its address, the model's name in requests, and the key.
+    """The object that `use` yields for a server: its address, the model's name in requests, and the key.
 
     `base_url` ends in `/v1`; pass it to an OpenAI client together with `api_key`. Both are valid inside
     `with rt.use(…)`. A restart may change them: a read during a restart waits for its end.
@@ -209,7 +209,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         )
 
     def _measured(self, server: Server, shares: Shares) -> Shares:
-        """The bytes that the driver charges to its processes; its shares if the driver does not say."""
+        """The bytes that the driver reports for its processes; its shares if the driver reports none."""
         devices = tuple(share.device for share in shares)
         charged: dict[str, int] = {}
         for pid in server.pids:

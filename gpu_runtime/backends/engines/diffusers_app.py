@@ -50,6 +50,7 @@ def app(pipeline: Any, name: str, key: str) -> Any:
 
     @server.post("/v1/images/generations")
     async def images(request: Request, body: JsonBody, authorization: Key = "") -> dict[str, Any]:
+        """Makes pictures for a request to OpenAI's images API."""
         check_key(authorization)
         try:
             parameters = image_parameters(body, painter.accepted)
@@ -61,6 +62,7 @@ def app(pipeline: Any, name: str, key: str) -> Any:
 
     @server.post("/generate")
     async def generate(request: Request, body: JsonBody, authorization: Key = "") -> dict[str, Any]:
+        """Makes pictures with the pipeline's own parameters."""
         check_key(authorization)
         unknown = [word for word in body if word not in painter.accepted and word != "seed"]
         if unknown:

@@ -1,8 +1,8 @@
 """Ollama: `ollama serve`, one server for each model, which keeps that model loaded.
 
-Ollama itself decides how much of a model goes to the card. So its placement is read from `/api/ps`, and
-the server is restarted if a part of the model is elsewhere. Models must have been pulled: nothing is
-downloaded here. Ollama has no key: every user of this machine can send it requests.
+Ollama itself decides how much of a model is put on the card. So the placement is read from `/api/ps`, and
+the server is restarted if a part of the model is not on the card. Models must be pulled before: nothing
+is downloaded here. Ollama has no key: every user of this machine can send it requests.
 
 Sources: Ollama, docs/api and envconfig/config.go; Helix, Multi-GPU Scheduling, 5.3.
 """

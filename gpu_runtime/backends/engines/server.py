@@ -2,8 +2,9 @@
 
     IDLE → LOADING → READY → STOPPING → IDLE
 
-There are no other states; a failed load stops as well. A server that ends by itself is restarted on the
-same cards, at most three times; then its model is lost. How each engine is started is in its recipe.
+There are no other states; a failed load is followed by STOPPING too. A server that ends by itself is
+restarted on the same cards, at most three times; then its model is lost. The recipe of each engine knows
+how to start it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_PORTS = 5  # tried, if a process that makes no claims keeps taking the port
 STOP_SECONDS = 5.0  # for an orderly end
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
-LOAD_ANSWER_SECONDS = 3600.0  # for a request whose answer means that a model was loaded
+LOAD_ANSWER_SECONDS = 3600.0  # limit of a request that is answered after the model was loaded
 
 
 class ServerState(enum.StrEnum):
@@ -83,7 +84,7 @@ class Server:
         self.restarts = 0
         self.log = new_log(spec.name)
         self.order: LaunchOrder | None = None  # of the latest start
-        self.error: GpuError | None = None  # why the server is gone for good
+        self.error: GpuError | None = None  # why the server has ended and is not restarted
         self._order_for, self._env = order_for, env
         self._port_range, self._start_seconds = port_range, start_seconds
         self._clock, self._sleep = clock, sleep
@@ -96,7 +97,7 @@ class Server:
         self._loss_reported = False
         self._lock = threading.RLock()
 
-    # -- what it is
+    # -- its properties
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -307,7 +308,7 @@ class Server:
                 return self._give_up(kind, f"{why}; the restart failed: {first_line}", status)
 
     def _give_up(self, kind: Kind, why: str, status: int) -> None:
-        """Notes that the server is gone for good, and reports the loss."""
+        """Records that the server is not restarted any more, and reports the loss."""
         name = self.spec.name
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
         self.error = EngineDied(
@@ -348,6 +349,7 @@ class Server:
         order = self.launch_order()
 
         def send(method: str, path: str, body: Any) -> tuple[int, Any]:
+            """Sends one request to the server. Returns status (0: no answer) and JSON."""
             connection = http.client.HTTPConnection("127.0.0.1", order.port, timeout=seconds)
             data = None if body is None else json.dumps(body)
             try:

@@ -1,4 +1,4 @@
-"""vLLM: `vllm serve`. At its start it takes its part of each card, whatever the model needs, and keeps it.
+"""vLLM: `vllm serve`. At its start it takes a fixed part of each card and keeps it, even if the model needs less.
 
 Source: vLLM, CLI reference, `vllm serve`.
 """

@@ -288,7 +288,7 @@ class _Reader:
                     at += 8 + unpack(data, at)[0]
                 left = 0
             except (struct.error, OverflowError):
-                pass  # the data ends within a string: read more, then go on from that string
+                pass  # the data ends within a string: read more, then continue with that string
             self.position = at
             self._need(8 if left else 0)
 
@@ -339,7 +339,7 @@ def config(metadata: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tokens, StringCount) and "vocab_size" not in found:
         found["vocab_size"] = int(tokens)
     if "kv_lora_rank" not in found:
-        # Without latent attention the field means something else: the rotated part of a head.
+        # Without latent attention this field has another meaning: the rotated part of a head.
         found.pop("qk_rope_head_dim", None)
     found["model_type"] = architecture.replace("-", "_")
     found["batch_tokens"] = BATCH_TOKENS

@@ -1,9 +1,9 @@
 """The backend for GGUF models by llama-cpp-python: in a worker process each, or in this process.
 
-An out-of-memory error or a failed check of llama.cpp ends its process. So the default is a worker: a crash
-costs the caller one error and nobody else anything. `isolated=False` loads into this process. Users hold
-the same kind of object in both cases. llama.cpp places a model when it loads it, so nothing can be moved:
-an evicted model is dropped, and loaded again later.
+An out-of-memory error or a failed check of llama.cpp ends its process. So the default is a worker: after a
+crash the caller gets one error, and nothing else is affected. `isolated=False` loads into this process.
+Users hold the same kind of object in both cases. llama.cpp cannot move a loaded model, so an evicted model
+is dropped, and loaded again later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .worker import METHODS, OUR_METHODS
 
 
 class LlamaModel(EngineModel[LlamaEngine]):
-    """What `use` yields: a proxy with the methods of `llama_cpp.Llama`, whose model computes elsewhere.
+    """The object that `use` yields: a proxy with the methods of `llama_cpp.Llama` for a model in a worker.
 
     `create_chat_completion(messages, stream=True)` returns an iterator; closing it ends the generation. A
     call while the model is evicted first restores it, if this process governs it; otherwise it raises

@@ -1,6 +1,6 @@
 """Channels to a llama.cpp worker: a process over a socket, or a thread of this process.
 
-A channel carries the messages that `worker.py` defines. What they mean to callers is in `rpc.py`.
+A channel carries the messages that `worker.py` defines. `rpc.py` turns them into results and errors.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ProcessChannel(Channel):
         assert self.child is not None
         self.child.end()
         try:
-            # Wakes the thread that reads. The file is closed when that thread lets go of it.
+            # This wakes the reading thread. The file is closed when that thread has ended.
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # the worker closed its end first
             pass

@@ -102,7 +102,7 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
     if layers is not None:  # otherwise the size of the context's cache is unknown
         config["context_at_load"] = context_tokens(spec, found.config)
         config["written_scores"] = not flash_attention(spec)
-        if part < 1:  # the cache is where its layers are
+        if part < 1:  # the cache of a layer is on the same device as the layer
             config["all_layers"] = layers
             config["num_hidden_layers"] = min(gpu_layers(spec), layers)
     return replace(found, weight_bytes=weights, at_load=True, config=config)

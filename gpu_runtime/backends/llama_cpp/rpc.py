@@ -27,7 +27,7 @@ from ..fault_texts import (
 from ..processes.processes import in_words
 from .channels import Channel
 
-_CALLER_ERRORS = (  # the call was wrong; the engine is not
+_CALLER_ERRORS = (  # errors that the caller caused, not the engine
     "ValueError",
     "TypeError",
     "KeyError",
@@ -184,7 +184,7 @@ class LlamaEngine:
     def _close(self, error: GpuError) -> None:
         """Ends the engine; calls that wait raise `error`, or the error of an earlier end."""
         with self._lock:
-            # First: the reader will find the channel closed, and would note another error.
+            # This is first, because the reader will find the channel closed and record another error.
             self._error = self._error or error
         self._channel.close()
         self._report_loss()
@@ -242,7 +242,7 @@ class LlamaEngine:
         number, answers = self._send_call(method, args, kwargs)
         try:
             message = answers.get()
-        except BaseException:  # the stop button: the engine need not go on
+        except BaseException:  # after an interrupt, the engine need not continue
             self.cancel(number)
             raise
         return self._outcome(method, message)
@@ -306,7 +306,7 @@ class LlamaEngine:
             self._failures = 0
             return message["end"]
         kind, text = message["error"]["type"], message["error"]["text"]
-        # The text of a caller's error may quote the caller's own words, so it shows no fault.
+        # The text of a caller's error may quote the caller's input, so it is not searched for faults.
         fault = None if kind in _CALLER_ERRORS else recognise(text)
         self._failures = decode_failures(self._failures, fault)
         if kind in _CALLER_ERRORS:

@@ -89,6 +89,7 @@ def work(inbox: Inbox, send: Callable[[dict[str, Any]], None], log: Callable[[st
     buffers: dict[str, dict[str, int]] = {}
 
     def note_line(line: str) -> None:
+        """Logs a line, and records the size of a buffer that it reports."""
         log(line)
         found = _BUFFER.search(line)
         if found:
@@ -341,6 +342,7 @@ def main(number: int, owner: int) -> None:
     inbox, lock = Inbox(), threading.Lock()
 
     def read() -> None:
+        """Reads messages into the inbox until the owner closes the socket."""
         try:
             with connection.makefile("rb") as file:
                 while (line := file.readline(LONGEST_LINE)).endswith(b"\n"):

@@ -102,7 +102,7 @@ class Child:
         if self._popen.returncode is not None:
             return True
         if seconds is None:
-            with contextlib.suppress(ChildProcessError):
+            with contextlib.suppress(ChildProcessError):  # it was reaped already
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             return True
         never = threading.Event()
@@ -137,7 +137,7 @@ class Child:
             return self._popen.returncode
 
     def _signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(self.pid, number)
 
     def tail(self) -> str:

@@ -1,9 +1,9 @@
-"""Where a module may be cut to be spread over several cards, and which card each piece goes to.
+"""Divides a module into pieces, and assigns the pieces to several cards.
 
 A piece is a part that must stay together: a layer, the embeddings, the head. Pieces are consecutive in the
-order of the module tree, and each card gets consecutive pieces: so a forward pass moves from card to card
-once. Parts that share a storage (tied weights, shared buffers) are one piece, at the place of the first
-part, because a storage is on one card only.
+order of the module tree, and each card gets consecutive pieces. So a forward pass changes from card to card
+only once. Parts that share a storage (tied weights, shared buffers) are one piece, at the place of the
+first part, because a storage is on one card only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def pieces(module: nn.Module, groups: Sequence[Group]) -> tuple[Piece, ...]:
     owners: dict[int, int] = {}  # storage -> the first leaf that has it
     for index, (_, leaf) in enumerate(leaves):
         if not any(p is not None for part in leaf.modules() for p in part._parameters.values()):
-            sets.join(index, 0)  # rotary angles and the like: needed before the first layer
+            sets.join(
+                index, 0
+            )  # rotary angles and similar tensors are needed before the first layer
         for tensor in _tensors(leaf):
             if tensor.nbytes:
                 storage = tensor.untyped_storage()._cdata
@@ -145,6 +147,7 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
 
     def below(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        """The indivisible parts below `parent`, each with its path, in order."""
         # Not named_children: it lists a module that is used twice only once.
         for name, child in parent._modules.items():
             if child is None or next(_tensors(child), None) is None:

@@ -1,6 +1,6 @@
-"""A governed module: the handle of the PyTorch backends, where its storages are, and where they should go.
+"""A governed module: the handle of the PyTorch backends, with the present and the next place of its storages.
 
-Here nothing is copied or allocated; `torch_backend.py` and `storages.py` do that.
+Nothing is copied or allocated here; `torch_backend.py` and `storages.py` do that.
 """
 
 from __future__ import annotations

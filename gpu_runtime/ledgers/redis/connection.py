@@ -28,7 +28,7 @@ T = TypeVar("T")
 Ask = Callable[..., Any]  # sends one command and returns its answer
 
 CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 1.0  # four attempts: a Redis that does not answer is given up after about 5 s
+ANSWER_SECONDS = 1.0  # limit of one attempt; after four attempts, about 5 s, an error is raised
 # With the waits between them about half a second: as long as a Redis takes to start again.
 RETRIES = 3
 
@@ -36,7 +36,7 @@ RETRIES = 3
 class RedisConnection:
     """A connection that is made again when it breaks.
 
-    Not for several threads at once: its user has a lock.
+    Several threads must not use it at once; the caller has a lock.
     """
 
     def __init__(self, url: str) -> None:
@@ -110,7 +110,7 @@ class RedisConnection:
         try:
             self._connection.send_command(*words)
             answer = self._connection.read_response()
-        except ResponseError:  # an answer too
+        except ResponseError:  # an error of Redis is an answer too
             self._in_step = True
             raise
         self._in_step = True

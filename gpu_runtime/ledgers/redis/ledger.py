@@ -8,8 +8,8 @@ owner of the same container checks. Give them one directory: `?owners=/a/directo
 By default it is in the user's state directory, under the server's name; so use the same name for
 the server everywhere.
 
-A client that may write to the database may write anything in it: access is guarded by its password,
-not by the users of a host.
+A client that may write to the database may write anything in it. The password of the database
+protects it; the users of a host do not matter.
 """
 
 from __future__ import annotations

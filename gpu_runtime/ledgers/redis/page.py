@@ -89,7 +89,7 @@ class RedisBook(BookStore):
         self._script = f"-- {boot} {os.stat(directory).st_ino}\n{LOOK_OR_WRITE}"
         self._sha = hashlib.sha1(self._script.encode(), usedforsecurity=False).hexdigest()
         self._vetted = False  # since the Redis started, as far as we know
-        self._told_at = float("-inf")  # when the page was last marked as seen
+        self._told_at = float("-inf")  # the time when this owner last marked the page as seen
 
     @property
     def path(self) -> Path:
@@ -173,7 +173,7 @@ class RedisBook(BookStore):
         why = self._fault(seen, self._living())
         if why or seen is None:
             raise DamagedBook(self._page.name if self._page else "", 0, why)
-        # On the connection that read the page: between the two this Redis has not started again.
+        # The same connection read the page, so this Redis has not started again in between.
         ask("SCRIPT", "LOAD", self._script)
         return seen
 
@@ -215,7 +215,7 @@ class RedisBook(BookStore):
         """The last roster of each living owner in our directory. Raises LedgerNewer."""
         found: LivingParts = {}
         if not (self.directory / "owners").is_dir():
-            return found  # it was deleted; the next write makes it again
+            return found  # the directory was deleted; the next write makes it again
         for path in files.owner_files(self.directory):
             roster = read_roster(path) if life(path) is Life.ALIVE else None
             if roster is None:
@@ -370,6 +370,7 @@ class RedisBook(BookStore):
         """
 
         def talk(ask: Ask) -> list[Any]:
+            """Runs the script with one command."""
             try:
                 return ask("EVALSHA", self._sha, 1, self._key, *words)
             except NoScriptError:

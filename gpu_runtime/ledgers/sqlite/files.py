@@ -192,7 +192,7 @@ def set_aside(directory: Path, name: str) -> Path | None:
     try:
         os.rename(directory / f"{name}-journal", f"{kept}-journal")
     except FileNotFoundError:
-        pass
+        pass  # the book has no journal
     try:
         os.rename(directory / name, kept)
     except FileNotFoundError:
@@ -268,7 +268,7 @@ def writers(path: Path) -> list[int]:
 def fill_ballast(directory: Path) -> bool:
     """Reserves disk space in `directory` for releases on a full disk.
 
-    False if there is none to reserve.
+    Returns False if there is no free space to reserve.
     """
     path = directory / "ballast"
     if path.exists():
@@ -319,7 +319,11 @@ def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
 
 def _remove_owner(path: Path) -> None:
     try:
-        for suffix in ("bell", "map", "names"):  # before the lock file, whose name leads to them
+        for suffix in (
+            "bell",
+            "map",
+            "names",
+        ):  # first these: they are found by the lock file's name
             path.with_name(f"{path.name}.{suffix}").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     except PermissionError:

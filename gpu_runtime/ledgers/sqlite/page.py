@@ -29,10 +29,11 @@ from . import files
 from .recovery import newest_roster_rev, rebuild
 from .revision_hint import RevisionHint
 
-# A SELECT returns its row while it still holds its read lock, and Python needs the GIL to fetch on
-# and release it. If another thread keeps the GIL for a second, nobody can write for a second (kept
-# for 200 ms at a time: bystanders waited 200 to 400 ms; now 2). So one statement that runs to its
-# end within SQLite copies the row to a private temporary table, and the row is fetched from there.
+# A SELECT returns its row while it still holds its read lock. Python needs the GIL to fetch further
+# and to release the lock. If another thread keeps the GIL for a second, no process can write for a
+# second. (With 200 ms at a time, other writers waited 200 to 400 ms; now 2.) So one statement that
+# runs to its end within SQLite copies the row to a private temporary table. The row is fetched from
+# there.
 COPY = """INSERT OR REPLACE INTO temp.seen
     SELECT 1, rev, schema, CASE WHEN rev=? THEN NULL ELSE body END FROM main.book WHERE host=?"""
 FETCH = "SELECT rev, schema, body FROM temp.seen"
@@ -117,8 +118,7 @@ class SqliteBook(BookStore):
     def leave_to_parent(self) -> None:
         """Called in a forked child: makes sure that the connection is never used again.
 
-        Even its finaliser would act on whatever the parent was doing when it forked, so it never
-        runs.
+        Even the connection's finaliser could disturb a statement of the parent, so it never runs.
         """
         if self._connection:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
@@ -177,8 +177,8 @@ class SqliteBook(BookStore):
             written = self._connection.execute(UPDATE, values).rowcount
         except FAULTS as error:
             raise self._failure(page, error) from error
-        # If a new book was made from the rosters while we wrote into the old one, nobody saw what
-        # we wrote.
+        # If a new book was made from the rosters while we wrote into the old one, our write has no
+        # effect.
         if not written or not self._in_force(page):
             raise LostRace
         self._page = page._replace(rev=page.rev + 1, book=draft.book, packed=draft.packed)
@@ -191,7 +191,7 @@ class SqliteBook(BookStore):
     def _open(self) -> None:
         """Opens the book that CURRENT names.
 
-        Raises DamagedBook if there is none, or not the one that was there.
+        Raises DamagedBook if there is no book, or if it is an older one.
         """
         before = self._page
         self._disconnect()
@@ -207,7 +207,7 @@ class SqliteBook(BookStore):
                 raise DamagedBook(name, inode, "another file took its place")
             least_rev = max(least_rev, self._least_rev)
         page = Page(name, inode, -1, Book(), before.packed if before else EMPTY)
-        self._hint = RevisionHint(self.directory)  # the directory may have been made again
+        self._hint = RevisionHint(self.directory)  # a new object, as the directory may be a new one
         connection = self._connect(page)
         self._least_rev = least_rev
         self._page = page
@@ -216,7 +216,8 @@ class SqliteBook(BookStore):
     def _connect(self, page: Page) -> sqlite3.Connection:
         url = f"file:{quote(str(self.directory / page.name))}?mode=rw"
         try:
-            # Time-out 0: SQLite's own way of waiting starves; backoff.py has ours.
+            # SQLite's own waiting is switched off (time-out 0), because it can starve a writer. backoff.py
+            # has our own.
             db = sqlite3.connect(
                 url, uri=True, timeout=0, isolation_level=None, check_same_thread=False
             )

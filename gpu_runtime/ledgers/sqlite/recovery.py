@@ -1,4 +1,4 @@
-"""How a new book is made: the first one empty, a later one from the rosters of its living owners.
+"""Makes a new book: the first one is empty, a later one has the rosters of the living owners.
 
 A damaged book is set aside under a name with `damaged`, never emptied. The new book has a name that
 no book had before.
@@ -121,7 +121,7 @@ def _decoded(roster: Roster) -> Book:
 
 def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
     """Makes a book under a draft's name, and renames it to `name` once it is complete."""
-    draft = directory / ".book-draft"  # a single one: we hold the rebuild lock
+    draft = directory / ".book-draft"  # one name is enough, since we hold the rebuild lock
     draft.unlink(missing_ok=True)
     flags = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(draft, flags, 0o600)

@@ -1,10 +1,9 @@
 """The newest revision of the book that any process has written, in a file beside the book.
 
-An old copy that is put over the book is itself a valid book. A process that has seen a newer
-revision notices; this file lets all others notice too, which would otherwise grant bytes that were
-granted since. It is written after each write and read before each look and each write: 2 µs. The
-hint can only warn. If it is missing or wrong, a book is accepted until a process remembers a newer
-revision.
+An old copy that replaces the book is itself a valid book. A process that has seen a newer revision
+notices this. With this file, all other processes notice it too; otherwise they would grant bytes
+again. The file is written after each write, and read before each read and write of the book: 2 µs.
+If the hint is missing or wrong, the book is accepted until a process remembers a newer revision.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class RevisionHint:
             return 0
         [expected] = _SUM.unpack(checksum)
         if expected != zlib.crc32(entry):
-            return 0  # or it was read while it was written
+            return 0  # the file is damaged, or was read while it was written
         name_checksum, rev = _ENTRY.unpack(entry)
         if name_checksum != zlib.crc32(book.encode()):
             return 0
@@ -60,5 +59,5 @@ class RevisionHint:
         name_checksum = zlib.crc32(book.encode())
         entry = _ENTRY.pack(name_checksum, rev)
         checksum = _SUM.pack(zlib.crc32(entry))
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # the disk is full; the hint is optional
             os.pwrite(self._fd, entry + checksum, 0)

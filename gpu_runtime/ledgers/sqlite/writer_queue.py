@@ -1,17 +1,17 @@
-"""A queue for processes that write the book at the same time, so that few decide in vain.
+"""A queue for processes that write the book at the same time, so that fewer attempts fail.
 
-It is a courtesy, not a lock. The book is safe without it, because a write counts only if the
-revision is unchanged. So nobody depends on the process that has the turn. If it ends, the operating
-system drops its lock. If it is stopped, or another of its threads keeps the GIL, the others pass it
-after 5 ms.
+The queue is not a lock. The book is safe without it, because a write counts only if the revision is
+unchanged. *The turn* is the right to write first; one process at a time has it. No process depends
+on that process: if it ends, the operating system releases its lock. If it is stopped, or another of
+its threads keeps the GIL, the others pass it after 5 ms.
 
-A process that has already decided need not queue, as long as that does not keep the one with the
-turn from writing. Otherwise the queue would stand still while all others pass it (48 processes, 10
-writes a second each: p99 of 409 ms, and so 14).
+A process that has already decided may write without queueing, unless it would prevent the process
+with the turn from writing. (48 processes, 10 writes a second each: p99 is 14 ms with this rule, and
+409 ms if everybody queues.)
 
-Two files. One is a lock, with a count of the turns that ended and a mark whether others must queue.
-The other is a pipe that wakes one waiting process, the first that came. In a shared ledger a member
-may write to both, and so make others wait those 5 ms.
+The queue has two files. One is the lock, with a count of the turns that ended and a mark whether
+others must queue. The other is a pipe that wakes the process that has waited longest. In a shared
+ledger a member may write to both files, and so make others wait those 5 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALL_MAY, MUST_QUEUE = b"-", b"!"
 def writer_queue_in(directory: Path) -> WriterQueue | None:
     """The queue of the book in `directory`; None if it cannot be opened or made.
 
-    Then all write without a queue.
+    Without a queue, all processes write directly.
     """
     try:
         return WriterQueue(directory, access_to(directory))
@@ -94,14 +94,14 @@ class WriterQueue:
                 looked_before, now = now, time.monotonic()
                 if ended == ended_before and now - looked_before >= STALLED_SECONDS:
                     self._stalled = ended
-                # Turns do end, so be patient: the process that came first is woken first.
+                # Other turns have ended, so the queue works: continue to wait.
                 patience = 8 * STALLED_SECONDS
         return False
 
     def require_queue(self) -> None:
-        """Called by the process with the turn: another one that did not queue was faster.
+        """Marks that all must queue. The process with the turn calls it after it lost a race.
 
-        Now all must queue.
+        The race was lost to a process that did not queue.
         """
         os.pwrite(self._lock, MUST_QUEUE, _COUNT_BYTES)
 
@@ -116,19 +116,21 @@ class WriterQueue:
     def leave(self, wake: bool = True) -> None:
         """Ends the turn and wakes the next process.
 
-        Without `wake` nobody is woken, because this process is likely to write again before they
-        are awake.
+        Without `wake` no process is woken, because this process is likely to write again before
+        another one is awake.
         """
         count = time.monotonic_ns().to_bytes(_COUNT_BYTES, "little")
         os.pwrite(self._lock, count + ALL_MAY, 0)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         if not wake:
             return
-        with contextlib.suppress(BlockingIOError):  # full: nobody has waited for a long time
+        with contextlib.suppress(
+            BlockingIOError
+        ):  # the pipe is full: no process has waited for long
             os.write(self._pipe, b"!")
 
     def close_here(self) -> None:
-        """Closes the descriptors: a forked child must not keep the turn when its parent is killed."""
+        """Closes the descriptors, so that a forked child does not keep the turn of a killed parent."""
         self._closing()
 
     def _turns_ended(self) -> bytes:

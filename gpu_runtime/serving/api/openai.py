@@ -175,6 +175,7 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
 
 def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> None:
     async def post(request: Request, actor: str = acts) -> Any:
+        """Answers one call, whole or as a stream."""
         body = await read_json(request)
         try:
             reply = await unless_gone(request, gateway().answer(kind, body, actor))

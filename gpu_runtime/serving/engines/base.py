@@ -1,4 +1,4 @@
-"""What all adapters have in common: an OpenAI-shaped body in, OpenAI-shaped dicts out.
+"""The common part of all adapters: they take a body in OpenAI's format and return dicts in OpenAI's format.
 
 The object that `rt.use` yields decides the adapter. One with a `base_url` is called over HTTP, a proxy with
 llama.cpp's methods in a thread, a transformers module by `generate`; a fake model answers with its prompt.

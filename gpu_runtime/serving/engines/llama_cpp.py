@@ -124,6 +124,7 @@ class LlamaCppAdapter(TextAdapter):
         """The pieces of the answer to `prompt(kind, body, think)`. Raises Refused if it does not fit the context."""
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
+            """Writes the answer in the engine's thread, and emits its pieces."""
             limit = max_tokens_of(body)
             sampling = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
             parts = self.value.write(

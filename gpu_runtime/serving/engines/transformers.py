@@ -61,6 +61,7 @@ class TransformersAdapter(TextAdapter):
         """The pieces of the answer to `prompt(kind, body, think)`. Raises Refused if it does not fit the context."""
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
+            """Makes the prompt and writes the answer, in a thread."""
             prompt = self.prompt(kind, body, think)
             prompt_tokens = int(prompt["input_ids"].shape[1])
             limit = max_tokens_of(body)
@@ -153,6 +154,7 @@ def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) ->
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            """Emits the text up to a stop string."""
             safe = stop.feed(text)
             if stream_end and not stop.hit:
                 safe += stop.rest()

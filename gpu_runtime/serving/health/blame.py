@@ -1,4 +1,4 @@
-"""Whether the caller, the model or neither caused an error, and the refusal that the caller gets.
+"""Finds the cause of an error (the caller, the model or neither), and the refusal that the caller gets.
 
 Pure. Only a model's own failures open its breaker. Another model may answer instead, unless the caller caused the
 error.

@@ -4,10 +4,10 @@ Five failures in a row open a model's breaker. While it is open, calls fail at o
 passes as a probe, and all others still fail at once. If the probe succeeds the breaker closes; if it fails, the
 breaker stays open for another 30 s.
 
-The states and their changes are pybreaker's (BSD-3, since 2010, typed, 1.4.1 of September 2025). It would hold its
-lock during a call. So here it does not make the calls; it only gets their outcome. When a probe is due, and which
-call is one, is decided here, by the given clock. Of the other libraries, circuitbreaker and purgatory let every call
-pass while half open.
+The states and their changes are pybreaker's (BSD-3, since 2010, typed, 1.4.1 of September 2025). pybreaker would hold
+its lock during a call. So it does not make the calls here; it only gets their outcome. This module decides, by the
+given clock, when a probe is due and which call is the probe. Of the other libraries, circuitbreaker and purgatory let
+every call pass while half open.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class _Breaker:
         self._in_a_row = 0
 
     def enter(self) -> Permit:
+        """Permission for a call now. Raises BreakerOpen."""
         state = self._circuit.current_state
         if state == pybreaker.STATE_OPEN and self._seconds_left() <= 0:
             self._circuit.half_open()
@@ -154,6 +155,7 @@ class _Breaker:
         raise BreakerOpen(self._model, self.state())
 
     def ended(self, call: Permit, error: BaseException | None, counts: bool) -> None:
+        """Records the outcome of a call; without `counts`, only its end."""
         if call is self._probe:
             self._probe = None
         elif self._circuit.current_state != pybreaker.STATE_CLOSED:

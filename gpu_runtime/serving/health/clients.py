@@ -1,4 +1,4 @@
-"""How often each client calls, which models, and which clients are in cooldown.
+"""The clients: how often each calls which models, and which clients are in cooldown.
 
 A client is the visitor of the token plus the name that the program gives itself (`x_client_id`). A cooldown is set by
 the client itself or by its profile, and applies to that client only.

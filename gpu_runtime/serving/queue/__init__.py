@@ -1,4 +1,4 @@
-"""Which call starts next, and the model that it then has: the order of calls, their turns, pins and blocking work.
+"""The queue of calls: it decides which call starts next, and pins the call's model while the call runs.
 
 Nothing here knows HTTP, or what a call's body means.
 """

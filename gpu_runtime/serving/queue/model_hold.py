@@ -1,4 +1,4 @@
-"""A model that stays pinned exactly as long as its calls last.
+"""Pins a model exactly as long as its calls last.
 
 Getting a model may take minutes, and a pin belongs to the thread that took it. So each hold has its own thread, which
 stays inside `with rt.use(model)` until the hold is released. The event loop never waits for the ledger.
@@ -62,6 +62,7 @@ class Hold:
         """Gives `future` its `result` or `error`, from any thread."""
 
         def settle() -> None:
+            """Gives the future its outcome, unless it has one."""
             if future.done():
                 return
             if error is None:

@@ -1,4 +1,4 @@
-"""Which of the waiting calls starts next.
+"""Decides which of the waiting calls starts next.
 
 Pure: takes the waiting calls, the state of each engine and the time; returns the calls to start and the models to
 load. The order is (importance, warm first, arrival). Every 30 s of waiting count as one class of importance.

@@ -1,4 +1,4 @@
-"""The calls that wait, in one event loop. `order` decides which may start; this does it.
+"""The waiting calls, in one event loop. `order` decides which calls may start, and this module starts them.
 
 A call takes a turn: `async with queue.turn("qwen", importance=10) as turn:` waits until the call may start, then has
 the model, which stays pinned until its last turn ends. A caller that leaves while waiting leaves nothing behind.

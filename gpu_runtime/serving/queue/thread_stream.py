@@ -29,6 +29,7 @@ async def stream_from_thread(
     wake_pending = False  # the loop will look at `results` anyway: no further wake is needed
 
     def emit(value: Any = None, error: BaseException | None = None, last: bool = False) -> None:
+        """Queues a value or an error, and wakes the event loop."""
         nonlocal wake_pending
         results.append((value, error, last))
         if wake_pending and not last:
@@ -40,6 +41,7 @@ async def stream_from_thread(
             cancelled.set()
 
     def wake(last: bool) -> None:
+        """Tells the reader that results have arrived."""
         nonlocal wake_pending
         wake_pending = False  # before `results` is read: a later value wakes the loop again
         arrived.set()
@@ -47,6 +49,7 @@ async def stream_from_thread(
             ended.set()
 
     def run() -> None:
+        """Runs `work`, and queues its end or its error."""
         try:
             work(emit, cancelled)
         except BaseException as error:  # noqa: BLE001 - raised where the reader waits

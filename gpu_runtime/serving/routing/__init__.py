@@ -1,4 +1,4 @@
-"""Which models may answer a call, in which order, and what a client's profile changes in its body.
+"""Routing: the models that may answer a call, in order, and the changes that a client's profile makes to its body.
 
 Pure, except for reading `tasks.yaml` and the file of the cloud guard. Nothing here calls a model.
 """

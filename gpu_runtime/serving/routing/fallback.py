@@ -1,4 +1,4 @@
-"""Which models may answer instead of one that cannot, and whether a cloud may.
+"""The stand-ins for a model that cannot answer, and whether a cloud may be one.
 
 Pure, except for the guard, which is a file. The order is: the requested model; then the other local models that
 `tasks.yaml` names for it, smaller contexts first, since they need less memory; then clouds; then 503. Without a line
@@ -154,7 +154,7 @@ class CloudGuard:
             draft.write_text(json.dumps({"allowCloudFallback": allowed}) + "\n")
             os.replace(draft, self._path)
         except OSError as error:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the error below says why
                 draft.unlink()
             raise BadSetting(
                 "allowCloudFallback",

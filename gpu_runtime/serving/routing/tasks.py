@@ -1,4 +1,4 @@
-"""`tasks.yaml`: names for purposes, the clients' profiles, and which models stand in for which.
+"""`tasks.yaml`: names for purposes, the clients' profiles, and the stand-ins of models.
 
     tasks:                                  # addressed as  model: "task:classify"
       classify:
