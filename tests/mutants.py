@@ -436,8 +436,8 @@ FAULTS = [
     Fault(
         "believe a stale pin",
         "owner/resident",
-        "            if self.pins or self.handle is None",
-        "            if self.handle is None",
+        "            if self.lease.on_device and self.in_use():",
+        "            if False:",
         OWNER,
     ),
     Fault(

@@ -55,7 +55,7 @@ def union(parts: list[Book]) -> Book:
 
 
 def with_living(book: Book, parts: dict[str, Book]) -> Book:
-    """`book` with some owners' sections and tickets replaced by their `parts`, by owner id."""
+    """`book` with the sections and tickets of some owners taken from `parts` (by owner id)."""
     sections = {id: section for id, section in book.sections.items() if id not in parts}
     tickets = [ticket for ticket in book.tickets if ticket.owner not in parts]
     unread = {id: unread for id, unread in book.quarantined.items() if id not in parts}

@@ -333,7 +333,7 @@ class Session:
         return book
 
     def look(self) -> tuple[Book, World]:
-        """The book with our own section up to date, and the devices.
+        """The book, with our own section updated, and the devices.
 
         If only other owners have devices in the book, the devices are theirs.
         """

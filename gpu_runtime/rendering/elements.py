@@ -94,7 +94,7 @@ def pre(lines: str) -> str:
 
 
 def with_code(sentence: str) -> str:
-    """The `sentence` escaped; the command after `:  ` in it is set as code."""
+    """The `sentence` as escaped HTML. The command after `:  ` in it is shown as code."""
     text, colon, typed = sentence.partition(":  ")
     return f"{esc(text)}: {code(typed)}" if colon else esc(sentence)
 

@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
 
 
 def _fact(value: Value) -> dict[str, Any]:
-    """The fields of a fact; a tagged one, such as a step of a plan, has its kind as `step`."""
+    """The fields of a fact. For a step of a plan, the field `step` names its kind."""
     fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if not value.__struct_config__.tag:
         return fields

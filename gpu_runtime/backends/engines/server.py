@@ -257,7 +257,7 @@ class Server:
         )
 
     def _stop(self) -> None:
-        """Ends the process and all it started: its guard does, or the whole group is killed."""
+        """Ends the server and all its child processes. The guard ends them, or the whole group is killed."""
         with self._lock:
             if self.state in (ServerState.IDLE, ServerState.STOPPING):
                 return

@@ -236,7 +236,8 @@ class RedisBook(BookStore):
         why = self._fault(seen, living)
         if not why:
             return
-        # In this order: the owner that makes the first page makes the marker with it.
+        # The keys are counted before the marker is read. Otherwise an owner could make the first
+        # page and the marker in between, and its keys would look foreign.
         keys, is_ours = ask("DBSIZE"), ask("EXISTS", MARKER)
         if seen is None and keys and not is_ours:
             raise self._foreign(f"it holds {keys} keys of something else, and no book")

@@ -184,7 +184,7 @@ class Queue:
         if running.engine_failed:
             # No further call starts until the running ones have ended and the model was pinned again.
             return Engine(ModelState.WARM, running.active, running.active)
-        # With active calls and no wait, the model was on its device and its pin is only not confirmed yet.
+        # If calls are active and the hold does not wait, the model is on its device. Only its pin is not confirmed.
         if running.ready or (running.active and not hold.waits):
             return Engine(ModelState.WARM, running.active, concurrency)
         return Engine(ModelState.LOADING, running.active, concurrency, hold.waits_for)
