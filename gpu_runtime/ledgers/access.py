@@ -1,11 +1,15 @@
 """The access rights of the files in a ledger's directory: for its user alone, or for a group.
 
                           private    shared (by group G, whatever the umask)
-    LEDGER, owners/       0700       3770  sticky: nobody removes or replaces another user's file
+    LEDGER, owners        0700       3770  sticky: nobody removes or replaces another user's file
     other directories     0700       2770  new files in them belong to G too
     owners/ID, .map .names 0600      0640  others read it, only its user writes it
     owners/ID.bell        0600       0660  members ring
     all other files       0600       0660  SQLite gives its journal the mode of its database
+
+The owners' directory is BOOT/owners if the ledger is private. If it is shared, it is BOOT.owners
+beside BOOT. In BOOT members replace each other's files, so they could rename the directory too:
+then no death could be proved.
 
 A directory is shared if it, or the ledger above it, holds the file `.shared`, made by the owner of
 the directory (`gpu ledger init`). The group of that file is the group that shares the ledger.
@@ -25,7 +29,7 @@ from ..errors import LedgerUnavailable
 from .liveness import name_of
 
 MARK = ".shared"
-_LEVELS = 4  # LEDGER/WORLD/BOOT/owners
+_LEVELS = 4  # LEDGER/WORLD/BOOT/owners, where that is in a private ledger
 _REPLACED = "something else has taken its place"
 
 
@@ -72,8 +76,8 @@ class Access(NamedTuple):
     def make(self, directory: Path) -> None:
         """Makes a boot's `directory` in a shared ledger, if it does not exist. Raises OSError."""
         world = directory.parent
-        for made in (world, world / "journal", directory, directory / "owners"):
-            self.make_directory(made, sticky=made == world or made.name == "owners")
+        for made in (world, world / "journal", directory, _beside(directory)):
+            self.make_directory(made, sticky=made in (world, _beside(directory)))
         self.make_file(directory / "rebuild.lock")
 
     def make_directory(self, path: Path, *, sticky: bool) -> None:
@@ -128,6 +132,15 @@ def access_to(directory: Path) -> Access:
         if stat.S_ISREG(mark.st_mode) and mark.st_uid == holder.st_uid:
             return Access(mark.st_gid)
     return PRIVATE
+
+
+def owners_in(directory: Path) -> Path:
+    """The directory of the owners' files, for a ledger's `directory` of one boot."""
+    return directory / "owners" if access_to(directory).group is None else _beside(directory)
+
+
+def _beside(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.owners")
 
 
 def journal_in(ledger: Path) -> Path:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ..errors import LedgerRefused, LedgerUnavailable
 from ..facts import SCHEMA, Book
 from . import pages
-from .access import access_to
+from .access import access_to, owners_in
 from .book_parts import part_of, with_living
 from .decoding import UNREADABLE, decode_older
 from .liveness import Life, OwnerFile, life, rosters
@@ -207,7 +207,7 @@ class BookStore:
 
     def _part_in_roster(self, id: str, entry: bytes) -> pages.Part | None:
         """The part of the owner `id` with this index `entry`, as its own file still has it."""
-        for roster in rosters(self.directory / "owners" / id):
+        for roster in rosters(owners_in(self.directory) / id):
             try:
                 _, packed = pages.unpack(roster.payload, roster.rev)
             except UNREADABLE:
@@ -325,7 +325,7 @@ class BookStore:
         if self.owner_file.in_place():
             return  # another thread of this process has made them
         old = self.owner_file
-        owners = self.directory / "owners"
+        owners = owners_in(self.directory)
         files.prepare(self.directory)
         try:
             if life(old.path) is not Life.ALIVE:

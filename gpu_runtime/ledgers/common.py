@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ..errors import LedgerRefused, LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket
-from .access import access_to
+from .access import access_to, owners_in
 from .allocator_files import MapFiles
 from .book_store import BookStore, DamagedBook, LostRace, Page
 from .decoding import UNREADABLE, decode_roster
@@ -57,7 +57,7 @@ class SharedLedger:
         files.prepare(directory)
         group = access_to(directory).group
         self._is_group_shared = group is not None
-        owners = directory / "owners"
+        owners = owners_in(directory)
         try:
             owner_file = OwnerFile(owners, me, group)
         except OSError as error:
@@ -242,8 +242,13 @@ class SharedLedger:
         """
         self._declared_dead = self._declared_dead.union(owners)
 
+    @property
+    def _owners(self) -> Path:
+        """The directory of all owners' files."""
+        return self._store.owner_file.path.parent
+
     def _lock_file(self, id: str) -> str:
-        return f"{self.directory}/owners/{id}"
+        return f"{self._owners}/{id}"
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user of the owner `owner_id` in `book`.
@@ -258,7 +263,7 @@ class SharedLedger:
         if not self._is_group_shared:
             return owner.user if owner else self.owner.user  # a private ledger has only one user
         inode = owner.inode if owner else 0
-        proof = testimony(self.directory / "owners" / owner_id, inode)
+        proof = testimony(self._owners / owner_id, inode)
         if proof is None:
             return ""
         if owner and owner.user != proof.user:

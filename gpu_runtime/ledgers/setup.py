@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
 from . import host_config
-from .access import MARK, Access
+from .access import MARK, Access, owners_in
 from .liveness import boot_id
 from .sqlite import files
 
@@ -84,10 +84,10 @@ def _make_ledger(place: Path, gid: int) -> None:
     access.make_file(place / MARK)
     access.open_directory(place, sticky=True)
     of_this_boot = place / boot_id()
-    for made in (place / "journal", of_this_boot, of_this_boot / "owners"):
-        is_owners = made.name == "owners"
-        access.make_directory(made, sticky=is_owners)
-        _give_to_root(made, gid, sticky=is_owners)
+    owners = owners_in(of_this_boot)
+    for made in (place / "journal", of_this_boot, owners):
+        access.make_directory(made, sticky=made == owners)
+        _give_to_root(made, gid, sticky=made == owners)
     access.make(of_this_boot)
     files.fill_ballast(of_this_boot)
 

@@ -89,6 +89,9 @@ class Box:
     def world(self) -> Path:
         return self.ledger / "sim-1x8.0GiB-host32.0GiB"
 
+    def owners(self) -> Path:
+        return self.boot().with_suffix(".owners")
+
     def boot(self) -> Path:
         return next(
             path for path in self.world().iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name)
@@ -138,16 +141,17 @@ def test_the_first_process_makes_the_files_for_all_whatever_the_umask(box):
             == "'sim:0'"
         )
     group = grp.getgrnam(GROUP).gr_gid
+    of_root = box.ledger / f"{box.boot().name}.owners"
     for path in [box.ledger, *box.ledger.rglob("*")]:
         is_ = path.lstat()
         mode = stat.S_IMODE(is_.st_mode)
         if stat.S_ISLNK(is_.st_mode) or path.name == "ballast":
             continue
         expected = (
-            (0o3770 if path.name in ("owners", "ledger", box.world().name) else 0o2770)
+            (0o3770 if path in (box.owners(), box.ledger, box.world(), of_root) else 0o2770)
             if stat.S_ISDIR(is_.st_mode)
             else 0o640
-            if path.parent.name == "owners" and path.suffix != ".bell"
+            if path.parent.suffix == ".owners" and path.suffix != ".bell"
             else 0o660
         )
         assert (path, oct(mode), is_.st_gid) == (path, oct(expected), group)
@@ -184,7 +188,7 @@ def test_which_ledger_is_opened(box, monkeypatch, tmp_path):
 
 def test_no_member_can_change_another_users_lock_file(box):
     ann, bob = box.kernel(ANN), box.kernel(BOB)
-    file = box.boot() / "owners" / ann.run("rt._session.me").strip("'")
+    file = box.owners() / ann.run("rt._session.me").strip("'")
     assert bob.run(f"open({str(file)!r}, 'rb').close()") == "None"
     for attempt in (
         f"os.unlink({str(file)!r})",
@@ -193,6 +197,24 @@ def test_no_member_can_change_another_users_lock_file(box):
         f"os.replace({str(box.config)!r}, {str(file)!r})",
     ):
         assert bob.run(attempt).startswith("PermissionError"), attempt
+
+
+def test_no_member_can_move_the_owners_files_away(box):
+    """Without them no death is proved, and in a directory of the member a death could be forged."""
+    ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
+    ann.run("rt.preload('writer')")
+    id = ann.run("rt._session.me").strip("'")
+    for taken in (box.owners(), box.ledger / box.owners().name):
+        assert stat.S_IMODE(taken.stat().st_mode) == 0o3770
+        for attempt in (
+            f"os.rename({str(taken)!r}, {str(box.boot() / 'away')!r})",
+            f"os.rename({str(taken)!r}, '{taken}-away')",
+        ):
+            assert bob.run(attempt).startswith("PermissionError"), attempt
+    ann.process.kill()
+    ann.process.wait(20)
+    proven = f"{id!r} in rt._session.ledger.dead(book) or {id!r} not in book.sections"
+    assert bob.run(f"(lambda book: {proven})(rt._session.ledger.read())") == "True"
 
 
 def test_links_of_a_member_are_not_followed(box):
@@ -224,8 +246,8 @@ def test_init_follows_no_link_of_a_member(box):
     """The command runs as root, so a member's link in place of a directory must not change its target."""
     box.kernel(ANN)
     here = next(path for path in box.ledger.iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name))
-    shutil.rmtree(here / "owners")
-    (here / "owners").symlink_to("/etc")
+    shutil.rmtree(here.with_suffix(".owners"))
+    here.with_suffix(".owners").symlink_to("/etc")
     before = os.stat("/etc")
     with pytest.raises(LedgerUnavailable, match="something else has taken its place"):
         init(str(box.ledger), GROUP, str(box.config))
@@ -324,7 +346,7 @@ def test_members_see_each_others_maps_and_cannot_forge_one(box):
     me = ann.run("rt._session.me").strip("'")
     seen = "[(m.owner, m.allocated_bytes >> 30) for m in rt.allocator_maps()]"
     assert bob.run(seen) == f"[('{me}', 5)]"
-    file = box.boot() / "owners" / f"{me}.map"
+    file = box.owners() / f"{me}.map"
     assert (stat.S_IMODE(file.stat().st_mode), grp.getgrgid(file.stat().st_gid).gr_name) == (
         0o640,
         GROUP,

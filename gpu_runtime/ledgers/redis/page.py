@@ -214,8 +214,6 @@ class RedisBook(BookStore):
     def _living(self) -> LivingParts:
         """The last roster of each living owner in our directory. Raises LedgerNewer."""
         found: LivingParts = {}
-        if not (self.directory / "owners").is_dir():
-            return found  # the directory was deleted; the next write makes it again
         for path in files.owner_files(self.directory):
             roster = read_roster(path) if life(path) is Life.ALIVE else None
             if roster is None:

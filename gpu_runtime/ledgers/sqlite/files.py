@@ -13,8 +13,8 @@
         turn, turn.pipe       the queue of writers (writer_queue.py)
         ballast               disk space that is freed when the disk is full
 
-`access.py` says who may open each. Nothing here opens a database: opening and closing its file
-beside SQLite would drop SQLite's locks.
+`access.py` says who may open each, and where the owners' files of a shared ledger are. Nothing here
+opens a database: opening and closing its file beside SQLite would drop SQLite's locks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...errors import LedgerUnavailable
-from ..access import access_to, outsider
+from ..access import access_to, outsider, owners_in
 from ..liveness import Life, life
 
 BALLAST_BYTES = 1 << 20
@@ -299,9 +299,14 @@ def drop_ballast(directory: Path) -> bool:
 
 def owner_files(directory: Path) -> Iterator[Path]:
     """The lock files in `directory` of all owners, living and dead."""
-    for path in (directory / "owners").iterdir():
-        if _OWNER.fullmatch(path.name):
-            yield path
+    owners = owners_in(directory)
+    try:
+        names = os.listdir(owners)
+    except FileNotFoundError:  # it was deleted; the next write makes it again
+        return
+    for name in names:
+        if _OWNER.fullmatch(name):
+            yield owners / name
 
 
 def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
@@ -332,7 +337,7 @@ def _remove_owner(path: Path) -> None:
 
 def sweep_drafts(directory: Path) -> None:
     """Removes drafts of killed processes from `directory`, if unchanged for a day."""
-    for place in (directory, directory / "owners"):
+    for place in (directory, owners_in(directory)):
         for draft in place.iterdir():
             if not _DRAFT.fullmatch(draft.name):
                 continue
@@ -352,7 +357,8 @@ def sweep_boots(directory: Path) -> None:
     for other in others:
         try:
             if _is_abandoned(other):
-                shutil.rmtree(other, ignore_errors=True)
+                for place in (other, owners_in(other)):
+                    shutil.rmtree(place, ignore_errors=True)
         except OSError:
             continue
 
