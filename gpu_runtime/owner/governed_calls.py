@@ -46,8 +46,10 @@ class Governed(Protocol):
 _governed: weakref.WeakKeyDictionary[Any, Governed] = weakref.WeakKeyDictionary()
 
 
-def govern_calls(value: Any, resident: Governed) -> None:
+def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     """Makes calls of the module `value`, and of its parts, pin `resident`.
+
+    While it is `dropped`, its tensors hold no bytes: then an access to them restores the model as well.
 
     The module's class becomes a subclass of itself. An attribute on the instance would be simpler,
     but a deep copy would carry it along and call the original's weights. A part that another resident
@@ -61,17 +63,17 @@ def govern_calls(value: Any, resident: Governed) -> None:
         return
     watch_steps(_trained_by)
     for part in list(value.modules()):
-        if part is value or _governed.get(part) is None:
-            _govern(part, resident)
+        if part is value or _governed.get(part) in (None, resident):
+            _govern(part, resident, dropped)
 
 
-def _govern(module: Any, resident: Governed) -> None:
-    kind = type(module)
-    if "_gpu_base" not in vars(kind):
-        try:
-            module.__class__ = _governed_class(kind)  # type: ignore[arg-type]
-        except TypeError:  # its class allows no subclass, or no other class for its objects
-            return
+def _govern(module: Any, resident: Governed, dropped: bool) -> None:
+    kind: Any = type(module)
+    base = vars(kind).get("_gpu_base", kind)
+    try:
+        module.__class__ = _dropped_class(base) if dropped else _governed_class(base)
+    except TypeError:  # its class allows no subclass, or no other class for its objects
+        return
     _governed[module] = resident
 
 
@@ -100,14 +102,19 @@ def _trained_by(optimizer: Any) -> list[Any]:
     return list(found.values())
 
 
-@functools.cache
-def _governed_class(base: type) -> type:
-    body: dict[str, Any] = {
+def _named_like(base: type) -> dict[str, Any]:
+    return {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "_gpu_base": base,
-        "_named_members": _read_when_here(base._named_members),  # type: ignore[attr-defined]
+    }
+
+
+@functools.cache
+def _governed_class(base: type) -> type:
+    body: dict[str, Any] = {
+        **_named_like(base),
         "zero_grad": _clearing(base.zero_grad),  # type: ignore[attr-defined]
     }
     # `__call__` as well as `forward`: hooks that move inputs to the model's card first look where
@@ -143,21 +150,38 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
     return call
 
 
-def _read_when_here(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`parameters`, `named_buffers` and the like. Tensors without bytes would read as zeros.
+@functools.cache
+def _dropped_class(base: type) -> type:
+    """The governed class of `base` for a module without bytes; slower, as each access is looked at.
 
-    Only simulated cards have such tensors; on real ones a read raises. See `backends/pytorch/swap.py`.
+    On simulated cards its tensors would read as zeros. On real ones a read raises; see
+    `backends/pytorch/swap.py`.
     """
+    governed: Any = _governed_class(base)
 
-    @functools.wraps(original)
-    def members(self: Any, *args: Any, **kwargs: Any) -> Any:
-        resident = _governed.get(self)
-        if resident is not None and resident.is_dropped() and _lies_on_cpu(self):
-            with resident.calling():
-                pass
-        return original(self, *args, **kwargs)
+    def getattribute(self: Any, name: str) -> Any:
+        if name in self.__dict__["_parameters"] or name in self.__dict__["_buffers"]:
+            _load_for_read(self)
+        return governed.__getattr__(self, name)
 
-    return members
+    def named_members(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _load_for_read(self)
+        return governed._named_members(self, *args, **kwargs)
+
+    body = {
+        **_named_like(base),
+        "__getattr__": getattribute,
+        "_named_members": named_members,
+    }
+    return type(base.__name__, (governed,), body)
+
+
+def _load_for_read(module: Any) -> None:
+    """Loads the dropped model of `module` if its tensors would read as zeros."""
+    resident = _governed.get(module)
+    if resident is not None and resident.is_dropped() and _lies_on_cpu(module):
+        with resident.calling():
+            pass
 
 
 def _lies_on_cpu(module: Any) -> bool:
@@ -188,7 +212,7 @@ def _reduce_as_base(self: Any, protocol: int) -> Any:
     kind = type(self)
     # A library may have derived the object's class from ours, as parametrizations do.
     governed: Any = next(base for base in kind.__mro__ if "_gpu_base" in vars(base))
-    made, args, *rest = super(governed, self).__reduce_ex__(protocol)
+    made, args, *rest = governed._gpu_base.__reduce_ex__(self, protocol)
     if args and args[0] is kind is governed and made is copyreg.__newobj__:  # type: ignore[attr-defined]
         # pickle requires the object's own class there, so rebuild without `__newobj__`.
         made = copyreg._reconstructor  # type: ignore[attr-defined]

@@ -268,6 +268,7 @@ class Resident:
                 self._drop()
                 # The object keeps its hooks, modes and settings for the reload.
                 self._shell = lambda: value
+                govern_calls(value, self, dropped=True)
                 return ()
             self.backend.move(self.handle, step.shares)
             return self.backend.measure(self.handle)
