@@ -399,6 +399,20 @@ FAULTS = [
         LEDGER,
     ),
     Fault(
+        "grant although owners may be missing",
+        "ledgers/sqlite/page",
+        "        if closed > 0 and self._grants(page, draft):",
+        "        if False:",
+        LEDGER,
+    ),
+    Fault(
+        "forget owners without files",
+        "ledgers/sqlite/recovery",
+        "        if known is not Life.DEAD:",
+        "        if False:",
+        LEDGER,
+    ),
+    Fault(
         "write another owner's section",
         "ledgers/invariants",
         '        if id != write.writer:\n            return f"the section of',

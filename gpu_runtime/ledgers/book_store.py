@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import sleep
+from typing import Any, NamedTuple, NoReturn
 
 from msgspec.structs import replace
 
 from ..errors import LedgerRefused, LedgerUnavailable
-from ..facts import SCHEMA, Book
+from ..facts import SCHEMA, Book, Section, Shares
 from . import pages
 from .access import access_to, owners_in
 from .book_parts import part_of, with_living
@@ -25,9 +27,19 @@ from .decoding import UNREADABLE, decode_older
 from .liveness import Life, OwnerFile, life, rosters
 from .sqlite import files
 
+CLOSED_LOOK_SECONDS = 0.1  # between two looks at whether grants are open again
+
 
 class LostRace(Exception):
     """Another process has written first, is writing, or has made a new book: read the book again."""
+
+
+class GrantsClosed(Exception):
+    """The page was made anew a moment ago: nothing new is granted in it for so many `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 class DamagedBook(Exception):
@@ -91,6 +103,7 @@ class BookStore:
         self._roster_doubtful = False  # whether the roster may differ from the book
         self._unfinished: Page | None = None  # the page of a write that has not succeeded yet
         self._ballast_dropped = False
+        self._files_lost = False  # owners' files were deleted since the book was last written
         self._roster_frame = pages.EMPTY  # what a roster has beside the owner's part
 
     @property
@@ -104,6 +117,12 @@ class BookStore:
 
     def look(self) -> Page:
         """The current page. Raises LostRace, DamagedBook, LedgerUnavailable."""
+        try:
+            return self._look()
+        except GrantsClosed as closed:  # it had to take back an unfinished write
+            self._wait_for_others(closed)
+
+    def _look(self) -> Page:
         with self._lock:
             if self._page is None or self._connection is None or not self._in_force(self._page):
                 self._open()
@@ -130,6 +149,20 @@ class BookStore:
 
         Raises LostRace, DamagedBook, LedgerUnavailable.
         """
+        try:
+            self._put(page, new)
+        except GrantsClosed as closed:
+            self._wait_for_others(closed)
+
+    def _wait_for_others(self, closed: GrantsClosed) -> NoReturn:
+        """Raises LostRace a moment later.
+
+        Without the lock: other threads of this process have to register.
+        """
+        sleep(min(closed.seconds, CLOSED_LOOK_SECONDS))
+        raise LostRace from None
+
+    def _put(self, page: Page, new: Book) -> None:
         if not self.owner_file.in_place():
             with self._lock:
                 self._restore_own_files()
@@ -181,6 +214,14 @@ class BookStore:
     def _commit(self, page: Page, draft: Draft) -> None:
         """Writes the roster, then the page. Raises LostRace, DamagedBook, OSError."""
         raise NotImplementedError
+
+    def _grants(self, page: Page, draft: Draft) -> bool:
+        """Whether the draft promises bytes to this owner that `page` does not."""
+        me = self.owner_file.owner.id
+        before, after = page.book.sections.get(me), draft.book.sections.get(me)
+        if after is None or after is before:
+            return False
+        return bool(_promises(after) - (_promises(before) if before else set()))
 
     def _draft(self, page: Page, new: Book) -> Draft:
         """`new` as it would be written over `page`.
@@ -336,13 +377,23 @@ class BookStore:
         except OSError as error:
             raise files.cannot_write(owners, error) from error
         old.close_here()
-        self._roster_doubtful = True
+        self._roster_doubtful = self._files_lost = True
         if self.owner_file.owner.id != old.owner.id:
             raise LedgerUnavailable(
                 f"another process took this process's owner name in {owners}.\n"
                 f"  Restart this kernel.",
                 path=str(owners),
             )
+
+
+def _promises(section: Section) -> set[tuple[str, Shares]]:
+    """The leases of a section with bytes that were granted and not used yet."""
+    return {(lease.name, lease.target) for lease in section.leases if lease.target}
+
+
+def boottime() -> float:
+    """Seconds of CLOCK_BOOTTIME."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def unwritable(error: pages.Unwritable, path: str, writer: str) -> LedgerRefused:

@@ -182,6 +182,13 @@ def _same_schema(write: Write) -> str:
     return ""
 
 
+def _opening_stays(write: Write) -> str:
+    """Who may grant waits until the owners had time to register in a new page."""
+    if write.new.opens != write.old.opens:
+        return "the time at which grants begin may not be changed"
+    return ""
+
+
 def _devices_stay(write: Write) -> str:
     """The first owner describes the devices; the others may only add some."""
     if write.new.devices is write.old.devices or write.is_alone:
@@ -275,6 +282,7 @@ LAWS: tuple[Callable[[Write], str], ...] = (
     _only_own_tickets,
     _tickets_go_with_proof,
     _same_schema,
+    _opening_stays,
     _devices_stay,
     _limits_stay,
     _samples_get_newer,

@@ -20,7 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
-from gpu_runtime.facts import SCHEMA
+from gpu_runtime.facts import SCHEMA, Share
 from gpu_runtime.ledgers import liveness
 from gpu_runtime.ledgers.book_store import DamagedBook, LostRace
 from gpu_runtime.ledgers.liveness import start_ticks
@@ -29,7 +29,7 @@ from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
 from gpu_runtime.ledgers.sqlite.revision_hint import RevisionHint
 
-from .conftest import REPO, Notebook, count, lease, names, put, section, ticket, without
+from .conftest import GIB, REPO, Notebook, count, lease, names, put, section, ticket, without
 
 
 def wait_until(condition) -> None:
@@ -883,3 +883,124 @@ def test_a_process_that_cannot_be_seen_wakes_a_waiting_owner_once(new_owner_here
 
 def _started(other: Notebook) -> int:
     return start_ticks(Path(f"/proc/{other.process.pid}/stat").read_text())
+
+
+# A directory that is deleted or moved while its owners live
+
+
+@pytest.fixture
+def closed_clock(monkeypatch):
+    """The clock of the closed period, and what happens while a writer sleeps in it.
+
+    `meanwhile` has what the living owners do within a tick of their monitors.
+    """
+    now, meanwhile, slept = [1e6], [], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+        for act in meanwhile:
+            act()
+
+    monkeypatch.setattr("gpu_runtime.ledgers.book_store.sleep", sleep)
+    for module in ("sqlite.page", "sqlite.recovery"):
+        monkeypatch.setattr(f"gpu_runtime.ledgers.{module}.boottime", lambda: now[0])
+    return meanwhile, slept
+
+
+def promise(ledger, gib: int) -> None:
+    """Reserves so much of 8 GiB for a model that is not loaded yet, if that much is free."""
+
+    def decide(book):
+        book = book if book.limits else replace(book, limits={"sim:0": 8 * GIB})
+        if book.claims().get("sim:0", 0) + gib * GIB > book.limits["sim:0"]:
+            return book, None
+        target = replace(lease(ledger, "new"), shares=(), target=(Share("sim:0", gib * GIB),))
+        base = book if ledger.owner.id in book.sections else book.with_section(section(ledger))
+        return base.with_lease(target), None
+
+    ledger.transact(decide)
+
+
+def put_back(ledger, *names: str, gib: int) -> None:
+    """What a monitor does within a second: an owner that is missing in the book registers again."""
+    if ledger.owner.id not in ledger.read().sections:
+        put(ledger, *names, gib=gib)
+
+
+VANISH = {
+    "deleted": lambda directory: shutil.rmtree(directory),
+    "deleted with all above": lambda directory: shutil.rmtree(directory.parent),
+    "moved": lambda directory: directory.rename(directory.with_name("elsewhere")),
+}
+
+
+# A newcomer cannot know that a directory was moved away, until its owners make it anew.
+VANISHED = [(how, knows) for how in VANISH for knows in ("what it holds", "nothing of it")]
+VANISHED += [("deleted", "a newcomer"), ("deleted with all above", "a newcomer")]
+
+
+@pytest.mark.parametrize(("how", "knows"), VANISHED)
+def test_a_directory_that_vanishes_grants_no_byte_twice(new_owner_here, closed_clock, how, knows):
+    """10 of 7.2 GiB were granted 0.01 s later."""
+    meanwhile, slept = closed_clock
+    ledger, other = new_owner_here(), new_owner_here()
+    put(other)
+    ledger.transact(lambda book: (replace(book, limits={"sim:0": 8 * GIB}), None))
+    put(ledger, "qwen", gib=6)
+    if knows == "what it holds":
+        other.read()
+    VANISH[how](ledger.directory)
+    if knows == "a newcomer":
+        other = new_owner_here()
+    meanwhile.append(lambda: put_back(ledger, "qwen", gib=6))
+    promise(other, gib=4)
+    assert other.read().claims() == ledger.read().claims() == {"sim:0": 6 * GIB}
+    promise(other, gib=2)
+    assert ledger.read().claims() == {"sim:0": 8 * GIB}
+    assert 1 <= sum(slept) < 5, "grants were closed for a while"
+    slept.clear()
+    promise(new_owner_here(), gib=0)
+    assert sum(slept) == 0, "only once"
+
+
+def test_facts_are_written_at_once_while_grants_are_closed(new_owner_here, closed_clock):
+    """A release, a settled load and a request must not wait."""
+    _, slept = closed_clock
+    ledger = new_owner_here()
+    put(ledger, "qwen")
+    shutil.rmtree(ledger.directory)
+    put(ledger, "llama")
+    ledger.transact(lambda book: (book.with_ticket(ticket(ledger, "t")), None))
+    assert slept == [] and names(ledger) == ["llama"]
+    promise(ledger, gib=1)
+    assert slept
+
+
+def test_a_new_directory_grants_at_once(new_owner_here, closed_clock):
+    _, slept = closed_clock
+    promise(new_owner_here(), gib=1)
+    promise(new_owner_here(), gib=1)
+    assert slept == []
+
+
+def test_a_damaged_book_beside_all_rosters_grants_at_once(new_owner_here, closed_clock):
+    """Nobody can be missing in it."""
+    _, slept = closed_clock
+    ledger, other = new_owner_here(), new_owner_here()
+    put(ledger, "qwen")
+    Path(ledger.path).unlink()
+    promise(other, gib=1)
+    assert slept == [] and names(other) == ["new", "qwen"]
+
+
+def test_an_owner_without_files_keeps_what_was_last_seen_of_it(new_owner_here, closed_clock):
+    """Until it registers, or its death is proven."""
+    ledger, other = new_owner_here(), new_owner_here()
+    put(ledger, "qwen")
+    other.read()
+    shutil.rmtree(ledger.directory)
+    assert names(other) == ["qwen"]
+    assert other.dead(other.read()) == frozenset()
+    assert names(ledger) == ["qwen"]
+    assert (ledger.directory / "owners" / ledger.owner.id).exists(), "it can be proven alive"

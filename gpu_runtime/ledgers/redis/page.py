@@ -31,7 +31,7 @@ from ...errors import LedgerNewer, LedgerRefused
 from ...facts import SCHEMA, Book
 from ...units import show_bytes
 from ..book_parts import part_of, with_living
-from ..book_store import BookStore, DamagedBook, Draft, LostRace, Page
+from ..book_store import BookStore, DamagedBook, Draft, GrantsClosed, LostRace, Page
 from ..decoding import UNREADABLE, decode_roster
 from ..liveness import Life, OwnerFile, life, read_roster
 from ..pages import encoded
@@ -56,14 +56,6 @@ log = logging.getLogger("gpu_runtime")
 LivingParts = dict[
     str, tuple[int, Book]
 ]  # owner id -> revision of its roster, its part of the book
-
-
-class GrantsClosed(Exception):
-    """The page was made again a moment ago: nothing new is granted in it for so many `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
 
 
 class RedisBook(BookStore):
@@ -94,30 +86,6 @@ class RedisBook(BookStore):
     @property
     def path(self) -> Path:
         return self.directory
-
-    def put(self, page: Page, new: Book) -> None:
-        """Writes `new` over `page`, as BookStore.
-
-        While grants are closed it sleeps and raises LostRace.
-        """
-        try:
-            super().put(page, new)
-        except GrantsClosed as closed:
-            # Without the lock: other threads of this process have to register.
-            time.sleep(min(closed.seconds, 0.1))
-            raise LostRace from None
-
-    def look(self) -> Page:
-        """The current page, as BookStore.
-
-        It may have to take back an unfinished write. While grants are closed it sleeps and raises
-        LostRace.
-        """
-        try:
-            return super().look()
-        except GrantsClosed as closed:
-            time.sleep(min(closed.seconds, 0.1))
-            raise LostRace from None
 
     def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
         """Makes the page again, unless another process has done so.
@@ -319,16 +287,14 @@ class RedisBook(BookStore):
         return self._unpacked(page, body, rev, schema)
 
     def _commit(self, page: Page, draft: Draft) -> None:
-        me = self.owner_file.owner.id
         self._require_small(draft.body)
-        before, after = part_of(page.book, me), part_of(draft.book, me)
         part_changed = self._part_changed(page, draft)
         if part_changed:
             # Until the write is known to stand.
             self._roster_doubtful = True
             self._unfinished = page
             self._write_roster(draft.book, draft.packed, page.rev + 1)
-        grants = _promises(after) - _promises(before)
+        grants = self._grants(page, draft)
         what, *seconds = self._run(
             "write",
             page.name,
@@ -377,8 +343,3 @@ class RedisBook(BookStore):
                 raise LostRace from None
 
         return self._server.converse(talk)
-
-
-def _promises(part: Book) -> set[tuple[str, Any]]:
-    """The leases of an owner's part with bytes that were granted and not used yet."""
-    return {(lease.name, lease.target) for lease in part.leases() if lease.target}

@@ -21,12 +21,13 @@ from urllib.parse import quote
 from ... import forks
 from ...errors import LedgerNewer
 from ...facts import SCHEMA, Book
-from ..book_store import BookStore, DamagedBook, Draft, LostRace, Page
+from ..book_store import BookStore, DamagedBook, Draft, GrantsClosed, LostRace, Page, boottime
 from ..decoding import UNREADABLE
 from ..liveness import OwnerFile
+from ..notify import owners_in
 from ..pages import EMPTY, is_whole
 from . import files
-from .recovery import newest_roster_rev, rebuild
+from .recovery import Before, newest_roster_rev, rebuild
 from .revision_hint import RevisionHint
 
 # A SELECT returns its row while it still holds its read lock. Python needs the GIL to fetch further
@@ -109,7 +110,9 @@ class SqliteBook(BookStore):
             self._disconnect()
             try:
                 self._ensure_own_files()
-                rebuild(self.directory, self.boot, damage, patience_seconds)
+                before = self._before(damage)
+                rebuild(self.directory, self.boot, damage, patience_seconds, before)
+                self._files_lost = False
             except (OSError, sqlite3.Error) as error:
                 self._ballast_dropped |= files.drop_ballast(self.directory)
                 why = error if isinstance(error, OSError) else OSError(errno.EIO, str(error))
@@ -124,6 +127,17 @@ class SqliteBook(BookStore):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
     # The methods below are called with the lock held.
+
+    def _before(self, damage: DamagedBook) -> Before:
+        """What is known of the book before the `damage`."""
+        if self._page:
+            return Before(self._page.book, self._page.name, self._files_lost)
+        return Before(files_lost=not damage.name and self._others_lost_files())
+
+    def _others_lost_files(self) -> bool:
+        """Whether an owner lives that was here before the directory was deleted and made anew."""
+        owners = self.directory / "owners"
+        return any(not os.path.lexists(owners / id) for id in owners_in(owners))
 
     def _rev_seen_by_others(self, page: Page) -> int:
         return self._hint.of(page.name)
@@ -161,6 +175,9 @@ class SqliteBook(BookStore):
             raise DamagedBook(page.name, page.inode, why) from error
 
     def _commit(self, page: Page, draft: Draft) -> None:
+        closed = page.book.opens - boottime() if page.book.opens else 0.0
+        if closed > 0 and self._grants(page, draft):
+            raise GrantsClosed(closed)
         part_changed = self._part_changed(page, draft)
         if part_changed:
             # Until the commit is known to stand, the roster may hold more or less than the book.
@@ -183,6 +200,7 @@ class SqliteBook(BookStore):
             raise LostRace
         self._page = page._replace(rev=page.rev + 1, book=draft.book, packed=draft.packed)
         self._least_rev = page.rev + 1
+        self._files_lost = False
         self._hint.record(page.name, page.rev + 1)
         if part_changed:
             self._roster_doubtful = False
@@ -202,6 +220,9 @@ class SqliteBook(BookStore):
         inode = files.inode_of(self.directory, name)
         if not inode:
             raise DamagedBook(name, 0, "it is gone")
+        if before and not self.owner_file.in_place():
+            # The directory was deleted, and another process has made it anew.
+            self._restore_own_files()
         if before and before.name == name:
             if before.inode != inode:
                 raise DamagedBook(name, inode, "another file took its place")

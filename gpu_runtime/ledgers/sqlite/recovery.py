@@ -9,20 +9,28 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ...errors import LedgerNewer
 from ...facts import SCHEMA, Book
 from ..access import access_to
 from ..book_parts import part_of, union
-from ..book_store import DamagedBook
+from ..book_store import DamagedBook, boottime
 from ..decoding import UNREADABLE, decode_roster
-from ..liveness import Life, Roster, life, read_roster
+from ..liveness import Life, Roster, life, life_of, read_roster
 from ..pages import encoded
 from . import files
 from .revision_hint import RevisionHint
 
 log = logging.getLogger("gpu_runtime")
+
+# Twice the tick of the monitors: within a tick, owners that lost their files put themselves back.
+REGISTER_SECONDS = 2.0
+TICKS_A_SECOND = 12  # by all idle owners together; with more owners each of them ticks less often
 
 
 def living_rosters(directory: Path) -> dict[str, Roster]:
@@ -43,10 +51,30 @@ def newest_roster_rev(directory: Path) -> int:
         return 0
 
 
-def rebuild(directory: Path, boot: str, damage: DamagedBook, patience_seconds: float) -> None:
+class Before(NamedTuple):
+    """What the process that makes a new book knows of the old one."""
+
+    book: Book = Book()  # as it last read it
+    name: str = ""
+    # Files of owners were deleted, so the rosters of some living owners may be missing.
+    files_lost: bool = False
+
+
+NOTHING = Before()
+
+
+def rebuild(
+    directory: Path,
+    boot: str,
+    damage: DamagedBook,
+    patience_seconds: float,
+    before: Before = NOTHING,
+) -> None:
     """Replaces the damaged book (`damage`), unless another process has done so.
 
-    `directory` is the ledger's, of the boot with the id `boot`. Waits at most `patience_seconds`
+    `directory` is the ledger's, of the boot with the id `boot`. Owners without a roster that may be
+    alive keep what they had in the book `before`; nothing is granted until they had time to
+    register. Waits at most `patience_seconds`
     for another process. Raises LedgerUnavailable, OSError, sqlite3.Error; then CURRENT names a book
     that does not exist, which is damage too.
     """
@@ -56,12 +84,12 @@ def rebuild(directory: Path, boot: str, damage: DamagedBook, patience_seconds: f
             return
         if files.inode_of(directory, damage.name) != damage.inode:
             return
-        name = files.next_book(directory, damage.name)
+        name = files.next_book(directory, damage.name or before.name)
         # This order matters. A writer writes its roster, commits, and reads CURRENT. If it reads
         # CURRENT before the next line, its roster is written, and we read it below. If it reads
         # CURRENT later, it knows that its grant is void.
         files.point_current_at(directory, name)
-        book, rev = _from_rosters(directory, name)
+        book, rev = _from_rosters(directory, name, before)
         _make(directory, name, boot, book, rev)
         RevisionHint(directory).record(name, rev)  # replaces what was recorded of an older book
         kept = []
@@ -73,7 +101,7 @@ def rebuild(directory: Path, boot: str, damage: DamagedBook, patience_seconds: f
         _log_rebuilt(directory, damage, kept, name, book)
 
 
-def _from_rosters(directory: Path, name: str) -> tuple[Book, int]:
+def _from_rosters(directory: Path, name: str, before: Before) -> tuple[Book, int]:
     """The book `name`, made from the rosters of the living owners, and its revision.
 
     Raises LedgerNewer.
@@ -84,9 +112,30 @@ def _from_rosters(directory: Path, name: str) -> tuple[Book, int]:
         raise LedgerNewer(str(directory / name), newest_schema, SCHEMA)
     # Only its own part of each roster: in a shared ledger no owner may write for another.
     by_age = sorted(rosters.items(), key=lambda item: item[1].rev)
-    book = union([part_of(_decoded(roster), id) for id, roster in by_age])
+    parts = {id: _decoded(roster) for id, roster in by_age}
+    found = {id: part_of(part, id) for id, part in parts.items() if part is not None}
+    missing = _missing(directory, before.book, found)
+    if missing:
+        log.warning("the sections of %d owners are those last seen: no file has them", len(missing))
+    book = union([*missing.values(), *found.values()])
     rev = max((roster.rev for roster in rosters.values()), default=0) + 1
+    if before.files_lost or len(found) < len(rosters) or missing:
+        seconds = max(
+            REGISTER_SECONDS, REGISTER_SECONDS * len(before.book.sections) / TICKS_A_SECOND
+        )
+        book = replace(book, opens=boottime() + seconds)
     return book, rev
+
+
+def _missing(directory: Path, before: Book, found: Mapping[str, Book]) -> dict[str, Book]:
+    """The parts, as last seen, of owners that have no readable roster and may be alive."""
+    missing = {}
+    for id in sorted(before.owner_ids() - found.keys()):
+        owner, path = before.owner(id), directory / "owners" / id
+        known = life_of(owner, path) if owner else life(path)
+        if known is not Life.DEAD:
+            missing[id] = part_of(before, id)
+    return missing
 
 
 def _log_rebuilt(
@@ -108,7 +157,7 @@ def _log_rebuilt(
     )
 
 
-def _decoded(roster: Roster) -> Book:
+def _decoded(roster: Roster) -> Book | None:
     try:
         return decode_roster(roster)
     except UNREADABLE:
@@ -116,7 +165,7 @@ def _decoded(roster: Roster) -> Book:
             "a living owner's roster of %d bytes cannot be read; the owner will register again",
             len(roster.payload),
         )
-        return Book()
+        return None
 
 
 def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
