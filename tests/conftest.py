@@ -52,6 +52,7 @@ PROCESSES = (
     "stories/",
     "backends/test_contract.py",
     "backends/test_engine_server.py",
+    "backends/test_file_guard.py",
     "backends/test_interrupts.py",
     "backends/test_llama_cpp.py",
     "backends/test_diffusers.py",

@@ -147,6 +147,11 @@ class Checkpoint(NamedTuple):
                 layers[place] = layers.get(place, 0) + entry.bytes
         return lists
 
+    @property
+    def weight_files(self) -> tuple[str, ...]:
+        """The paths of the files that hold its weights."""
+        return tuple(stamp.path for stamp in self.stamps if stamp.path.endswith(".safetensors"))
+
     def unchanged(self) -> bool:
         """Whether the files are still those that were read: same size, modification time and inode."""
         try:

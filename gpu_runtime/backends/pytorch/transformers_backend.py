@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
 from ..base import Progress, is_out_of_memory
 from ..formats import safetensors, sources
+from ..formats.file_guard import untouched
 from ..formats.safetensors import Checkpoint
 from . import storages as st
 from . import swap
@@ -122,15 +123,18 @@ class TransformersBackend(TorchBackend):
         """
         checkpoint = _read(spec)
         _refuse_options(spec, checkpoint)
-        try:
-            module, complete = _built(spec, checkpoint)
-        except BaseException as error:
-            st.let_go(error)
-            raise
-        model = TransformersModel(spec, module)
-        model.checkpoint, model.reproducible = checkpoint, complete
-        del module
-        self._settled(model, shares, progress or _no_progress, into)
+        with untouched(checkpoint.weight_files, spec.name) as check:
+            if not checkpoint.unchanged():  # since its header was read
+                checkpoint = _read(spec)
+            try:
+                module, complete = _built(spec, checkpoint)
+            except BaseException as error:
+                st.let_go(error)
+                raise
+            model = TransformersModel(spec, module)
+            model.checkpoint, model.reproducible = checkpoint, complete
+            del module
+            self._settled(model, shares, partial(_leg, check, progress), into)
         try:
             self._given[model.module] = model.given = model.given or _digests(model)
         except BaseException as error:
@@ -248,8 +252,14 @@ def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
     return {group.layout: digest(model.content(group)) for group in groups}
 
 
-def _no_progress(done: int, total: int) -> None:
-    """With a progress callback a load goes in legs, so that it can be interrupted between them."""
+def _leg(check: Callable[[], None], progress: Progress | None, done: int, total: int) -> None:
+    """Reports `progress` and calls `check`, which may raise.
+
+    With a progress callback a load goes in legs, so that it can be interrupted between them.
+    """
+    check()
+    if progress:
+        progress(done, total)
 
 
 def _dtype(spec: ModelSpec) -> torch.dtype | None:
