@@ -449,9 +449,9 @@ FAULTS = [
     ),
     Fault(
         "believe a stale pin",
-        "owner/resident",
-        "            if self.lease.on_device and self.in_use():",
-        "            if False:",
+        "owner/training",
+        "        return len(self.pins - self._graph_pins)",
+        "        return 0",
         OWNER,
     ),
     Fault(
