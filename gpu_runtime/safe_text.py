@@ -71,3 +71,16 @@ def _cut(text: str, most: int) -> str:
     start = most // 2
     end = most - start - len(_CUT)
     return f"{text[:start]}{_CUT}{text[len(text) - end :]}"
+
+
+def lines(text: str) -> str:
+    """`text` with each unprintable character replaced, so that it cannot control a terminal; newlines stay.
+
+    >>> lines("a\\x1b[31m\\nb\\x9b")
+    'a�[31m\\nb�'
+    """
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
+from ..safe_text import lines
 from ..units import show_bytes
 from .base import NEVER, SCHEMA, Value
 from .devices import Device, Sample, Shares, one_memory
@@ -58,7 +59,7 @@ class Quarantined(Value):
     def __str__(self) -> str:
         held = [f"{show_bytes(size)} on {device}" for device, size in self.held.items()]
         bytes_stay = f"{' and '.join(held) or 'No bytes'} stay claimed"
-        return (
+        return lines(
             f"The ledger's section of {self.owner.label} cannot be read. {bytes_stay} until that "
             f"process writes it again or ends."
         )
@@ -86,7 +87,7 @@ class Event(Value):
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
 
     def __str__(self) -> str:
-        return f"{self.model} {self.action}: {self.because}"
+        return lines(f"{self.model} {self.action}: {self.because}")
 
 
 class Book(Value):

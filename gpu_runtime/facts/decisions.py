@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..safe_text import lines
 from .base import Value
 from .devices import Device, Sample, Shares
 from .leases import Lease
@@ -223,5 +224,5 @@ class Plan(Value):
 
     def __str__(self) -> str:
         if not self.obstacle:
-            return self.because
-        return f"{self.because} It would not be loaded: {self.obstacle}."
+            return lines(self.because)
+        return lines(f"{self.because} It would not be loaded: {self.obstacle}.")

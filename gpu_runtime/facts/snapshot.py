@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 
+from ..safe_text import lines
 from ..units import show_bytes, show_seconds
 from .base import NEVER, Value
 from .book import Drain, Event, Quarantined
@@ -64,7 +65,7 @@ class Outcome(Value):
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.verb} {self.name}: {self.because}".replace(" :", ":")
+        return lines(f"{self.verb} {self.name}: {self.because}".replace(" :", ":"))
 
 
 class Applied(Value):
@@ -86,7 +87,7 @@ class Health(Value):
     message: str
 
     def __str__(self) -> str:
-        return f"{self.pressure}: {self.message}"
+        return lines(f"{self.pressure}: {self.message}")
 
 
 class Moment(Value):
@@ -205,11 +206,11 @@ class Snapshot(Value):
 
     def __str__(self) -> str:
         """One line for each device and each lease, for `print`."""
-        lines = []
+        shown = []
         for view in self.devices:
             claimed, limit = show_bytes(view.claimed_bytes), show_bytes(view.limit_bytes)
-            lines.append(f"{view.device.id}: {claimed} of {limit} claimed, pressure {view.level}")
+            shown.append(f"{view.device.id}: {claimed} of {limit} claimed, pressure {view.level}")
         for lease in self.leases():
             in_use = ", in use" if lease.pins else ""
-            lines.append(f"  {lease.name}: {show_bytes(lease.bytes)} on {lease.where}{in_use}")
-        return "\n".join(lines)
+            shown.append(f"  {lease.name}: {show_bytes(lease.bytes)} on {lease.where}{in_use}")
+        return lines("\n".join(shown))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..catalog.entries import state
 from ..facts import AllocatorMap, DeviceView, Event, Lease, ModelSpec, Owner, Section
+from ..safe_text import lines
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -211,4 +212,6 @@ def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
 def _frame(rows: list[list[Any]], columns: list[str], types: Mapping[str, str]) -> DataFrame:
     import pandas
 
-    return pandas.DataFrame(rows, columns=columns).astype(dict(types))
+    # pandas shows text as it is, and names in the book come from other users.
+    cells = [[lines(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    return pandas.DataFrame(cells, columns=columns).astype(dict(types))

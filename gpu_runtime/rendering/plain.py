@@ -16,7 +16,13 @@ from . import views
 
 def as_json(value: Any) -> str:
     """The result `value` as indented JSON."""
-    return json.dumps(plain(value), indent=2, ensure_ascii=False)
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False)
+    if text.replace("\n", "").isprintable():
+        return text
+    # What could control a terminal is written as an escape, which means the same in JSON.
+    return "".join(
+        one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text
+    )
 
 
 def plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
 from gpu_runtime.owner.doctor import Report
+from gpu_runtime.safe_text import lines
 
 from . import allocator_map, elements, html, text
 
@@ -32,7 +33,7 @@ class Shown:
     def __init__(self, value: Any, as_text: Callable[[], str], as_html: Callable[[], str]) -> None:
         """Shows the `value` by `as_text` and `as_html`, which are called when it is displayed."""
         self.value = value
-        self._text, self._html = as_text, as_html
+        self._text, self._html = lambda: lines(as_text()), as_html
 
     def __getattr__(self, name: str) -> Any:
         # A display hook looks for private methods; it must not find those of the value.

@@ -103,11 +103,12 @@ def run(
         ) from None
     mask_logs()
     loop = IOLoop.current()
-    browser_file = None
+    secret_files: list[Path | None] = []
     try:
-        shown_url = _announce(service, rules, address)
+        shown_url, url_file = _announce(service, rules, address)
+        secret_files.append(url_file)
         if browser and shown_url:
-            browser_file = open_browser(shown_url)
+            secret_files.append(open_browser(shown_url))
         loop.asyncio_loop.set_exception_handler(_log_unless_browser_left)  # type: ignore[attr-defined]
         signal.signal(signal.SIGTERM, lambda *_: loop.add_callback_from_signal(loop.stop))
         server.start()
@@ -117,7 +118,7 @@ def run(
         if service.close is not None:
             loop.asyncio_loop.run_until_complete(_close(service.close()))  # type: ignore[attr-defined]
         server.stop()
-        for file in (browser_file, address.socket_path):
+        for file in (*secret_files, address.socket_path):
             if file is not None:
                 file.unlink(missing_ok=True)
 
@@ -153,6 +154,24 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
         host = socket.gethostname()
     shown_host = f"[{host}]" if ":" in host else host
     return f"http://{shown_host}:{port}{prefix or '/'}?token={token}"
+
+
+def printable_address(address: str) -> tuple[str, Path | None]:
+    """What to print instead of the URL `address`, which has a token; and a file to remove at the end, or None.
+
+    Only a terminal gets the token itself. Output to a file or a pipe is a log, which other people may read, so
+    there the text names a file of mode 0600 with the URL. Raises OSError.
+    """
+    if sys.stdout.isatty():
+        return address, None
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    file = Path(home) / "gpu-console" / f"url-{os.getpid()}.txt"
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)  # of an earlier process with this number
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    with open(os.open(file, flags, 0o600), "w") as writing:
+        writing.write(f"{address}\n")
+    return f"{address.partition('?token=')[0]}\n  The URL with its token:  cat {file}", file
 
 
 def mask_logs() -> None:
@@ -220,22 +239,23 @@ def _free_address(
     return Address(host, sockets.free_port(host, first, tries, service.command))
 
 
-def _announce(service: Service, rules: AccessRules, address: Address) -> str:
-    """Prints where the server listens, and returns its URL, or "" on a Unix socket."""
+def _announce(service: Service, rules: AccessRules, address: Address) -> tuple[str, Path | None]:
+    """Prints where the server listens. Returns its URL, or "" on a Unix socket, and the file with the URL."""
     if address.socket_path is not None:
         print(
             f"{service.name} listens on {address.socket_path}, for {rules.user} alone.", flush=True
         )
-        return ""
+        return "", None
     shown_url = url(address.host, address.port, "", rules.operator_token)
-    print(f"{service.name} runs until you press Ctrl-C. Open:\n    {shown_url}", flush=True)
+    text, file = printable_address(shown_url)
+    print(f"{service.name} runs until you press Ctrl-C. Open:\n    {text}", flush=True)
     if address.host not in ("127.0.0.1", "::1", "localhost"):
         print(
             "gpu: the connection between browser and server is not encrypted. On a network that others can "
             "read, put the server behind a proxy with TLS.",
             file=sys.stderr,
         )
-    return shown_url
+    return shown_url, file
 
 
 async def _close(closing: Awaitable[None]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_runtime.facts import Wait
+from gpu_runtime.safe_text import lines
 from gpu_runtime.units import show_bytes
 
 QUIET_SECONDS = 1.0
@@ -28,7 +29,7 @@ def sentence(name: str, wait: Wait) -> str:
     place = next((candidate.shares[0] for candidate in wait.considered), None)
     need = f" for {show_bytes(place.bytes)} on {place.device}" if place else ""
     ahead = f"; {wait.ahead} ahead of you" if wait.ahead else ""
-    return f"{name} waits{need}: {wait.because}{ahead}"
+    return lines(f"{name} waits{need}: {wait.because}{ahead}").replace("\n", " ")
 
 
 class WaitLine:

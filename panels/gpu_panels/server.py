@@ -6,6 +6,7 @@ request installs the gate, and is redirected to the same URL.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import getpass
 import os
@@ -212,7 +213,10 @@ def _install_gate(server: BaseServer) -> str:
     elif server.port and not installed.login:
         path = server.prefix + next(iter(app.applications)).rstrip("/")
         url = http_server.url(server.address or "", server.port, path, rules.operator_token)
-        print(f"The GPU console is served. Open:\n    {url}", flush=True)
+        text, file = http_server.printable_address(url)
+        if file is not None:
+            atexit.register(file.unlink, missing_ok=True)
+        print(f"The GPU console is served. Open:\n    {text}", flush=True)
     return installed.closed_because
 
 

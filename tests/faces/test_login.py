@@ -14,6 +14,7 @@ import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
@@ -469,6 +470,19 @@ def test_each_start_makes_a_new_token(environment):
         {"ann", "bob"},
         True,
     )
+
+
+def test_only_a_terminal_gets_the_url_with_the_token(environment, tmp_path):
+    """Otherwise the output is a log, and the URL is in a file that nobody else can read."""
+    environment.setenv("XDG_STATE_HOME", str(tmp_path))
+    address = f"http://127.0.0.1:8211/?token={OPERATORS}"
+    environment.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    assert http_server.printable_address(address) == (address, None)
+    environment.setattr("sys.stdout", SimpleNamespace(isatty=lambda: False))
+    for _ in range(2):  # the file of an ended process with the same number is replaced
+        text, file = http_server.printable_address(address)
+    assert text == f"http://127.0.0.1:8211/\n  The URL with its token:  cat {file}"
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (f"{address}\n", 0o600)
 
 
 def test_a_browser_gets_the_token_from_a_file_not_from_its_command_line(environment, tmp_path):

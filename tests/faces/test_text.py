@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from gpu import waiting
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Health, Level, Outcome, Share
+from gpu_runtime.facts import HOST, Drain, Event, Health, Level, Outcome, Share, Wait
 from gpu_runtime.rendering import html, plain, render, text, views
 from gpu_runtime.settings import Settings, preset
 
@@ -194,6 +197,45 @@ def test_a_name_cannot_control_the_terminal():
     """Escape codes and newlines in a model's name are made visible."""
     shown = text.status(samples.hostile)
     assert "\x1b" not in shown and "\N{REPLACEMENT CHARACTER}[31m" in shown
+
+
+def _spoiled(value):
+    """The text `value` with characters that control a terminal."""
+    return f"a\x1b]0;x\x07{value}\x9b31m\x7f"
+
+
+def test_no_text_face_can_control_the_terminal():
+    """Names, paths, reasons and devices come from other users. As text, in `print` and as JSON."""
+    event = Event(
+        1, samples.WALL, *map(_spoiled, ("qwen", "loaded", "sim:0")), because=_spoiled("it")
+    )
+    found = replace(
+        samples.hostile,
+        degraded=_spoiled("sensor"),
+        ledger=_spoiled("sqlite:///x"),
+        host=_spoiled("box"),
+        events=(event,),
+        devices=tuple(
+            replace(
+                view,
+                device=replace(view.device, id=_spoiled(view.device.id), name=_spoiled("card")),
+                drained=Drain(by=_spoiled("ops"), wall=samples.WALL),
+            )
+            for view in samples.hostile.devices
+        ),
+    )
+    done = Outcome("evict", _spoiled("qwen"), True, _spoiled("done"))
+    health = Health(True, Level.LOW, 25.0, _spoiled("fine"))
+    wait = Wait(because=_spoiled("it is in use"))
+    for shown in (
+        *(repr(render.shown("status", value)) for value in (found, done, health)),
+        repr(render.shown("why", (event,), subject=_spoiled("qwen"))),
+        *(str(value) for value in (found, event, done, health)),
+        *(plain.as_json(value) for value in (found, event, done)),
+        waiting.sentence(_spoiled("qwen"), wait),
+    ):
+        assert shown.replace("\n", "").isprintable(), shown
+    assert json.loads(plain.as_json(done))["name"] == _spoiled("qwen")
 
 
 @pytest.mark.parametrize("cells", [8, 16, 32])

@@ -122,13 +122,13 @@ def test_the_token_leaves_the_url_and_the_cookie_opens_the_page(server):
 
 def test_without_panel_one_line_says_so_and_there_is_no_console(headless):
     """The hint names the extra to install."""
-    lines = [line for line in headless.output.splitlines() if "console" in line]
+    lines = [line for line in headless.output.splitlines() if "the console" in line]
     assert lines == [
         "gpu: serving without the console: it needs panel, which is not installed. "
         "Install it: pip install 'gpu-console[console]'"
     ]
     assert (
-        f"gpu serve runs until you press Ctrl-C. Open:\n    http://127.0.0.1:{headless.port}/?token="
+        f"gpu serve runs until you press Ctrl-C. Open:\n    http://127.0.0.1:{headless.port}/\n"
         in (headless.output)
     )
     assert headless.get("/", **TOKEN).status == 404

@@ -256,7 +256,7 @@ def test_every_route_asks_for_the_token_and_a_viewer_only_reads(served):
         assert served.get(path, Authorization=f"Bearer {VIEWER}").status == 200, path
     with pytest.raises(openai.PermissionDeniedError):
         client(served, VIEWER).chat.completions.create(model="writer", messages=say())
-    assert TOKEN not in served.output.replace(f"?token={TOKEN}", "", 1)
+    assert TOKEN not in served.output
 
 
 def test_a_job_goes_on_without_its_caller(served):
