@@ -39,16 +39,8 @@ def drain(book: Book, device: Device, by: str, world: World) -> Book:
     if device.key in book.drained:
         return book
     marks = {**book.drained, device.key: Drain(by, world.wall)}
-    return note(
-        replace(book, drained=marks),
-        world,
-        Lease("", device.id),
-        "drained",
-        "drain",
-        f"{by} drained {device.id}: it takes no new leases, and its idle models leave.",
-        device=device.id,
-        by=by,
-    )
+    because = f"{by} drained {device.id}: it takes no new leases, and its idle models leave."
+    return _noted(replace(book, drained=marks), world, device, "drained", because, by)
 
 
 def undrain(book: Book, device: Device, by: str, world: World) -> Book:
@@ -58,18 +50,14 @@ def undrain(book: Book, device: Device, by: str, world: World) -> Book:
     """
     if device.key not in book.drained:
         return book
-    marks = dict(book.drained)
-    del marks[device.key]
-    return note(
-        replace(book, drained=marks),
-        world,
-        Lease("", device.id),
-        "undrained",
-        "drain",
-        f"{by} ended the drain of {device.id}: it takes leases again.",
-        device=device.id,
-        by=by,
-    )
+    marks = {key: mark for key, mark in book.drained.items() if key != device.key}
+    because = f"{by} ended the drain of {device.id}: it takes leases again."
+    return _noted(replace(book, drained=marks), world, device, "undrained", because, by)
+
+
+def _noted(book: Book, world: World, device: Device, action: str, because: str, by: str) -> Book:
+    lease = Lease("", device.id)
+    return note(book, world, lease, action, "drain", because, device=device.id, by=by)
 
 
 def drained(book: Book, world: World) -> dict[str, str]:

@@ -6,6 +6,10 @@ from typing import Any
 
 from ..data.columns import Columns
 
+# The columns of a source of boxes, as arguments of Bokeh's `quad`.
+SIDES = {"left": "left", "right": "right", "bottom": "bottom", "top": "top"}
+HATCHED = {**SIDES, "fill_color": "colour", "line_color": None, "hatch_pattern": "hatch"}
+
 
 def bring(source: Any, columns: Columns, keep: tuple[str, ...] = ()) -> bool:
     """Puts `columns` in the Bokeh `source`, and returns whether anything differed.

@@ -22,7 +22,7 @@ from bokeh.plotting import figure
 
 from ..data.evictions import BAR_COLUMNS, EvictionBins, eviction_columns, seconds_columns, top
 from ..palette import EDGE
-from .data_sources import bring
+from .data_sources import HATCHED, bring
 from .history_chart import CLOCK, TIME
 
 _TOOLTIP = (
@@ -67,15 +67,9 @@ class EvictionChart:
 
     def _draw_bars(self, plot: Any) -> None:
         bars = plot.quad(
-            left="left",
-            right="right",
-            bottom="bottom",
-            top="top",
+            **{**HATCHED, "line_color": EDGE},
             source=self.source,
-            fill_color="colour",
-            line_color=EDGE,
             line_width=0.5,
-            hatch_pattern="hatch",
             hatch_color="#000000",
             hatch_alpha=0.35,
             hatch_scale=8,

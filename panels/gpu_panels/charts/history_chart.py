@@ -34,7 +34,7 @@ from ..data.history import (
 )
 from ..palette import EDGE
 from .bar_chart import interval
-from .data_sources import bring
+from .data_sources import HATCHED, bring
 
 HEIGHT = 300
 
@@ -110,15 +110,9 @@ class HistoryChart:
 
     def _draw_bands(self, plot: Any) -> Any:
         return plot.quad(
-            left="left",
-            right="right",
-            bottom=0,
-            top=1e6,
+            **{**HATCHED, "bottom": 0, "top": 1e6},
             source=self.bands,
-            fill_color="colour",
             fill_alpha="alpha",
-            line_color=None,
-            hatch_pattern="hatch",
             hatch_color="colour",
             hatch_alpha=0.35,
             hatch_scale=14,
@@ -126,15 +120,9 @@ class HistoryChart:
 
     def _draw_intervals(self, plot: Any) -> Any:
         return plot.quad(
-            left="left",
-            right="right",
-            bottom="bottom",
-            top="top",
+            **HATCHED,
             source=self.intervals,
-            fill_color="colour",
             fill_alpha="alpha",
-            line_color=None,
-            hatch_pattern="hatch",
             hatch_color=EDGE,
             hatch_alpha=0.5,
             hatch_scale=9,

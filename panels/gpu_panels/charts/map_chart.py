@@ -23,7 +23,7 @@ from gpu_runtime.units import show_bytes
 
 from ..data.columns import Columns, as_columns
 from ..palette import EDGE, PLAIN
-from .data_sources import bring
+from .data_sources import HATCHED, SIDES, bring
 
 PIECE_COLUMNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "what", "tooltip")
 EDGE_COLUMNS = ("left", "right", "bottom", "top")
@@ -101,20 +101,16 @@ class MapChart:
         plot.xaxis[0].ticker, plot.yaxis[0].ticker = self._across, self._down
         for axis in (plot.xaxis[0], plot.yaxis[0]):
             axis.axis_line_color, axis.major_tick_line_color = None, None
-        box = {"left": "left", "right": "right", "bottom": "bottom", "top": "top"}
         pieces = plot.quad(
-            **box,
+            **HATCHED,
             source=self.source,
-            fill_color="colour",
             fill_alpha="alpha",
-            line_color=None,
-            hatch_pattern="hatch",
             hatch_color="#ffffff",
             hatch_alpha=0.7,
             hatch_scale=8,
             hatch_weight=1,
         )
-        plot.quad(**box, source=self.edges, fill_color=None, line_color=EDGE, line_width=1)
+        plot.quad(**SIDES, source=self.edges, fill_color=None, line_color=EDGE, line_width=1)
         plot.add_tools(
             HoverTool(renderers=[pieces], tooltips=TOOLTIP, point_policy="follow_mouse"),
             BoxZoomTool(),
