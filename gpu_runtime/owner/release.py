@@ -110,7 +110,7 @@ def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
 
 def try_again_now(resident: Resident) -> None:
     """Ends the pause after a failed move, because a person requests the move."""
-    resident.lease = replace(resident.lease, moves_again_at=0.0)
+    resident.moves_again_at = 0.0
 
 
 def _leave_now(
@@ -129,14 +129,17 @@ def _leave_now(
             raise Stays("its bytes have changed since they were counted")
         step, shares = _carry(resident, step, may_drop)
     except BaseException as error:
-        resident.stay()
-        _abandon(session, name, key, _stays(session, resident, error))
+        try:
+            because = _stays(session, resident, error)
+        finally:
+            resident.stay()
+        _abandon(session, name, key, because)
         if isinstance(error, Exception):
             return error
         raise
-    resident.failed_moves = 0
+    resident.failed_moves, resident.moves_again_at = 0, 0.0
     if isinstance(step, Move):
-        moved = replace(resident.lease, target=step.shares, moves_again_at=0.0).holding(shares)
+        moved = replace(resident.lease, target=step.shares).holding(shares)
         now = session.clock()
         away_since = 0.0 if moved.on_device else now
         resident.settle_at(replace(moved, settled_at=now, away_since=away_since))
@@ -177,7 +180,7 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
     because = f"{name} stays where it is: {_in_words(error)}."
     resident.failed_moves += 1
     pause = min(FIRST_PAUSE_SECONDS * 2 ** (resident.failed_moves - 1), LONGEST_PAUSE_SECONDS)
-    resident.lease = replace(resident.lease, moves_again_at=session.clock() + pause)
+    resident.moves_again_at = session.clock() + pause
     if resident.failed_moves > 1:
         log.debug("%s", because)
         return ""

@@ -82,6 +82,8 @@ class Resident:
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = 0
         self.failed_moves = 0  # in a row
+        # Not in `lease`: other threads set it, and would write over where the model is by then.
+        self.moves_again_at = 0.0
         self.measured: Measurement | None = None  # an earlier load of live code, see footprints
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet
         self._was_pinned = False
@@ -155,6 +157,7 @@ class Resident:
             pinned_since=self._used_since() if pins else 0.0,
             last_used=self.last_used,
             uses=self.uses,
+            moves_again_at=self.moves_again_at,
             importance=self.lease.importance if pins else self.spec.importance,
         )
 
