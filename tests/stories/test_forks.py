@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -92,6 +93,65 @@ def test_no_child_of_a_busy_parent_hangs_for_long(url, tmp_path, seed):
     found = run(url, 2500, seed, {"XDG_STATE_HOME": str(tmp_path)})
     assert set(found) == {"ended"}
     soak.add(forks=found["ended"])
+
+
+class Paused:
+    """A thread that writes the book, and pauses for a moment at one line of the ledger's code."""
+
+    PAUSE_SECONDS = 0.02
+
+    def __init__(self, write: Callable[[], object], line: int) -> None:
+        """It pauses at the `line`-th executed line of `write`; with 0 it only counts them."""
+        self.lines = 0
+        self.at, self.done = threading.Event(), threading.Event()
+        self._write, self._line = write, line
+        self._thread = threads.start(self._run)
+
+    def end(self) -> None:
+        assert self._thread.wait(30)
+
+    def _run(self) -> None:
+        sys.settrace(self._enter)
+        try:
+            self._write()
+        finally:
+            sys.settrace(None)
+            self.at.set()
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
+        return self._step if "gpu_runtime/ledgers" in frame.f_code.co_filename else None
+
+    def _step(self, frame: FrameType, event: str, arg: object) -> Callable[..., object]:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self._line:
+                self.at.set()
+                self.done.wait(self.PAUSE_SECONDS)
+        return self._step
+
+
+@pytest.mark.parametrize(
+    "stride", [pytest.param(1, marks=pytest.mark.soak), 37], ids=["each step", "some steps"]
+)
+def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_ledger(rt, stride):
+    """If the step is inside SQLite, or holds a file for a moment, the fork waits for its end."""
+    rt.register("m", backend="fake", size="1GiB")
+
+    def write() -> None:
+        with rt.lease("1MiB"):
+            pass
+
+    counting = Paused(write, 0)
+    counting.end()
+    assert counting.lines > 300
+    for line in range(1, counting.lines, stride):
+        writing = Paused(write, line)
+        assert writing.at.wait(30)
+        answer = child(lambda: (forks.is_clean(), list(rt.status().sections) != []))
+        writing.done.set()
+        writing.end()
+        assert answer == "(True, True)", f"forked at line {line}"
+    assert list(rt.status().leases()) == []
 
 
 def test_a_fork_opens_nothing_until_the_child_uses_the_runtime(rt):
