@@ -367,8 +367,6 @@ def test_by_default_it_is_in_the_state_directory(environment, tmp_path):
 APPLY = """
 import sys
 from gpu_runtime.catalog.store import Catalog
-from gpu_runtime.facts.base import encode
-from gpu_runtime.facts.book import decode_book
 from gpu_runtime.settings import Settings
 catalog = Catalog(Settings.load())
 for number in range(6):

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import IPython
 import pytest
 
-from gpu_runtime.facts import Section
+from gpu_runtime.facts import Book, Section
 from gpu_runtime.facts.base import encode
-from gpu_runtime.facts.book import decode_book, decode_section
+from gpu_runtime.facts.book import decode_book
 from gpu_runtime.ledgers.liveness import describe_self, name_of
 from gpu_runtime.owner.notebook import notebook_path
 from gpu_runtime.safe_text import LONGEST_NAME, LONGEST_PATH
@@ -61,8 +61,8 @@ LATIN_1 = os.fsdecode(b"/home/jos\xe9/caf\xe9.ipynb")
 
 def require_decodable(owner):
     """Checks that every other process can read this owner's record."""
-    section = Section(owner)
-    assert decode_section(encode(section)) == section
+    book = Book(sections={owner.id: Section(owner)})
+    assert decode_book(encode(book)) == book
 
 
 @pytest.mark.parametrize("path", [LATIN_1, "/" + "d" * 5000 + "/train.ipynb", "a\0\x1b[31m\n"])
