@@ -239,14 +239,26 @@ FAULTS = [
     Fault(
         "a full page evicts",
         "scheduler/admission",
-        "    if _full(book, request) or twin(context, request):\n",
+        "    if full_for_waiting(book, request) or twin(context, request):\n",
         "    if twin(context, request):\n",
     ),
     Fault(
         "room is made twice for one model",
         "scheduler/admission",
-        "    if _full(book, request) or twin(context, request):\n",
-        "    if _full(book, request):\n",
+        "    if full_for_waiting(book, request) or twin(context, request):\n",
+        "    if full_for_waiting(book, request):\n",
+    ),
+    Fault(
+        "two leases leave for one entry",
+        "scheduler/page_entries",
+        "    if leaving is not None:\n",
+        "    if False:\n",
+    ),
+    Fault(
+        "weights that exist nowhere else leave for an entry",
+        "scheduler/page_entries",
+        "        if not lease.droppable or lease.id in context.recalled:\n",
+        "        if lease.id in context.recalled:\n",
     ),
     Fault(
         "wait on a card that is too small",

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from ..facts import (
-    MOST_ENTRIES,
     Book,
     Candidate,
     Grant,
@@ -47,6 +46,7 @@ from .eviction import cheapest_way
 from .eviction_verdict import make_room
 from .feasibility import hopeless, hopeless_cards
 from .obstacles import twin, wait_for_obstacles
+from .page_entries import free_an_entry, full_for_waiting, needs_entry, page_full
 from .transitions import note
 
 
@@ -56,7 +56,8 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     1. The lease is settled here already → Grant, no steps
     2. The lease is on its way in or out → Wait
     3. The request is hopeless, or beyond the operator's caps → Refuse; nothing is evicted
-    4. It fits into the free bytes that no elder needs → Grant: Load, or Move back from host
+    4. It fits into the free bytes that no elder needs → Grant: Load, or Move back from host. If the
+       page is full → Wait until an idle lease has left the page
     5. It fits once idle leases have left → Wait; our own leases leave now, others are recalled
     6. It is deadlocked → Refuse the youngest request, and name the cycle
     7. Otherwise → Wait behind its elders (the requests ahead in the queue)
@@ -95,6 +96,8 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     possible = without_hopeless(candidates, never)
     measured = not_on(context.blind, possible)
     if measured and measured[0].fits:
+        if needs_entry(book, request):
+            return _free_an_entry(book, request, world, rank, context, measured[0])
         return _grant(book, request, world, measured[0], candidates)
 
     # 5. It fits once idle leases have left.
@@ -166,7 +169,7 @@ def _evict(
     Nothing is evicted if the page has no room for the ticket, or if an earlier ticket already
     makes room for the same model.
     """
-    if _full(book, request) or twin(context, request):
+    if full_for_waiting(book, request) or twin(context, request):
         return None
     alone = tuple([candidate for candidate in candidates if len(candidate.shares) == 1])
     way = cheapest_way(book, request, world, rank, context, alone)
@@ -174,6 +177,24 @@ def _evict(
         return None
     emptier, wait = make_room(book, request, world, context, way)
     return _enqueue(emptier, request, world, wait, way.candidate.shares)
+
+
+def _free_an_entry(
+    book: Book,
+    request: Request,
+    world: World,
+    rank: Policy,
+    context: Context,
+    chosen: Candidate,
+) -> tuple[Book, Verdict]:
+    """The book and the Wait while an idle lease leaves the page; else the refusal."""
+    freeing = None
+    if not request.wait or not full_for_waiting(book, request):
+        freeing = free_an_entry(book, request, world, rank, context)
+    if freeing is None:
+        return _refuse(book, request, world, page_full(request))
+    emptier, wait = freeing
+    return _enqueue(emptier, request, world, wait, chosen.shares)
 
 
 def _wait(
@@ -229,8 +250,6 @@ def _grant(
 ) -> tuple[Book, Verdict]:
     wanted, size = request.lease, request.footprint.bytes
     old = book.lease(wanted.owner, wanted.name)
-    if old is None and _full(book, request):
-        return _refuse(book, request, world, _page_full(request))
     lease = replace(
         old or wanted,
         key=request.key,
@@ -279,11 +298,6 @@ def _refuse(
     return book, refusal
 
 
-def _page_full(request: Request) -> Refuse:
-    because = f"the book is full: {MOST_ENTRIES} leases and requests"
-    return Refuse(because, kind="full", need_bytes=request.footprint.bytes)
-
-
 def _deadlock(cycle: Iterable[Ticket], request: Request) -> Refuse:
     waits = []
     for ticket in cycle:
@@ -291,11 +305,6 @@ def _deadlock(cycle: Iterable[Ticket], request: Request) -> Refuse:
         waits.append(f"{ticket.name} waits while its thread holds {held}")
     because = f"waiting would never end: {', '.join(waits)}"
     return Refuse(because, kind="deadlock", need_bytes=request.footprint.bytes)
-
-
-def _full(book: Book, request: Request) -> bool:
-    """Whether the page has no room for this request's ticket."""
-    return book.entries >= MOST_ENTRIES and book.ticket(request.key) is None
 
 
 def _without_ticket(book: Book, request: Request) -> Book:
@@ -312,8 +321,8 @@ def _enqueue(
     """The book with the request's ticket, and the Wait. `need` is the room that it waits for."""
     if not request.wait:
         return book, wait
-    if _full(book, request):
-        return _refuse(book, request, world, _page_full(request))
+    if full_for_waiting(book, request):
+        return _refuse(book, request, world, page_full(request))
     old = book.ticket(request.key)
     ticket = _ticket(request, world, wait, need, old)
     noted = old and old.because

@@ -998,3 +998,17 @@ def test_only_the_first_registration_writes_the_book(runtime, shared_book):
     assert other.preload("m49", timeout=20).done
     rt.forget("m49")
     assert "m49" not in other.status().names[rt.status().owner.id]
+
+
+def test_a_full_page_is_emptied_for_a_model_and_by_an_operator(runtime, shared_book, monkeypatch):
+    """256 idle `batch` models refused an `urgent` request, and the operator's evict too."""
+    monkeypatch.setattr("gpu_runtime.scheduler.page_entries.MOST_LEASES", 3)
+    here, other = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in range(2))
+    for name in "abc":
+        other.register(name, backend="fake", size="1GiB", importance="batch")
+        other.preload(name)
+    here.register("urgent", backend="fake", size="1GiB", importance="urgent")
+    with here.use("urgent", timeout=20):
+        names = sorted(lease.name for lease in here.status().leases())
+        assert names == ["b", "c", "urgent"], "the one that was idle longest left"
+    assert here.evict("b", timeout=20).done

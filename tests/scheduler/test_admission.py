@@ -22,7 +22,11 @@ from gpu_runtime.facts import (
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.page_entries import MOST_LEASES, MOST_WAITING
 from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.scheduler.recall import Ask, ask, obey
+from gpu_runtime.scheduler.transitions import left
+from gpu_runtime.units import show_seconds
 from tests.worlds import (
     GIB,
     NOW,
@@ -33,6 +37,7 @@ from tests.worlds import (
     book,
     decide,
     lease,
+    owner,
     request,
     size,
     ticket,
@@ -580,6 +585,95 @@ def test_a_full_page_refuses_and_evicts_nothing():
     )
     assert list(after.leases()) == list(page.leases()) and after.tickets == ()
     assert decide(page, request("small", 1), world(sim0=20))[1].kind == "full"
+
+
+# -- a full page -----------------------------------------------------------------------------------
+
+
+def full_page(*more, importance="batch", by=2, **fields):
+    """A page with as many idle models as it holds, and `more`."""
+    rest = MOST_LEASES - len(more)
+    many = [
+        lease(f"m{n}", by=by, host=0, importance=importance, last_used=NOW - 1000 - n, **fields)
+        for n in range(rest)
+    ]
+    return book(*many, *more, owners=(1, 2))
+
+
+def test_an_entry_is_evicted_like_bytes():
+    """256 idle `batch` models refused an `urgent` request, although its bytes were free."""
+    there = world(sim0=20)
+    page, verdict = decide(full_page(), request("qwen", 1, importance=0), there)
+    assert isinstance(verdict, Wait) and verdict.asked == (at(2, f"m{MOST_LEASES - 1}"),)
+    assert verdict.because == (
+        f"The book is full ({MOST_LEASES} leases and requests); pid 2 is asked to unload "
+        f"m{MOST_LEASES - 1} (idle {show_seconds(999 + MOST_LEASES)})."
+    )
+    page, steps, _ = obey(page, owner(2).id, there, "k2")
+    assert [(type(step), step.lease) for step in steps] == [(Drop, verdict.asked[0])]
+    again, waiting = decide(page, request("qwen", 1, importance=0), there)
+    assert isinstance(waiting, Wait) and waiting.asked == verdict.asked, "no second one leaves"
+    page = left(again, steps[0], (), there)
+    assert isinstance(decide(page, request("qwen", 1, importance=0), there)[1], Grant)
+
+
+def test_an_own_idle_model_leaves_the_page_at_once():
+    there = world(sim0=20)
+    page, verdict = decide(full_page(by=1), request("qwen", 1), there)
+    [step] = verdict.steps
+    assert isinstance(step, Drop) and verdict.asked == ()
+    page = left(page, step, (), there)
+    assert isinstance(decide(page, request("qwen", 1), there)[1], Grant)
+
+
+def test_a_model_on_a_device_leaves_for_the_warm_pool_first_and_then_the_page():
+    """Its owner offloads it on request. The entry is free after the second step."""
+    there = world(sim0=20)
+    idle = lease("idle", by=2, sim0=1, importance="batch", last_used=NOW - 9999)
+    page = full_page(idle, importance=-1)
+    page, verdict = decide(page, request("qwen", 1, importance=0), there)
+    assert verdict.asked == (idle.id,), "all others are more important"
+    page, [step], _ = obey(page, owner(2).id, there, "k2")
+    assert isinstance(step, Move)
+    again, waiting = decide(page, request("qwen", 1, importance=0), there)
+    assert waiting.asked == (idle.id,)
+    page = left(again, step, step.shares, there)
+    later = world(sim0=20, now=NOW + 60)
+    page, verdict = decide(page, request("qwen", 1, importance=0), later)
+    page, [step], _ = obey(page, owner(2).id, later, "k3")
+    assert isinstance(step, Drop) and step.lease == idle.id
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"pins": 1},
+        {"keep": True},
+        {"droppable": False},
+        {"importance": "urgent"},
+    ],
+)
+def test_an_entry_is_not_evicted_where_bytes_would_not_be(kept):
+    """Weights that exist nowhere else, models in use, kept ones and more important ones stay."""
+    fields = {"importance": "batch"} | kept
+    page, verdict = decide(full_page(**fields), request("qwen", 1), world(sim0=20))
+    assert verdict.kind == "full" and page.tickets == ()
+
+
+def test_requests_have_entries_that_leases_cannot_take():
+    """A page full of waiting requests still takes an operator's request to an owner."""
+    idle = lease("idle", by=2, sim0=8)
+    tickets = [ticket(f"t{n}", by=1, key=f"1:t{n}") for n in range(MOST_WAITING - 1)]
+    page = book(idle, owners=(1, 2), tickets=tickets)
+    assert decide(page, request("qwen", 14), world(sim0=20))[1].kind == "full"
+    asked = Ask("1:evict", owner(1).id, "evict", idle.id, NOW)
+    after, verdict = ask(page, asked, world(sim0=20))
+    assert isinstance(verdict, Wait) and after.entries == MOST_WAITING + 1 <= MOST_ENTRIES
+
+
+def test_a_plan_shows_what_leaves_a_full_page():
+    found = plan(full_page(), request("qwen", 1, wait=False), world(sim0=20), lru)
+    assert found.granted and [type(step) for step in found.steps] == [Drop, Load]
 
 
 def test_a_full_page_still_restores_what_it_holds():

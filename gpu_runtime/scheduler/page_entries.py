@@ -1,0 +1,94 @@
+"""Room in the page for one more lease: entries are evicted like bytes.
+
+Pure. A page has a limited number of leases and requests. The last ones are reserved: some for
+requests that wait, some for requests to owners. So a full page can always be emptied.
+"""
+
+from __future__ import annotations
+
+from ..facts import MOST_ENTRIES, Book, Drop, Lease, Phase, Policy, Refuse, Request, Wait, World
+from ..units import show_seconds
+from .context import Context
+from .eligibility import mark_leaving, reason_to_stay
+from .eviction_policy import eviction_order
+
+RESERVED = 32  # entries for requests to owners, and as many more for requests that wait
+MOST_LEASES = MOST_ENTRIES - 2 * RESERVED  # entries beyond which no new lease is granted
+MOST_WAITING = MOST_ENTRIES - RESERVED  # entries beyond which no new request waits
+
+
+def needs_entry(book: Book, request: Request) -> bool:
+    """Whether the page has no room for the lease that the `request` would get."""
+    if book.lease(request.lease.owner, request.lease.name):
+        return False
+    own = book.ticket(request.key) is not None  # its ticket becomes the lease
+    return book.entries - own >= MOST_LEASES
+
+
+def full_for_waiting(book: Book, request: Request) -> bool:
+    """Whether the page has no room for this request's ticket."""
+    return book.entries >= MOST_WAITING and book.ticket(request.key) is None
+
+
+def page_full(request: Request) -> Refuse:
+    """The refusal where nothing may leave the page for the `request`."""
+    because = f"the book is full: {MOST_ENTRIES} leases and requests"
+    return Refuse(because, kind="full", need_bytes=request.footprint.bytes)
+
+
+def free_an_entry(
+    book: Book,
+    request: Request,
+    world: World,
+    rank: Policy,
+    context: Context,
+) -> tuple[Book, Wait] | None:
+    """The book and the Wait while an idle lease leaves the page; None if none may.
+
+    The lease is unloaded: one that is offloaded keeps its entry. The same leases may leave as for
+    bytes, in the same order. `context` and `world` are the inputs of this decision, `rank` is the
+    eviction policy.
+    """
+    head = f"The book is full ({book.entries} leases and requests)"
+    leaving = _leaving(book, request, context)
+    if leaving is not None:
+        asked = () if leaving.owner == request.lease.owner else (leaving.id,)
+        return book, Wait(f"{head}; {leaving.name} is being unloaded", asked=asked)
+    victim = _victim(request, world, rank, context)
+    if victim is None:
+        return None
+    idle = f"{victim.name} (idle {show_seconds(victim.idle_seconds(world.now))})"
+    if victim.owner != request.lease.owner:
+        owner = book.owner(victim.owner)
+        label = owner.label if owner else victim.owner
+        return book, Wait(f"{head}; {label} is asked to unload {idle}.", asked=(victim.id,))
+    because = f"{head}; {request.lease.name} needs its entry."
+    step = Drop(victim.id, victim.shares, because)
+    emptier = mark_leaving(book, step, request.key)
+    return emptier, Wait(f"{head}; {idle} is unloaded.", steps=(step,))
+
+
+def _leaving(book: Book, request: Request, context: Context) -> Lease | None:
+    """A lease that is about to leave the page, or that this request has asked to leave."""
+    old = book.ticket(request.key)
+    recalled = old.recalls if old else ()
+    for lease in context.leases:
+        if lease.phase is not Phase.LEAVING:
+            continue
+        if not lease.target or lease.id in recalled:
+            return lease
+    return None
+
+
+def _victim(request: Request, world: World, rank: Policy, context: Context) -> Lease | None:
+    """The idle lease that leaves first. Of equal importance, one in host memory before the others."""
+    asker, importance = request.lease.owner, request.lease.importance
+    idle = []
+    for lease in context.leases:
+        if not lease.droppable or lease.id in context.recalled:
+            continue
+        if not reason_to_stay(lease, world, asker=asker, importance=importance):
+            idle.append(lease)
+    ordered = eviction_order(idle, world, rank)
+    ordered.sort(key=lambda lease: (-lease.importance, not lease.on_host))
+    return ordered[0] if ordered else None
