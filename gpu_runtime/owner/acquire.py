@@ -66,12 +66,17 @@ class Use(Held):
         resident, session = self._resident, self._session
         if not resident.enter(anchor):
             obtain(session, resident, anchor, *self._wishes)
+        for base in resident.bases() if resident.shares_storages else ():
+            if not base.enter(anchor):
+                obtain(session, base, anchor, *self._wishes)
         if session.dozing:
             session.wake_monitor()
         return resident.value
 
     def _release(self, anchor: AnchorRef) -> None:
         self._resident.pins.discard(anchor)
+        for base in self._resident.bases() if self._resident.shares_storages else ():
+            base.pins.discard(anchor)
 
     def _finish(self, error: BaseException | None) -> None:
         if error is not None:

@@ -42,6 +42,8 @@ class Governed(Protocol):
 
     def is_dropped(self) -> bool: ...
 
+    def forwarded(self, result: Any) -> None: ...
+
 
 _governed: weakref.WeakKeyDictionary[Any, Governed] = weakref.WeakKeyDictionary()
 
@@ -144,7 +146,7 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
         with resident.calling():
             result = original(self, *args, **kwargs)
             if noted:
-                resident.training.forwarded(result)
+                resident.forwarded(result)
             return result
 
     return call

@@ -187,6 +187,7 @@ def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call
     """
     backend = session.backend(spec.backend)
     resident = Resident(spec, backend, session.me, session.clock, origin)
+    resident.others = lambda: list(session.residents.values())
     resident.calling = lambda: acquire.call(session, resident, restore_on_call)
     resident.report_loss = lambda kind, because: failures.record_loss(
         session, resident, kind, because
@@ -217,6 +218,8 @@ def forget(session: Session, name: str) -> None:
     release_calls(resident.value)
     resident.forget()
     session.residents.pop(resident.spec.name, None)
+    for other in list(session.residents.values()):
+        other.take_over()
     session.probe.empty_cache()
     session.publish_names()
     session.publish()

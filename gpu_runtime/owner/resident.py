@@ -66,9 +66,10 @@ class Resident:
         self.backend = backend
         self.origin = origin
         self.catalogued: ModelSpec | None = None  # the catalogue's specification, if it has one
-        # The registry sets these three.
+        # The registry sets these.
         self.calling: Callable[[], Held]  # the block that a call on a kept reference runs in
         self.footprint: Callable[[], Footprint]  # the bytes it needs
+        self.others: Callable[[], Iterable[Resident]] = tuple  # the models of this process
         self.report_loss: Callable[[str, str], None] = _ignore_loss  # (kind, because)
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
@@ -79,6 +80,7 @@ class Resident:
         self._worker = 0  # the thread that holds `work`
         self.pins: set[AnchorRef] = set()  # a weak reference for each block that uses the model
         self.training = Training(self.pins)
+        self.shares_storages = False  # with other models, see `bases`
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = 0
         self.failed_moves = 0  # in a row
@@ -122,6 +124,16 @@ class Resident:
         except TypeError:  # the caller was interrupted meanwhile: the anchor is gone
             return
         self.uses += 1
+
+    def bases(self) -> list[Resident]:
+        """The models of this process that hold a part of this one's storages: used together with it."""
+        handles = getattr(self.handle, "bases", ())
+        return [other for other in self.others() if other.handle in handles]
+
+    def forwarded(self, result: Any) -> None:
+        """Notes what a call with gradients enabled returned; see Training.forwarded."""
+        for model in (self, *self.bases()) if self.shares_storages else (self,):
+            model.training.forwarded(result)
 
     def in_use(self) -> bool:
         """Whether the model may not be moved now: a block or a graph pins it, or its training runs."""
@@ -203,6 +215,7 @@ class Resident:
         govern_calls(value, self)
         with self.gate:
             self.handle, self.value, self.lease, self._pieces = handle, value, lease, pieces
+            self.shares_storages = bool(getattr(handle, "bases", ()))
             self.place = Place.HERE if lease.on_device else Place.AWAY
             self.last_used = (
                 self._clock()
@@ -293,6 +306,12 @@ class Resident:
             return False
         self.lease = self.lease.holding(shares)
         return True
+
+    def take_over(self) -> None:
+        """Governs and counts what a forgotten model shared with this one."""
+        if self.shares_storages and self.handle is not None:
+            govern_calls(self.value, self)
+            self.remeasure()
 
     def forget(self) -> None:
         """Frees the model's bytes for good. Bytes that exist nowhere else stay with its user."""

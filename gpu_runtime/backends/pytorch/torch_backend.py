@@ -12,6 +12,7 @@ their bytes, and an access raises. Without guards the tensors are rebound to the
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,11 @@ from .pieces import holder, pieces
 from .torch_model import Destination, TorchModel, destination
 from .two_phases import NOWHERE, Move, assignments
 
+# The models that were placed on the devices of a probe, by all backends.
+_models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 class TorchBackend:
     """Loads modules from factories, and adopts existing modules."""
@@ -41,6 +47,7 @@ class TorchBackend:
     def __init__(self, probe: Probe) -> None:
         """Moves modules between the devices of `probe`."""
         self.probe = probe
+        self._models = _models_of.setdefault(probe, weakref.WeakSet())
         memories = [probe.place(device.id) for device in probe.devices]
         self._by_torch_device = {
             memory.torch: memory for memory in memories if memory.torch != "cpu"
@@ -104,6 +111,7 @@ class TorchBackend:
         """
         model = TorchModel(spec, module, optimizer)
         self._check(model)
+        model.share_with(list(self._models))
         trains = module.training and any(p.requires_grad for p in module.parameters())
         if optimizer is None and trains:
             raise CannotGovern(
@@ -113,13 +121,17 @@ class TorchBackend:
                 name=spec.name,
                 why="it is in training without its optimizer",
             )
-        devices = {str(group.storage.device) for group in model.groups()} or {"cpu"}
+        groups = model.groups()
+        devices = {str(group.storage.device) for group in groups} or {"cpu"}
         if len(devices) > 1:
             why = f"it is on several devices ({', '.join(sorted(devices))})"
             raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
         device = devices.pop()
         memory = self._by_torch_device.get(device) or self.probe.place(self.probe.named(device))
+        if not groups and model.bases:  # a part of another model: it is where that one is
+            memory = next(iter(model.bases)).memories[0]
         model.memories = (memory,)
+        self._models.add(model)
         self.measure(model)
         return model
 
@@ -150,6 +162,7 @@ class TorchBackend:
         if model.dispatch:
             model.dispatch.remove()
         left = model.memories
+        model.hand_over()
         away = [group for group in model.groups() if group.storage._cdata in model.away]
         calls = st.rebinding(away, [model.away[group.storage._cdata] for group in away])
         nothing = {**NOWHERE, "module": nn.Module(), "optimizer": None}
@@ -238,7 +251,9 @@ class TorchBackend:
     ) -> TorchModel:
         """The new model on its devices, in the object of an earlier load if there is one."""
         try:
+            model.share_with(list(self._models))
             self._place(model, shares, progress)
+            self._models.add(model)
             held = into.former() if isinstance(into, TorchModel) else into
             if isinstance(held, nn.Module) and held is not model.module:
                 self._require_same(model, held)

@@ -6,7 +6,7 @@ Nothing is copied or allocated here; `torch_backend.py` and `storages.py` do tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,11 +37,62 @@ class TorchModel:
         self.noted: dict[Memory, Block] = {}  # the account of the storages that torch allocated
         self.layout: dict[str, Memory] = {}  # path of a module -> its memory; empty on one device
         self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
+        # Other models, placed before this one, that hold some of its storages: those move only with
+        # them. And those models whose storages are partly held here.
+        self.bases: weakref.WeakSet[TorchModel] = weakref.WeakSet()
+        self.sharers: weakref.WeakSet[TorchModel] = weakref.WeakSet()
 
     def groups(self) -> list[st.Group]:
-        """The storages that move. Step counters and the like, which optimizers keep on the CPU, stay."""
+        """The storages that move with this model.
+
+        Step counters and the like, which optimizers keep on the CPU, stay. A storage that another model
+        shares has the tensors of both.
+        """
+        mine = self._own_groups()
+        return [self._with_sharers(group) for group in mine] if self.is_shared else mine
+
+    def _own_groups(self) -> list[st.Group]:
         every = st.grouped(st.slots(self.module, self.optimizer))
-        return [group for group in every if not self._stays(group)]
+        of_bases: set[int] = set()
+        for base in self.bases:
+            if base.memories:
+                of_bases.update(group.storage._cdata for group in base._own_groups())
+        return [g for g in every if g.storage._cdata not in of_bases and not self._stays(g)]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another model has a part of its storages."""
+        return any(sharer.memories for sharer in self.sharers)
+
+    def _with_sharers(self, group: st.Group) -> st.Group:
+        more: list[st.Slot] = []
+        known = {id(slot.tensor) for slot in group.slots}
+        for sharer in self.sharers:
+            for slot in st.slots(sharer.module, sharer.optimizer):
+                same = slot.tensor.untyped_storage()._cdata == group.storage._cdata
+                if same and id(slot.tensor) not in known:
+                    known.add(id(slot.tensor))
+                    more.append(slot)
+        return group._replace(slots=(*group.slots, *more))
+
+    def share_with(self, others: Iterable[TorchModel]) -> None:
+        """Notes as `bases` those of the placed models `others` that hold storages of this one."""
+        mine = {group.storage._cdata for group in st.grouped(st.slots(self.module, self.optimizer))}
+        for other in others:
+            if other is self or not other.memories:
+                continue
+            if any(group.storage._cdata in mine for group in other._own_groups()):
+                self.bases.add(other)
+                other.sharers.add(self)
+
+    def hand_over(self) -> None:
+        """Tells the models that share storages where those are: this model lets go of them."""
+        for group in self.groups():
+            away = self.away.get(group.storage._cdata)
+            storage = group.storage if away is None else away.untyped_storage()
+            for sharer in self.sharers:
+                if storage._cdata in self.own:
+                    sharer.own = {**sharer.own, storage._cdata: self.own[storage._cdata]}
 
     def _stays(self, group: st.Group) -> bool:
         if group.storage.device.type != "cpu" or group.storage._cdata in self.own:

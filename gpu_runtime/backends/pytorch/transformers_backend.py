@@ -212,6 +212,8 @@ class TransformersBackend(TorchBackend):
         """
         if not model.memories or not model.reproducible or not model.checkpoint.unchanged():
             return False
+        if model.is_shared or model.bases:
+            return False
         layouts = {group.layout for group in st.grouped(st.slots(model.module))}
         return layouts == model.given.keys()
 
