@@ -309,8 +309,10 @@ class Resident:
 
     def take_over(self) -> None:
         """Governs and counts what a forgotten model shared with this one."""
-        if self.shares_storages and self.handle is not None:
-            govern_calls(self.value, self)
+        if not hasattr(self.handle, "bases"):
+            return
+        govern_calls(self.value, self)
+        if self.shares_storages:
             self.remeasure()
 
     def forget(self) -> None:

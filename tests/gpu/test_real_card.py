@@ -69,12 +69,15 @@ def test_load_offload_restore_and_drop_on_a_card(torch, probe):
             backend.measure(model) == (Share("host", size),)
             and probe.place("host").held_bytes() >= size
         )
-        assert all(p.device.type == "cpu" for p in module.parameters())
+        assert all(p.is_cuda for p in module.parameters())
+        for access in (torch.Tensor.sum, torch.Tensor.cpu, torch.Tensor.data_ptr, repr):
+            with pytest.raises(RuntimeError, match="the weights of net are in host memory"):
+                access(next(module.parameters()))
         backend.move(model, CARD)
         with torch.no_grad():
             assert torch.equal(module(x), expected)
     backend.drop(model)
-    del expected, x
+    del expected, x, module
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before
     assert free_before - torch.cuda.mem_get_info()[0] < 64 * MIB  # cuBLAS keeps its workspace
@@ -84,7 +87,7 @@ def test_offloaded_pages_are_locked_for_the_copy_engine(torch, probe):
     backend = open_backend("torch", probe)
     model = backend.load(ModelSpec("net", "torch"), CARD, lambda: network(torch, 64))
     backend.move(model, HOST)
-    assert all(p.is_pinned() for p in backend.value(model).parameters())
+    assert model.away and all(copy.is_pinned() for copy in model.away.values())
     backend.drop(model)
     assert probe.empty_cache() >= 64 * MIB
 
@@ -112,8 +115,13 @@ def test_training_continues_after_a_round_trip(torch, probe):
         for m, optimizer in zip((module, twin), optimizers, strict=True):
             step(m, optimizer, batch)
         model = model or backend.adopt(ModelSpec("net", "torch"), module, optimizers[0])
+        loss = module(batch).square().mean()
         backend.move(model, HOST)
+        with pytest.raises(RuntimeError, match="the weights of net are in host memory"):
+            loss.backward(retain_graph=True)
         backend.move(model, CARD)
+        loss.backward()
+        twin(batch).square().mean().backward()
     for mine, theirs in zip(module.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -54,6 +54,20 @@ def test_a_factory_that_returns_the_users_own_module_never_costs_its_weights(run
     assert type(mine) is nn.Sequential and torch.equal(answer(mine), before)
 
 
+def test_two_factories_of_one_module_are_two_names_of_its_weights(runtime):
+    """Either name may be forgotten: the other still restores the module when it is called."""
+    rt, mine = runtime(), backbone()
+    before = answer(mine)
+    for name in ("one", "two"):
+        rt.register(name, lambda: mine)
+        rt.preload(name)
+    assert claims(rt) == {"sim:0": size(mine)}
+    rt.forget("two")
+    rt.evict("one")
+    assert where(rt) == {"one": "host"}
+    assert torch.equal(answer(mine), before) and where(rt) == {"one": "sim:0"}
+
+
 @pytest.fixture
 def heads(runtime):
     """A runtime with two models over one backbone, both loaded, and what they answer."""

@@ -251,6 +251,7 @@ class TorchBackend:
     ) -> TorchModel:
         """The new model on its devices, in the object of an earlier load if there is one."""
         try:
+            self._check(model)
             model.share_with(list(self._models))
             self._place(model, shares, progress)
             self._models.add(model)
