@@ -234,8 +234,8 @@ class Runtime:
         `keep` forbids eviction; `keep_alive` forbids it for that long after a use (seconds or "5m").
         `layout` says how it may be divided over `devices`, ids such as "cuda:1". `model_type` and
         `quantization` describe it. With `restore_on_call=False` a call on a kept reference raises
-        NotResident while the model is away. `options` go to the backend. Registering the same
-        model again changes nothing.
+        NotResident while the model is away. `options` go to the backend, which refuses those that
+        it does not use. Registering the same model again changes nothing.
 
         Raises NotAModel, BadSize, BadSetting, AlreadyRegistered, UnknownDevice.
         """
@@ -248,7 +248,7 @@ class Runtime:
                 keep_alive=keep_alive,
                 model_type=model_type,
                 restore_on_call=restore_on_call,
-                **registry.adoption_options(options),
+                **registry.adoption_options(options, backend, size, layout, quantization, devices),
             )
         return registry.register(
             self._session,

@@ -14,6 +14,7 @@ from ..catalog.entries import require_loadable
 from ..errors import (
     AlreadyRegistered,
     AmbiguousName,
+    BadSetting,
     CannotGovern,
     GpuError,
     NotLoaded,
@@ -98,11 +99,29 @@ def _with_defaults(session: Session, backend: str, options: dict[str, Any]) -> d
     return options
 
 
-def adoption_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The `options` of `register` that `adopt` takes too. Raises BadSetting for any other."""
+def adoption_options(
+    options: dict[str, Any],
+    backend: str,
+    size: str | int | None,
+    layout: str,
+    quantization: str,
+    devices: str | tuple[str, ...],
+) -> dict[str, Any]:
+    """The `options` of `register` that `adopt` takes too. Raises BadSetting for any other.
+
+    A module is governed as it is and where it is, so the other arguments must have their defaults.
+    """
     for name, value in options.items():
         if name != "optimizer":
             raise unknown_option(name, value, ("optimizer", *_KEYWORDS), "a module")
+    without_effect = {"size": size, "quantization": quantization, "devices": devices}
+    if backend not in ("auto", "torch"):
+        without_effect["backend"] = backend
+    if layout != "auto":
+        without_effect["layout"] = layout
+    for name, value in without_effect.items():
+        if value:
+            raise BadSetting(name, value, "left out: a module is governed as it is, where it is")
     return options
 
 

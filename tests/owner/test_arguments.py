@@ -112,7 +112,7 @@ VALUES = st.one_of(st.sampled_from(FIXED), MADE)
 
 PLAIN: dict[str, dict[str, Any]] = {
     "register": {"name": "new", "backend": "fake", "size": "1GiB"},
-    "adopt": {"name": "new", "module": torch.nn.Linear(4, 4)},
+    "adopt": {"name": "new", "module": torch.nn.Linear(4, 4).eval()},
     "forget": {"name": "qwen"},
     "spec": {"name": "qwen"},
     "here": {"name": "qwen"},
@@ -296,6 +296,25 @@ def test_the_nearest_name_is_named():
         rt.register("m", backend="fake", size="1GiB", contxt_length=8192)
     with box() as rt, pytest.raises(BadSetting, match="the nearest is importance"):
         rt.register("m", backend="fake", size="1GiB", improtance="high")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"size": "8GiB"},
+        {"layout": "balanced"},
+        {"backend": "transformers"},
+        {"quantization": "int8"},
+        {"devices": "sim:0"},
+        {"context_length": 8192},
+    ],
+)
+def test_what_has_no_effect_on_a_module_is_refused(argument):
+    """`register("m", module, size="8GiB")` declared nothing."""
+    with box() as rt, pytest.raises(BadSetting, match=next(iter(argument))):
+        rt.register("m", torch.nn.Linear(4, 4).eval(), **argument)
+    with box() as rt:
+        assert rt.register("m", torch.nn.Linear(4, 4).eval(), model_type="llm").model_type == "llm"
 
 
 @pytest.mark.parametrize("parameter", parameters(Runtime.__init__))
