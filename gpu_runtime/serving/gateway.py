@@ -24,7 +24,7 @@ from ..errors import GpuError, StillInUse
 from ..facts import ModelSpec, Value
 from .choices import Choices
 from .engines import openai_http
-from .engines.base import EngineAdapter, EngineFailed, require
+from .engines.base import EngineAdapter, EngineFailed, require, require_room
 from .engines.registry import adapter_for
 from .health.blame import DECODE_FAILURES, Blame, blame, first_line, is_decode_failure, no_answer
 from .health.breaker import BreakerOpen, Breakers, BreakerState, Permit
@@ -284,6 +284,7 @@ class Gateway:
             return openai_http.HttpAdapter(choice.model, cloud, self._client(proxies=True)), None
         spec = self._rt.spec(choice.model)
         require(call.kind, spec)
+        require_room(call, spec)
         importance = spec.importance if call.importance is None else call.importance
         if not spec.keep:
             stack.callback(lambda: self.keep_warm.keep(spec.name, self._stay_warm(call, spec)))

@@ -15,6 +15,7 @@ import msgspec
 
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, Value, parse_importance
+from .prompt_size import MOST_CHARACTERS, characters
 
 KINDS = ("chat", "completions", "embeddings", "images")
 MAX_TOKENS = 1_000_000  # of one answer; a larger number is a mistake, whatever the model
@@ -116,6 +117,7 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
     _require_utf8(plain)
     model = _model_name(plain)
     _CHECKS[kind](plain)
+    _require_bounded(plain)
     check_numbers(plain)
     stream = _stream(kind, plain)
     profile = _client_id(own.get("x_client_id"))
@@ -132,6 +134,13 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
         thinking=_flag("x_thinking", own.get("x_thinking")),
         budget=_seconds("x_budget", own.get("x_budget"), least=0.001),
     )
+
+
+def _require_bounded(body: Mapping[str, Any]) -> None:
+    count = characters(body)
+    if count > MOST_CHARACTERS:
+        text = f"the prompt has {count:,} characters; at most {MOST_CHARACTERS:,} are accepted"
+        raise Refused(413, "prompt_too_long", text, characters=count)
 
 
 def bad(param: str, value: Any, expected: str) -> Refused:

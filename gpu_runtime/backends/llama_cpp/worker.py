@@ -44,6 +44,8 @@ METHODS = (  # of Llama, open to callers
 )
 OUR_METHODS = ("write", "drill")  # added by `_model_class` below
 LONGEST_LINE = 256 << 20
+PIECE_CHARACTERS = 32_768  # of a prompt that is counted before it is tokenised whole
+CUT_TOKENS = 16  # a cut inside a token, such as a special one, adds fewer
 PR_SET_PDEATHSIG = 1
 _BUFFER = re.compile(
     r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB"
@@ -187,6 +189,10 @@ def _model_class(inbox: Inbox) -> Any:
             With `by_piece` each piece of text is an item of its own. `stream` is read only by the proxy
             in the caller's process, which then returns items one by one.
             """
+            too_many = self._tokens_if_too_many(prompt, special=not add_bos)
+            if too_many:
+                yield {"too_long": too_many}
+                return
             tokens = self.tokenize(prompt.encode(), add_bos=add_bos, special=not add_bos)
             room = self.n_ctx() - len(tokens)
             if room < (most or 1):
@@ -209,6 +215,19 @@ def _model_class(inbox: Inbox) -> Any:
                 "prompt_tokens": len(tokens),
                 "completion_tokens": self._tokens_written(text, most, finish),
             }
+
+        def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
+            """At least how many tokens `prompt` has, if they exceed the context; else 0.
+
+            Piece by piece: a huge prompt would otherwise keep the model busy although it cannot fit.
+            """
+            counted = 0
+            for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
+                piece = prompt[at : at + PIECE_CHARACTERS].encode()
+                counted += len(self.tokenize(piece, add_bos=False, special=special))
+                if counted - number * CUT_TOKENS > self.n_ctx():
+                    return counted - number * CUT_TOKENS
+            return 0
 
         def _tokens_written(self, text: str, most: int | None, finish: str) -> int:
             # The library counts nothing while it streams. So count the tokens of the written text.

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from ...errors import GpuError
 from ...facts import ModelSpec
-from ..requests import Refused
+from ..prompt_size import LONGEST_TOKEN, characters
+from ..requests import Call, Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .openai_format import Header, TextPiece, embeddings, stream_chunks, whole_answer
@@ -66,6 +67,20 @@ def no_embeddings(spec: ModelSpec) -> Refused:
     """The refusal of a call for embeddings by a model, described by `spec`, of another type."""
     why = f"it is of type {spec.model_type}; embeddings want type embedding"
     return cannot(spec.name, why, "model")
+
+
+def require_room(call: Call, spec: ModelSpec) -> None:
+    """Refuses (400) a `call` whose prompt cannot fit the context of `spec`, before it waits for its turn.
+
+    Only the characters are counted here. The tokens are counted by the engine.
+    """
+    context = spec.options.get("context_length")
+    if not isinstance(context, int) or call.kind not in ("chat", "completions"):
+        return
+    count = characters(call.body)
+    if count > context * LONGEST_TOKEN:
+        why = f"its context is {context} tokens; the prompt has {count // LONGEST_TOKEN} or more"
+        raise cannot(spec.name, why, "messages" if call.kind == "chat" else "prompt")
 
 
 class TextAdapter:

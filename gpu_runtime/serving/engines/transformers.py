@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec
-from ..queue.thread_stream import Emit, in_thread, stream_from_thread
+from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
+from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
 from .llama_cpp import too_long
 from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
@@ -48,10 +49,18 @@ class TransformersAdapter(TextAdapter):
 
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
         """The tokens of the text that `TextAdapter.prompt` makes of `kind`, `body` and `think`."""
+        return self._tokenized(kind, self._text(kind, body, think))
+
+    def _text(self, kind: str, body: dict[str, Any], think: bool | None) -> str:
         if not getattr(self.value, "can_generate", lambda: False)():
             why = f"it is of type {self.spec.model_type} and writes no text"
             raise cannot(self.spec.name, why, "model")
-        text = super().prompt(kind, body, think)
+        return super().prompt(kind, body, think)
+
+    def _count(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _tokenized(self, kind: str, text: str) -> Any:
         # A template writes the beginning of the sequence itself.
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
 
@@ -62,10 +71,14 @@ class TransformersAdapter(TextAdapter):
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
             """Makes the prompt and writes the answer, in a thread."""
-            prompt = self.prompt(kind, body, think)
-            prompt_tokens = int(prompt["input_ids"].shape[1])
             limit = max_tokens_of(body)
             context = int(getattr(self.value.config, "max_position_embeddings", 0) or 1 << 30)
+            text = self._text(kind, body, think)
+            count = tokens_if_too_many(text, context, self._count, cancelled.is_set)
+            if count or cancelled.is_set():
+                raise too_long(self.spec.name, count, limit, context)
+            prompt = self._tokenized(kind, text)
+            prompt_tokens = int(prompt["input_ids"].shape[1])
             if not prompt_tokens or prompt_tokens + (limit or 1) > context:
                 raise too_long(self.spec.name, prompt_tokens, limit, context)
             limit = limit or min(DEFAULT_TOKENS, context - prompt_tokens)
@@ -110,10 +123,13 @@ class TransformersAdapter(TextAdapter):
         """The embeddings of the `texts`, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts)
-        return await in_thread(lambda: self._embed(texts))
+        return await in_thread_until(lambda cancelled: self._embed(texts, cancelled))
 
-    def _embed(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        """The mean of the last layer over each text's tokens, with length one, as OpenAI's vectors have."""
+    def _embed(self, texts: list[str], cancelled: threading.Event) -> tuple[list[list[float]], int]:
+        """The mean of the last layer over each text's tokens, with length one, as OpenAI's vectors have.
+
+        It ends early once `cancelled` is set.
+        """
         import torch
 
         rows = []
@@ -122,8 +138,12 @@ class TransformersAdapter(TextAdapter):
         with torch.inference_mode():
             # One by one: not every tokenizer can pad, and padding changes some models' output.
             for text in texts:
+                if cancelled.is_set():
+                    break
+                # What is cut off anyway need not be tokenised.
+                kept_text = text if limit is None else text[: limit * LONGEST_TOKEN]
                 inputs = self.tokenizer(
-                    text, return_tensors="pt", truncation=limit is not None, max_length=limit
+                    kept_text, return_tensors="pt", truncation=limit is not None, max_length=limit
                 )
                 tokens = int(inputs["input_ids"].numel())
                 if not tokens:

@@ -76,7 +76,12 @@ async def stream_from_thread(
 
 async def in_thread(work: Callable[[], Any]) -> Any:
     """The value that `work()` returns. If this is cancelled, it still waits for the end of the work."""
+    return await in_thread_until(lambda cancelled: work())
+
+
+async def in_thread_until(work: Callable[[threading.Event], Any]) -> Any:
+    """The value that `work(cancelled)` returns. If this is cancelled, `cancelled` is set; the work ends then."""
     results: list[Any] = []
-    async for value in stream_from_thread(lambda emit, cancelled: emit(work())):
+    async for value in stream_from_thread(lambda emit, cancelled: emit(work(cancelled))):
         results.append(value)
     return results[0]

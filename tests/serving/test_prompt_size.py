@@ -1,0 +1,110 @@
+"""A huge prompt delays nobody: it is refused before it is tokenised whole, and before the call waits for its turn."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import ModelSpec
+from gpu_runtime.serving import prompt_size
+from gpu_runtime.serving.engines.base import require_room
+from gpu_runtime.serving.engines.transformers import TransformersAdapter
+from gpu_runtime.serving.prompt_size import CUT_TOKENS, MOST_CHARACTERS, tokens_if_too_many
+from gpu_runtime.serving.requests import Refused, read_call
+from tests.serving.harness import harness
+from tests.serving.loops import in_loop
+
+QWEN = "qwen"
+
+
+def chat(text: str) -> dict:
+    return {"model": QWEN, "messages": [{"role": "user", "content": text}]}
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("chat", chat("x" * (MOST_CHARACTERS + 1))),
+        ("completions", {"model": QWEN, "prompt": "x" * (MOST_CHARACTERS + 1)}),
+        ("embeddings", {"model": QWEN, "input": ["x" * (MOST_CHARACTERS // 2 + 1)] * 2}),
+    ],
+)
+def test_a_prompt_has_a_limit_of_characters(kind, body):
+    with pytest.raises(Refused, match="at most 4,000,000 are accepted") as refused:
+        read_call(kind, body)
+    assert refused.value.status == 413
+
+
+def test_images_do_not_count_as_text():
+    picture = {"type": "image_url", "image_url": {"url": "data:" + "x" * (MOST_CHARACTERS + 1)}}
+    body = chat("")
+    body["messages"][0]["content"] = [{"type": "text", "text": "hi"}, picture]
+    assert prompt_size.characters(read_call("chat", body).body) == 2
+
+
+@in_loop
+async def test_a_prompt_that_cannot_fit_is_refused_before_its_turn():
+    """The model is not loaded for it, and other calls do not wait for it."""
+    spec = ModelSpec(QWEN, "fake", options={"context_length": 8})
+    with pytest.raises(Refused, match="its context is 8 tokens; the prompt has 39 or more"):
+        require_room(read_call("chat", chat("x" * 10_000)), spec)
+    require_room(read_call("chat", chat("x" * 100)), spec)
+    async with harness(qwen=4) as k:
+        k.rt.spec(QWEN)
+        k.gateway._rt = SimpleNamespace(spec=lambda name: spec, here=k.rt.here)
+        with pytest.raises(Refused, match="its context is 8 tokens"):
+            await k.chat(QWEN, "x" * 10_000)
+        assert k.gateway.state().loads == 0
+        k.gateway._rt = k.rt
+
+
+def test_counting_ends_when_the_prompt_is_too_long():
+    counted = []
+
+    def count(text: str) -> int:
+        counted.append(text)
+        return words(text)
+
+    assert tokens_if_too_many("a " * 1_000_000, 20_000, count) > 20_000
+    assert len(counted) == 2
+
+
+def test_counting_ends_when_the_caller_has_left():
+    left = threading.Event()
+
+    def count(text: str) -> int:
+        left.set()
+        return 1
+
+    assert tokens_if_too_many("a " * 1_000_000, 10**9, count, left.is_set) == 0
+
+
+@given(st.lists(st.sampled_from(["a", "bc", " ", "defg"]), max_size=60), st.integers(0, 40))
+def test_a_prompt_that_fits_is_never_refused(pieces, most):
+    """Cuts fall anywhere, and a cut word counts as two."""
+    text = "".join(pieces)
+    before, prompt_size.PIECE_CHARACTERS = prompt_size.PIECE_CHARACTERS, 5
+    try:
+        found = tokens_if_too_many(text, most, words)
+    finally:
+        prompt_size.PIECE_CHARACTERS = before
+    assert found <= words(text) + CUT_TOKENS and (not found or words(text) > most)
+
+
+def test_an_embedding_ends_with_its_caller():
+    """A call may have 2,048 texts."""
+    left, read = threading.Event(), []
+    value = SimpleNamespace(
+        config=SimpleNamespace(max_position_embeddings=4), tokenizer=read.append, device="cpu"
+    )
+    adapter = TransformersAdapter(value, ModelSpec(QWEN, "transformers", model_type="embedding"))
+    left.set()
+    assert adapter._embed(["text"] * 2048, left) == ([], 0) and read == []
