@@ -203,10 +203,16 @@ class Resident:
         """
         with self._working():
             began = time.perf_counter()
-            handle = self.backend.load(
-                self.spec, shares, self.origin, progress=progress, into=self._shell()
-            )
-            return handle, self.backend.measure(handle), time.perf_counter() - began
+            shell = self._shell()
+            self._shell = _weakly(shell)  # an interrupted load must not keep its bytes
+            try:
+                handle = self.backend.load(
+                    self.spec, shares, self.origin, progress=progress, into=shell
+                )
+                return handle, self.backend.measure(handle), time.perf_counter() - began
+            except Exception:
+                self._shell = lambda: shell
+                raise
 
     def install(self, handle: Any, lease: Lease, anchor: AnchorRef | None) -> None:
         """Makes the loaded `handle` the model that `use` yields, pinned by `anchor` if given."""
@@ -333,14 +339,19 @@ class Resident:
         if handle is None:  # its engine has ended meanwhile
             return
         self.backend.drop(handle)
-        try:
-            self._shell = weakref.ref(value)
-        except TypeError:  # a fake model's value allows no weak references
-            self._shell = _nothing
+        self._shell = _weakly(value)
 
     def droppable(self) -> bool:
         """Whether its weights are proven equal to their source."""
         return self.handle is not None and self.backend.droppable(self.handle)
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    """A weak reference to `value`; to nothing if the value allows none."""
+    try:
+        return _nothing if value is None else weakref.ref(value)
+    except TypeError:
+        return _nothing
 
 
 def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from inspect import CO_GENERATOR
 import pytest
 
 from gpu_runtime import Runtime
+from gpu_runtime.owner import release
 from gpu_runtime.units import GIB
 
 from .conftest import claims, fakes, where
@@ -87,6 +88,28 @@ def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime,
         pass
     assert rt.probe.used() == {"sim:0": 0, "host": 0}
     assert kept.value.__traceback__
+
+
+def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtime, monkeypatch):
+    """The object of the first load is kept for the reload. It must not keep the bytes as well."""
+    rt = runtime(monitor=False)
+    fakes(rt, m="3GiB")
+    rt.preload("m")
+    resident = rt._session.residents["m"]
+    release.evict(rt._session, resident, "for this test", drop=True)
+    settle = resident.backend._settle
+
+    def settle_and_stop(*args):
+        settle(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
+        patch.setattr(resident.backend, "_settle", settle_and_stop)
+        with rt.use("m"):
+            pass
+    assert rt.probe.used() == {"sim:0": 0, "host": 0}
+    assert kept.value.__traceback__
+    assert rt.preload("m").done
 
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
