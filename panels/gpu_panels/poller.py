@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from gpu_runtime import threads
+from gpu_runtime import forks, threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Lease, Snapshot
 
@@ -252,7 +252,7 @@ def _error_text(failure: Exception) -> str:
 
 
 _pollers: weakref.WeakValueDictionary[int, Poller] = weakref.WeakValueDictionary()
-_making = threading.Lock()
+_making = forks.freed(threading.Lock())
 
 
 def of(rt: Any) -> Poller:

@@ -1,0 +1,60 @@
+"""Every lock of a module is free in a forked child, whichever thread of the parent holds it."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime import forks
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("gpu_runtime", "kernel_ext/gpu", "panels/gpu_panels")
+OTHERWISE = {
+    "gpu_runtime/backends/processes/processes.py": "it has a hook of its own",
+    "gpu_runtime/backends/llama_cpp/worker.py": "the worker is a process that never forks",
+}
+LOCKS = {"Lock", "RLock", "Condition", "allocate_lock"}
+
+
+def bare_locks(source: str) -> list[int]:
+    """The lines at the top of a module on which a lock is made that `forks` does not know."""
+    found = []
+    for node in ast.parse(source).body:
+        value = getattr(node, "value", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, ast.Call):
+            name = getattr(value.func, "attr", getattr(value.func, "id", ""))
+            if name in LOCKS:
+                found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_each_lock_of_a_module_is_known_to_forks(folder):
+    """A child that needs a lock which its parent held at the fork would wait for it for good."""
+    found = {
+        name: lines
+        for path in (ROOT / folder).rglob("*.py")
+        if (lines := bare_locks(path.read_text()))
+        and (name := path.relative_to(ROOT).as_posix()) not in OTHERWISE
+    }
+    assert found == {}, "wrap them:  forks.freed(threading.Lock())"
+
+
+def test_a_bare_lock_is_found():
+    assert bare_locks("import threading\na = threading.Lock()\nb = f(threading.Lock())") == [2]
+
+
+def test_the_names_of_locks_are_those_of_threading():
+    assert all(hasattr(threading, name) for name in LOCKS - {"allocate_lock"})
+
+
+def test_a_lock_that_nobody_uses_any_more_is_forgotten():
+    """Each ledger and each journal has one; a notebook may open thousands."""
+    before = len(forks._awaited) + len(forks._freed)
+    kept = [forks.awaited(threading.Lock()), forks.freed(threading.Lock())]
+    assert len(forks._awaited) + len(forks._freed) == before + 2
+    kept.clear()
+    assert len(forks._awaited) + len(forks._freed) == before
