@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import pwd
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import IPython
 import pytest
 
+from gpu_runtime import Busy, Runtime
 from gpu_runtime.facts import Book, Section
 from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
@@ -100,3 +103,36 @@ def test_a_program_of_any_name_may_lease(runtime, monkeypatch):
         book = rt._session.ledger.read()
         assert decode_book(encode(book)) == book
         assert [lease.name for lease in book.leases()] == ["caf\\udce9.py#1"]
+
+
+HOLDS = """
+import sys
+import gpu_runtime
+rt = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB")
+rt.register("big", backend="fake", size="20GiB")
+rt.preload("big")
+held = rt.use("big")
+held.__enter__()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_notebook_of_any_name_keeps_its_bytes(tmp_path):
+    """Another process did not see its lease, and was granted the same bytes again."""
+    ledger = f"sqlite://{tmp_path}/ledger"
+    environment = {**os.environb, b"JPY_SESSION_NAME": b"/home/jos\xe9/caf\xe9.ipynb"}
+    environment[b"GPU_LEDGER"] = ledger.encode()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as kernel:
+        assert kernel.stdout.readline() == b"held\n"
+        with Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger) as rt:
+            rt.register("mine", backend="fake", size="10GiB")
+            with pytest.raises(Busy, match="big"):
+                rt.preload("mine", timeout=0)
+            assert list(rt.leases()["notebook"]) == ["/home/jos\\udce9/caf\\udce9.ipynb"]
+        kernel.stdin.close()
