@@ -21,9 +21,10 @@ from .arguments import checked, read_all
 from .backends.base import Progress
 from .catalog.resolve import Catalogued
 from .catalog.store import Catalog
+from .devices.devices_setting import check_index
 from .devices.probe import Probe, open_probe
 from .devices.sampler_client import Sampling
-from .errors import BadSetting, GpuError, LedgerUnavailable
+from .errors import GpuError, LedgerUnavailable
 from .facts import (
     AllocatorMap,
     Applied,
@@ -47,6 +48,7 @@ from .owner import (
     defragment,
     doctor,
     drain,
+    holdings,
     lost_owners,
     maintenance,
     migrate,
@@ -132,7 +134,7 @@ class Runtime:
         ledger = open_ledger(url, notebook=notebook_path())
         try:
             self.probe.rename(device_names.names(self.probe.devices, ledger.read()))
-            self._check_index()
+            check_index(self.settings.inference_gpu_index, self.probe.devices)
         except BaseException:
             ledger.close()
             raise
@@ -156,15 +158,6 @@ class Runtime:
         )
         if self._wants_monitor:
             self._opened.monitor = Monitor(self.tick, partial(maintenance.rest, self._opened))
-
-    def _check_index(self) -> None:
-        """Raises BadSetting if INFERENCE_GPU_INDEX names no card that this process sees."""
-        index = self.settings.inference_gpu_index
-        cards = [device for device in self.probe.devices if not device.is_host]
-        if index is not None and index not in {card.index for card in cards}:
-            known = ", ".join(f"{card.index} ({card.id})" for card in cards)
-            wanted = f"the index of a GPU that this process sees: {known}"
-            raise BadSetting("INFERENCE_GPU_INDEX", index, wanted)
 
     @property
     def _session(self) -> Session:
@@ -464,6 +457,14 @@ class Runtime:
         return defragment.defrag(self._session, process, timeout)
 
     @checked
+    def free(self, name: str | None = None) -> Outcome:
+        """Releases outputs, the last error's variables, garbage, caches; or deletes a variable, `name`.
+
+        Raises GpuError for an unknown name.
+        """
+        return holdings.free(self._session, name)
+
+    @checked
     def drain(
         self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0
     ) -> Outcome:
@@ -539,6 +540,10 @@ class Runtime:
     def fragmentation(self) -> DataFrame:
         """A table of each process's allocator on each card; unknown if a process publishes nothing."""
         return status.fragmentation(self._session)
+
+    def who(self) -> DataFrame:
+        """A table of the names here that hold device memory; sums in `attrs`. Takes about 3 s at most."""
+        return status.who(self._session)
 
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
         """The maps of the allocators of all processes: their segments and blocks.

@@ -213,6 +213,19 @@ _TABLE = (
         ),
     ),
     Verb(
+        "who",
+        "which variable, output or error of this notebook holds device memory",
+        lambda rt, args: rt.who(),
+        places=(MAGIC,),
+    ),
+    Verb(
+        "free",
+        "releases outputs, the last error and caches; or deletes a variable",
+        lambda rt, args: rt.free(args.name),
+        (positional("name", "NAME", "only this variable", "variables", nargs="?"),),
+        places=(MAGIC,),
+    ),
+    Verb(
         "apply",
         "adds the models of a file to the catalogue: all of them, or none",
         lambda rt, args: verb_acts.catalogue(rt).apply(args.file),

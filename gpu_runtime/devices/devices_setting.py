@@ -6,6 +6,7 @@ No driver is called here; `probe` opens the devices.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import psutil
 
@@ -30,6 +31,15 @@ def is_expected(text: str, kind: str) -> bool:
     if kind == "auto":
         return text == "auto"
     return kind in KINDS and not text.endswith(":")
+
+
+def check_index(index: int | None, devices: Iterable[Device]) -> None:
+    """Raises BadSetting if INFERENCE_GPU_INDEX, the `index`, names no card among `devices`."""
+    cards = [device for device in devices if not device.is_host]
+    if index is not None and index not in {card.index for card in cards}:
+        known = ", ".join(f"{card.index} ({card.id})" for card in cards)
+        wanted = f"the index of a GPU that this process sees: {known}"
+        raise BadSetting("INFERENCE_GPU_INDEX", index, wanted)
 
 
 def why_none(kind: str, cpu_only: bool) -> str:

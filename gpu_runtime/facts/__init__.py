@@ -58,6 +58,7 @@ from .devices import (
     one_memory,
     where,
 )
+from .holdings import Holder, Holdings
 from .importance import IMPORTANCE, NORMAL, importance_name, parse_importance
 from .labels import (
     TENSOR_PARALLEL,
@@ -118,6 +119,8 @@ __all__ = [
     "Ghost",
     "Grant",
     "HOST",
+    "Holder",
+    "Holdings",
     "Health",
     "History",
     "IMPORTANCE",

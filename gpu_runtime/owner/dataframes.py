@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..catalog.entries import state
-from ..facts import AllocatorMap, DeviceView, Event, Lease, ModelSpec, Owner, Section
+from ..facts import AllocatorMap, DeviceView, Event, Holdings, Lease, ModelSpec, Owner, Section
 from ..safe_text import lines
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ LEASES = (
     "model device bytes measured_bytes owner user pid notebook importance pins idle_seconds"
 ).split()
 EVENTS = "time model action reason bytes device owner".split()
+HOLDERS = "name kind device bytes alone_bytes cell what".split()
 FRAGMENTATION = (
     "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent "
     "alloc_retries ooms inactive_bytes releasable_bytes largest_free_bytes "
@@ -207,6 +208,15 @@ def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
         map.largest_free_bytes,
         map.largest_request_bytes(view),
     ]
+
+
+def holders(found: Holdings) -> DataFrame:
+    """The names that hold device memory; the sums of `found` are in `attrs`. Columns: HOLDERS."""
+    rows = [[getattr(row, column) for column in HOLDERS] for row in found.holders]
+    frame = _frame(rows, HOLDERS, {"bytes": "int64", "alone_bytes": "int64"})
+    sums = (name for name in found.__struct_fields__ if name != "holders")
+    frame.attrs = {name: getattr(found, name) for name in sums}
+    return frame
 
 
 def _frame(rows: list[list[Any]], columns: list[str], types: Mapping[str, str]) -> DataFrame:

@@ -200,6 +200,13 @@ def catalog(session: Session) -> DataFrame:
     return dataframes.catalog(session.catalogue.catalog.specs())
 
 
+def who(session: Session) -> DataFrame:
+    """Which names of this process hold its device memory."""
+    from . import dataframes, holdings
+
+    return dataframes.holders(holdings.who(session))
+
+
 def leases(session: Session) -> DataFrame:
     """Who holds what on which device, one row a share."""
     from . import dataframes

@@ -33,7 +33,8 @@ def plain(value: Any) -> Any:
         return _fact(value)
     if hasattr(value, "to_dict") and hasattr(value, "columns"):  # a DataFrame, without pandas
         rows = value.to_dict("records")
-        return [{name: plain(cell) for name, cell in row.items()} for row in rows]
+        plain_rows = [{name: plain(cell) for name, cell in row.items()} for row in rows]
+        return {"rows": plain_rows, **plain(value.attrs)} if value.attrs else plain_rows
     if hasattr(value, "_asdict"):
         return plain(value._asdict())
     if isinstance(value, Mapping):

@@ -13,7 +13,7 @@ from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
 from gpu_runtime.owner.doctor import Report
 from gpu_runtime.safe_text import lines
 
-from . import allocator_map, elements, html, text
+from . import allocator_map, elements, holders, html, text
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -122,7 +122,9 @@ def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
 
 
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
-    """The `value` that `verb` returned; allocator maps get titles from the status of `rt`."""
+    """The `value` of a `verb` as its face shows it: maps with titles from `rt`, tables of `who`."""
+    if verb == "who":
+        return holders.table(value)
     if verb == "fragmentation" and isinstance(value, tuple):
         return allocator_map.mapped(value, rt.status())
     return value

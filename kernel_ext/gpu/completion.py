@@ -15,6 +15,7 @@ from IPython.core.completer import (
 
 from gpu_runtime import verbs
 from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.names import registered
 from gpu_runtime.verb_arguments import Argument
 
 _LINE = re.compile(
@@ -99,6 +100,8 @@ def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | No
         return model_names(runtime())
     if argument.completes == "catalog":
         return runtime().catalog_names()
+    if argument.completes == "variables":
+        return registered.current().variables()
     if argument.completes == "devices":
         return [view.device.id for view in runtime().status().devices if not view.device.is_host]
     return {

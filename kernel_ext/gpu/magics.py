@@ -21,9 +21,11 @@ from IPython.core.magic_arguments import MagicArgumentParser
 import gpu_runtime
 from gpu_runtime import GpuError, facts, verbs
 from gpu_runtime.kernel_activity import activity
+from gpu_runtime.names import registered
 from gpu_runtime.verb_arguments import Argument, fill, option, switch, usage_error
 
 from .completion import matcher_for
+from .namespace import NotebookNames
 from .waiting import WaitLine
 
 # The rendering modules are imported with the first answer, so that loading the extension is fast.
@@ -125,7 +127,7 @@ class GpuMagics(Magics):
         if args.json:
             return render.Json(plain.as_json(value))
         if render.is_frame(value):
-            if value.empty:
+            if value.empty and verb.name != "who":
                 self._show(render.hint(render.nothing(verb.name)))
             return value
         around = rt.status() if isinstance(value, facts.Plan) else None
@@ -262,6 +264,7 @@ class _Loaded:
         self._add_magics()
         shell.Completer.custom_matchers.append(self.matcher)
         self._add_formats()
+        self.names = registered.front_end = NotebookNames(shell)
         self.rt: Any = Unopened(self.open) if "rt" not in shell.user_ns else None
         if self.rt is not None:
             shell.user_ns["rt"] = self.rt
@@ -306,8 +309,9 @@ class _Loaded:
                 self.open()
 
     def after_cell(self, result: Any) -> None:
-        """Records the end of a cell, by IPython's `result` of it."""
+        """Records the end of a cell, by IPython's `result` of it, and what the cell assigned."""
         activity.ended(result.info)
+        self.names.after_cell(result.execution_count)
 
     def remove(self) -> None:
         """Removes everything that was added, and restores what it replaced."""
@@ -318,6 +322,8 @@ class _Loaded:
         self.shell.events.unregister("pre_run_cell", self.before_cell)
         self.shell.events.unregister("post_run_cell", self.after_cell)
         activity.forget()
+        if registered.front_end is self.names:
+            registered.front_end = None
         if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
             del self.shell.user_ns["rt"]
 

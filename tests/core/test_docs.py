@@ -182,6 +182,7 @@ def test_the_columns_of_frames_are_documented():
         "leases": dataframes.LEASES,
         "events": dataframes.EVENTS,
         "catalog": dataframes.CATALOG,
+        "who": dataframes.HOLDERS,
         "fragmentation": dataframes.FRAGMENTATION,
     }
 

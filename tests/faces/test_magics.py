@@ -66,6 +66,7 @@ SHOWN = {
     "pin qwen": "pin qwen: qwen is kept",
     "unpin qwen": "unpin qwen: qwen may be evicted",
     "defrag": "defrag: ",
+    "free": "free: 0 B came free",
     "move qwen sim:0": "move qwen: qwen is on sim:0 already",
     "drain sim:0": "drain sim:0: sim:0 is drained: it takes no new leases",
     "drain sim:0 --undo": "sim:0 was not drained",
@@ -88,6 +89,7 @@ FRAMES = {
     "leases": "model device bytes measured_bytes owner user pid notebook importance pins idle_seconds",
     "evictions": "time model action reason bytes device owner",
     "evictions --all --limit 2": "time model action reason bytes device owner",
+    "who": "name kind device bytes alone_bytes cell what",
     "catalog": "name type backend bytes context_length importance keep state source",
     "fragmentation": "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent alloc_retries "
     "ooms inactive_bytes releasable_bytes largest_free_bytes largest_request_bytes owner user pid "
@@ -104,10 +106,10 @@ def test_a_verb_returns_a_value_that_displays_itself(shell, models, words):
 
 
 @pytest.mark.parametrize("words", FRAMES)
-def test_a_table_is_a_plain_dataframe(shell, models, words):
+def test_a_table_is_a_dataframe(shell, models, words):
     """`df = %gpu models` works, with the columns that notebooks use."""
     frame = run(shell, f"df = %gpu {words}\ndf")
-    assert type(frame) is pandas.DataFrame and list(frame.columns) == FRAMES[words].split()
+    assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == FRAMES[words].split()
 
 
 def test_every_verb_is_tested_here():

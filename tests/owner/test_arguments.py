@@ -126,6 +126,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "pin": {"name": "qwen"},
     "unpin": {"name": "qwen"},
     "defrag": {},
+    "free": {},
     "drain": {"device": "sim:0"},
     "tell_waits": {"told": None},
     "events": {},

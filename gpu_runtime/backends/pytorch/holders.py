@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .search import Found, Limit, gradient, graph, plain_tensors, saved_by, saved_in, tracked
+from .torch_model import TorchModel
 
 _LEAVES = frozenset(
     (
@@ -40,7 +41,7 @@ class Reach(NamedTuple):
 
     direct: frozenset[int]
     saved: frozenset[int]  # those that only autograd graphs on the way refer to
-    alone: frozenset[int]  # those that come free if the name is deleted
+    alone: frozenset[int]  # those that come free if the name is deleted; empty if not whole
     whole: bool  # False: the time was over before the end
 
 
@@ -73,8 +74,15 @@ def reached(
         direct = walk.storages()
         walk.follow(walk.later)
         every = walk.storages()
-        alone = walk.freed() & every
+        alone = walk.freed() & every if walk.whole else set()
     return Reach(frozenset(direct), frozenset(every - direct), frozenset(alone), walk.whole)
+
+
+def storages_of(handle: Any) -> frozenset[int]:
+    """The keys of the storages of a governed model, by its `handle`; none for other backends."""
+    if not isinstance(handle, TorchModel):
+        return frozenset()
+    return frozenset(group.storage._cdata for group in handle.groups())
 
 
 class _Walk:

@@ -1,0 +1,217 @@
+"""What a front end knows of the names in this process: variables, outputs, the last error, threads.
+
+The IPython extension registers its namespace here. A script has the variables of `__main__`. What a name
+holds is computed in `backends/pytorch/holders.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+VARIABLE, OUTPUT, ERROR = "variable", "output", "last error"
+RUNNING, THREAD, MODEL, ELSEWHERE = "running", "thread", "model", "elsewhere"
+LAST_ERROR = "the last error"
+
+# Frames of these libraries run every cell and hold nothing of the user's.
+_RUNNERS = frozenset("IPython ipykernel runpy _pytest".split())  # they call the user's code
+_LIBRARIES = _RUNNERS | frozenset(
+    "traitlets tornado asyncio gpu gpu_runtime zmq threading pluggy".split()
+)
+
+
+class Name(NamedTuple):
+    """One name of this process, without the object that it refers to."""
+
+    name: str
+    kind: str
+    what: str = ""  # such as the class of the object
+    cell: str = ""  # the cell that made it, as In [7]
+
+
+class Namespace(Protocol):
+    """The names of a process. Only `held` returns objects, and keeps no reference to them."""
+
+    def names(self) -> list[Name]:
+        """Every name that may hold memory."""
+        ...
+
+    def held(self, name: Name) -> list[Any]:
+        """The objects of `name`: one entry for each reference that goes when the name goes."""
+        ...
+
+    def shared(self) -> list[Any]:
+        """Containers that belong to no name, at which a search ends."""
+        ...
+
+    def variables(self) -> list[str]:
+        """The names of the user's variables."""
+        ...
+
+    def release(self, names: Sequence[Name]) -> None:
+        """Lets go of outputs and of the last error."""
+        ...
+
+    def delete(self, variable: str) -> None:
+        """Deletes a variable, and the outputs that are the same object."""
+        ...
+
+
+class Script:
+    """The names of a process without a front end: the variables of `__main__`, frames, the last error."""
+
+    @property
+    def _variables(self) -> dict[str, Any]:
+        return vars(sys.modules["__main__"])
+
+    def names(self) -> list[Name]:
+        """The variables, the functions that run, the threads, and the last error."""
+        mine = self._variables
+        found = [Name(key, VARIABLE, describe(mine.get(key))) for key in self.variables()]
+        return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(last_errors()))]
+
+    def held(self, name: Name) -> list[Any]:
+        """The objects of `name`, one entry for each reference."""
+        if name.kind == ERROR:
+            return values_in(frames_of(last_errors()))
+        if name.kind == VARIABLE:
+            return [self._variables[name.name]] if name.name in self._variables else []
+        return values_in(frames_named(name))
+
+    def shared(self) -> list[Any]:
+        """The variables of `__main__`."""
+        return [self._variables]
+
+    def variables(self) -> list[str]:
+        """The variables of `__main__`, without those of Python itself."""
+        return [key for key in list(self._variables) if not key.startswith("__")]
+
+    def release(self, names: Sequence[Name]) -> None:
+        """Clears the last error's frames, if it is among `names`."""
+        if any(name.kind == ERROR for name in names):
+            clear(frames_of(last_errors()))
+
+    def delete(self, variable: str) -> None:
+        """Deletes the variable."""
+        self._variables.pop(variable, None)
+
+
+class _Registered:
+    """The namespace of this process: the front end's while one is registered."""
+
+    def __init__(self) -> None:
+        self.front_end: Namespace | None = None
+
+    def current(self) -> Namespace:
+        """The front end's namespace, else the script's."""
+        return self.front_end or Script()
+
+
+registered = _Registered()
+
+
+def describe(value: Any) -> str:
+    """The class of `value`. No code of the user runs."""
+    return type(value).__name__
+
+
+# -- the last error --------------------------------------------------------------------------------
+
+
+def last_errors(more: Iterable[Any] = ()) -> list[BaseException]:
+    """The errors that Python keeps after a traceback was shown, and `more` of them; each once."""
+    every = [getattr(sys, "last_exc", None), getattr(sys, "last_value", None), *more]
+    return list({id(error): error for error in every if isinstance(error, BaseException)}.values())
+
+
+def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
+    """The user's frames in the tracebacks of `errors` and of their causes; each once."""
+    frames = [frame for frame, _ in traceback.walk_tb(getattr(sys, "last_traceback", None))]
+    pending: list[BaseException | None] = list(errors)
+    seen: set[int] = set()
+    while pending:
+        error = pending.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        pending += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+        frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [frame for frame in {id(frame): frame for frame in frames}.values() if _is_users(frame)]
+
+
+def functions_of(errors: Iterable[BaseException]) -> str:
+    """The functions in which the errors were raised, the innermost last: `step, forward`."""
+    names = [frame.f_code.co_name for frame in frames_of(errors)]
+    return ", ".join(dict.fromkeys(names))
+
+
+def clear(frames: Iterable[FrameType]) -> None:
+    """Clears the local variables of the `frames` that no longer run."""
+    for frame in frames:
+        try:
+            frame.clear()
+        except RuntimeError:  # it still runs; its variables end with it
+            pass
+
+
+# -- frames that run -------------------------------------------------------------------------------
+
+
+def frame_names() -> list[Name]:
+    """The functions that run in this thread, and the other threads that run code of the user's."""
+    names = dict.fromkeys(
+        Name(f"{frame.f_code.co_name}()", RUNNING, "local variables")
+        for frame in _stack(threading.get_ident())
+    )
+    for thread in threading.enumerate():
+        if thread.ident != threading.get_ident():
+            frames = _stack(thread.ident)
+            if frames:
+                names[Name(f"thread {thread.name}", THREAD, frames[0].f_code.co_name)] = None
+    return list(names)
+
+
+def frames_named(name: Name) -> list[FrameType]:
+    """The frames of a name that `frame_names` returned."""
+    if name.kind == RUNNING:
+        here = _stack(threading.get_ident())
+        return [frame for frame in here if f"{frame.f_code.co_name}()" == name.name]
+    threads = [one for one in threading.enumerate() if f"thread {one.name}" == name.name]
+    return [frame for thread in threads for frame in _stack(thread.ident)]
+
+
+def _stack(thread: int | None) -> list[FrameType]:
+    """The user's functions that run in a thread, the innermost first."""
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    frames = []
+    while frame is not None and _library(frame) not in _RUNNERS:
+        if _is_users(frame):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame is a function's, and not one of a library that runs cells."""
+    is_function = bool(frame.f_code.co_flags & 1)  # CO_OPTIMIZED
+    return is_function and _library(frame) not in _LIBRARIES
+
+
+def _library(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0]
+
+
+def values_in(frames: Iterable[FrameType]) -> list[Any]:
+    """The local variables of `frames`: one entry for each reference that a frame holds."""
+    found: list[Any] = []
+    for frame in frames:
+        variables = frame.f_locals
+        found += variables.values()
+        if isinstance(variables, dict):
+            # Up to Python 3.12 this is a copy that the frame keeps, and with it all its objects.
+            variables.clear()
+    return found

@@ -1,0 +1,329 @@
+"""`who` and `free`: which names of this process hold its device memory, and letting go of it.
+
+Nothing is moved or deleted unasked: `free` without a name releases outputs, the last error's variables,
+garbage and caches. torch is used only if the user has imported it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import GpuError
+from ..facts import HOST, Holder, Holdings, Outcome
+from ..names import ELSEWHERE, ERROR, MODEL, OUTPUT, Name, Namespace, registered
+from ..units import show_bytes
+from . import requests
+from .resident import Place, Resident
+from .session import Session
+
+SECONDS = 3.0  # a search that takes longer is partial
+MOST_REFERRERS = 8  # storages without a name whose referrer is looked for
+
+
+class _Storage(NamedTuple):
+    """A storage that was found, without a reference to it."""
+
+    device: str
+    bytes: int
+
+
+class _Reached(NamedTuple):
+    """A name, and the keys of the storages that it reaches."""
+
+    name: Name
+    direct: frozenset[int]
+    saved: frozenset[int]
+    alone: frozenset[int]
+
+    @property
+    def every(self) -> frozenset[int]:
+        return self.direct | self.saved
+
+
+def who(session: Session, seconds: float = SECONDS) -> Holdings:
+    """What this process holds on its devices, by name. A search of more than `seconds` is partial."""
+    began = time.perf_counter()
+    if "torch" not in sys.modules:
+        rows = [_of_lease(resident) for resident in _on_devices(session)]
+        return _summed(session, rows, {}, set(), set(), 0, True, time.perf_counter() - began)
+    from ..backends.pytorch.search import Limit
+
+    limit = Limit(seconds)
+    storages, whole = _search(session, limit)
+    reached, all_reached = _reach(session, registered.current(), storages.keys(), limit)
+    models, governed, of_others = _models(session, storages)
+    direct = governed.union(*(one.direct for one in reached))
+    saved = frozenset[int]().union(*(one.saved for one in reached)) - direct
+    left = storages.keys() - direct - saved
+    elsewhere, explained = _elsewhere(session, left, limit)
+    rows = [*models, *(_row(one, storages) for one in reached), *elsewhere]
+    return _summed(
+        session,
+        rows,
+        storages,
+        direct | explained,
+        set(saved),
+        of_others,
+        whole and all_reached and not limit.over,
+        limit.elapsed_seconds,
+    )
+
+
+def _summed(
+    session: Session,
+    rows: Iterable[Holder],
+    storages: Mapping[int, _Storage],
+    explained: Iterable[int],
+    saved: Iterable[int],
+    of_others: int,
+    whole: bool,
+    seconds: float,
+) -> Holdings:
+    """The result: rows by what they free alone, and where all bytes are."""
+    known_bytes = sum(storages[key].bytes for key in explained) + of_others
+    graph_bytes = sum(storages[key].bytes for key in saved)
+    found_bytes = sum(one.bytes for one in storages.values())
+    unknown_bytes = found_bytes + of_others - known_bytes - graph_bytes
+    allocated, reserved = _allocated(session)
+    # A simulated card's allocator holds the governed models only, and no tensor of the user's.
+    unseen_bytes = 0 if session.probe.simulated else max(0, allocated - found_bytes)
+    cached_bytes = max(0, reserved - allocated)
+    parts = (known_bytes, graph_bytes, cached_bytes, unknown_bytes, unseen_bytes)
+    return Holdings(
+        tuple(sorted(rows, key=lambda row: (-row.alone_bytes, -row.bytes, row.name))),
+        sum(parts),
+        *parts,
+        whole=whole,
+        seconds=round(seconds, 3),
+    )
+
+
+def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:
+    """The storages on the governed devices by their keys; and whether there was time for all."""
+    from ..backends.pytorch.search import counted_on, search
+
+    memories = [session.probe.place(device.id) for device in session.probe.devices]
+    result = search(counted_on(memories), limit=limit)
+    found = {one.key: _Storage(one.device, one.bytes) for one in result.found}
+    return found, result.whole
+
+
+def _reach(
+    session: Session, namespace: Namespace, keys: Iterable[int], limit: Any
+) -> tuple[list[_Reached], bool]:
+    """The names that reach any of the storages `keys`; and whether there was time for all."""
+    from ..backends.pytorch.holders import Graphs, reached
+
+    wanted, found, whole = frozenset(keys), [], True
+    graphs = Graphs(limit)
+    shared = {id(one) for one in (*namespace.shared(), session, session.residents, sys.modules)}
+    shared.update(map(id, session.residents.values()))
+    for name in namespace.names():
+        reach = reached(namespace.held(name), graphs, shared=shared, limit=limit)
+        whole = whole and reach.whole
+        parts = (reach.direct & wanted, reach.saved & wanted, reach.alone & wanted)
+        if parts[0] or parts[1]:
+            found.append(_Reached(name, *parts))
+    return found, whole
+
+
+def _row(reached: _Reached, storages: Mapping[int, _Storage]) -> Holder:
+    name, kind, what, cell = reached.name
+    return Holder(
+        name,
+        kind,
+        _devices(storages[key].device for key in reached.every),
+        sum(storages[key].bytes for key in reached.every),
+        sum(storages[key].bytes for key in reached.alone),
+        cell,
+        what,
+    )
+
+
+def _devices(ids: Iterable[str]) -> str:
+    """Devices in one word: `cuda:0,1`."""
+    every = sorted(set(ids))
+    return ",".join([*every[:1], *(id.partition(":")[2] for id in every[1:])])
+
+
+# -- governed models -------------------------------------------------------------------------------
+
+
+def _on_devices(session: Session) -> list[Resident]:
+    return [one for one in list(session.residents.values()) if one.place is Place.HERE]
+
+
+def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> Holder:
+    """A governed model: all of its bytes leave with `%gpu evict`, whoever refers to it."""
+    shares = [share for share in resident.lease.shares if share.device != HOST]
+    held = sum(share.bytes for share in shares) if size is None else size
+    device = device or _devices(share.device for share in shares)
+    return Holder(
+        resident.spec.name, MODEL, device, held, held, "", f"%gpu evict {resident.spec.name}"
+    )
+
+
+def _models(
+    session: Session, storages: Mapping[int, _Storage]
+) -> tuple[list[Holder], frozenset[int], int]:
+    """The governed models, the keys of their storages, and the bytes of those without storages."""
+    from ..backends.pytorch.holders import storages_of
+
+    rows, governed, of_others = [], set[int](), 0
+    for resident in _on_devices(session):
+        keys = storages_of(resident.handle) & storages.keys()
+        if keys:
+            size = sum(storages[key].bytes for key in keys)
+            rows.append(_of_lease(resident, _devices(storages[k].device for k in keys), size))
+            governed |= keys
+        else:
+            rows.append(_of_lease(resident))
+            of_others += rows[-1].bytes
+    return rows, frozenset(governed), of_others
+
+
+# -- what no name reaches --------------------------------------------------------------------------
+
+
+def _elsewhere(
+    session: Session, left: Iterable[int], limit: Any
+) -> tuple[list[Holder], frozenset[int]]:
+    """Rows for the storages `left`, by what refers to them; and the keys whose referrer is known."""
+    from ..backends.pytorch.holders import UNKNOWN, referrer
+    from ..backends.pytorch.search import counted_on, search
+
+    wanted = frozenset(left)
+    if not wanted or limit.over:
+        return [], frozenset()
+    memories = [session.probe.place(device.id) for device in session.probe.devices]
+    found = [one for one in search(counted_on(memories), limit=limit).found if one.key in wanted]
+    found.sort(key=lambda one: -one.bytes)
+    rows: dict[str, Holder] = {}
+    known = set()
+    for number, one in enumerate(found):
+        said = referrer(one, {id(found)}, limit) if number < MOST_REFERRERS else UNKNOWN
+        if said != UNKNOWN:
+            known.add(one.key)
+        before = rows.get(said)
+        size = one.bytes + (before.bytes if before else 0)
+        device = _devices([one.device, *(before.device.split(",") if before else ())])
+        rows[said] = Holder(said, ELSEWHERE, device, size, 0, "", "no variable refers to it")
+    return list(rows.values()), frozenset(known)
+
+
+# -- free ------------------------------------------------------------------------------------------
+
+
+def free(session: Session, variable: str | None) -> Outcome:
+    """Releases outputs, the last error's variables, garbage and caches; or deletes one variable.
+
+    Raises GpuError if there is no variable of that name.
+    """
+    namespace = registered.current()
+    known = namespace.variables()
+    if variable is not None and variable not in known:
+        close = difflib.get_close_matches(variable, known, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise GpuError(
+            f"no variable is called {variable!r}.{hint} Those that hold memory:  %gpu who",
+            name=variable,
+        )
+    began = time.perf_counter()
+    before = _held_bytes(session)
+    if variable is None:
+        said = _release(session, namespace)
+        gc.collect()
+    else:
+        gc.collect()  # first: garbage that was there before is not what the variable held
+        before = _held_bytes(session)
+        said = _delete(session, namespace, variable)
+    session.probe.empty_cache()
+    session.maps.publish(at_once=True)
+    freed = max(0, before - _held_bytes(session))
+    because = "; ".join([f"{show_bytes(freed)} came free", *said])
+    requests.note_action(session, "free", "", because, freed)
+    seconds = round(time.perf_counter() - began, 3)
+    return Outcome("free", variable or "", True, because, freed, seconds=seconds)
+
+
+def _release(session: Session, namespace: Namespace) -> list[str]:
+    """Releases outputs and the last error, where they hold device memory. Returns what it did."""
+    reached = _named(session, namespace)
+    outputs = [one.name for one in reached if one.name.kind == OUTPUT]
+    errors = [one.name for one in reached if one.name.kind == ERROR]
+    namespace.release([*outputs, *errors])
+    said = []
+    if outputs:
+        said.append(f"released {_listed([name.name for name in outputs])}")
+    if errors:
+        said.append("cleared the variables of the last error (%debug shows them no more)")
+    return said
+
+
+def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
+    """Deletes a variable. Returns a sentence on the others that still refer to its memory."""
+    reached = _named(session, namespace)
+    mine = frozenset[int]().union(*(one.every for one in reached if one.name.name == variable))
+    others = {one.name.name: one.every & mine for one in reached if one.name.name != variable}
+    models = [one for one in _on_devices(session) if mine and mine & _keys_of(one)]
+    namespace.delete(variable)
+    gc.collect()
+    kept = _search_keys(session) if mine else frozenset()
+    left = {name.name for name in namespace.names()}
+    names = [name for name, keys in others.items() if keys & kept and name in left]
+    names += [f"the model {one.spec.name}" for one in models]
+    if not names:
+        return []
+    verb = "refers" if len(names) == 1 else "refer"
+    return [f"{_listed(names)} still {verb} to its memory"]
+
+
+def _search_keys(session: Session) -> frozenset[int]:
+    from ..backends.pytorch.search import Limit
+
+    return frozenset(_search(session, Limit(SECONDS))[0])
+
+
+def _named(session: Session, namespace: Namespace) -> list[_Reached]:
+    """The names that reach device memory; none before torch is imported."""
+    if "torch" not in sys.modules:
+        return []
+    from ..backends.pytorch.search import Limit
+
+    limit = Limit(SECONDS)
+    return _reach(session, namespace, _search(session, limit)[0], limit)[0]
+
+
+def _keys_of(resident: Resident) -> frozenset[int]:
+    from ..backends.pytorch.holders import storages_of
+
+    return storages_of(resident.handle)
+
+
+def _listed(names: list[str]) -> str:
+    """Names as a list for people: `a, b and c`; of more than six the first five."""
+    if len(names) > 6:
+        names = [*names[:5], f"{len(names) - 5} more"]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _held_bytes(session: Session) -> int:
+    """Device memory of this process: what its allocators reserve, and tensors on simulated cards."""
+    reserved = _allocated(session)[1]
+    if not session.probe.simulated or "torch" not in sys.modules:
+        return reserved
+    from ..backends.pytorch.search import Limit
+
+    found, _ = _search(session, Limit())
+    return reserved + sum(one.bytes for one in found.values())
+
+
+def _allocated(session: Session) -> tuple[int, int]:
+    """Bytes that the allocators of this process have allocated, and reserved, on all cards."""
+    maps = [map for map in session.probe.maps() if map.device != HOST]
+    return sum(map.allocated_bytes for map in maps), sum(map.reserved_bytes for map in maps)

@@ -1,0 +1,116 @@
+"""The table of `who`: which name holds which device memory, for people. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_runtime.units import show_bytes
+
+from . import elements, text
+from .views import clean
+
+HEADERS = ("NAME", "KIND", "DEVICE", "HOLDS", "FREES", "CELL", "WHAT")
+_PARTS = (  # key of the sums -> words
+    ("graph_bytes", "in autograd graphs"),
+    ("cached_bytes", "cached"),
+    ("unknown_bytes", "without a name"),
+    ("unseen_bytes", "that no tensor explains"),
+)
+
+
+def table(frame: Any) -> Any:
+    """The DataFrame `frame` of `rt.who()`, which shows itself with sizes for people.
+
+    Selections and sorted copies of it are plain DataFrames.
+    """
+    shown = _frame_class()(frame)
+    shown.attrs = dict(frame.attrs)
+    return shown
+
+
+@functools.cache
+def _frame_class() -> type:
+    import pandas
+
+    class Holders(pandas.DataFrame):
+        """The table of `who`, which shows itself."""
+
+        def __repr__(self) -> str:
+            return as_text(self)
+
+        def _repr_html_(self) -> str:
+            return as_html(self)
+
+    return Holders
+
+
+def as_text(frame: Any) -> str:
+    """The table and its sums as aligned text."""
+    rows = _rows(frame)
+    if not rows:
+        return "\n".join([_nothing(frame.attrs), *_sums(frame.attrs)])
+    columns = _used(rows)
+    lines = text.table(
+        [[row[n] for n in columns] for row in rows],
+        [HEADERS[n] for n in columns],
+        [place for place, n in enumerate(columns) if n in (3, 4)],
+    )
+    return "\n".join([*lines, "", *_sums(frame.attrs)])
+
+
+def as_html(frame: Any) -> str:
+    """The table and its sums as HTML."""
+    rows = _rows(frame)
+    sums = "".join(elements.line(elements.esc(one), soft=True) for one in _sums(frame.attrs))
+    if not rows:
+        return elements.page(elements.line(_nothing(frame.attrs)), sums)
+    cells = [
+        [elements.td(cell, "gpuc-num" if n in (3, 4) else "") for n, cell in enumerate(row)]
+        for row in rows
+    ]
+    columns = [elements.table([name.lower() for name in HEADERS], cells), sums]
+    return elements.page(*columns)
+
+
+def _rows(frame: Any) -> list[list[str]]:
+    """The cells of the table. The device is left out if there is only one."""
+    records = frame.to_dict("records")
+    several = len({record["device"] for record in records}) > 1
+    return [
+        [
+            clean(record["name"]),
+            record["kind"],
+            record["device"] if several else "",
+            show_bytes(int(record["bytes"])),
+            show_bytes(int(record["alone_bytes"])),
+            clean(record["cell"]),
+            clean(record["what"]),
+        ]
+        for record in records
+    ]
+
+
+def _nothing(sums: Mapping[str, Any]) -> str:
+    if not sums.get("whole", True):
+        return "Nothing was found in the time allowed."
+    return "No variable or output holds memory on a device."
+
+
+def _used(rows: list[list[str]]) -> list[int]:
+    return [n for n in range(len(HEADERS)) if any(row[n] for row in rows)]
+
+
+def _sums(sums: Mapping[str, Any]) -> list[str]:
+    """What is explained, in one sentence; and whether the search was partial."""
+    if not sums:
+        return []
+    parts = [f"{show_bytes(sums[key])} {words}" for key, words in _PARTS if sums[key]]
+    held = show_bytes(sums["held_bytes"])
+    explained = f"explained {show_bytes(sums['explained_bytes'])} of {held}"
+    lines = ["; ".join(filter(None, [explained, ", ".join(parts)])) + "."]
+    if not sums["whole"]:
+        seconds = f"{sums['seconds']:.0f}"
+        lines.append(f"The search stopped after {seconds} s: the figures are partial.")
+    return lines

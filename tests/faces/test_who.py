@@ -1,0 +1,321 @@
+"""%gpu who and %gpu free in a real shell: variables, outputs, errors, threads, and what comes free."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+import threading
+
+import pandas
+import pytest
+import torch
+from IPython.utils.capture import capture_output
+
+from gpu_runtime import errors
+from gpu_runtime.names import registered
+from gpu_runtime.units import MIB
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SETUP = "import torch\ndef mib(n): return torch.ones(n * 2**18)"
+
+
+def run(shell, cell):
+    """The value of a cell that is numbered as in a notebook. Raises the cell's error."""
+    with capture_output(display=False):
+        outcome = shell.run_cell(cell, store_history=True)
+    outcome.raise_error()
+    return outcome.result
+
+
+def fails(shell, cell):
+    with capture_output(display=False):
+        shell.run_cell(cell, store_history=True)
+
+
+@pytest.fixture
+def notebook(shell):
+    """A shell whose outputs and errors of other tests are gone."""
+    registered.front_end.release(registered.front_end.names())
+    fails(shell, "raise ValueError('the last error of this fixture')")
+    run(shell, SETUP)
+    gc.collect()
+    gc.disable()  # else garbage may be gone before a test looks
+    yield shell
+    gc.enable()
+    registered.front_end.release(registered.front_end.names())
+
+
+def table(rt):
+    """Name -> (MiB reached, MiB that it alone frees)."""
+    frame = rt.who()
+    rows = zip(frame["name"], frame["bytes"], frame["alone_bytes"], strict=True)
+    return {name: (reached // MIB, alone // MIB) for name, reached, alone in rows}
+
+
+# -- who -------------------------------------------------------------------------------------------
+
+
+def test_a_variable_is_listed_with_its_bytes_and_its_cell(notebook, rt):
+    run(notebook, "x = mib(3)")
+    count = notebook.execution_count - 1
+    run(notebook, "pass")
+    (row,) = rt.who().to_dict("records")
+    assert row == {
+        "name": "x",
+        "kind": "variable",
+        "device": "sim:0",
+        "bytes": 3 * MIB,
+        "alone_bytes": 3 * MIB,
+        "cell": f"In [{count}]",
+        "what": "Tensor",
+    }
+
+
+def test_a_small_tensor_is_not_device_memory(notebook, rt):
+    """On simulated cards storages of 1 MiB and more count."""
+    run(notebook, "x = torch.ones(1000)")
+    assert table(rt) == {}
+
+
+def test_two_names_of_one_storage_free_nothing_alone(notebook, rt):
+    run(notebook, "x = mib(3)\nv = x[:10]")
+    assert table(rt) == {"x": (3, 0), "v": (3, 0)}
+
+
+def test_an_output_counts_once_with_all_its_names(notebook, rt):
+    """IPython keeps it in Out, as _7, as _, among its hidden names and as the last result."""
+    run(notebook, "mib(3)")
+    number = notebook.execution_count - 1
+    run(notebook, "pass")
+    assert table(rt) == {f"Out[{number}], _": (3, 3)}
+
+
+def test_a_deleted_output_is_still_listed(notebook, rt):
+    """`del Out[n]` frees nothing, because IPython keeps the object under other names."""
+    run(notebook, "mib(3)")
+    number = notebook.execution_count - 1
+    run(notebook, f"del Out[{number}]")
+    assert table(rt) == {f"_{number}, _": (3, 3)}
+    run(notebook, f"del _{number}, _")
+    assert table(rt) == {"a deleted output": (3, 3)}
+    assert rt.free().bytes == 3 * MIB
+    assert table(rt) == {}
+
+
+def test_the_last_error_is_listed(notebook, rt):
+    fails(notebook, "def step():\n    big = mib(3)\n    1 / 0\nstep()")
+    (row,) = rt.who().to_dict("records")
+    assert (row["name"], row["what"]) == ("the last error", "in step")
+    assert (row["bytes"], row["alone_bytes"]) == (3 * MIB, 3 * MIB)
+
+
+def test_closures_generators_and_classes_are_listed_by_their_variable(notebook, rt):
+    run(notebook, "f = (lambda b: lambda: b)(mib(2))")
+    run(notebook, "g = (t for t in [mib(3), 0]); _x = next(g); del _x")
+    run(notebook, "class K:\n    cache = mib(4)")
+    assert table(rt) == {"f": (2, 2), "g": (3, 3), "K": (4, 4)}
+
+
+def test_a_background_thread_is_listed(notebook, rt):
+    stop, ready = threading.Event(), threading.Event()
+
+    def work():
+        local = torch.ones(3 * 2**18)
+        ready.set()
+        stop.wait(60)
+        assert local is not None
+
+    thread = threading.Thread(target=work, name="loader")
+    thread.start()
+    try:
+        assert ready.wait(60)
+        assert table(rt) == {"thread loader": (3, 3)}
+    finally:
+        stop.set()
+        thread.join()
+    assert table(rt) == {}
+
+
+def test_a_running_function_is_listed(notebook, rt):
+    def train():
+        batch = torch.ones(3 * 2**18)
+        return table(rt), batch.sum()
+
+    assert train()[0] == {"train()": (3, 3)}
+
+
+def test_garbage_and_modules_are_listed_as_elsewhere(notebook, rt):
+    run(notebook, "a = [mib(3)]; a.append(a); del a")
+    run(notebook, "import types, sys\nm = types.ModuleType('helpers_of_test'); m.store = mib(2)")
+    run(notebook, "sys.modules['helpers_of_test'] = m; del m")
+    try:
+        frame = rt.who()
+        assert dict(zip(frame["name"], frame["kind"], strict=True)) == {
+            "garbage in a reference cycle, or C++ code": "elsewhere",
+            "module helpers_of_test": "elsewhere",
+        }
+    finally:
+        del sys.modules["helpers_of_test"]
+
+
+def test_a_governed_model_is_listed_and_its_variable_frees_nothing(notebook, rt):
+    """The runtime holds it too: `%gpu evict` frees it."""
+    run(notebook, "net = torch.nn.Linear(512, 1024, bias=False).eval()")
+    rt.register("net", notebook.user_ns["net"])
+    rt.preload("net")
+    rt.register("fake", backend="fake", size="5MiB")
+    rt.preload("fake")
+    frame = rt.who()
+    rows = sorted(zip(frame["name"], frame["kind"], frame["alone_bytes"], strict=True))
+    assert rows == [
+        ("fake", "model", 5 * MIB),
+        ("net", "model", 2 * MIB),
+        ("net", "variable", 0),
+    ]
+    assert frame.attrs["explained_bytes"] == 7 * MIB
+
+
+def test_graphs_are_told_apart_in_the_sums(notebook, rt):
+    run(notebook, "w = mib(1).requires_grad_(); loss = (w * 2).exp().sum()")
+    sums = rt.who().attrs
+    assert sums["explained_bytes"] == MIB
+    assert sums["graph_bytes"] >= MIB
+    assert sums["held_bytes"] == sums["explained_bytes"] + sums["graph_bytes"]
+
+
+def test_a_search_without_time_is_partial_and_says_so(notebook, rt, monkeypatch):
+    from gpu_runtime.owner import holdings
+
+    monkeypatch.setattr(holdings.who, "__defaults__", (0.0,))
+    run(notebook, "x = mib(3)")
+    shown = run(notebook, "%gpu who")
+    assert not shown.attrs["whole"]
+    assert re.search(r"The search stopped after \d+ s: the figures are partial\.$", repr(shown))
+    assert "Nothing was found in the time allowed." in repr(shown)
+
+
+def test_who_shows_sizes_for_people_and_is_a_frame(notebook):
+    run(notebook, "x = mib(3)")
+    count = notebook.execution_count - 1
+    shown = run(notebook, "%gpu who")
+    cells = [re.split(r"  +", line.strip()) for line in repr(shown).splitlines()]
+    assert cells == [
+        ["NAME", "KIND", "HOLDS", "FREES", "CELL", "WHAT"],
+        ["x", "variable", "3.0 MiB", "3.0 MiB", f"In [{count}]", "Tensor"],
+        [""],
+        ["explained 3.0 MiB of 3.0 MiB."],
+    ]
+    assert "<td" in shown._repr_html_() and "3.0 MiB" in shown._repr_html_()
+    assert isinstance(shown, pandas.DataFrame)
+    assert type(shown[shown["bytes"] > 0]) is pandas.DataFrame
+
+
+def test_who_as_json_has_rows_and_sums(notebook):
+    run(notebook, "x = mib(3)")
+    value = json.loads(run(notebook, "%gpu who --json"))
+    assert value["rows"][0]["name"] == "x"
+    assert value["held_bytes"] == value["explained_bytes"] == 3 * MIB
+
+
+def test_names_are_escaped(notebook, rt):
+    run(notebook, "globals()['<b>'] = mib(3)")
+    assert "&lt;b&gt;" in run(notebook, "%gpu who")._repr_html_()
+    run(notebook, "del globals()['<b>']")
+
+
+# -- free ------------------------------------------------------------------------------------------
+
+
+def test_free_releases_outputs_errors_and_garbage_but_no_variable(notebook, rt):
+    run(notebook, "x = mib(1)")
+    run(notebook, "mib(2)")
+    number = notebook.execution_count - 1
+    run(notebook, "a = [mib(4)]; a.append(a); del a")
+    fails(notebook, "def step():\n    big = mib(8)\n    1 / 0\nstep()")
+    done = rt.free()
+    assert done.bytes == 14 * MIB
+    assert done.because == (
+        f"14.0 MiB came free; released Out[{number}], _; "
+        "cleared the variables of the last error (%debug shows them no more)"
+    )
+    assert table(rt) == {"x": (1, 1)}
+    assert run(notebook, "str(_)") == ""
+
+
+def test_free_keeps_outputs_that_hold_no_device_memory(notebook, rt):
+    run(notebook, "'a text'")
+    number = notebook.execution_count - 1
+    run(notebook, "mib(2)")
+    rt.free()
+    assert run(notebook, f"Out[{number}]") == "a text"
+
+
+def test_free_of_a_variable_deletes_it_and_its_output(notebook, rt):
+    run(notebook, "x = mib(3)\nx")
+    done = run(notebook, "%gpu free x")
+    assert (done.bytes, done.because) == (3 * MIB, "3.0 MiB came free")
+    assert "x" not in notebook.user_ns
+    assert table(rt) == {}
+
+
+def test_free_of_a_variable_names_everything_that_still_refers_to_it(notebook, rt):
+    run(notebook, "x = mib(3)\nv = x[:10]\nkept = {'k': x}")
+    done = rt.free("x")
+    assert (done.bytes, done.because) == (0, "0 B came free; v and kept still refer to its memory")
+    assert table(rt) == {"v": (3, 0), "kept": (3, 0)}
+
+
+def test_free_of_a_variable_does_not_count_old_garbage(notebook, rt):
+    run(notebook, "x = mib(3)")
+    run(notebook, "a = [mib(4)]; a.append(a); del a")
+    assert rt.free("x").bytes == 3 * MIB
+
+
+def test_free_of_an_unknown_name_suggests_the_nearest(notebook, rt):
+    run(notebook, "model = mib(1)")
+    with pytest.raises(errors.GpuError, match="no variable is called 'modle'. Did you mean model?"):
+        rt.free("modle")
+    assert table(rt) == {"model": (1, 1)}
+
+
+def test_free_of_a_governed_model_s_variable_names_the_model(notebook, rt):
+    run(notebook, "net = torch.nn.Linear(512, 1024, bias=False).eval()")
+    rt.register("governed", notebook.user_ns["net"])
+    rt.preload("governed")
+    assert rt.free("net").because == "0 B came free; the model governed still refers to its memory"
+
+
+def test_tab_completes_variables(notebook):
+    run(notebook, "training_batch = mib(1)")
+    from gpu.completion import candidates
+
+    assert "training_batch" in candidates(["free"], "tr", False, lambda: None)
+
+
+# -- without torch, without a shell ----------------------------------------------------------------
+
+
+def test_who_answers_at_once_without_torch_and_does_not_import_it():
+    code = (
+        "import sys, gpu_runtime\n"
+        "rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:', monitor=False)\n"
+        "rt.register('m', backend='fake', size='5MiB'); rt.preload('m')\n"
+        "print(rt.who().to_dict('records')[0]['name'], rt.free().because, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "m 0 B came free False\n", done.stderr
+
+
+def test_a_script_s_variables_are_listed_without_a_shell():
+    code = (
+        "import gpu_runtime, torch\n"
+        "rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:', monitor=False)\n"
+        "x = torch.ones(2**20)\n"
+        "def inner():\n    big = torch.ones(2**19); return list(rt.who()['name'])\n"
+        "print(sorted(inner()), rt.free('x').because)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['inner()', 'x'] 4.0 MiB came free\n", done.stderr
