@@ -23,10 +23,13 @@ import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import LedgerUnavailable
 from .liveness import name_of
+
+if TYPE_CHECKING:
+    import sqlite3
 
 MARK = ".shared"
 _LEVELS = 4  # LEDGER/WORLD/BOOT/owners, where that is in a private ledger
@@ -152,6 +155,23 @@ def journal_in(ledger: Path) -> Path:
     if access_to(ledger).group is None:
         return ledger / "journal.db"
     return ledger / "journal" / "journal.db"
+
+
+def require_no_link(db: sqlite3.Connection, path: Path) -> None:
+    """Raises OSError if `db`, just opened as `path` in a shared ledger, is another file that a link led to.
+
+    A look at `path` before the opening proves nothing: a member could replace the file by a link in between,
+    and this user would write into another database of theirs. SQLite keeps the name that it has resolved,
+    and opens that one without following a link. `db` must not have been read or written yet.
+    """
+    if access_to(path.parent).group is None:
+        return
+    # The directory above the ledger's: no member can change the way to it.
+    above = next(one.parent for one in path.parents if os.path.lexists(one / MARK))
+    expected = os.path.join(os.path.realpath(above), *path.relative_to(above).parts)
+    opened = db.execute("PRAGMA database_list").fetchone()[2]
+    if opened != expected:
+        raise OSError(errno.ELOOP, "it is a link", str(path))
 
 
 def outsider(directory: Path) -> LedgerUnavailable | None:

@@ -21,7 +21,7 @@ import msgspec
 
 from .. import forks
 from ..facts import Event
-from ..ledgers.access import access_to
+from ..ledgers.access import access_to, require_no_link
 from ..ledgers.sqlite import after_fork
 
 KEPT = 10_000  # events in the file; the oldest are removed first
@@ -143,16 +143,27 @@ class Journal:
         if not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self._path.parent).make_file(self._path)
-        # In a shared ledger, a link could lead to a database of ours elsewhere.
-        if self._path.is_symlink():
-            raise OSError(errno.ELOOP, "it is a link", str(self._path))
-        db = sqlite3.connect(self._path, timeout=0.5)
-        db.execute("PRAGMA synchronous=OFF")
-        db.execute("PRAGMA trusted_schema=OFF")
+        db = opened(self._path)
         db.execute(
             "CREATE TABLE IF NOT EXISTS events(id INTEGER PRIMARY KEY, wall REAL, model TEXT, body BLOB)"
         )
         return db
+
+
+def opened(path: Path) -> sqlite3.Connection:
+    """The database `path` beside a ledger, whose files another user may have made. Raises OSError if it is a link."""
+    # In a shared ledger, a link could lead to a database of ours elsewhere.
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(path))
+    db = sqlite3.connect(path, timeout=0.5)
+    try:
+        require_no_link(db, path)
+        db.execute("PRAGMA synchronous=OFF")
+        db.execute("PRAGMA trusted_schema=OFF")
+    except BaseException:
+        db.close()
+        raise
+    return db
 
 
 def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> Iterable[Event]:

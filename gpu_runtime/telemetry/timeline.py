@@ -23,6 +23,7 @@ from .. import forks
 from ..facts import Moment
 from ..ledgers.access import access_to
 from ..ledgers.sqlite import after_fork
+from .journal import opened
 
 DAY = 86400.0
 THINNED = ((1800.0, 15.0), (10800.0, 60.0))  # (age, stretch) in seconds: one moment a stretch
@@ -148,14 +149,9 @@ class Record:
     def _connect(self) -> sqlite3.Connection:
         if not after_fork.is_usable():
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
-        # In a shared ledger, a link could lead to a database of ours elsewhere.
-        if self.path.is_symlink():
-            raise OSError(errno.ELOOP, "it is a link", str(self.path))
-        db = sqlite3.connect(self.path, timeout=0.5)
+        db = opened(self.path)
         # Another member may have put anything into the file.
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES)
-        db.execute("PRAGMA synchronous=OFF")
-        db.execute("PRAGMA trusted_schema=OFF")
         return db
 
     def _warn(self, what: str, error: Exception) -> None:

@@ -1,0 +1,73 @@
+"""A link in the place of a journal or a history leads to no other database, whenever it is put there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime.facts import Event, Level, Moment
+from gpu_runtime.ledgers.access import MARK
+from gpu_runtime.telemetry.journal import Journal
+from gpu_runtime.telemetry.timeline import Record
+
+EVENT = Event(1, 5.0, "qwen", "loaded", "request", "it is used")
+MOMENT = Moment(5.0, "sim:0", 8, 8, 4, Level.LOW)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    """The journal's directory of a shared ledger, below a directory that is reached by a link."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "lib").symlink_to(tmp_path / "real")
+    made = tmp_path / "lib" / "ledger"
+    (made / "world" / "journal").mkdir(parents=True)
+    (made / MARK).touch()
+    return made / "world" / "journal"
+
+
+def _journal(path: Path) -> None:
+    Journal(path).append([EVENT])
+
+
+def _history(path: Path) -> None:
+    Record(path).append([MOMENT])
+
+
+@pytest.mark.parametrize("write", [_journal, _history])
+def test_a_link_that_is_put_there_after_the_look_is_not_followed(
+    ledger, tmp_path, monkeypatch, write
+):
+    """A member wins the race: the look finds a file, and the opening a link to another database of this user."""
+    diary = tmp_path / "diary.db"
+    with contextlib.closing(sqlite3.connect(diary)) as db:
+        db.execute("CREATE TABLE mine(text)")
+        db.commit()
+    before = diary.read_bytes()
+    (ledger / "store.db").symlink_to(diary)
+    monkeypatch.setattr(Path, "is_symlink", lambda path: False)
+    write(ledger / "store.db")
+    assert diary.read_bytes() == before and not os.path.exists(f"{diary}-journal")
+
+
+@pytest.mark.parametrize("write", [_journal, _history])
+def test_a_link_in_place_of_the_journals_directory_is_not_followed(ledger, tmp_path, write):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    sqlite3.connect(precious / "store.db").close()
+    (precious / "store.db").touch()
+    ledger.rmdir()
+    ledger.symlink_to(precious)
+    write(ledger / "store.db")
+    assert (precious / "store.db").stat().st_size == 0
+
+
+def test_without_links_events_and_moments_are_written(ledger):
+    """Also where a link leads to the ledger: only root can change that one."""
+    _journal(ledger / "journal.db")
+    _history(ledger / "history.db")
+    assert Journal(ledger / "journal.db").tail() == (EVENT,)
+    assert Record(ledger / "history.db").between(0.0, 10.0, 5) == (MOMENT,)
