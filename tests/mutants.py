@@ -391,7 +391,7 @@ FAULTS = [
     ),
     Fault(
         "write what others cannot read",
-        "ledgers/pages",
+        "ledgers/page_parts",
         "        decode(content)\n",
         "        pass\n",
         QUARANTINE,

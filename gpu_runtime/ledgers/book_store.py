@@ -25,6 +25,7 @@ from .access import access_to, owners_in
 from .book_parts import part_of, with_living
 from .decoding import UNREADABLE, decode_older
 from .liveness import Life, OwnerFile, life, rosters
+from .page_parts import Unwritable
 from .sqlite import files
 
 CLOSED_LOOK_SECONDS = 0.1  # between two looks at whether grants are open again
@@ -232,7 +233,7 @@ class BookStore:
         try:
             packed = pages.pack(new, page.packed, rev)
             packed, body = pages.body(packed, new.tickets, rev)
-        except pages.Unwritable as error:
+        except Unwritable as error:
             raise unwritable(error, str(self.path), self.owner_file.owner.id) from error
         return Draft(new, packed, body)
 
@@ -396,7 +397,7 @@ def boottime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def unwritable(error: pages.Unwritable, path: str, writer: str) -> LedgerRefused:
+def unwritable(error: Unwritable, path: str, writer: str) -> LedgerRefused:
     """The error for a write that other processes could not read."""
     return LedgerRefused(
         f"the ledger {path} refused a write by {writer}: {error.why}.\n  The book is unchanged.",

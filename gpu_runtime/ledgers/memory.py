@@ -22,6 +22,7 @@ from .book_store import unwritable
 from .invariants import refuse_unlawful
 from .liveness import Sight, describe_self
 from .notify import Bell
+from .page_parts import Unwritable
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ class MemoryLedger:
         )
         try:
             pages.pack(changed, pages.EMPTY, 0)
-        except pages.Unwritable as error:
+        except Unwritable as error:
             raise unwritable(error, self.url, me) from error
 
     def dead(self, book: Book) -> frozenset[str]:

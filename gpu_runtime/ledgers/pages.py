@@ -36,22 +36,12 @@ from ..facts import (
     Section,
     Ticket,
     Value,
-    encode,
 )
+from .page_parts import UNREADABLE, decode_part, encode_part, readable
 
-MOST_PART_BYTES = 960 << 10  # of one owner's part: it must fit the owner's roster too
 _MAGIC = b"GPU2"
 _PREFIX = struct.Struct("<4sIII")
 _STEP = 256  # room is a multiple of so many bytes
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-
-
-class Unwritable(Exception):
-    """What was to be written could not be read again by others; `why` names the field."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
 
 
 class Shared(Value):
@@ -66,13 +56,6 @@ class Shared(Value):
     ghosts: tuple[Ghost, ...] = ()
     drained: dict[str, Drain] = {}
     opens: float = 0.0
-
-
-class Mine(Value):
-    """One owner's part of the page."""
-
-    section: Section | None = None
-    tickets: tuple[Ticket, ...] = ()
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -108,6 +91,7 @@ class Part(NamedTuple):
     entry: bytes  # its index entry, encoded
     room: int
     content: bytes  # encoded, filled up to its room
+    leases: tuple[bytes, ...] = ()  # those of its section, encoded
 
 
 class Packed(NamedTuple):
@@ -127,7 +111,6 @@ _encode_json = msgspec.json.Encoder().encode
 _decode_head = msgspec.json.Decoder(_Head).decode
 _decode_entry = msgspec.json.Decoder(Entry).decode
 _decode_shared = msgspec.json.Decoder(Shared).decode
-_decode_mine = msgspec.json.Decoder(Mine).decode
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -196,9 +179,9 @@ def _part(
         same_section = old.section is section or old.section == section
         if same_section and (old.tickets is tickets or old.tickets == tickets):
             return old
-    content = _readable(Mine(section, tickets), _decode_mine)
-    if len(content) > MOST_PART_BYTES:
-        raise Unwritable(f"its leases and requests take {len(content)} bytes, {_largest(section)}")
+    content, leases = encode_part(
+        section, tickets, *((old.section, old.leases) if old else (None, ()))
+    )
     owner = section.owner if section else None
     entry = Entry(
         id=id,
@@ -219,9 +202,10 @@ def _part(
         section,
         tickets,
         None,
-        _readable(entry, _decode_entry),
+        readable(entry, _decode_entry),
         entry.room,
         content.ljust(entry.room),
+        leases,
     )
 
 
@@ -240,59 +224,16 @@ def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int
     ):
         return known, old.shared_place, old.shared_content
     shared = Shared(**{field: getattr(book, field) for field in Shared.__struct_fields__})
-    content = _readable(shared, _decode_shared)
+    content = readable(shared, _decode_shared)
     room = _room(len(content), old.shared_place[2])
     return shared, (zlib.crc32(content), len(content), room), content.ljust(room)
-
-
-def _readable(value: Value | Entry, decode: Callable[[bytes], object]) -> bytes:
-    """`value` as JSON that `decode` reads. Raises Unwritable, which names the field."""
-    try:
-        content = _encode_json(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Unwritable(f"{_culprit(value)} cannot be written ({error})") from error
-    try:
-        decode(content)
-    except UNREADABLE as error:
-        raise Unwritable(f"others could not read it: {error}") from error
-    return content
-
-
-def _culprit(value: object, path: str = "") -> str:
-    """The path of the first field in `value` that cannot be encoded."""
-    for name, inner in _inside(value):
-        try:
-            _encode_json(inner)
-        except (TypeError, ValueError, OverflowError):
-            return _culprit(inner, f"{path}{name}")
-    return f"the field {path.lstrip('.') or '?'}"
-
-
-def _inside(value: object) -> list[tuple[str, object]]:
-    """What `value` consists of, each with its name."""
-    if isinstance(value, msgspec.Struct):
-        return [(f".{name}", getattr(value, name)) for name in value.__struct_fields__]
-    if isinstance(value, Mapping):
-        return [(f"[{name!a}]", inner) for name, inner in value.items()]
-    if isinstance(value, (tuple, list)):
-        return [(f"[{place}]", inner) for place, inner in enumerate(value)]
-    return []
-
-
-def _largest(section: Section | None) -> str:
-    """The largest lease of a section, in words."""
-    sizes = [(len(encode(lease)), lease.name[:80]) for lease in section.leases] if section else []
-    if not sizes:
-        return f"and {MOST_PART_BYTES} are the most"
-    size, name = max(sizes)
-    return f"{size} of them the lease {name!a}, and {MOST_PART_BYTES} are the most"
 
 
 def _room(size: int, before: int) -> int:
     """The room for `size` bytes: as `before` while that suits, so that nothing else has to move."""
     if size <= before <= 4 * size + 2 * _STEP:
         return before
-    return (size + size // 4 + _STEP) // _STEP * _STEP
+    return (size + size // 16 + 2 * _STEP) // _STEP * _STEP  # for one more lease, or two
 
 
 def _checksum(head: bytes, rev: int) -> int:
@@ -332,7 +273,9 @@ def unpack(
         else:
             entry = _decode_entry(raw)
             owner = entry.id
-            part = _read_part(entry, bytes(raw), page[offset : offset + entry.room], mend)
+            part = _read_part(
+                entry, bytes(raw), page[offset : offset + entry.room], old.parts, mend
+            )
             offset += entry.room
         parts[owner] = part
     book = _book(shared, head.queue, parts)
@@ -361,22 +304,28 @@ def _head_of(page: bytes, rev: int) -> tuple[_Head, int]:
     return _decode_head(head), room
 
 
-def _read_part(entry: Entry, raw: bytes, content: bytes, mend: Mend | None) -> Part:
+def _read_part(
+    entry: Entry, raw: bytes, content: bytes, old: Mapping[str, Part], mend: Mend | None
+) -> Part:
     """The part that `entry` describes; if its bytes are wrong, as `mend` has it, or quarantined."""
     whole = content[: entry.size]
     if len(whole) != entry.size or zlib.crc32(whole) != entry.checksum:
         mended = mend(entry.id, raw) if mend else None
         return mended or _quarantined(entry, raw, content, "its checksum is wrong")
+    last = old.get(entry.id)
+    known = (
+        dict(zip(last.leases, last.section.leases, strict=True)) if last and last.section else {}
+    )
     try:
-        mine = _decode_mine(whole)
+        section, tickets, leases = decode_part(whole, known)
     except UNREADABLE as error:
         return _quarantined(entry, raw, content, str(error))
-    owners = {ticket.owner for ticket in mine.tickets}
-    if mine.section:
-        owners.add(mine.section.owner.id)
+    owners = {ticket.owner for ticket in tickets}
+    if section:
+        owners.add(section.owner.id)
     if owners != {entry.id}:
         return _quarantined(entry, raw, content, "it is not its owner's")
-    return Part(mine.section, mine.tickets, None, raw, entry.room, content)
+    return Part(section, tickets, None, raw, entry.room, content, leases)
 
 
 def _quarantined(entry: Entry, raw: bytes, content: bytes, why: str) -> Part:

@@ -20,8 +20,9 @@ from gpu_runtime.facts import (
     Share,
     Ticket,
 )
-from gpu_runtime.ledgers import pages
-from gpu_runtime.ledgers.pages import EMPTY, Unwritable, body, encoded, pack, unpack
+from gpu_runtime.ledgers import page_parts, pages
+from gpu_runtime.ledgers.page_parts import Unwritable
+from gpu_runtime.ledgers.pages import EMPTY, body, encoded, pack, unpack
 from tests.worlds import at, book, lease, owner, ticket
 
 GIB = 2**30
@@ -103,12 +104,28 @@ def test_what_has_not_changed_is_not_decoded_again(monkeypatch):
     after = page.with_lease(lease("a", by=1, sim0=2))
     _, content = body(pack(after, packed, 2), after.tickets, 2)
     decoded = []
-    decode = pages._decode_mine
-    monkeypatch.setattr(pages, "_decode_mine", lambda part: decoded.append(1) or decode(part))
+    decode = pages.decode_part
+    monkeypatch.setattr(pages, "decode_part", lambda *part: decoded.append(1) or decode(*part))
     found, _ = unpack(content, 2, packed)
     assert found == after and len(decoded) == 1
     assert found.sections[owner(2).id] is seen.sections[owner(2).id]
     assert found.tickets[0] is seen.tickets[0] and found.devices is seen.devices
+
+
+def test_of_many_leases_only_the_changed_one_is_encoded_and_decoded(monkeypatch):
+    """A section may have hundreds."""
+    page = book(*(lease(f"m{n}", by=1, sim0=1) for n in range(50)))
+    seen, packed = unpack(encoded(page, 1), 1)
+    after = seen.with_lease(lease("m7", by=1, sim0=2))
+    decoded = []
+    decode = page_parts._decode_lease
+    monkeypatch.setattr(page_parts, "_decode_lease", lambda it: decoded.append(1) or decode(it))
+    _, content = body(pack(after, packed, 2), after.tickets, 2)
+    assert len(decoded) == 1, "what is written is read once"
+    found, _ = unpack(content, 2, packed)
+    assert found == after and len(decoded) == 2
+    unchanged = [one for one in found.leases() if one.name != "m7"]
+    assert all(seen.lease(one.owner, one.name) is one for one in unchanged)
 
 
 def test_a_write_changes_only_its_own_bytes():

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from gpu_runtime import Runtime
 from gpu_runtime.errors import Busy, LedgerRefused
 from gpu_runtime.facts import Book, Section, Share, encode
-from gpu_runtime.ledgers import pages
+from gpu_runtime.ledgers import page_parts
 from gpu_runtime.ledgers.base import Ledger
 from gpu_runtime.rendering import text
 
@@ -42,7 +42,7 @@ def write_unreadable(monkeypatch) -> Callable[..., None]:
     def write(ledger: Ledger, gib: int = 6) -> None:
         broken = replace(lease(ledger, "broken", gib=gib), quantization=None)
         with monkeypatch.context() as patch:
-            patch.setattr(pages, "_readable", lambda value, decode: pages._encode_json(value))
+            patch.setattr(page_parts, "readable", lambda value, *_: page_parts._encode_json(value))
             unreadable = replace(section(ledger), leases=(broken,))
             ledger.transact(lambda book: (book.with_section(unreadable), None))
 

@@ -1,0 +1,157 @@
+"""One owner's part of a page as JSON: its section and its tickets.
+
+Only leases that changed are encoded and decoded: a section may have hundreds, and a write changes
+one. What is encoded is decoded once before it is used, so that no process writes what others could
+not read.
+
+Pure: values in, values out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..facts import Lease, Section, Ticket, Value, encode
+
+MOST_PART_BYTES = 960 << 10  # of one owner's part: it must fit the owner's roster too
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+_UNENCODABLE = (TypeError, ValueError, OverflowError)
+
+
+class Unwritable(Exception):
+    """What was to be written could not be read again by others; `why` names the field."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+_FIELDS = [field for field in msgspec.structs.fields(Section) if field.name != "leases"]
+# A section whose leases stay as bytes.
+_Outline: Any = msgspec.defstruct(
+    "_Outline",
+    [
+        (field.name, field.type)
+        if field.required
+        else (
+            field.name,
+            field.type,
+            msgspec.field(default_factory=field.default_factory)
+            if field.default is msgspec.NODEFAULT
+            else field.default,
+        )
+        for field in _FIELDS
+    ]
+    + [("leases", tuple[msgspec.Raw, ...], ())],
+    frozen=True,
+    omit_defaults=True,
+)
+
+
+class _Mine(Value):
+    section: _Outline | None = None
+    tickets: tuple[Ticket, ...] = ()
+
+
+_encode_json = msgspec.json.Encoder().encode
+_decode_mine = msgspec.json.Decoder(_Mine).decode
+_decode_lease = msgspec.json.Decoder(Lease).decode
+
+
+def encode_part(
+    section: Section | None,
+    tickets: tuple[Ticket, ...],
+    old: Section | None = None,
+    old_leases: tuple[bytes, ...] = (),
+) -> tuple[bytes, tuple[bytes, ...]]:
+    """The part as bytes, and its leases as bytes.
+
+    The leases of the section before, `old`, are `old_leases` as bytes. Raises Unwritable.
+    """
+    known: dict[int, bytes] = {}
+    if old is not None:
+        known = {id(lease): content for lease, content in zip(old.leases, old_leases, strict=True)}
+    outline, leases = None, []
+    if section is not None:
+        for number, lease in enumerate(section.leases):
+            content = known.get(id(lease))
+            if content is None:
+                content = readable(lease, _decode_lease, f"section.leases[{number}]")
+            leases.append(content)
+        fields = {field.name: getattr(section, field.name) for field in _FIELDS}
+        outline = _Outline(**fields, leases=tuple([msgspec.Raw(content) for content in leases]))
+    content = readable(_Mine(outline, tickets), _decode_mine)
+    if len(content) > MOST_PART_BYTES:
+        raise Unwritable(f"its leases and requests take {len(content)} bytes, {_largest(section)}")
+    return content, tuple(leases)
+
+
+def decode_part(
+    content: bytes,
+    known: Mapping[bytes, Lease],
+) -> tuple[Section | None, tuple[Ticket, ...], tuple[bytes, ...]]:
+    """The section, the tickets, and the leases as bytes; `known` has leases decoded already.
+
+    Raises one of UNREADABLE.
+    """
+    mine = _decode_mine(content)
+    if mine.section is None:
+        return None, mine.tickets, ()
+    raw = tuple([bytes(lease) for lease in mine.section.leases])
+    leases = tuple([known.get(lease) or _decode_lease(lease) for lease in raw])
+    fields = {field.name: getattr(mine.section, field.name) for field in _FIELDS}
+    return Section(**fields, leases=leases), mine.tickets, raw
+
+
+def readable(
+    value: msgspec.Struct,
+    decode: Callable[[bytes], object],
+    path: str = "",
+) -> bytes:
+    """`value`, which is at this `path` in the page, as JSON that `decode` reads.
+
+    Raises Unwritable, which names the field.
+    """
+    try:
+        content = _encode_json(value)
+    except _UNENCODABLE as error:
+        raise Unwritable(f"{_culprit(value, path)} cannot be written ({error})") from error
+    try:
+        decode(content)
+    except UNREADABLE as error:
+        why = str(error).replace("`$", f"`{path}" if path else "`$")
+        raise Unwritable(f"others could not read it: {why}") from error
+    return content
+
+
+def _culprit(value: object, path: str) -> str:
+    """The path of the first field in `value` that cannot be encoded."""
+    for name, inner in _inside(value):
+        try:
+            _encode_json(inner)
+        except _UNENCODABLE:
+            return _culprit(inner, f"{path}{name}")
+    return f"the field {path.lstrip('.') or '?'}"
+
+
+def _inside(value: object) -> Sequence[tuple[str, object]]:
+    """What `value` consists of, each with its name."""
+    if isinstance(value, msgspec.Struct):
+        return [(f".{name}", getattr(value, name)) for name in value.__struct_fields__]
+    if isinstance(value, Mapping):
+        return [(f"[{name!a}]", inner) for name, inner in value.items()]
+    if isinstance(value, (tuple, list)):
+        return [(f"[{place}]", inner) for place, inner in enumerate(value)]
+    return ()
+
+
+def _largest(section: Section | None) -> str:
+    """The largest lease of a section, in words."""
+    sizes = [(len(encode(lease)), lease.name[:80]) for lease in section.leases] if section else []
+    if not sizes:
+        return f"and {MOST_PART_BYTES} are the most"
+    size, name = max(sizes)
+    return f"{size} of them the lease {name!a}, and {MOST_PART_BYTES} are the most"
