@@ -41,6 +41,7 @@ CATALOGUE = [
     "tests/catalog/test_manifests.py",
     "tests/owner/test_catalog.py",
 ]
+ARGUMENTS = ["tests/owner/test_arguments.py", "tests/owner/test_notebook_path.py"]
 OWNER = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
 
 
@@ -55,6 +56,48 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
+    Fault(
+        "take any value as a truth value",
+        "arguments",
+        "    _require(value is True or value is False)\n",
+        "",
+        ARGUMENTS,
+    ),
+    Fault(
+        "store half a character",
+        "arguments",
+        "len(text) <= LONGEST_NAME and text.isprintable())",
+        "len(text) <= LONGEST_NAME)",
+        ARGUMENTS,
+    ),
+    Fault(
+        "let a value's own error out",
+        "arguments",
+        "    except Exception:\n        raise BadSetting(name, value, rule.expected) from None\n",
+        "    except ValueError:\n        raise BadSetting(name, value, rule.expected) from None\n",
+        ARGUMENTS,
+    ),
+    Fault(
+        "swallow an unknown option",
+        "options",
+        '            raise unknown_option(name, value, (*known, *others), f"the backend {backend}")\n',
+        "            continue\n",
+        ARGUMENTS,
+    ),
+    Fault(
+        "record a path as it is given",
+        "ledgers/liveness",
+        "        notebook=printable(notebook, LONGEST_PATH),\n",
+        "        notebook=notebook,\n",
+        ARGUMENTS,
+    ),
+    Fault(
+        "keep an interrupted block",
+        "owner/block_table",
+        "            elif self.pop(name, None):",
+        "            elif False:",
+        OWNER,
+    ),
     Fault(
         "free leaving bytes early",
         "scheduler/capacity",
