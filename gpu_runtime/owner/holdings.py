@@ -105,12 +105,19 @@ def _summed(
 
 def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:
     """The storages on the governed devices by their keys; and whether there was time for all."""
+    result = _found(session, limit)
+    found = {one.key: _Storage(one.device, one.bytes) for one in result.found}
+    return found, result.whole
+
+
+def _found(session: Session, limit: Any) -> Any:
+    """The search's result, without the models that are away from their devices."""
     from ..backends.pytorch.search import counted_on, search
 
     memories = [session.probe.place(device.id) for device in session.probe.devices]
-    result = search(counted_on(memories), limit=limit)
-    found = {one.key: _Storage(one.device, one.bytes) for one in result.found}
-    return found, result.whole
+    residents = list(session.residents.values())
+    away = (_keys_of(one) for one in residents if one.place is not Place.HERE)
+    return search(counted_on(memories), governed=frozenset[int]().union(*away), limit=limit)
 
 
 def _reach(
@@ -172,11 +179,9 @@ def _models(
     session: Session, storages: Mapping[int, _Storage]
 ) -> tuple[list[Holder], frozenset[int], int]:
     """The governed models, the keys of their storages, and the bytes of those without storages."""
-    from ..backends.pytorch.holders import storages_of
-
     rows, governed, of_others = [], set[int](), 0
     for resident in _on_devices(session):
-        keys = storages_of(resident.handle) & storages.keys()
+        keys = _keys_of(resident) & storages.keys()
         if keys:
             size = sum(storages[key].bytes for key in keys)
             rows.append(_of_lease(resident, _devices(storages[k].device for k in keys), size))
@@ -195,13 +200,11 @@ def _elsewhere(
 ) -> tuple[list[Holder], frozenset[int]]:
     """Rows for the storages `left`, by what refers to them; and the keys whose referrer is known."""
     from ..backends.pytorch.holders import UNKNOWN, referrer
-    from ..backends.pytorch.search import counted_on, search
 
     wanted = frozenset(left)
     if not wanted or limit.over:
         return [], frozenset()
-    memories = [session.probe.place(device.id) for device in session.probe.devices]
-    found = [one for one in search(counted_on(memories), limit=limit).found if one.key in wanted]
+    found = [one for one in _found(session, limit).found if one.key in wanted]
     found.sort(key=lambda one: -one.bytes)
     rows: dict[str, Holder] = {}
     known = set()

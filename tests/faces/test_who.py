@@ -178,6 +178,15 @@ def test_a_governed_model_is_listed_and_its_variable_frees_nothing(notebook, rt)
     assert frame.attrs["explained_bytes"] == 7 * MIB
 
 
+def test_a_model_that_is_away_holds_no_device_memory(notebook, rt):
+    """Its storages lie in host memory; on a simulated card these are CPU storages too."""
+    run(notebook, "net = torch.nn.Linear(512, 1024, bias=False).eval()")
+    rt.register("net", notebook.user_ns["net"])
+    rt.preload("net")
+    rt.evict("net")
+    assert table(rt) == {}
+
+
 def test_graphs_are_told_apart_in_the_sums(notebook, rt):
     run(notebook, "w = mib(1).requires_grad_(); loss = (w * 2).exp().sum()")
     sums = rt.who().attrs

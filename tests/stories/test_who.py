@@ -1,0 +1,71 @@
+"""A notebook that never calls the runtime: what holds its memory, in a real kernel, and what letting go frees."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def cell(tmp_path):
+    """A function that runs a cell in a kernel and returns what it prints and shows, as text."""
+    paths = (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", ""))
+    manager, client = start_new_kernel(
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
+            "GPU_DEVICES": "sim:24GiB,host:64GiB",
+        }
+    )
+
+    def run(code: str) -> str:
+        shown: list[str] = []
+
+        def hook(message):
+            content = message["content"]
+            shown.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
+
+        client.execute_interactive(code, output_hook=hook, timeout=60)
+        return "".join(shown)
+
+    try:
+        run("%load_ext gpu")
+        yield run
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def held(cell):
+    """Name -> (MiB reached, MiB that it alone frees)."""
+    rows = json.loads(cell("print(rt.who().to_json(orient='records'))"))
+    return {row["name"]: (row["bytes"] // MIB, row["alone_bytes"] // MIB) for row in rows}
+
+
+def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
+    """Outputs, also a deleted one, a loss with its graph, and the error of a cell."""
+    assert "No variable or output holds memory" in cell("%gpu who")
+    assert cell("import sys; print('torch' in sys.modules)") == "False\n"
+    cell("import torch\ndef mib(n): return torch.ones(n * 2**18)")
+    cell("data = mib(8)")
+    cell("w = mib(2).requires_grad_()\nloss = (w * 2).exp().sum()")
+    cell("mib(3)")
+    cell("[mib(4)]")
+    cell("del Out[max(Out)]")
+    cell("def step():\n    batch = mib(5)\n    raise ValueError('no')\nstep()")
+    table = held(cell)
+    assert (table["data"], table["the last error"]) == ((8, 8), (5, 5))
+    outputs = [sizes for name, sizes in table.items() if name.startswith(("Out[", "_"))]
+    assert sorted(outputs) == [(3, 3), (4, 4)]
+    assert cell("%gpu free").startswith("free: 12.0 MiB came free; released ")
+    assert held(cell) == {"data": (8, 8), "w": (2, 0), "loss": (4, 2)}
+    assert cell("%gpu free loss").startswith("free loss: 2.0 MiB came free; w still refers")
+    assert held(cell) == {"data": (8, 8), "w": (2, 2)}
