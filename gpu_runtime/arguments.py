@@ -315,6 +315,7 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "device": Rule("a card's id, such as 'cuda:1'", _word),
     "free.name": optional(Rule("the name of a variable", _word)),
     "move.device": Rule("a card's id such as 'cuda:1', or a list of them", _cards),
+    "who": Rule("a notebook's file name or a process id", _word),
     "process": Rule("a process id, or a model that it holds, such as 'qwen@4121'", _word),
     "undo": TRUTH,
     "limit": ROWS,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import attribution, threads
 from .arguments import checked, read_all
-from .backends.base import Progress
+from .backends.base import Progress, Stillness
 from .catalog.resolve import Catalogued
 from .catalog.store import Catalog
 from .devices.devices_setting import check_index
@@ -49,6 +49,7 @@ from .owner import (
     doctor,
     drain,
     holdings,
+    kernel,
     lost_owners,
     maintenance,
     migrate,
@@ -59,6 +60,7 @@ from .owner import (
 )
 from .owner.governed_calls import release_calls
 from .owner.history import recorded_events
+from .owner.kernel import Kernel
 from .owner.monitor import Monitor
 from .owner.notebook import notebook_path
 from .owner.operations import ASK_SECONDS
@@ -444,6 +446,31 @@ class Runtime:
     def unpin(self, name: str | LeaseId) -> Outcome:
         """Lets the model `name` be evicted again. Raises UnknownModel, NotAllowed."""
         return operations.set_keep(self._session, name, "unpin")
+
+    @checked
+    def park(self, who: str = "") -> Outcome:
+        """Moves what a notebook's own code holds on its GPU to RAM. It returns before its next cell.
+
+        `who` is a notebook's file name, a process id or an owner's id; without it, this notebook: then
+        it leaves when the running cell has ended. Raises GpuError, StillInUse, NotAllowed.
+        """
+        return kernel.park(self._session, who)
+
+    @checked
+    def unpark(self, who: str = "") -> Outcome:
+        """Brings a parked notebook's memory back to its GPU; `who` as in `park`.
+
+        Raises GpuError, Busy, DoesNotFit, NotAllowed.
+        """
+        return kernel.unpark(self._session, who)
+
+    def attach_kernel(self, stillness: Stillness) -> Kernel:
+        """The kernel of this process, for the front end that runs its cells.
+
+        The front end calls its `begin` before each cell and its `end` after it. `stillness` knows
+        whether anything runs that may use a tensor; see `backends.base`.
+        """
+        return kernel.attach(self._session, stillness)
 
     @checked
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:

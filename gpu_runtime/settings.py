@@ -180,6 +180,19 @@ class Settings(BaseSettings):
         description="When pressure evicts idle models: auto (while requests wait or unleased memory grows), "
         "always or never.",
     )
+    gpu_park: Literal["asked", "idle", "never"] = Field(
+        "asked",
+        description="When the memory of an idle notebook leaves its GPU for RAM: asked (another process "
+        "needs it, or someone parks it), idle (also after GPU_PARK_IDLE_SECONDS) or never.",
+    )
+    gpu_park_idle_seconds: Seconds = Field(
+        600.0, description="With GPU_PARK=idle: how long a notebook is idle before it is parked."
+    )
+    gpu_park_turn_seconds: Seconds = Field(
+        30.0,
+        description="How long cells that follow one another keep the GPU while another process waits for "
+        "it; never less than five times what leaving and returning takes.",
+    )
     eviction_grace_seconds: Seconds = Field(
         5.0,
         description="A model used within this time is not evicted by pressure or by other processes.",

@@ -138,6 +138,13 @@ def usage_error(message: str) -> str:
 
 NAME = positional("name", "NAME", "a model; another process's as NAME@PID", "models")
 CATALOG_NAME = positional("name", "NAME", "a model of the catalogue", "catalog")
+WHO = positional(
+    "who",
+    "NOTEBOOK",
+    "its file name or process id; without it, this notebook",
+    "kernels",
+    nargs="?",
+)
 TIMEOUT = option("--timeout", "SECONDS", "how long to wait at most", type=seconds)
 IMPORTANCE_OPTION = option(
     "--importance",

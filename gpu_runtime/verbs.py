@@ -23,6 +23,7 @@ from .verb_arguments import (
     NAME,
     SOCKET,
     TIMEOUT,
+    WHO,
     Argument,
     count,
     given,
@@ -186,6 +187,18 @@ _TABLE = (
         "allows a pinned model to be evicted again",
         lambda rt, args: rt.unpin(args.name),
         (NAME,),
+    ),
+    Verb(
+        "park",
+        "moves what a notebook's own code holds to RAM, until its next cell",
+        lambda rt, args: rt.park(args.who or ""),
+        (WHO,),
+    ),
+    Verb(
+        "unpark",
+        "brings a parked notebook's memory back to its device",
+        lambda rt, args: rt.unpark(args.who or ""),
+        (WHO,),
     ),
     Verb(
         "drain",

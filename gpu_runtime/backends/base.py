@@ -17,6 +17,29 @@ Progress = Callable[[int, int], None]  # called with bytes done and bytes in tot
 _OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
 
 
+class NotStill(Exception):
+    """A kernel's memory stays: it was used meanwhile, or something in it may use the memory."""
+
+
+class Stillness(Protocol):
+    """Knows whether anything runs in this process that may touch a tensor."""
+
+    def why_not(self) -> str:
+        """Why the kernel's memory must not be moved now; empty if it may be moved."""
+        ...
+
+    def mark(self) -> object:
+        """A value that changes with every message that the kernel handles."""
+        ...
+
+    def change(self, mark: object, act: Callable[[], None]) -> str:
+        """Calls `act` while no other thread of the process runs, and returns an empty text.
+
+        If the kernel was used since `mark`, or something runs, returns why, and `act` is not called.
+        """
+        ...
+
+
 class Backend(Protocol):
     """Loads, moves and drops one kind of model.
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # settings load pydantic, a tenth of a second
 
 _MODULES = {  # name -> module and class; a module is imported when its backend is first opened
     "fake": ("fake", "FakeBackend"),
+    "kernel": ("pytorch.kernel_memory", "KernelBackend"),
     "llama_cpp": ("llama_cpp.backend", "LlamaCppBackend"),
     "torch": ("pytorch.torch_backend", "TorchBackend"),
     "transformers": ("pytorch.transformers_backend", "TransformersBackend"),

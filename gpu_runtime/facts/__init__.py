@@ -68,6 +68,7 @@ from .labels import (
     ended_label,
     holder_label,
     lease_state,
+    lease_title,
 )
 from .leases import (
     Lease,
@@ -176,6 +177,7 @@ __all__ = [
     "holder_label",
     "importance_name",
     "lease_state",
+    "lease_title",
     "one_memory",
     "overdrafts",
     "parse_importance",

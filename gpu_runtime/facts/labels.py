@@ -96,3 +96,14 @@ def cards_label(shares: Shares, backend: str = "") -> str:
         return f"GPU: {numbers[0]}" if numbers else ""
     parallel = f" (TP:{len(numbers)})" if backend in TENSOR_PARALLEL else ""
     return f"GPUs: {','.join(numbers)}{parallel}"
+
+
+def lease_title(lease: Lease, owner: Owner | None) -> str:
+    """The name of `lease` for people: a kernel's own memory has the name of its notebook.
+
+    >>> lease_title(Lease("1", "kernel", kind="kernel"), Owner("h", "b", 41, 0, notebook="a/train.ipynb"))
+    'train.ipynb'
+    """
+    if lease.kind != "kernel" or owner is None:
+        return lease.name
+    return owner.notebook.rsplit("/", 1)[-1] or f"pid {owner.pid}"

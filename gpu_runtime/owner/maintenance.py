@@ -16,7 +16,7 @@ from ..scheduler import transitions as books
 from ..scheduler.pressure import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
-from . import defragment, migrate, operations, permissions, release, requests
+from . import defragment, kernel, migrate, operations, permissions, release, requests
 from .operations import ASK_SECONDS
 from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Session
@@ -47,6 +47,7 @@ def tick(session: Session, notebook: str = "") -> float:
     requests.follow_up(session)
     session.journal.flush()
     vacate(session)
+    kernel.look_after(session)
     session.maps.publish()
     session.publish_names()
     nothing_to_write = quiet(session, book)
@@ -178,7 +179,11 @@ def log_overstays(session: Session) -> None:
 def remeasure(session: Session) -> None:
     """Measures models again that were used since the last tick: training adds gradients and state."""
     residents = list(session.residents.values())
-    used = [r for r in residents if r.uses != r.uses_counted and r.place is Place.HERE]
+    used = [
+        r
+        for r in residents
+        if r.uses != r.uses_counted and r.place is Place.HERE and r.lease.kind == "model"
+    ]
     for resident in used:
         if not resident.work.acquire(False):
             continue

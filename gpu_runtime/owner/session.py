@@ -123,6 +123,7 @@ class Session:
         self._torch_limits: dict[str, float] = {}  # card -> fraction that torch may allocate here
         self._named: tuple[Device, ...] = ()  # the book's devices when the names last agreed
 
+        self.kernel: Any = None  # of a notebook, see kernel.py
         self.monitor: Monitor | None = None
         self.monitor_started = self.dozing = self.closed = False
         self.breaker = Breaker()

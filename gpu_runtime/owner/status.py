@@ -169,7 +169,8 @@ def health(found: Snapshot) -> Health:
 
 def specs(session: Session) -> tuple[Any, ...]:
     """The specifications of the models registered in this process."""
-    return tuple(resident.spec for resident in list(session.residents.values()))
+    residents = list(session.residents.values())
+    return tuple(resident.spec for resident in residents if resident.lease.kind == "model")
 
 
 # -- tables; pandas is imported by the first one
@@ -187,7 +188,11 @@ def models(session: Session) -> DataFrame:
             sizes[resident.spec.name] = resident.footprint().bytes
         except GpuError:  # the source was deleted after the registration, so the size is unknown
             continue
-    registered = [resident.spec for resident in residents if not resident.catalogued]
+    registered = [
+        resident.spec
+        for resident in residents
+        if not resident.catalogued and resident.lease.kind == "model"
+    ]
     return dataframes.models(
         registered, book.sections, session.me, sizes, world.now, session.catalogue.specs()
     )

@@ -175,7 +175,7 @@ def stretch(
 def swatch(row: views.Holding) -> str:
     """A square in the colour of the `row`'s model."""
     drawn = Look(_GREY, "", f"gpuc-{row.kind}")
-    if row.kind in ("model", "block"):
+    if row.kind in ("model", "block", "kernel"):
         drawn = look(row.name)
     return (
         f'<span class="gpuc-swatch {drawn.texture}" style="display:inline-block;width:11px;'

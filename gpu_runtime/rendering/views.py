@@ -28,6 +28,7 @@ from gpu_runtime.facts import (
     holder_label,
     importance_name,
     lease_state,
+    lease_title,
 )
 from gpu_runtime.units import show_bytes
 
@@ -111,18 +112,24 @@ def bars(snapshot: Snapshot) -> tuple[Bar, ...]:
 
 def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
     for lease in snapshot.leases():
+        title = _title(snapshot, lease)
         present = _bytes_on(lease.shares, view.device.id)
         if present:
             kind = "leaving" if lease.phase is Phase.LEAVING else "settled"
-            yield BarSegment(lease.name, present, kind, lease.id)
+            yield BarSegment(title, present, kind, lease.id)
         arriving = _bytes_on(lease.target, view.device.id)
         if arriving:
-            yield BarSegment(lease.name, arriving, "arriving", lease.id)
+            yield BarSegment(title, arriving, "arriving", lease.id)
     if view.residue_bytes:
         yield BarSegment(RESIDUE, view.residue_bytes, "residue")
     unleased = strangers_bytes(view)
     if unleased > 0:
         yield BarSegment(STRANGERS, unleased, "strangers")
+
+
+def _title(snapshot: Snapshot, lease: Lease) -> str:
+    section = snapshot.sections.get(lease.owner)
+    return lease_title(lease, section.owner if section else None)
 
 
 def _bytes_on(shares: Iterable[Share], device: str) -> int:
@@ -238,7 +245,7 @@ def holdings(snapshot: Snapshot) -> list[Holding]:
 
 def _holding(snapshot: Snapshot, lease: Lease) -> Holding:
     return Holding(
-        lease.name,
+        _title(snapshot, lease),
         lease.bytes,
         _where(lease),
         holder(snapshot, lease.owner),

@@ -24,6 +24,8 @@ from .capacity import room
 from .eligibility import eviction_step, mark_leaving, reason_to_stay
 from .pressure import level, pressure, relief, views
 
+KERNEL_IDLE_SECONDS = 1.0  # a kernel whose last cell ended this long ago may leave an overfull card
+
 
 def relieve(
     book: Book, owner: str, world: World, rank: Policy, key: str
@@ -63,6 +65,44 @@ def relieve(
             book = mark_leaving(book, step, key)
             steps.append(step)
     return book, tuple(steps)
+
+
+def park_kernels(
+    book: Book, owner: str, world: World, rank: Policy, key: str
+) -> tuple[Book, tuple[Move | Drop, ...]]:
+    """The book with the kernel of `owner` leaving a card that holds more than its limit, and the step.
+
+    Plain code asks nobody before it takes memory. So a card may hold more than its limit, until idle
+    kernels have left. Of those, as many leave as are needed, in the order of `rank`. `key` marks them.
+    """
+    if world.rules.relief == "never" or owner not in book.sections:
+        return book, ()
+    host_room = room(book, world).get(HOST, 0)
+    for view in views(book, world):
+        excess = (
+            view.claimed_bytes - view.limit_bytes - _leaving_bytes(book.leases(), view.device.id)
+        )
+        if view.device.is_host or excess <= 0:
+            continue
+        kernels = [lease for lease in book.leases() if _is_idle_kernel(lease, world)]
+        for lease in _least_important_first(kernels, view, world, rank):
+            if excess <= 0:
+                break
+            excess -= lease.bytes_on(view.device.id)
+            if lease.owner != owner:
+                continue
+            because = f"{view.device.id} holds more than its limit."
+            step = eviction_step(lease, host_room, world, because=because, reason="memory_pressure")
+            if step is not None:
+                return mark_leaving(book, step, key), (step,)
+    return book, ()
+
+
+def _is_idle_kernel(lease: Lease, world: World) -> bool:
+    if lease.kind != "kernel" or lease.idle_seconds(world.now) < KERNEL_IDLE_SECONDS:
+        return False
+    why = reason_to_stay(lease, world, asker=lease.owner, importance=lease.importance)
+    return not why
 
 
 def _step(

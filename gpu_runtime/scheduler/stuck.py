@@ -45,7 +45,7 @@ def stuck_leases(
         for device in {share.device for share in lease.shares}:
             if why:
                 leases.setdefault(device, []).append((lease, why))
-            elif not lease.droppable and lease.kind == "model":
+            elif not lease.droppable and lease.kind != "block":
                 precious.setdefault(device, []).append(lease)
     return Stuck(leases, precious, _host_bytes_to_be_had(book, world) if precious else 0)
 

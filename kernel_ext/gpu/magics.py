@@ -26,7 +26,8 @@ from gpu_runtime.verb_arguments import Argument, fill, option, switch, usage_err
 
 from .completion import matcher_for
 from .namespace import NotebookNames
-from .waiting import WaitLine
+from .parking import Parking
+from .waiting import WaitLine, quiet_line
 
 # The rendering modules are imported with the first answer, so that loading the extension is fast.
 
@@ -270,6 +271,9 @@ class _Loaded:
             shell.user_ns["rt"] = self.rt
         shell.events.register("pre_run_cell", self.before_cell)
         shell.events.register("post_run_cell", self.after_cell)
+        kernel = getattr(shell, "kernel", None)
+        can_park = hasattr(kernel, "pre_handler_hook")  # of ipykernel, not of a terminal or a test
+        self.parking = Parking(shell, self.open, quiet_line) if can_park else None
 
     def _add_magics(self) -> None:
         tables = self.shell.magics_manager.magics
@@ -321,6 +325,8 @@ class _Loaded:
         self._remove_formats()
         self.shell.events.unregister("pre_run_cell", self.before_cell)
         self.shell.events.unregister("post_run_cell", self.after_cell)
+        if self.parking is not None:
+            self.parking.remove()
         activity.forget()
         if registered.front_end is self.names:
             registered.front_end = None

@@ -27,6 +27,7 @@ def sentence(name: str, wait: Wait) -> str:
     train.ipynb; 2 ahead of you`.
     """
     place = next((candidate.shares[0] for candidate in wait.considered), None)
+    name = "this notebook" if name == "kernel" else name
     need = f" for {show_bytes(place.bytes)} on {place.device}" if place else ""
     ahead = f"; {wait.ahead} ahead of you" if wait.ahead else ""
     return lines(f"{name} waits{need}: {wait.because}{ahead}").replace("\n", " ")
@@ -77,3 +78,11 @@ class WaitLine:
             self._handle.update(bundle, raw=True)
         if not line:
             self._handle = None
+
+
+def quiet_line(line: str) -> None:
+    """Shows one `line` in small italics above the output of the cell."""
+    from IPython.display import display
+
+    bundle = {"text/plain": line, "text/html": f"<small><i>{escaping.escape(line)}</i></small>"}
+    display(bundle, raw=True)

@@ -234,6 +234,10 @@ WAITED_FOR = book(
         replace(
             WAITED_FOR, tickets=tuple(replace(one, refreshed=NOW + 1) for one in WAITED_FOR.tickets)
         ),
+        replace(
+            WAITED_FOR,
+            tickets=tuple(replace(one, because="used 3 ms ago") for one in WAITED_FOR.tickets),
+        ),
         replace(WAITED_FOR, samples={"sim:0": Sample("sim:0", NOW, 0)}),
         book(
             lease("a", sim0=8, pins=2, uses=4, last_used=NOW),
@@ -246,7 +250,13 @@ WAITED_FOR = book(
             | {ME.id: replace(WAITED_FOR.sections[ME.id], busy_since=NOW)},
         ),
     ],
-    ids=["looked at once more", "measured", "used by more", "a cell began"],
+    ids=[
+        "looked at once more",
+        "waits for another time",
+        "measured",
+        "used by more",
+        "a cell began",
+    ],
 )
 def test_a_write_that_helps_no_waiting_request_wakes_none(after):
     """Otherwise two requests that wait in one process would wake each other for ever."""

@@ -19,6 +19,7 @@ from gpu_runtime.facts import (
     Snapshot,
     importance_name,
     lease_state,
+    lease_title,
 )
 from gpu_runtime.rendering.views import (
     RESIDUE,
@@ -202,7 +203,7 @@ def _lease_stretch(
     snapshot: Snapshot, section: Section, lease: Lease, size: int, kind: str
 ) -> Stretch:
     return Stretch(
-        clean(lease.name),
+        clean(lease_title(lease, section.owner)),
         size,
         kind,
         lease_tooltip(snapshot, section, lease, size, kind),

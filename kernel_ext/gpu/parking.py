@@ -1,0 +1,323 @@
+"""The cells of a kernel, for parking: they begin, they end, and no line of one runs while its bytes are away.
+
+IPython runs a cell even if a hook failed. Only a transformer of its syntax tree can refuse it.
+The exchange of a kernel's memory happens on the kernel's own loop, between two messages, and only if
+every other thread rests in a place where it is known to wait.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NamedTuple
+
+from IPython.core.error import InputRejected
+
+from gpu_runtime import GpuError
+from gpu_runtime.units import MIB
+
+LOOP_SECONDS = 10.0  # how long the kernel's loop may take to come to the exchange
+UNDISTURBED_SECONDS = 60.0  # the switch interval meanwhile: no other thread gets the interpreter
+# These may have noted the addresses of tensors, or run code of their own on the card.
+OTHER_LIBRARIES = (
+    "cupy", "numba.cuda", "jax", "tensorflow", "cudf", "rmm", "pycuda", "tensorrt", "warp", "vllm",
+    "deepspeed", "transformer_engine", "dgl",
+)  # fmt: skip
+# Messages that run no code of the user's.
+QUIET = frozenset(
+    (
+        "kernel_info_request", "history_request", "is_complete_request", "comm_info_request",
+        "connect_request", "usage_request",
+    )
+)  # fmt: skip
+KERNEL_THREADS = frozenset(
+    ("MainThread", "IOPub", "Control", "Heartbeat", "Shell channel", "IPythonHistorySavingThread")
+)
+KERNEL_THREAD_TYPES = frozenset(
+    (
+        "ParentPollerUnix", "HistorySavingThread", "Heartbeat", "ControlThread", "ShellChannelThread",
+        "WriterThread", "ReaderThread", "TMonitor",
+    )
+)  # fmt: skip
+KERNEL_TASKS = frozenset(
+    ("Kernel.dispatch_queue", "Kernel.shell_main", "Kernel.dispatch_shell", "Kernel.process_one")
+)
+# Where the kernel's own threads wait: the file and the function of their innermost frame.
+RESTING = frozenset(
+    (
+        ("selectors.py", "select"), ("threading.py", "wait"), ("iostream.py", "_watch_pipe_fd"),
+        ("__init__.py", "device"), ("parentpoller.py", "run"), ("_monitor.py", "run"),
+        ("queue.py", "get"), ("thread.py", "_worker"),
+    )
+)  # fmt: skip
+OURS = "gpu_runtime."  # modules whose threads touch no tensor except through this exchange
+
+
+class Parking:
+    """Follows the cells of one kernel, and lets its memory be exchanged between them."""
+
+    def __init__(self, shell: Any, opens: Callable[[], Any], show: Callable[[str], None]) -> None:
+        """For the kernel of `shell`; `opens` returns the runtime, and `show` displays a line."""
+        self._shell, self._kernel = shell, shell.kernel
+        self._opens, self._show = opens, show
+        self._runtime: Any = None
+        self._lease: Any = None  # the runtime's Kernel, once torch holds something
+        self._mark = 0
+        self._cells = 0  # that run now
+        self._in_hook = False  # the main thread waits for its memory
+        self._main = threading.main_thread().ident
+        self._refusing = _Refusing(self)
+        shell.events.callbacks["pre_execute"].insert(0, self.before)  # before anybody else's hook
+        shell.events.register("post_execute", self.after)
+        shell.ast_transformers.insert(0, self._refusing)
+        self._hook = self._kernel.pre_handler_hook
+        self._kernel.pre_handler_hook = self.on_message
+
+    def remove(self) -> None:
+        """Removes everything that was added."""
+        events = self._shell.events
+        for name, callback in (("pre_execute", self.before), ("post_execute", self.after)):
+            if callback in events.callbacks[name]:
+                events.unregister(name, callback)
+        if self._refusing in self._shell.ast_transformers:
+            self._shell.ast_transformers.remove(self._refusing)
+        if self._kernel.pre_handler_hook == self.on_message:
+            self._kernel.pre_handler_hook = self._hook
+
+    # -- messages and cells
+
+    def on_message(self) -> Any:
+        """Called before the kernel handles a message."""
+        try:
+            kind = self._kernel.get_parent("shell")["header"]["msg_type"]
+        except Exception:  # a message without a header is not a quiet one
+            kind = ""
+        if kind not in QUIET:
+            self._mark += 1
+        return self._hook()
+
+    def before(self) -> None:
+        """Called before a cell, a silent request or a comm callback: brings the bytes back."""
+        self._mark += 1
+        self._cells += 1
+        if self._lease is None:
+            return
+        self._in_hook = True
+        try:
+            news = self._lease.begin()
+        finally:
+            self._in_hook = False
+        if news:
+            self._show(news)
+
+    def after(self) -> None:
+        """Called after them: counts what the kernel holds now."""
+        self._cells = max(0, self._cells - 1)
+        self._mark += 1
+        if self._lease is None and not _holds_memory():
+            return
+        with contextlib.suppress(GpuError):  # no ledger: `%gpu` reports why
+            rt = self._opens()
+            if rt is not self._runtime:
+                self._runtime, self._lease = rt, rt.attach_kernel(self)
+            self._lease.end()
+
+    @property
+    def refused(self) -> str:
+        """Why the cell must not run; empty if it may."""
+        return self._lease.refused if self._lease is not None else ""
+
+    # -- the protocol Stillness
+
+    def why_not(self) -> str:
+        """Why the kernel's memory must not be moved now; empty if it may be moved."""
+        if self._in_hook:
+            return ""
+        if self._cells:
+            return "a cell runs"
+        return (
+            self._why_not_loop()
+            or _why_not_modules()
+            or _why_not_threads(self._main)
+            or ("gc.freeze() has hidden objects from the search" if gc.get_freeze_count() else "")
+        )
+
+    def mark(self) -> object:
+        """A value that changes with every message that the kernel handles."""
+        return self._mark
+
+    def change(self, mark: object, act: Callable[[], None]) -> str:
+        """Calls `act` while no other thread runs. Returns why it was not called; empty if it was."""
+        if self._in_hook or threading.get_ident() == self._main:
+            return self._change_here(mark, act, threading.get_ident())
+        answer: list[str | BaseException] = []
+        done = threading.Event()
+        caller = threading.get_ident()
+
+        def on_loop() -> None:
+            try:
+                if not done.is_set():
+                    answer.append(self.why_not() or self._change_here(mark, act, caller))
+            except BaseException as error:
+                answer.append(error)
+            finally:
+                done.set()
+
+        self._kernel.io_loop.add_callback(on_loop)
+        if not done.wait(LOOP_SECONDS):
+            done.set()  # the callback that comes late does nothing
+            return "the kernel's loop did not answer"
+        if answer and isinstance(answer[0], BaseException):
+            raise answer[0]
+        return answer[0] if answer else "the kernel's loop did not answer"  # type: ignore[return-value]
+
+    def _change_here(self, mark: object, act: Callable[[], None], caller: int) -> str:
+        with _Undisturbed():
+            if self._mark != mark:
+                return "the kernel was used meanwhile"
+            moving = _not_at_rest({threading.get_ident(), caller, self._main or 0})
+            if moving:
+                return f"a thread runs ({moving})"
+            act()
+            return ""
+
+    def _why_not_loop(self) -> str:
+        kernel = self._kernel
+        if getattr(kernel, "eventloop", None) is not None:
+            return "a GUI event loop runs its callbacks (%gui)"
+        loop = getattr(kernel.io_loop, "asyncio_loop", None)
+        if loop is None:
+            return ""
+        for task in asyncio.all_tasks(loop):
+            name = getattr(task.get_coro(), "__qualname__", "?")
+            if name not in KERNEL_TASKS:
+                return f"an asyncio task is pending ({name})"
+        for handle in getattr(loop, "_scheduled", ()):
+            if not handle.cancelled() and not _is_kernels(handle):
+                return "a callback is scheduled (call_later)"
+        manager = getattr(getattr(kernel, "shell_channel_thread", None), "_manager", None)
+        if manager is not None and manager.list_subshell():
+            return "a subshell is open"
+        return ""
+
+
+class _Refusing(ast.NodeTransformer):
+    """Refuses a cell whose memory is away."""
+
+    def __init__(self, parking: Parking) -> None:
+        self._parking = parking
+
+    def visit(self, node: Any) -> Any:
+        if isinstance(node, ast.Module) and (why := self._parking.refused):
+            raise _Refused(why)
+        return node
+
+
+class _Refused(InputRejected):
+    """The cell did not run. It is shown as one sentence, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Refused: {self}"]
+
+
+class _Undisturbed:
+    """No other thread gets the interpreter inside the block, unless this one gives it up itself."""
+
+    def __enter__(self) -> None:
+        self._usual = sys.getswitchinterval()
+        sys.setswitchinterval(UNDISTURBED_SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setswitchinterval(self._usual)
+
+
+def _holds_memory() -> bool:
+    """Whether torch has started a card, or holds a tensor that would count on a simulated one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):  # it is not imported completely
+        return False
+    if torch.cuda.is_initialized():
+        return True
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    for one in gc.get_objects():
+        if type(one) in kinds and one.nbytes >= MIB and one.device.type == "cpu":
+            return True
+    return False
+
+
+def _why_not_modules() -> str:
+    for name in OTHER_LIBRARIES:
+        if name in sys.modules:
+            return f"{name} is loaded, which may keep addresses of its own"
+    torch = sys.modules.get("torch")
+    group = getattr(torch, "distributed", None)
+    if group is not None and group.is_available() and group.is_initialized():
+        return "a process group is open (torch.distributed)"
+    return ""
+
+
+class _Thread(NamedTuple):
+    """Where a thread is now. No frame: one that refers to itself would keep the old bytes alive."""
+
+    code: CodeType  # of its innermost function
+    is_ours: bool  # gpu_runtime started it
+
+    @property
+    def rests(self) -> bool:
+        """Whether it waits in one of the places where the kernel's own threads wait."""
+        return (self.code.co_filename.rpartition("/")[2], self.code.co_name) in RESTING
+
+
+def _threads() -> dict[int, _Thread]:
+    """The threads that run Python, by their identifiers."""
+    return {
+        ident: _Thread(frame.f_code, _is_ours(frame))
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+def _is_ours(frame: Any) -> bool:
+    """Whether a thread was started by gpu_runtime: the outermost frame is of its module `threads`."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith(OURS)
+
+
+def _why_not_threads(main: int | None) -> str:
+    """The first thread that is neither the kernel's nor ours and does not rest."""
+    known = {thread.ident: thread for thread in threading.enumerate()}
+    for ident, found in _threads().items():
+        if ident in (main, threading.get_ident()) or found.rests or found.is_ours:
+            continue
+        thread = known.get(ident)
+        if thread is None or not _is_kernel_thread(thread):
+            return f"a thread of its own runs ({thread.name if thread else ident})"
+    return ""
+
+
+def _is_kernel_thread(thread: threading.Thread) -> bool:
+    return thread.name in KERNEL_THREADS or type(thread).__name__ in KERNEL_THREAD_TYPES
+
+
+def _not_at_rest(but: set[int]) -> str:
+    """The function that a thread runs outside the known waits; empty if all rest."""
+    for ident, found in _threads().items():
+        if ident not in but and not found.rests and not found.is_ours:
+            return f"{found.code.co_name} in {found.code.co_filename}"
+    return ""
+
+
+def _is_kernels(handle: Any) -> bool:
+    """Whether the kernel itself scheduled it. A cell's file lies in a directory called ipykernel_PID."""
+    callback = handle._callback
+    while hasattr(callback, "func"):
+        callback = callback.func
+    owner = getattr(callback, "__self__", None)
+    module = getattr(callback, "__module__", "") or type(owner).__module__
+    return module.split(".")[0] in ("ipykernel", "tornado", "zmq", "asyncio", "jupyter_client")
