@@ -52,10 +52,8 @@ from .owner import (
     kernel,
     lost_owners,
     maintenance,
-    migrate,
     operations,
     registry,
-    requests,
     status,
 )
 from .owner.governed_calls import release_calls
@@ -429,13 +427,7 @@ class Runtime:
 
         Raises UnknownDevice, DoesNotFit, StillInUse, NotResident, Busy.
         """
-        session = self._session
-        target = registry.resolve(session, name)
-        cards = migrate.cards(session, target.name, device)
-        if target.owner != session.me:
-            return operations.ask_owner(session, "move", target, timeout, places=cards)
-        resident = registry.find(session, target.name)
-        return migrate.move(session, resident, cards, by=requests.person(session))
+        return operations.move(self._session, name, device, timeout=timeout)
 
     @checked
     def pin(self, name: str | LeaseId) -> Outcome:
@@ -449,27 +441,19 @@ class Runtime:
 
     @checked
     def park(self, who: str = "") -> Outcome:
-        """Moves what a notebook's own code holds on its GPU to RAM. It returns before its next cell.
+        """Moves what a notebook's own code holds to RAM, until its next cell. Raises GpuError.
 
-        `who` is a notebook's file name, a process id or an owner's id; without it, this notebook: then
-        it leaves when the running cell has ended. Raises GpuError, StillInUse, NotAllowed.
+        `who` is a notebook's file name or a process id. This notebook leaves when its cell ends.
         """
         return kernel.park(self._session, who)
 
     @checked
     def unpark(self, who: str = "") -> Outcome:
-        """Brings a parked notebook's memory back to its GPU; `who` as in `park`.
-
-        Raises GpuError, Busy, DoesNotFit, NotAllowed.
-        """
+        """Brings the memory of the parked notebook `who` back. Raises GpuError."""
         return kernel.unpark(self._session, who)
 
     def attach_kernel(self, stillness: Stillness) -> Kernel:
-        """The kernel of this process, for the front end that runs its cells.
-
-        The front end calls its `begin` before each cell and its `end` after it. `stillness` knows
-        whether anything runs that may use a tensor; see `backends.base`.
-        """
+        """This process's kernel, for the front end that runs its cells; see owner/kernel.py."""
         return kernel.attach(self._session, stillness)
 
     @checked

@@ -71,13 +71,6 @@ class KernelResident(Resident):
         except NotStill as error:
             raise Stays(str(error)) from None
 
-    def forget(self) -> None:
-        """Ends the lease. What is away on a real card returns to it first."""
-        handle = self.handle
-        super().forget()
-        if handle is not None:
-            self.backend.drop(handle)
-
 
 class Kernel:
     """The kernel of this process. Its front end calls `begin` before each cell, and `end` after it."""
@@ -230,7 +223,6 @@ class Kernel:
         session, handle = self._session, self._handle
         spec = ModelSpec(NAME, NAME, model_type="kernel", devices=(handle.memory.device,))
         resident = KernelResident(spec, session.backend(NAME), session.me, session.clock)
-        resident.adopted = True
         resident.footprint = lambda: Footprint.of(resident.lease.own_bytes, "measured")
         handle.on_swapped = resident.swapped
         now = session.clock()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from ..backends.base import Progress
 from ..errors import Busy, GpuError, NotAllowed, StillInUse
 from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait
 from ..units import parse_seconds, show_bytes, show_seconds
-from . import acquire, permissions, registry, release, requests
+from . import acquire, migrate, permissions, registry, release, requests
 from .resident import Place, Resident
 from .session import Session
 
@@ -49,6 +51,22 @@ def preload(
         where=lease.where,
         seconds=seconds,
     )
+
+
+def move(
+    session: Session,
+    name: str | LeaseId,
+    device: str | Iterable[str],
+    *,
+    timeout: str | float | None,
+) -> Outcome:
+    """Moves an idle model to other cards; see Runtime.move."""
+    target = registry.resolve(session, name)
+    cards = migrate.cards(session, target.name, device)
+    if target.owner != session.me:
+        return ask_owner(session, "move", target, timeout, places=cards)
+    resident = registry.find(session, target.name)
+    return migrate.move(session, resident, cards, by=requests.person(session))
 
 
 def evict(
