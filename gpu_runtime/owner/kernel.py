@@ -16,13 +16,13 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import NotStill, Stillness
-from ..errors import CannotGovern, GpuError
+from ..errors import CannotGovern, GpuError, StillInUse
 from ..facts import Book, Footprint, LeaseId, ModelSpec, Outcome
 from ..scheduler import relief
 from ..units import MIB, show_bytes, show_seconds
 from . import acquire, operations, release
 from .pins import Anchor, new_anchor
-from .resident import Place, Resident, Stays
+from .resident import Place, Resident
 from .session import Session, log
 
 NAME = "kernel"
@@ -65,11 +65,11 @@ class KernelResident(Resident):
         self._moving = False
 
     def carry(self, step: Any) -> Any:
-        """Performs the step. Raises Stays if the kernel was used meanwhile."""
+        """Performs the step. Raises StillInUse if something runs, or the kernel was used meanwhile."""
         try:
             return super().carry(step)
         except NotStill as error:
-            raise Stays(str(error)) from None
+            raise StillInUse(f"{error}", name=NAME) from None
 
 
 class Kernel:
@@ -138,6 +138,9 @@ class Kernel:
             self._running.pop()
         if self._running:
             return
+        if (resident := self.resident) is not None:
+            release.try_again_now(resident)  # what kept it before this cell may be over
+            resident.failed_moves = 0
         self.count_when_due(idle=False)
         if self._park_next:
             self._park_next = False
@@ -158,7 +161,7 @@ class Kernel:
             return
         try:
             release.evict(session, resident, "Its turn on the card is over, and another waits.")
-        except (GpuError, Stays) as error:
+        except GpuError as error:
             log.debug("the kernel keeps its turn: %s", error)
             self._turn_began = session.clock()  # one attempt a turn
 
@@ -266,7 +269,7 @@ class Kernel:
             return
         try:
             release.evict(self._session, resident, "It was parked by hand.")
-        except (GpuError, Stays) as error:
+        except GpuError as error:
             log.warning("the kernel was not parked: %s", error)
 
     def _id(self) -> LeaseId:

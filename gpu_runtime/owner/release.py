@@ -189,7 +189,8 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {explain.first_line(error)}"
+    line = explain.first_line(error)
+    return line if isinstance(error, StillInUse) else f"{type(error).__name__}: {line}"
 
 
 def _abandon(session: Session, name: str, key: Key, because: str = "") -> None:

@@ -1,0 +1,376 @@
+"""What a notebook's own code holds: counted, parked and returned, and never changed by it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpu_runtime import GpuError
+from gpu_runtime.facts import HOST
+from gpu_runtime.units import MIB
+
+from .conftest import claims, fakes
+
+FLOATS = MIB // 4  # of a storage of 1 MiB
+
+
+class Quiet:
+    """A kernel in which nothing runs, unless a test says so."""
+
+    def __init__(self) -> None:
+        self.reason, self.used = "", 0
+        self.while_copying: Callable[[], None] = lambda: None
+
+    def why_not(self) -> str:
+        return self.reason
+
+    def mark(self) -> object:
+        return self.used
+
+    def change(self, mark: object, act: Callable[[], None]) -> str:
+        self.while_copying()
+        if self.used != mark:
+            return "the kernel was used meanwhile"
+        act()
+        return ""
+
+
+@pytest.fixture
+def quiet():
+    return Quiet()
+
+
+@pytest.fixture
+def started(runtime, quiet):
+    """A runtime and its kernel; other tests' tensors are collected first."""
+    gc.collect()
+
+    def start(**settings):
+        settings.setdefault("monitor", False)
+        rt = runtime(**settings)
+        return rt, rt.attach_kernel(quiet)
+
+    return start
+
+
+def cell(kernel, code=lambda: None):
+    """Runs `code` as a cell of the kernel; returns what the kernel showed before it."""
+    news = kernel.begin()
+    try:
+        code()
+    finally:
+        kernel.end()
+        kernel.catch_up()  # as the monitor does: after a slow count the next one waits
+    return news
+
+
+def own(rt) -> dict[str, int]:
+    """Bytes of the kernel's lease by device."""
+    frame = rt.leases()
+    rows = frame[frame.model == "kernel"]
+    return dict(zip(rows.device, rows.bytes, strict=True))
+
+
+# -- counting --------------------------------------------------------------------------------------
+
+
+def test_plain_tensors_of_a_mebibyte_have_a_lease_and_smaller_ones_have_none(started):
+    rt, kernel = started()
+    cell(kernel)
+    before = own(rt).get("sim:0", 0)
+    kept = [torch.zeros(4 * FLOATS), torch.zeros(FLOATS // 2)]
+    cell(kernel)
+    assert own(rt)["sim:0"] - before == 4 * MIB
+    del kept
+
+
+def test_a_governed_model_is_not_counted_again(started):
+    rt, kernel = started()
+    module = nn.Linear(1024, 1024).eval().requires_grad_(False)
+    cell(kernel)
+    before = own(rt)["sim:0"]
+    rt.adopt("m", module)
+    cell(kernel)
+    assert before - own(rt).get("sim:0", 0) == 4 * MIB
+
+
+def test_the_lease_is_no_model(started):
+    """It is listed with its bytes and its notebook, and nobody loads or registers it."""
+    rt, kernel = started()
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    assert "kernel" not in set(rt.models().name) and rt.specs() == ()
+    assert "kernel" in set(rt.leases().model)
+    del kept
+
+
+# -- leaving and returning -------------------------------------------------------------------------
+
+
+def test_parking_changes_no_value_identity_version_or_random_state(started):
+    rt, kernel = started()
+    weights = torch.randn(2 * FLOATS, requires_grad=True)
+    view = weights[1:]
+    with torch.no_grad():
+        weights.add_(1)
+    cell(kernel)
+    values, version, random = weights.detach().clone(), weights._version, torch.get_rng_state()
+    identity = id(weights), id(view), weights.untyped_storage()._cdata
+    assert rt.park().done and own(rt)[HOST] > 0 and "sim:0" not in own(rt)
+    assert "came back from RAM" in cell(kernel)
+    assert torch.equal(weights, values) and view._base is weights
+    assert (weights._version, torch.equal(random, torch.get_rng_state())) == (version, True)
+    assert (id(weights), id(view), weights.untyped_storage()._cdata) == identity
+    assert own(rt)["sim:0"] > 0 and HOST not in own(rt)
+
+
+def trained(parks: Callable[[], None]) -> list[torch.Tensor]:
+    """The losses and weights of some training, with `parks` called three times a step."""
+    torch.manual_seed(5)
+    module = nn.ModuleDict({"lstm": nn.LSTM(256, 256), "head": nn.Linear(256, 1024)})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    drop, losses = nn.Dropout(0.3), []
+    for _ in range(3):
+        parks()
+        out, _ = module["lstm"](torch.randn(8, 16, 256))
+        parks()
+        loss = module["head"](drop(out)).square().mean()
+        parks()
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        parks()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in module.parameters())]
+
+
+def test_training_that_is_parked_in_the_middle_is_the_same_to_the_bit(started):
+    """Weights, gradients, two moments and what live graphs saved leave and return."""
+    alone = trained(lambda: None)
+    rt, kernel = started()
+
+    def park():
+        kernel.count()
+        if kernel.resident is not None:
+            assert rt.park().done
+            cell(kernel)
+            assert not kernel.refused
+
+    parked = trained(park)
+    assert all(torch.equal(mine, twin) for mine, twin in zip(alone, parked, strict=True))
+    assert len(rt.events()) > 6, rt.events()
+
+
+OPERATIONS = {
+    "add": lambda a, b: a.add_(b),
+    "multiply": lambda a, b: a.mul_(b),
+    "copy": lambda a, b: a.copy_(b),
+    "view": lambda a, b: a.view(2, -1)[1].add_(1),
+    "square": lambda a, b: a.square_().clamp_(-9, 9),
+    "roll": lambda a, b: a.set_(a.roll(3)),
+}
+PROGRAM = st.lists(
+    st.tuples(
+        st.sampled_from([*OPERATIONS, "park", "gradient"]), st.integers(0, 2), st.integers(0, 2)
+    ),
+    max_size=12,
+)
+
+
+def run(program, park: Callable[[], None]) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    tensors = [torch.randn(FLOATS) for _ in range(3)]
+    results = []
+    for name, one, other in program:
+        if name == "park":
+            park()
+        elif name == "gradient":
+            leaf = tensors[one].clone().requires_grad_()
+            loss = (leaf * tensors[other]).sum()
+            park()
+            loss.backward()
+            results.append(leaf.grad)
+        else:
+            OPERATIONS[name](tensors[one], tensors[other])
+    return [*tensors, *results]
+
+
+@given(PROGRAM)
+def test_a_random_program_computes_the_same_with_and_without_parks(program):
+    """Law 13: parking changes nothing that a program can compute."""
+    from gpu_runtime import Runtime
+
+    alone = run(program, lambda: None)
+    with Runtime(devices="sim:1GiB,host:4GiB", ledger="memory:", monitor=False) as rt:
+        kernel = rt.attach_kernel(Quiet())
+
+        def park():
+            kernel.count()
+            if kernel.resident is not None:
+                rt.park()
+                cell(kernel)
+
+        parked = run(program, park)
+    assert all(torch.equal(mine, twin) for mine, twin in zip(alone, parked, strict=True))
+
+
+def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
+    """The copy is given up, and nothing has changed."""
+    rt, kernel = started()
+    kept = torch.randn(4 * FLOATS)
+    cell(kernel)
+    values = kept.clone()
+
+    def use():
+        quiet.used += 1
+        quiet.while_copying = lambda: None
+        quiet.reason = "a cell runs"
+
+    quiet.while_copying = use
+    with pytest.raises(Exception, match="kernel"):
+        rt.park()
+    assert torch.equal(kept, values) and HOST not in own(rt)
+
+
+def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet):
+    rt, kernel = started()
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    quiet.reason = "a thread of its own runs (worker)"
+    with pytest.raises(GpuError, match=r"a thread of its own runs \(worker\)"):
+        rt.park()
+    assert any("(worker)" in event.because for event in rt.why("kernel"))
+    del kept
+
+
+def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started, runtime):
+    """A card that is full on the return changes nothing."""
+    rt, kernel = started(devices="sim:256MiB,host:4GiB")
+    kept = torch.randn(4 * FLOATS)
+    cell(kernel)
+    values = kept.clone()
+    rt.park()
+    card = rt.probe.place("sim:0")
+    card.squeeze(int(256 * MIB))
+    cell(kernel)
+    assert "did not run" in kernel.refused and "parked in host memory" in kernel.refused
+    assert own(rt)[HOST] > 0 and torch.equal(kept, values)
+    card.squeeze(0)
+    cell(kernel)
+    assert not kernel.refused and HOST not in own(rt)
+
+
+# -- who leaves for whom ---------------------------------------------------------------------------
+
+
+def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, shared_book):
+    """The same path as a model's: asked, obeyed by its monitor, journaled."""
+    devices = "sim:64MiB,host:4GiB"
+    rt, kernel = started(
+        devices=devices, ledger=shared_book, eviction_grace_seconds=0.0, monitor=True
+    )
+    kept = torch.randn(8 * FLOATS)
+    cell(kernel)
+    held = own(rt)["sim:0"]
+    other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
+    fakes(other, m=f"{57 * MIB - held // 2} B")
+    other.preload("m", timeout=20)
+    assert own(rt) == {HOST: held} and claims(other)["sim:0"] > 0
+    del kept
+
+
+def test_while_a_cell_runs_the_kernel_is_in_use(started, runtime, shared_book):
+    from gpu_runtime import Busy
+
+    devices = "sim:64MiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book)
+    kept = torch.randn(8 * FLOATS)
+    cell(kernel)
+    held = own(rt)["sim:0"]
+    other = runtime(devices=devices, ledger=shared_book, monitor=False)
+    fakes(other, m=f"{57 * MIB - held // 2} B")
+    kernel.begin()
+    rt.tick()
+    with pytest.raises(Busy, match="in use"):
+        other.preload("m", timeout=0.1)
+    kernel.end()
+    del kept
+
+
+def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
+    started, runtime, shared_book, clock
+):
+    """Under Run All the kernel is never idle; after its turn it leaves before its next cell."""
+    import threading
+
+    devices = "sim:64MiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book, gpu_park_turn_seconds=0.3)
+    kept = torch.randn(8 * FLOATS)
+    cell(kernel)
+    held = own(rt)["sim:0"]
+    other = runtime(devices=devices, ledger=shared_book, monitor=False)
+    fakes(other, m=f"{57 * MIB - held // 2} B")
+    done = threading.Event()
+
+    def use():
+        with other.use("m", timeout=30):
+            done.set()
+        other.evict("m")
+
+    waiting = threading.Thread(target=use)
+    waiting.start()
+    for _ in range(2000):
+        cell(kernel, lambda: kept.add_(1))
+        if done.is_set():
+            break
+    waiting.join(30)
+    assert done.is_set() and not kernel.refused
+    assert [e.action for e in rt.why("kernel")].count("offloaded") == 1
+
+
+def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_book):
+    devices = "sim:1GiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
+    rt._session.notebook = "/work/train.ipynb"
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    rt.tick()
+    other = runtime(devices=devices, ledger=shared_book)
+    assert other.park("train.ipynb").done and HOST in own(rt)
+    assert other.unpark("train.ipynb").done and HOST not in own(rt)
+    with pytest.raises(GpuError, match=r"no kernel 'evel.ipynb'.*train.ipynb"):
+        other.park("evel.ipynb")
+    with pytest.raises(GpuError, match="%load_ext gpu"):
+        other.park()
+    del kept
+
+
+def test_a_cell_that_parks_its_own_kernel_parks_it_at_its_end(started):
+    rt, kernel = started()
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    told = []
+    cell(kernel, lambda: told.append(rt.park()))
+    assert not told[0].done and "when this cell has ended" in told[0].because
+    from tests.nvml_driver import until
+
+    until(lambda: HOST in own(rt), 10.0)
+    del kept
+
+
+def test_a_closed_runtime_leaves_the_tensors_usable(started):
+    rt, kernel = started()
+    kept = torch.randn(4 * FLOATS)
+    cell(kernel)
+    values = kept.clone()
+    rt.park()
+    rt.close()
+    kept.add_(0)
+    assert torch.equal(kept, values)

@@ -1,0 +1,40 @@
+"""Plain code asks nobody before it takes memory: idle kernels leave a card that holds too much."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.relief import park_kernels
+from tests.worlds import NOW, book, lease, owner, world
+
+
+def kernel(by: int, gib: int, idle: float = 60.0, **fields):
+    held = lease("kernel", by=by, sim0=gib, last_used=NOW - idle, **fields)
+    return replace(held, kind="kernel", droppable=False)
+
+
+def parked(held, by: int) -> list[str]:
+    _, steps = park_kernels(held, owner(by).id, world(sim0=20), lru, "key")
+    return [step.lease for step in steps]
+
+
+def test_the_kernel_that_was_used_longest_ago_leaves_and_no_other():
+    held = book(kernel(1, 12, idle=60), kernel(2, 12, idle=600), owners=(1, 2))
+    assert parked(held, 1) == [] and parked(held, 2) == [f"{owner(2).id}/kernel"]
+
+
+def test_a_card_within_its_limit_is_left_alone():
+    held = book(kernel(1, 8), kernel(2, 8), owners=(1, 2))
+    assert parked(held, 1) == parked(held, 2) == []
+
+
+def test_a_kernel_with_a_running_cell_stays():
+    held = book(kernel(1, 12, pins=1), kernel(2, 12, idle=5), owners=(1, 2))
+    assert parked(held, 1) == [] and len(parked(held, 2)) == 1
+
+
+def test_bytes_that_are_leaving_already_count_as_gone():
+    held = book(kernel(1, 12), kernel(2, 12, idle=600), owners=(1, 2))
+    leaving, steps = park_kernels(held, owner(2).id, world(sim0=20), lru, "key")
+    assert len(steps) == 1 and parked(leaving, 1) == []
