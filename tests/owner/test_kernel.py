@@ -165,7 +165,7 @@ def test_training_that_is_parked_in_the_middle_is_the_same_to_the_bit(started):
 
     parked = trained(park)
     assert all(torch.equal(mine, twin) for mine, twin in zip(alone, parked, strict=True))
-    assert len(rt.events()) > 6, rt.events()
+    assert rt.status().totals["offloads"] == 12
 
 
 OPERATIONS = {
@@ -374,3 +374,27 @@ def test_a_closed_runtime_leaves_the_tensors_usable(started):
     rt.close()
     kept.add_(0)
     assert torch.equal(kept, values)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_is_never_parked_stays(started):
+    rt, kernel = started(gpu_park="never")
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    with pytest.raises(GpuError):
+        rt.park()
+    assert HOST not in own(rt)
+    del kept
+
+
+@pytest.mark.parametrize("idle_seconds, leaves", [(30.0, True), (300.0, False)])
+def test_an_idle_kernel_is_parked_after_the_time_that_is_set(started, clock, idle_seconds, leaves):
+    rt, kernel = started(gpu_park="idle", gpu_park_idle_seconds=idle_seconds, clock=clock)
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    clock.advance(60)
+    rt.tick()
+    assert (HOST in own(rt)) is leaves
+    del kept

@@ -1,0 +1,178 @@
+"""Notebooks of plain torch code share one simulated card that holds one of them. No cell names `rt`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+from gpu_runtime import Runtime
+from gpu_runtime.facts import HOST
+from tests.nvml_driver import until
+
+ROOT = Path(__file__).parents[2]
+DEVICES = "sim:192MiB,host:2GiB"
+TRAIN = """
+import torch
+torch.manual_seed({seed})
+w = torch.randn(4, 1024, 2048, requires_grad=True)   # 32 MiB
+optimizer = torch.optim.Adam([w])                    # 64 MiB of moments, 32 MiB of gradients
+def step():
+    loss = (w * torch.linspace(0, 1, 2048)).square().mean() * 1000
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+losses = []
+"""
+
+
+class Notebook:
+    """A real kernel with `%load_ext gpu` and nothing else of ours."""
+
+    def __init__(self, name: str, url: str, **settings: str) -> None:
+        paths = os.pathsep.join(
+            filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": paths,
+            "GPU_LEDGER": url,
+            "GPU_DEVICES": DEVICES,
+            "JPY_SESSION_NAME": f"/work/{name}",
+            "EVICTION_GRACE_SECONDS": "0.2",
+            **settings,
+        }
+        self.manager, self.client = start_new_kernel(env=environment)
+        self.run("%load_ext gpu")
+
+    def run(self, code: str, timeout: float = 90) -> str:
+        """What the cell printed, displayed or raised, as text."""
+        shown: list[str] = []
+
+        def show(message) -> None:
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                shown.append(content["text"])
+            elif message["msg_type"] in ("display_data", "execute_result"):
+                shown.append(content["data"]["text/plain"])
+            elif message["msg_type"] == "error":
+                shown.append("\n".join(content["traceback"]))
+
+        self.client.execute_interactive(code, timeout=timeout, output_hook=show)
+        return "\n".join(shown)
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens notebooks on one ledger, and a runtime that reads it."""
+    url = f"sqlite://{tmp_path}/ledger"
+    made: list[Notebook] = []
+
+    def open_notebook(name: str, **settings: str) -> Notebook:
+        made.append(Notebook(name, url, **settings))
+        return made[-1]
+
+    with Runtime(devices=DEVICES, ledger=url, monitor=False) as rt:
+        yield open_notebook, rt
+        for notebook in made:
+            notebook.close()
+
+
+def places(rt) -> dict[str, set[str]]:
+    """Notebook -> the devices on which its kernel holds memory."""
+    found: dict[str, set[str]] = {}
+    for section in rt.status().sections.values():
+        for lease in section.leases:
+            name = section.owner.notebook.rsplit("/", 1)[-1]
+            found.setdefault(name, set()).update(share.device for share in lease.shares)
+    return found
+
+
+def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(opened):
+    """Both finish with the losses of running alone, and an idle one is never beside the other for long."""
+    open_notebook, rt = opened
+    train, tune = open_notebook("train.ipynb"), open_notebook("tune.ipynb")
+    for seed, notebook in enumerate((train, tune)):
+        notebook.run(TRAIN.format(seed=seed))
+    came_back = 0
+    for _ in range(3):
+        for notebook in (train, tune):
+            out = notebook.run("losses += [step() for _ in range(2)]")
+            came_back += "came back from RAM" in out
+            until(lambda: sum("sim:0" in where for where in places(rt).values()) <= 1, 15)
+    assert came_back >= 3, "they do not fit together, so they took turns"
+    for notebook, seed in ((train, 0), (tune, 1)):
+        alone = notebook.run(
+            "shared = list(losses)"
+            + TRAIN.format(seed=seed)
+            + "print(shared == [step() for _ in range(6)])"
+        )
+        assert "True" in alone, alone
+
+
+def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(opened):
+    open_notebook, rt = opened
+    busy, other = open_notebook("busy.ipynb"), open_notebook("other.ipynb")
+    busy.run("import torch, threading, time; x = torch.zeros(30_000_000)")
+    busy.run(
+        "stop = threading.Event()\n"
+        "def work():\n    while not stop.is_set(): time.sleep(0.01)\n"
+        "threading.Thread(target=work, name='worker').start()"
+    )
+    until(lambda: places(rt).get("busy.ipynb") == {"sim:0"}, 10)
+    refused = other.run("%gpu park busy.ipynb")
+    assert "worker" in refused and places(rt)["busy.ipynb"] == {"sim:0"}
+    busy.run("stop.set()")
+    assert "came free" in other.run("%gpu park busy.ipynb")
+    assert places(rt)["busy.ipynb"] == {HOST}
+    assert "came back from RAM" in busy.run("assert float(x.sum()) == 0")
+
+
+def test_a_cell_whose_memory_cannot_return_does_not_run(opened):
+    """Stopping the wait refuses the cell: IPython would run it although the hook was interrupted."""
+    open_notebook, rt = opened
+    parked = open_notebook("parked.ipynb")
+    parked.run("import torch; x = torch.ones(30_000_000); ran = False")
+    until(lambda: places(rt).get("parked.ipynb") == {"sim:0"}, 10)
+    rt.register("big", backend="fake", size="150MiB", importance="urgent")
+    with rt.use("big", timeout=60):
+        assert places(rt)["parked.ipynb"] == {HOST}
+        message = parked.client.execute("ran = True")
+        until(lambda: bool(rt.status().tickets), 15)
+        parked.manager.interrupt_kernel()
+        reply = parked.client.get_shell_msg(timeout=20)
+        while reply["parent_header"].get("msg_id") != message:
+            reply = parked.client.get_shell_msg(timeout=20)
+        assert reply["content"]["status"] == "error"
+    rt.evict("big")
+    assert "False 30000000.0" in parked.run("print(ran, float(x.double().sum()))")
+
+
+def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(opened):
+    """Run All sends every cell at once, so the kernel is never idle; the other one waits one turn."""
+    open_notebook, rt = opened
+    runs, waits = (
+        open_notebook("runs.ipynb", GPU_PARK_TURN_SECONDS="2"),
+        open_notebook("waits.ipynb"),
+    )
+    waits.run("import torch; y = torch.ones(30_000_000)")
+    until(lambda: "waits.ipynb" in places(rt), 10)
+    runs.run("import torch, time; x = torch.ones(30_000_000)")
+    until(lambda: places(rt).get("waits.ipynb") == {HOST}, 15)
+    cells = [runs.client.execute("time.sleep(0.25); x.add_(1)") for _ in range(60)]
+    began = time.monotonic()
+    out = waits.run("print(float(y.sum()))", timeout=60)
+    assert "30000000.0" in out and time.monotonic() - began < 14, "the cells take 15 s"
+    done = set()
+    while len(done) < len(cells):
+        reply = runs.client.get_shell_msg(timeout=60)
+        done |= {reply["parent_header"]["msg_id"]} & set(cells)
+    assert "61.0 61.0" in runs.run("print(float(x.min()), float(x.max()))")
