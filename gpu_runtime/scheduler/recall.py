@@ -236,12 +236,22 @@ def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> R
         return Refuse(because, kind="in use", holders=holders)
     if why == MOVE_FAILED:
         wait = show_seconds(max(1.0, lease.moves_again_at - world.now))
-        because = f"{holding} could not be moved. Request it again in {wait}"
+        because = (
+            f"{holding} could not be moved{_why_not_moved(book, lease)}. Request it again in {wait}"
+        )
         return Refuse(because, kind="failed", holders=holders)
     if not why and not _can_leave_for_a_person(book, lease, world):
         because = f"{holding} exists nowhere else, and the host has no room for it"
         return Refuse(because, kind="stays", holders=holders)
     return None
+
+
+def _why_not_moved(book: Book, lease: Lease) -> str:
+    """The reason that the owner gave for its last failed move of the lease, after a colon; else empty."""
+    for event in reversed(book.events):
+        if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
+            return ": " + event.because.partition(": ")[2].rstrip(".")
+    return ""
 
 
 def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
