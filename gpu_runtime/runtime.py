@@ -460,10 +460,8 @@ class Runtime:
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
         """Frees unused memory that allocators hold, in every process that this user may ask.
 
-        `process` limits it to one process: a process id (`4121`), an owner's id in the book, or a
-        model of the process (`qwen@4121`). `timeout` seconds are the limit for all processes
-        together. Unused memory between blocks in use cannot be freed. Raises UnknownModel,
-        AmbiguousName; and for a named process NotAllowed, GpuError, Busy.
+        `process` limits it to one: a process id, an owner's id, or a model of it (`qwen@4121`). All
+        have `timeout` seconds together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
         """
         return defragment.defrag(self._session, process, timeout)
 
@@ -482,9 +480,7 @@ class Runtime:
         """Closes the card `device` to new leases and moves idle models off it; `undo` opens it again.
 
         It holds for all processes of the ledger until it is undone or the machine restarts. Waits
-        at most `timeout` seconds for idle models to leave.
-
-        Raises UnknownDevice, and NotAllowed if others share the cards and this user is no operator.
+        at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed.
         """
         return drain.drain(self._session, device, undo=undo, timeout=timeout)
 
@@ -537,9 +533,7 @@ class Runtime:
         the fullest is kept; the newest moment is now. Between two moments nothing changed. If two
         moments are over a minute apart, and further than the others, nothing was recorded between
         them. History goes back 24 h, also over a restart of the machine. A ledger in memory has
-        only the present.
-
-        Raises BadSize, BadSetting.
+        only the present. Raises BadSize, BadSetting.
         """
         return status.history(self._session, self.status(), seconds, points)
 
