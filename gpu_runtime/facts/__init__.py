@@ -85,6 +85,7 @@ from .models import (
     ModelSpec,
     Part,
 )
+from .schedule import CellModels, Schedule, ScheduledModel
 from .snapshot import (
     UNUSUAL,
     Applied,
@@ -110,6 +111,7 @@ __all__ = [
     "Book",
     "Candidate",
     "Cap",
+    "CellModels",
     "Device",
     "DeviceView",
     "Drain",
@@ -154,6 +156,8 @@ __all__ = [
     "Rules",
     "SCHEMA",
     "Sample",
+    "Schedule",
+    "ScheduledModel",
     "Section",
     "SegmentMap",
     "Share",

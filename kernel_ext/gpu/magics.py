@@ -25,6 +25,7 @@ from gpu_runtime.names import registered
 from gpu_runtime.verb_arguments import Argument, fill, option, switch, usage_error
 
 from .completion import matcher_for
+from .look_ahead import LookAhead
 from .namespace import NotebookNames
 from .parking import Parking
 from .waiting import WaitLine, quiet_line
@@ -269,6 +270,7 @@ class _Loaded:
         self.rt: Any = Unopened(self.open) if "rt" not in shell.user_ns else None
         if self.rt is not None:
             shell.user_ns["rt"] = self.rt
+        self.look_ahead = LookAhead(shell)
         shell.events.register("pre_run_cell", self.before_cell)
         shell.events.register("post_run_cell", self.after_cell)
         kernel = getattr(shell, "kernel", None)
@@ -311,11 +313,13 @@ class _Loaded:
             # An error in this hook would only be printed. The cell will raise the same error.
             with contextlib.suppress(GpuError):
                 self.open()
+        self.look_ahead.before_cell(info)
 
     def after_cell(self, result: Any) -> None:
         """Records the end of a cell, by IPython's `result` of it, and what the cell assigned."""
         activity.ended(result.info)
         self.names.after_cell(result.execution_count)
+        self.look_ahead.after_cell(result)
 
     def remove(self) -> None:
         """Removes everything that was added, and restores what it replaced."""
@@ -330,6 +334,7 @@ class _Loaded:
         activity.forget()
         if registered.front_end is self.names:
             registered.front_end = None
+        self.look_ahead.remove()
         if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
             del self.shell.user_ns["rt"]
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 GROUND = (
     "safe_text errors units facts arguments options settings forks threads attribution"
-    " kernel_activity private_paths tcp_sockets names"
+    " kernel_activity private_paths tcp_sockets names upcoming_cells"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -35,6 +35,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "options": "safe_text errors arguments",
     "kernel_activity": "facts",
     "names": "",
+    "upcoming_cells": "facts",
     "settings": "safe_text errors units facts arguments",
     "samples": "errors units",
     "web": "errors units settings threads private_paths tcp_sockets",

@@ -1,0 +1,36 @@
+"""The schedule of a notebook: which cells run next, which models they use, and where these are."""
+
+from __future__ import annotations
+
+from .base import Value
+
+
+class CellModels(Value):
+    """The models of a cell that runs or waits, as its text shows them."""
+
+    cell: str  # such as "cell 7"
+    uses: tuple[str, ...] = ()  # models that it brings onto a device, in order
+    mentions: tuple[str, ...] = ()  # all models that it names
+    running: bool = False
+
+
+class ScheduledModel(Value):
+    """A model that the running cell or a waiting one uses."""
+
+    name: str
+    cell: str  # the first cell that uses it
+    running: bool  # whether that cell runs now
+    where: str  # sim:0, host, or disk
+    ahead: bool = False  # whether it was loaded before its cell began
+    because: str = ""  # why it is not loaded ahead now; empty if it is on its device
+
+
+class Schedule(Value):
+    """What the waiting cells will need, and what was loaded ahead for them."""
+
+    mode: str = "auto"  # the setting GPU_PREFETCH
+    cells: tuple[CellModels, ...] = ()  # the running cell and the waiting ones, in order
+    models: tuple[ScheduledModel, ...] = ()  # in the order of their first use
+    loaded_ahead: int = 0  # models that this process loaded ahead since it started
+    used: int = 0  # of these, those that were used
+    unused: int = 0  # of these, those that were evicted before any use, or that no cell needs now

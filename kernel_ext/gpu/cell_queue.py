@@ -1,0 +1,130 @@
+"""The cells that wait in this kernel. None of them is taken out of the queue.
+
+ipykernel 7 reads the shell socket in a thread of its own and passes each message on at once. A tap on
+that stream sees every request when it arrives, also while a cell runs. ipykernel 6 reads the socket
+between cells. There, at the start of a cell, `flush` puts the arrived messages into `msg_queue`, as
+the stream itself would do a moment later.
+
+Messages are read with `session.unpack`. `session.deserialize` would note their signatures as used,
+and the kernel would then reject them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+log = logging.getLogger("gpu_runtime")
+
+MOST_BYTES = 1 << 20  # of a request; a longer one is not read
+MOST_WAITING = 1000  # cells that are remembered
+
+
+class WaitingCell(NamedTuple):
+    """A request to run a cell that has not begun."""
+
+    id: str  # of the message
+    code: str
+    cell_id: str = ""  # the cell in the notebook; empty if the front end does not send it
+
+
+class CellQueue:
+    """The requests that wait in one kernel, in their order."""
+
+    def __init__(self, kernel: Any, changed: Callable[[], None]) -> None:
+        """Watches `kernel`, and calls `changed` in any thread when a request has arrived."""
+        self._kernel, self._changed = kernel, changed
+        self._seen: dict[str, WaitingCell] = {}
+        self._lock = threading.Lock()
+        self._stream = getattr(kernel, "shell_stream", None)
+        thread = getattr(kernel, "shell_channel_thread", None)
+        self._original = getattr(kernel, "shell_channel_thread_main", None)
+        self._loop = getattr(thread, "io_loop", None)
+        self._taps = None not in (thread, self._stream, self._original, self._loop)
+        self._flushes = not self._taps and hasattr(kernel, "msg_queue") and self._stream is not None
+        if self._taps:
+            self._receive_by(self._tap)
+
+    def waiting(self) -> list[WaitingCell]:
+        """The requests that wait now, the next one first."""
+        with self._lock:
+            return list(self._seen.values())
+
+    def began(self) -> None:
+        """A cell begins: its request, and those before it, wait no longer."""
+        if self._flushes:
+            self._look()
+        try:
+            current = self._kernel.get_parent("shell")["header"]["msg_id"]
+        except (AttributeError, KeyError, LookupError, TypeError):
+            return
+        with self._lock:
+            if current in self._seen:
+                ids = list(self._seen)
+                for id in ids[: ids.index(current) + 1]:
+                    del self._seen[id]
+
+    def failed(self) -> None:
+        """A cell failed: the kernel aborts the requests that wait."""
+        with self._lock:
+            self._seen.clear()
+
+    def remove(self) -> None:
+        """Ends the watch."""
+        if self._taps:
+            self._receive_by(self._original)
+        self.failed()
+
+    def _receive_by(self, receiver: Any) -> None:
+        """Lets `receiver` receive the messages from now on. Set in the thread that reads them."""
+        stream = self._stream
+        self._loop.add_callback(lambda: stream.on_recv(receiver, copy=False))  # type: ignore[union-attr]
+
+    async def _tap(self, message: Any) -> None:
+        is_cell = self._note(message)
+        await self._original(message)  # type: ignore[misc]
+        if is_cell:
+            self._changed()
+
+    def _note(self, message: Any) -> bool:
+        """Remembers the request in `message`. False if it is none."""
+        cell = self._read(message)
+        if cell is None:
+            return False
+        with self._lock:
+            self._seen[cell.id] = cell
+            while len(self._seen) > MOST_WAITING:
+                del self._seen[next(iter(self._seen))]
+        return True
+
+    def _look(self) -> None:
+        """ipykernel 6: reads what has arrived, without taking it out."""
+        import zmq
+
+        self._stream.flush(zmq.POLLIN)  # type: ignore[union-attr]
+        with self._lock:
+            self._seen.clear()
+        for entry in list(self._kernel.msg_queue._queue):
+            if entry[-1]:
+                self._note(entry[-1][0])
+
+    def _read(self, message: Any) -> WaitingCell | None:
+        """The request in a message; None if it is another kind of message, or unreadable."""
+        try:
+            session = self._kernel.session
+            _, frames = session.feed_identities(message, copy=False)
+            header = session.unpack(frames[1].bytes)
+            if header["msg_type"] != "execute_request" or header.get("subshell_id"):
+                return None
+            if len(frames[4].buffer) > MOST_BYTES:
+                return None
+            content = session.unpack(frames[4].bytes)
+            if content.get("silent") or not content["code"].strip():
+                return None
+            metadata = session.unpack(frames[3].bytes)
+            return WaitingCell(header["msg_id"], content["code"], metadata.get("cellId") or "")
+        except Exception as error:  # a message of any kind must reach the kernel
+            log.debug("a message was not read: %s", error)
+            return None

@@ -1,0 +1,104 @@
+"""The cells of this notebook that run and wait, for look-ahead.
+
+The kernel's queue has the cells that were sent. Where it is empty, the notebook's file tells what
+comes next. The runtime reads the cells in a thread of its own; here nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from gpu_runtime.facts import CellModels
+from gpu_runtime.upcoming_cells import Governed, upcoming
+
+from .cell_queue import CellQueue, WaitingCell
+from .cell_scan import Scan
+from .notebook_cells import Position, code_cells, notebook_file
+
+MOST_READ = 100  # cells ahead
+
+
+class LookAhead:
+    """The cells of one shell. It is told when a cell begins and ends."""
+
+    def __init__(self, shell: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        """Watches the kernel of `shell`. A shell without a kernel has no cells that wait."""
+        self._shell, self._clock = shell, clock
+        self._queue = CellQueue(shell.kernel, upcoming.changed) if _has_kernel(shell) else None
+        self._position = Position()
+        self._running: list[tuple[Any, str]] = []  # the cells that run, each with its text
+        self._from_file: list[WaitingCell] = []
+        self._number = 0
+        if self._queue is not None:
+            upcoming.read_by(self.read)
+
+    def before_cell(self, info: Any) -> None:
+        """A cell begins; `info` is IPython's."""
+        if self._queue is None:
+            return
+        self._running.append((info, info.raw_cell or ""))
+        if len(self._running) == 1:
+            self._number = self._shell.execution_count
+            self._queue.began()
+            waits_in_queue = bool(self._queue.waiting())
+            self._from_file = [] if waits_in_queue else self._read_file(info)
+        upcoming.changed()
+
+    def after_cell(self, result: Any) -> None:
+        """A cell ended, with IPython's `result`. An error or an interrupt empties the schedule."""
+        if self._queue is None:
+            return
+        self._running = [one for one in self._running if one[0] is not result.info]
+        self._position.ended(self._clock())
+        if not result.success:
+            self._queue.failed()
+            self._position.failed()
+            self._from_file = []
+        upcoming.changed()
+
+    def remove(self) -> None:
+        """Ends the watch."""
+        if self._queue is not None:
+            self._queue.remove()
+            upcoming.read_by(None)
+
+    def _read_file(self, info: Any) -> list[WaitingCell]:
+        path, by_program = notebook_file(self._shell.user_ns)
+        if not path:
+            return []
+        cell_id = _sent_cell_id(self._shell.kernel)
+        later = self._position.after(
+            code_cells(path), info.raw_cell or "", cell_id, self._clock(), by_program
+        )
+        return [WaitingCell(cell.id, cell.code, cell.id) for cell in later]
+
+    def read(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
+        """The running cell and the waiting ones, with their models; for `upcoming`."""
+        assert self._queue is not None
+        scan = Scan(known, self._shell.user_ns, governed)
+        found = []
+        for _, code in list(self._running):
+            found.append(_read(scan, code, f"cell {self._number}", running=True))
+        waiting = self._queue.waiting() or list(self._from_file)
+        for number, cell in enumerate(waiting[:MOST_READ], self._number + 1):
+            found.append(_read(scan, cell.code, f"cell {number}"))
+        return tuple(found)
+
+
+def _read(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels:
+    reading = scan.read(code)
+    return CellModels(cell, reading.uses, tuple(sorted(reading.mentions)), running)
+
+
+def _has_kernel(shell: Any) -> bool:
+    return getattr(shell, "kernel", None) is not None
+
+
+def _sent_cell_id(kernel: Any) -> str:
+    """The id of the running cell in the notebook; empty if the front end did not send it."""
+    try:
+        return kernel.get_parent("shell")["metadata"].get("cellId") or ""
+    except (AttributeError, KeyError, LookupError, TypeError):
+        return ""

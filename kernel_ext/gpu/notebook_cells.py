@@ -1,0 +1,109 @@
+"""The cells that come next, from the notebook's file.
+
+Some front ends send the next cell only when the last one has ended: papermill, nbconvert, nbclient
+and VS Code. Their notebook's file has the order. For other front ends the file counts only while
+cells follow each other faster than a person could start them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PEOPLE_SECONDS = 0.2  # a cell that begins sooner after the last one was not started by a person
+MOST_BYTES = 50 << 20  # of a notebook's file
+EXECUTORS = ("papermill", "nbconvert", "nbclient", "jupyter-execute", "jupyter-nbconvert")
+
+
+class FileCell(NamedTuple):
+    """A code cell of a notebook's file."""
+
+    id: str
+    code: str
+
+
+def notebook_file(names: dict[str, Any], parent: int | None = None) -> tuple[str, bool]:
+    """The path of the notebook that runs here, and whether a program runs it, cell after cell.
+
+    `names` are the notebook's variables: VS Code writes its path there. `parent` is the process id of
+    this kernel's parent. The path is empty if it is unknown.
+    """
+    arguments = _arguments(os.getppid() if parent is None else parent)
+    words = {os.path.basename(word) for word in arguments[:3]}
+    if words.intersection(EXECUTORS) or any(word in arguments[:5] for word in EXECUTORS):
+        files = [word for word in arguments if word.endswith(".ipynb") and os.path.exists(word)]
+        return (files[0], True) if files else ("", False)
+    path = names.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME") or ""
+    return (path, False) if isinstance(path, str) and os.path.exists(path) else ("", False)
+
+
+def _arguments(process: int) -> list[str]:
+    """The command line of a process, with the files in it as absolute paths."""
+    try:
+        text = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
+        folder = os.readlink(f"/proc/{process}/cwd")
+    except OSError:
+        return []
+    words = text.split("\0")
+    return [os.path.join(folder, word) if word.endswith(".ipynb") else word for word in words]
+
+
+def code_cells(path: str) -> list[FileCell]:
+    """The code cells of the notebook at `path` that are not empty; none if it cannot be read."""
+    try:
+        if os.path.getsize(path) > MOST_BYTES:
+            return []
+        cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+        found = []
+        for cell in cells:
+            source = cell["source"]
+            code = source if isinstance(source, str) else "".join(source)
+            if cell["cell_type"] == "code" and code.strip():
+                found.append(FileCell(str(cell.get("id") or ""), code))
+        return found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+class Position:
+    """The place of the running cell in a notebook, and whether the next cells will follow it."""
+
+    def __init__(self) -> None:
+        self._last = -1
+        self._ended_at: float | None = None
+
+    def after(
+        self, cells: list[FileCell], code: str, cell_id: str, now: float, by_program: bool
+    ) -> list[FileCell]:
+        """The cells that will run after the cell with this `code` and `cell_id`.
+
+        `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` all
+        later cells will follow. Else they follow if this cell is the next one after the last, and
+        began at once when that one had ended.
+        """
+        here = self._find(cells, code, cell_id)
+        if here is None:
+            return []
+        at_once = self._ended_at is not None and now - self._ended_at < PEOPLE_SECONDS
+        is_next = self._last in (-1, here - 1)
+        follows = by_program or (is_next and at_once)
+        self._last = here
+        return cells[here + 1 :] if follows else []
+
+    def ended(self, now: float) -> None:
+        """Records that the running cell ended at the time `now`."""
+        self._ended_at = now
+
+    def failed(self) -> None:
+        """A cell failed: nothing follows it."""
+        self._ended_at = None
+
+    def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:
+        """The index of the cell: by its id, else the next cell with the same text."""
+        if cell_id:
+            return next((i for i, cell in enumerate(cells) if cell.id == cell_id), None)
+        same = [i for i, cell in enumerate(cells) if cell.code.strip() == code.strip()]
+        later = [i for i in same if i > self._last]
+        return next(iter([*later, *same]), None)

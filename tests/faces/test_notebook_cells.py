@@ -1,0 +1,96 @@
+"""What comes next, from the notebook's file and from the executor's command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from gpu.notebook_cells import FileCell, Position, code_cells, notebook_file
+
+CELLS = [FileCell(f"id{n}", f"x = {n}") for n in range(4)]
+
+
+def test_code_cells_of_a_file_that_are_not_empty(tmp_path):
+    """Empty cells are never sent, and count for nothing."""
+    path = tmp_path / "n.ipynb"
+    cells = [
+        {"cell_type": "markdown", "source": "# x"},
+        {"cell_type": "code", "source": ["a\n", "b"], "id": "one"},
+        {"cell_type": "code", "source": "  \n"},
+        {"cell_type": "code", "source": "c"},
+    ]
+    path.write_text(json.dumps({"cells": cells}))
+    assert code_cells(str(path)) == [FileCell("one", "a\nb"), FileCell("", "c")]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"cells": 3}', '{"cells": [3]}', '{"cells": [{}]}', "é"]
+)
+def test_a_file_that_is_no_notebook_has_no_cells(tmp_path, text):
+    path = tmp_path / "n.ipynb"
+    path.write_text(text)
+    assert code_cells(str(path)) == [] and code_cells(str(tmp_path / "none")) == []
+
+
+def test_with_a_program_every_later_cell_follows():
+    position = Position()
+    assert position.after(CELLS, "x = 0", "", 0.0, True) == CELLS[1:]
+    assert position.after(CELLS, " x = 2\n", "", 99.0, True) == CELLS[3:]
+
+
+def test_a_person_who_runs_one_cell_after_another_is_no_schedule():
+    position = Position()
+    assert position.after(CELLS, "x = 0", "id0", 0.0, False) == []
+    position.ended(1.0)
+    assert position.after(CELLS, "x = 1", "id1", 3.0, False) == []
+    position.ended(4.0)
+    assert position.after(CELLS, "x = 2", "id2", 4.05, False) == CELLS[3:], "started at once"
+
+
+def test_cells_out_of_order_and_cells_after_an_error_are_no_schedule():
+    position = Position()
+    position.after(CELLS, "x = 0", "id0", 0.0, False)
+    position.ended(1.0)
+    assert position.after(CELLS, "x = 3", "id3", 1.01, False) == []
+    assert position.after(CELLS, "x = 9", "id9", 1.02, False) == [], "it is not in the file"
+    position.ended(2.0)
+    position.failed()
+    assert position.after(CELLS, "x = 0", "id0", 2.01, False) == []
+
+
+def test_equal_cells_are_told_apart_by_their_order():
+    position = Position()
+    cells = [FileCell("", text) for text in ("go()", "y", "go()", "z")]
+    assert position.after(cells, "go()", "", 0.0, True) == cells[1:]
+    assert position.after(cells, "y", "", 0.0, True) == cells[2:]
+    assert position.after(cells, "go()", "", 0.0, True) == cells[3:]
+
+
+def test_the_notebook_of_an_executor_is_read_from_its_command_line(tmp_path, monkeypatch):
+    (tmp_path / "in.ipynb").write_text("{}")
+    wait = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", wait, "papermill", "in.ipynb", "out.ipynb"],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        process.stdout.readline()
+        found = notebook_file({}, process.pid)
+        process.stdin.close()
+    assert found == (str(tmp_path / "in.ipynb"), True)
+
+
+def test_the_notebook_of_a_front_end_is_where_it_wrote_it(tmp_path, monkeypatch):
+    path = tmp_path / "n.ipynb"
+    path.write_text("{}")
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    assert notebook_file({}, os.getpid()) == ("", False)
+    assert notebook_file({"__vsc_ipynb_file__": str(path)}, os.getpid()) == (str(path), False)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+    assert notebook_file({}, os.getpid()) == (str(path), False)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / "none.ipynb"))
+    assert notebook_file({}, os.getpid()) == ("", False)
