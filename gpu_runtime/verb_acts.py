@@ -113,6 +113,13 @@ def inspect(rt: Any, args: argparse.Namespace) -> Any:
     return catalogue(rt).inspect(args.name, "" if args.json else args.format)
 
 
+def autoload(rt: Any, args: argparse.Namespace) -> Outcome:
+    """The result of writing, or removing, the environment's IPython configuration; `rt` is not used."""
+    from . import autoload
+
+    return autoload.autoload(remove=args.remove)
+
+
 def ledger(rt: Any, args: argparse.Namespace) -> Any:
     """The result of setting up a shared ledger in `args.directory`; `rt` is not used."""
     from . import settings

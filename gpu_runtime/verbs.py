@@ -324,6 +324,14 @@ _TABLE = (
         needs_runtime=False,
     ),
     Verb(
+        "autoload",
+        "lets every new kernel of this environment load gpu by itself",
+        verb_acts.autoload,
+        (switch("--remove", "no longer"),),
+        places=(CLI,),
+        needs_runtime=False,
+    ),
+    Verb(
         "ledger",
         "sets up a ledger that a group of users shares; for the operator, as root",
         verb_acts.ledger,

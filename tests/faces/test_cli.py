@@ -86,6 +86,9 @@ ANSWERS = {
     ): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser]",
     ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("evict", "-h"): "gpu evict NAME",
+    ("autoload", "-h"): "gpu autoload [--remove]",
+    ("park", "-h"): "gpu park [NOTEBOOK]",
+    ("unpark", "-h"): "gpu unpark [NOTEBOOK]",
     ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
 

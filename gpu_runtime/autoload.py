@@ -1,0 +1,65 @@
+"""`gpu autoload`: every kernel of a Python environment loads the extension when it starts.
+
+IPython reads the environment's own configuration in `PREFIX/etc/ipython`. What is written there is one
+marked block in one file, and `--remove` takes out just that block.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from .errors import GpuError
+from .facts import Outcome
+
+FILE = "ipython_kernel_config.py"  # read by kernels, not by IPython in a terminal
+BEGIN, END = "# >>> gpu-console", "# <<< gpu-console"
+BLOCK = f"""{BEGIN}: written by `gpu autoload`, removed by `gpu autoload --remove`
+get_config().InteractiveShellApp.extensions.append("gpu")
+{END}
+"""
+
+
+def autoload(remove: bool = False, prefix: str = sys.prefix) -> Outcome:
+    """Writes, or removes, the block in the configuration of the environment at `prefix`.
+
+    Raises GpuError if the file cannot be written.
+    """
+    path = Path(prefix) / "etc" / "ipython" / FILE
+    try:
+        before = path.read_text() if path.exists() else ""
+        rest = _without_block(before)
+        after = rest if remove else rest + BLOCK
+        if after != before:
+            _write(path, after)
+    except OSError as error:
+        raise GpuError(
+            f"{path} cannot be written: {error.strerror or error}.\n"
+            f"  Run it as the owner of the environment, or in each notebook:  %load_ext gpu",
+            path=str(path),
+        ) from error
+    if remove:
+        because = "new kernels of this environment no longer load gpu by themselves"
+    else:
+        because = f"every new kernel of this environment loads gpu: {path}"
+    return Outcome(verb="autoload", name="", done=True, because=because, bytes=0)
+
+
+def _without_block(text: str) -> str:
+    before, begin, marked = text.partition(BEGIN)
+    if not begin:
+        return text if not text or text.endswith("\n") else text + "\n"
+    _, _, after = marked.partition(END)
+    return before + after.lstrip("\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces the file at once; an empty one is removed."""
+    if not text:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    draft.replace(path)

@@ -1,0 +1,58 @@
+"""`gpu autoload` adds one block to the environment's configuration, and takes just that out again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gpu_runtime import GpuError
+from gpu_runtime.autoload import FILE, autoload
+
+
+def test_it_is_written_once_and_removed_without_a_trace(tmp_path):
+    path = tmp_path / "etc" / "ipython" / FILE
+    for _ in range(2):
+        assert autoload(prefix=str(tmp_path)).done
+    assert path.read_text().count('append("gpu")') == 1
+    autoload(remove=True, prefix=str(tmp_path))
+    autoload(remove=True, prefix=str(tmp_path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("own", ["c = get_config()\n", "c = get_config()  # no newline"])
+def test_what_the_operator_wrote_stays(tmp_path, own):
+    path = tmp_path / "etc" / "ipython" / FILE
+    path.parent.mkdir(parents=True)
+    path.write_text(own)
+    autoload(prefix=str(tmp_path))
+    assert path.read_text().startswith(own)
+    autoload(remove=True, prefix=str(tmp_path))
+    assert path.read_text().rstrip("\n") == own.rstrip("\n")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "etc").write_text("no directory")
+    with pytest.raises(GpuError, match=r"(?s)ipython_kernel_config.py cannot be written.*%load_ext gpu"):
+        autoload(prefix=str(tmp_path))
+
+
+def test_a_kernel_finds_the_extension_and_imports_no_torch(tmp_path):
+    """As a kernel starts: IPython reads the configuration, then loads the extensions that it names."""
+    autoload(prefix=str(tmp_path))
+    code = (
+        "import sys\n"
+        "from ipykernel.kernelapp import IPKernelApp\n"
+        f"IPKernelApp.config_file_paths = [{str(tmp_path / 'etc' / 'ipython')!r}]\n"
+        "app = IPKernelApp()\n"
+        "app.load_config_file()\n"
+        "value = app.config.InteractiveShellApp.extensions\n"
+        "print(getattr(value, 'get_value', lambda initial: value)([]), 'torch' in sys.modules)\n"
+    )
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.stdout.strip() == "['gpu'] False", done.stderr
