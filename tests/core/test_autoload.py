@@ -35,7 +35,9 @@ def test_what_the_operator_wrote_stays(tmp_path, own):
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "etc").write_text("no directory")
-    with pytest.raises(GpuError, match=r"(?s)ipython_kernel_config.py cannot be written.*%load_ext gpu"):
+    with pytest.raises(
+        GpuError, match=r"(?s)ipython_kernel_config.py cannot be written.*%load_ext gpu"
+    ):
         autoload(prefix=str(tmp_path))
 
 
