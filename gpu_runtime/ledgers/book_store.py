@@ -105,7 +105,8 @@ class BookStore:
         self._unfinished: Page | None = None  # the page of a write that has not succeeded yet
         self._ballast_dropped = False
         self._files_lost = False  # owners' files were deleted since the book was last written
-        self._roster_frame = pages.EMPTY  # what a roster has beside the owner's part
+        self._roster_frame = pages.EMPTY  # what a roster has beside the owner's part,
+        self._agreed: tuple[object, ...] = (None, None, None)  # and what it was made from
 
     @property
     def path(self) -> Path:
@@ -324,8 +325,10 @@ class BookStore:
     def _write_roster(self, book: Book, packed: pages.Packed, rev: int) -> None:
         """Writes our part and what all owners agree on: from these a damaged book is rebuilt."""
         me = self.owner_file.owner.id
-        agreed = Book(devices=book.devices, limits=book.limits, drained=book.drained)
-        frame = pages.pack(agreed, self._roster_frame, rev)
+        agreed, frame = (book.devices, book.limits, book.drained), self._roster_frame
+        if any(now is not last for now, last in zip(agreed, self._agreed, strict=True)):
+            devices, limits, drained = self._agreed = agreed
+            frame = pages.pack(Book(devices=devices, limits=limits, drained=drained), frame, rev)
         part = packed.parts.get(me)
         frame = frame._replace(parts={me: part} if part else {})
         tickets = part.tickets if part else ()

@@ -7,7 +7,7 @@ writes a ledger.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from ..errors import LedgerRefused
@@ -22,6 +22,7 @@ class Write(NamedTuple):
     new: Book
     writer: str
     dead: Callable[[Book], frozenset[str]]  # ids of a book's owners that are proven dead
+    changed: tuple[tuple[str, Section], ...]  # sections that it adds or changes, by owner id
 
     @property
     def is_alone(self) -> bool:
@@ -42,9 +43,11 @@ def refuse_unlawful(
     `dead` proves deaths; it is called only if another owner's section or ticket was removed. `path`
     names the ledger in the error.
     """
-    write = Write(old, new, writer, dead)
-    why = next(filter(None, (law(write) for law in LAWS)), "")
-    if why:
+    write = Write(old, new, writer, dead, _changed(old, new, writer))
+    for law in LAWS:
+        why = law(write)
+        if not why:
+            continue
         raise LedgerRefused(
             f"the ledger {path or 'in memory'} refused a write by {writer}: {why}.\n"
             f"  The book is unchanged. This is a fault of gpu-console: please report it.",
@@ -57,19 +60,21 @@ def refuse_unlawful(
 # Sections
 
 
-def _changed_sections(write: Write) -> Iterator[tuple[str, Section]]:
-    """The sections that this write adds or changes, by the owner id that they are under."""
-    if write.new.sections is write.old.sections:
-        return
-    for id, section in write.new.sections.items():
-        before = write.old.sections.get(id)
-        if before is not section and (id == write.writer or section != before):
-            yield id, section
+def _changed(old: Book, new: Book, writer: str) -> tuple[tuple[str, Section], ...]:
+    """The sections that a write adds or changes, by the owner id that they are under."""
+    if new.sections is old.sections:
+        return ()
+    found = []
+    for id, section in new.sections.items():
+        before = old.sections.get(id)
+        if before is not section and (id == writer or section != before):
+            found.append((id, section))
+    return tuple(found)
 
 
 def _only_own_section(write: Write) -> str:
     """An owner writes its own section only."""
-    for id, section in _changed_sections(write):
+    for id, section in write.changed:
         if id != write.writer:
             return f"the section of {id} may only be written by its owner"
         if section.owner.id != write.writer:
@@ -79,7 +84,7 @@ def _only_own_section(write: Write) -> str:
 
 def _own_leases_in_own_section(write: Write) -> str:
     """A section holds its owner's leases only, each with a name of its own."""
-    for _, section in _changed_sections(write):
+    for _, section in write.changed:
         for lease in section.leases:
             if lease.owner != write.writer:
                 return f"{lease.id} is in a section that is not its owner's"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -20,6 +21,7 @@ from .liveness import Life, life
 from .owner_files import Beside, write_all
 
 MOST_BYTES = 8 << 20  # of one owner's file; a larger file is not ours
+CHECK_SECONDS = 10.0  # between two looks at whether our file was deleted
 SPARE_LINES = 64  # lines of withdrawn names, after which the file is written again
 
 Names = dict[str, None]  # a set that keeps its order
@@ -46,6 +48,7 @@ class NameFiles:
         self._lock = threading.Lock()
         self._written: Names = {}
         self._lines = 0
+        self._checked_at = float("-inf")
         self._fd = -1
         self._close: Callable[[], object] = int  # closes the descriptor; `int` does nothing
         self._seen: dict[str, _Seen] = {}
@@ -67,6 +70,10 @@ class NameFiles:
                 return
             wanted = dict.fromkeys(names)
             same = wanted.keys() == self._written.keys()
+            now = time.monotonic()
+            if same and now - self._checked_at < CHECK_SECONDS:
+                return
+            self._checked_at = now
             if not self._in_place(id) or self._lines > 2 * len(wanted) + SPARE_LINES:
                 self._write_anew(id, wanted)
             elif not same:

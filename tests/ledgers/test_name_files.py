@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from gpu_runtime.ledgers import name_files
 from gpu_runtime.ledgers.name_files import MOST_BYTES, SPARE_LINES
 
 
@@ -73,10 +74,13 @@ def test_a_file_that_is_too_large_is_not_read(pair):
     assert a.names() == {}
 
 
-def test_deleted_names_are_written_again(pair):
-    """The monitor publishes them once a second."""
+def test_deleted_names_are_written_again(pair, monkeypatch):
+    """The monitor publishes them once a second, and looks for the file now and then."""
     a, b, file = pair
     file.unlink()
+    b.publish_names(["qwen"])
+    assert a.names() == {}
+    monkeypatch.setattr(name_files, "CHECK_SECONDS", 0.0)
     assert a.names() == {}
     b.publish_names(["qwen"])
     assert a.names() == {b.owner.id: ("qwen",)}
