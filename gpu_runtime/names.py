@@ -211,7 +211,9 @@ def values_in(frames: Iterable[FrameType]) -> list[Any]:
     for frame in frames:
         variables = frame.f_locals
         found += variables.values()
-        if isinstance(variables, dict):
+        debugged = frame.f_trace is not None or sys.gettrace() is not None
+        if isinstance(variables, dict) and not debugged:
             # Up to Python 3.12 this is a copy that the frame keeps, and with it all its objects.
+            # After each step of a debugger Python copies it back, so then it must stay.
             variables.clear()
     return found

@@ -191,7 +191,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = [list(row) for row in rows]
     columns = _used_columns(cells)
     head = "".join(
-        table_cell("th", esc(headers[n]), "gpuc-num" if headers[n] == "size" else "")
+        table_cell("th", esc(headers[n]), "gpuc-num" if headers[n] in _NUMBERS else "")
         for n in columns
     )
     return (
@@ -219,6 +219,7 @@ def _device_row(id: str, drawn: str, size: str, level: str, remarks: str) -> tup
     )
 
 
+_NUMBERS = ("size", "holds", "frees")  # headers of columns with numbers
 _EMPTY_CELL = re.compile("<td[^>]*></td>")
 
 

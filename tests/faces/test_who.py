@@ -14,8 +14,10 @@ import pytest
 import torch
 from IPython.utils.capture import capture_output
 
+import gpu_runtime
 from gpu_runtime import errors
 from gpu_runtime.names import registered
+from gpu_runtime.rendering import holders
 from gpu_runtime.units import MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -145,6 +147,42 @@ def test_a_running_function_is_listed(notebook, rt):
         return table(rt), batch.sum()
 
     assert train()[0] == {"train()": (3, 3)}
+
+
+def test_a_function_that_is_debugged_keeps_its_variables(notebook, rt):
+    """Python writes a frame's copy of its variables back after each step of a debugger."""
+
+    def train():
+        batch = torch.ones(3 * 2**18)
+        step = 1
+        return batch.numel() + step
+
+    def debugger(frame, event, argument):
+        if event == "line" and frame.f_code is train.__code__:
+            rt.who()
+        return debugger if frame.f_code is train.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(debugger)
+    try:
+        assert train() == 3 * 2**18 + 1
+    finally:
+        sys.settrace(before)
+
+
+def test_tensors_on_several_cards_are_listed_by_card(notebook, monkeypatch):
+    from tests import simgpu
+
+    with gpu_runtime.Runtime(probe=simgpu.SimProbe(), ledger="memory:", monitor=False) as cards:
+        run(notebook, "import tests.simgpu\none = torch.ones(2**18, device='simgpu:1')")
+        run(notebook, "both = [one, torch.ones(2**18, device='simgpu:0')]; on_cpu = mib(3)")
+        frame = cards.who()
+        rows = sorted(zip(frame["name"], frame["device"], frame["bytes"], strict=True))
+        assert rows == [("both", "simgpu:0,1", 2 * MIB), ("one", "simgpu:1", MIB)]
+        assert "simgpu:0,1" in repr(holders.table(frame))
+        assert simgpu.used_bytes(0) == MIB
+        assert cards.free("both").because == "1.0 MiB came free; one still refers to its memory"
+        assert simgpu.used_bytes(0) == 0
 
 
 def test_garbage_and_modules_are_listed_as_elsewhere(notebook, rt):
