@@ -16,7 +16,7 @@ from ..backends.base import is_out_of_memory
 from ..backends.fault_texts import Fault, Kind, recognise
 from ..backends.registry import runs_here
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
-from ..facts import Lease, LeaseId, Load, Share, Step, World
+from ..facts import Grant, Lease, LeaseId, Load, Share, Step, World
 from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.eligibility import reason_to_stay
@@ -209,7 +209,7 @@ def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -
     for lease in book.leases():
         on_cards = cards & {share.device for share in lease.shares}
         if on_cards and _may_be_evicted_for(session, resident, lease, world):
-            _evict_anywhere(session, lease, because)
+            evict_anywhere(session, lease, because)
     session.probe.empty_cache()
 
 
@@ -220,13 +220,15 @@ def _may_be_evicted_for(session: Session, resident: Resident, lease: Lease, worl
     return not reason_to_stay(lease, world, asker=session.me, importance=importance)
 
 
-def _evict_anywhere(session: Session, lease: Lease, because: str) -> None:
-    """Evicts an own model, or requests that its owner does."""
+def evict_anywhere(session: Session, lease: Lease, because: str) -> bool:
+    """Evicts an own model, or requests that its owner does. Whether it has left."""
     try:
         if lease.owner != session.me:
             target = LeaseId(lease.owner, lease.name)
-            requests.request(session, "evict", target, timeout=LEAVE_SECONDS)
-        elif mine := session.residents.get(lease.name):
-            release.evict(session, mine, because)
+            verdict = requests.request(session, "evict", target, timeout=LEAVE_SECONDS)
+            return isinstance(verdict, Grant)
+        mine = session.residents.get(lease.name)
+        return mine is not None and release.evict(session, mine, because) is not None
     except Exception as stays:  # a failed move must not fail this load
         log.debug("%s stays: %s", lease.name, stays)
+        return False

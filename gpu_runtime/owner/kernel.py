@@ -8,19 +8,22 @@ refused and nothing of it runs. When a kernel may be parked is known by the `Sti
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
 import weakref
 from typing import Any
 
 from msgspec.structs import replace
 
 from .. import threads
-from ..backends.base import NotStill, Stillness
+from ..backends.base import NotStill, Stillness, is_out_of_memory
 from ..errors import CannotGovern, GpuError, StillInUse
-from ..facts import Book, Footprint, LeaseId, ModelSpec, Outcome
+from ..facts import NORMAL, Book, Footprint, LeaseId, ModelSpec, Outcome, lease_title
 from ..scheduler import relief
-from ..units import MIB, show_bytes, show_seconds
-from . import acquire, operations, release
+from ..scheduler.eligibility import reason_to_stay
+from ..units import MIB, parse_bytes, show_bytes, show_seconds
+from . import acquire, failures, operations, release
 from .pins import Anchor, new_anchor
 from .resident import Place, Resident
 from .session import Session, log
@@ -246,6 +249,36 @@ class Kernel:
         because = f"This notebook's own code holds {size} on {lease.where}."
         session.note(lease, "adopted", "cell", because, size=lease.bytes)
 
+    def make_room(self, error: BaseException) -> str:
+        """After a cell that ended with the out-of-memory `error`: idle leases leave the card.
+
+        Plain code asks nobody before it takes memory. Returns a sentence for the user; empty if `error`
+        is another one. Nothing is run again.
+        """
+        if not is_out_of_memory(error):
+            return ""
+        traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
+        session = self._session
+        wanted, freed, left = _bytes_wanted(error), 0, []
+        book, world = session.ledger.read(), session.world(fresh=True)
+        cards = {device.id for device in session.probe.devices if not device.is_host}
+        for lease in sorted(book.leases(), key=lambda lease: lease.last_used):
+            here = sum(lease.bytes_on(card) for card in cards)
+            why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
+            if not here or why or (lease.owner, lease.name) == (session.me, NAME):
+                continue
+            if failures.evict_anywhere(session, lease, "A cell ran out of memory."):
+                freed += here
+                left.append(lease_title(lease, book.owner(lease.owner)))
+            if wanted and freed >= wanted:
+                break
+        session.probe.empty_cache()
+        if not left:
+            return "Nothing idle could leave the GPU. Who holds its memory:  %gpu"
+        return (
+            f"{show_bytes(freed)} came free ({', '.join(left)} moved to RAM): run the cell again."
+        )
+
     # -- parking by hand
 
     def park(self) -> Outcome:
@@ -274,6 +307,12 @@ class Kernel:
 
     def _id(self) -> LeaseId:
         return LeaseId(self._session.me, NAME)
+
+
+def _bytes_wanted(error: BaseException) -> int:
+    """The bytes that torch could not allocate, by its message; 0 if it does not say."""
+    found = re.search(r"Tried to allocate ([\d.]+ [KMGT]?i?B)", str(error))
+    return parse_bytes(found[1]) if found else 0
 
 
 def _governed(session: Session) -> set[int]:

@@ -320,6 +320,8 @@ class _Loaded:
         activity.ended(result.info)
         self.names.after_cell(result.execution_count)
         self.look_ahead.after_cell(result)
+        if self.parking is not None and result.error_in_exec is not None:
+            self.parking.after_error(result.error_in_exec)
 
     def remove(self) -> None:
         """Removes everything that was added, and restores what it replaced."""

@@ -128,6 +128,14 @@ class Parking:
                 self._runtime, self._lease = rt, rt.attach_kernel(self)
             self._lease.end()
 
+    def after_error(self, error: BaseException) -> None:
+        """Called after a cell that failed: if it ran out of memory, idle notebooks and models leave."""
+        if self._lease is None:
+            return
+        with contextlib.suppress(GpuError):  # the cell's own error is shown already
+            if news := self._lease.make_room(error):
+                self._show(news)
+
     @property
     def refused(self) -> str:
         """Why the cell must not run; empty if it may."""

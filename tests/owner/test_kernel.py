@@ -376,6 +376,24 @@ def test_a_closed_runtime_leaves_the_tensors_usable(started):
     assert torch.equal(kept, values)
 
 
+def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
+    started, runtime, shared_book
+):
+    """The bytes that torch asked for come free, and no more models leave than that takes."""
+    devices = "sim:1GiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
+    other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
+    fakes(other, old="300MiB", young="300MiB")
+    other.preload("old")
+    other.preload("young")
+    cell(kernel)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has …")
+    assert kernel.make_room(error) == "300 MiB came free (old moved to RAM): run the cell again."
+    assert kernel.make_room(ValueError("no")) == ""
+    kernel.make_room(error)
+    assert "Nothing idle could leave" in kernel.make_room(error)
+
+
 # -- settings --------------------------------------------------------------------------------------
 
 
