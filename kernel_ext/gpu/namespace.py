@@ -37,12 +37,14 @@ class NotebookNames:
     def after_cell(self, count: int | None) -> None:
         """Notes the variables that the cell with that execution `count` has assigned."""
         cell = f"In [{count}]" if count else ""
-        values = self._shell.user_ns
-        bound = {name: id(values[name]) for name in self.variables() if name in values}
-        self._bound = {
-            name: self._bound[name] if self._bound.get(name, (0,))[0] == one else (one, cell)
-            for name, one in bound.items()
-        }
+        known, bound = self._bound, {}
+        for name, value in list(self._shell.user_ns.items()):
+            before = known.get(name)
+            if before is not None and before[0] == id(value):
+                bound[name] = before
+            else:
+                bound[name] = (id(value), cell)
+        self._bound = bound
 
     # -- what the search reads
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -76,6 +77,7 @@ CASES = {
     "generator": "x = (a.sum() for a in [torch.ones(10), torch.ones(20)]); next(x)",
     "class": "class x:\n  cache = torch.ones(10)",
     "instance": "class K:\n  pass\nx = K(); x.a = torch.ones(10)",
+    "looks like a node": "class K:\n  next_functions = 5\nx = K(); x.a = torch.ones(10)",
     "slots": "class K:\n  __slots__ = ('a',)\nx = K(); x.a = torch.ones(10)",
     "instance and class": "class K:\n  pass\nK.b = torch.ones(20); x = K(); x.a = torch.ones(10)",
     "sparse": "x = torch.eye(4).to_sparse()",
@@ -99,6 +101,16 @@ def test_alone_is_what_deleting_the_name_frees(lines):
     found = reach(names, "x")
     assert found.whole
     assert found.alone == freed_by_deleting(names, "x")
+
+
+def test_a_search_keeps_no_class_of_the_notebook_alive():
+    """A class may hold tensors, and the notebook defines it anew with each run of a cell."""
+    names = program("class K:\n  cache = torch.ones(10)\ny = K()\n" + CASES["custom function"])
+    classes = [weakref.ref(names["K"]), weakref.ref(names["F"])]
+    reach(names, "x"), reach(names, "y"), reach(names, "K")
+    names.clear()
+    gc.collect()
+    assert [one() for one in classes] == [None, None]
 
 
 def test_all_references_of_a_name_count_together():

@@ -96,6 +96,7 @@ class _Walk:
         self._objects: dict[int, Any] = {}
         self._edges: dict[int, list[int]] = {}
         self._given: Counter[int] = Counter()  # references that the name itself holds
+        self._kinds = _Kinds()
         self.later: list[Any] = []
         self.whole = True
 
@@ -120,7 +121,7 @@ class _Walk:
             edges = self._edges[id(one)] = []
             for below in self._children(one):
                 edges.append(id(below))
-                (self.later if _is_node(type(below)) else pending).append(below)
+                (self.later if self._kinds.is_node(type(below)) else pending).append(below)
 
     def _is_leaf(self, one: Any) -> bool:
         kind = type(one)
@@ -139,17 +140,19 @@ class _Walk:
         if kind is types.FunctionType:  # its globals are everybody's
             own = (one.__globals__, one.__builtins__)
             return [child for child in below if not any(child is names for names in own)]
-        if _is_node(kind):
+        if self._kinds.is_node(kind):
             below += (child for child, _ in one.next_functions if child is not None)
             below += saved_by(one)
         elif issubclass(kind, Tensor):
             # The collector sees the node of a tensor in some cases only; `_of_tensor` always has it.
-            below = [child for child in below if not _is_node(type(child))] + _of_tensor(one)
+            below = [child for child in below if not self._kinds.is_node(type(child))] + _of_tensor(
+                one
+            )
         return below
 
     def freed(self) -> set[int]:
         """The keys of the storages that come free if the name goes: trial deletion."""
-        references = _references(self._objects, self._graphs)
+        references = _references(self._objects, self._graphs, self._kinds)
         for key, count in self._given.items():
             references[key] = references.get(key, 0) - count
         for edges in self._edges.values():
@@ -185,21 +188,28 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
     return below
 
 
-_node_kinds: dict[type, bool] = {}
+class _Kinds:
+    """Whether objects of a class are nodes of autograd graphs.
 
+    Remembers classes by their ids for one search: a reference would keep a class of the notebook alive.
+    """
 
-def _is_node(kind: type) -> bool:
-    """Whether objects of this class are nodes of autograd graphs."""
-    known = _node_kinds.get(kind)
-    if known is None:
-        known = _node_kinds[kind] = hasattr(kind, "next_functions")
-    return known
+    def __init__(self) -> None:
+        self._known: dict[int, bool] = {}
+
+    def is_node(self, kind: type) -> bool:
+        """Whether objects of the class `kind`, which exists now, are nodes."""
+        known = self._known.get(id(kind))
+        if known is None:
+            attribute = getattr(kind, "next_functions", None)
+            known = self._known[id(kind)] = isinstance(attribute, types.GetSetDescriptorType)
+        return known
 
 
 # -- counting references ---------------------------------------------------------------------------
 
 
-def _references(objects: Mapping[int, Any], graphs: Graphs) -> dict[int, int]:
+def _references(objects: Mapping[int, Any], graphs: Graphs, kinds: _Kinds) -> dict[int, int]:
     """How many references there are to each of `objects`, without those of this module."""
     ours = _counts({0: object()})[0]
     counts = _counts(objects)
@@ -210,7 +220,7 @@ def _references(objects: Mapping[int, Any], graphs: Graphs) -> dict[int, int]:
             counts[key] += _in_cpp(torch._C._storage_Use_Count(one._cdata))
         elif issubclass(kind, Tensor):
             counts[key] += _in_cpp(one._use_count())
-        elif _is_node(kind):
+        elif kinds.is_node(kind):
             counts[key] = graphs.holders[one] + max(0, counts[key] - _references_to_node())
     return counts
 

@@ -11,6 +11,7 @@ import gc
 import itertools
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -327,7 +328,8 @@ def graph(tensor: Tensor) -> tuple[Any, ...]:
     return (node,) if node is not None else ()
 
 
-_saved_names: dict[type, tuple[str, ...]] = {}  # class of a node -> its attributes to read
+# Class of a node -> its attributes to read.
+_saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def saved_in(roots: Iterable[Any], nodes: set[Any], limit: Limit) -> Iterator[Any]:
