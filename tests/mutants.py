@@ -44,6 +44,8 @@ CATALOGUE = [
 ARGUMENTS = ["tests/owner/test_arguments.py", "tests/owner/test_notebook_path.py"]
 OWNER = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
 
+WHO = ["tests/backends/test_search.py", "tests/backends/test_holders.py"]
+
 
 class Fault(NamedTuple):
     """A line of a module, a faulty replacement, and the tests that must notice it."""
@@ -56,6 +58,27 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
+    Fault(
+        "overlook gradients that nobody has read",
+        "backends/pytorch/search",
+        "hidden += gradient(tensor)",
+        "pass",
+        WHO,
+    ),
+    Fault(
+        "ignore references of C++ code",
+        "backends/pytorch/holders",
+        "others = uses - 1",
+        "others = 0",
+        WHO,
+    ),
+    Fault(
+        "free what others refer to",
+        "backends/pytorch/holders",
+        "for key, count in references.items() if count > 0]",
+        "for key, count in references.items() if count > 9]",
+        WHO,
+    ),
     Fault(
         "take any value as a truth value",
         "arguments",
