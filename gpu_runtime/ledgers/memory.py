@@ -60,6 +60,7 @@ class MemoryLedger:
             if name:
                 _named[name] = self._book
         self._bell = self._book.bells[self.owner.id] = Bell()
+        self._packed = pages.EMPTY  # what of the last write need not be checked again
 
     def read(self) -> Book:
         """The current book."""
@@ -94,7 +95,7 @@ class MemoryLedger:
             quarantined={},
         )
         try:
-            pages.pack(changed, pages.EMPTY, 0)
+            self._packed = pages.pack(changed, self._packed, 0)
         except Unwritable as error:
             raise unwritable(error, self.url, me) from error
 

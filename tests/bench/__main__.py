@@ -130,9 +130,25 @@ def ledger() -> Iterator[Row]:
             f"one `transact`, SQLite, 50 leases, {which}; a bare one-row UPDATE of the same "
             f"{taken['page bytes']:.0f} bytes takes {taken['bare UPDATE']:.0f} µs",
             f"{taken['transact, ' + which]:.0f} µs = {taken[ratio]:.1f}×",
-            "≤ 4×",
-            taken[ratio] <= 4,
+            "≤ 2×",
+            taken[ratio] <= 2,
         )
+    large = bench_ledger.large_page_cost()
+    for which in ("alone", "in turn"):
+        yield Row(
+            f"one `transact` in a page of 1,000 leases, {which}; in one of 50 it takes "
+            f"{large[f'50 leases, {which}']:.0f} µs",
+            f"{large[f'1,000 leases, {which}']:.0f} µs = {large[f'ratio, {which}']:.1f}×",
+            "≤ 2×",
+            large[f"ratio, {which}"] <= 2,
+        )
+    taken_by_register = bench_ledger.register_cost()
+    yield Row(
+        "`register` of the 4,000th model",
+        f"{taken_by_register:.0f} µs",
+        "≤ 50 µs",
+        taken_by_register <= 50,
+    )
 
 
 def restore() -> Iterator[Row]:
@@ -196,8 +212,8 @@ def crowd() -> Iterator[Row]:
     yield Row(
         "64 processes, 10 times a second each: lease and release",
         str(cycles),
-        "p99 ≤ 5 ms, worst ≤ 50 ms",
-        cycles.p99 <= 0.005 and cycles.worst <= 0.05,
+        "p50 ≤ 5 ms, worst ≤ 50 ms",
+        cycles.median <= 0.005 and cycles.worst <= 0.05,
     )
     loop = bench_crowd.closed_loop()
     yield Row(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from gpu_runtime import Runtime
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import Ledger
@@ -120,6 +121,41 @@ def transaction_cost() -> dict[str, float]:
     }
 
 
+def large_page_cost() -> dict[str, float]:
+    """Medians in µs of a transaction in a page of 50 and of 1,000 leases, and their ratios."""
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as root:
+        small = fill(f"sqlite://{root}/small")
+        large = fill(f"sqlite://{root}/large", leases=1000, owners=25)
+        alone = microseconds(touch(small[0]), touch(large[0]), rounds=500)
+        acts = [touch(door) for doors in (small, large) for door in doors[:2]]
+        one, two, three, four = microseconds(*acts, rounds=500)
+        for door in (*small, *large):
+            door.close()
+    found["50 leases, alone"], found["1,000 leases, alone"] = alone
+    found["ratio, alone"] = alone[1] / alone[0]
+    found["50 leases, in turn"] = (one + two) / 2
+    found["1,000 leases, in turn"] = (three + four) / 2
+    found["ratio, in turn"] = (three + four) / (one + two)
+    return found
+
+
+def register_cost(models: int = 4000) -> float:
+    """Median µs of the last hundred of so many registrations in one process."""
+    with tempfile.TemporaryDirectory() as root:
+        rt = Runtime(devices="sim:8GiB,host:8GiB", ledger=f"sqlite://{root}/ledger")
+        numbers = iter(range(models))
+
+        def register() -> None:
+            rt.register(f"m{next(numbers)}", backend="fake", size="1MiB")
+
+        for _ in range(models - 100):
+            register()
+        (cost,) = microseconds(register, rounds=100)
+        rt.close()
+    return cost
+
+
 def redis_cost() -> dict[str, float]:
     """Medians in µs, as above, in a Redis on a socket of this machine that appends and syncs once a second."""
     with redis_server() as server:
@@ -197,6 +233,9 @@ def ring_cost() -> float:
 def main() -> None:
     for name, value in transaction_cost().items():
         print(f"{name:>20}  {value:10.2f}" + ("" if "ratio" in name or "bytes" in name else " µs"))
+    for name, value in large_page_cost().items():
+        print(f"{name:>24}  {value:10.2f}" + ("" if "ratio" in name else " µs"))
+    print(f"{'register, the 4,000th':>24}  {register_cost():10.2f} µs")
     print(f"{'ring and wait':>20}  {ring_cost():10.2f} µs")
     for processes in (1, 4, 16):
         figures = "  ".join(f"{name} {value:.2f}" for name, value in crowd_cost(processes).items())
