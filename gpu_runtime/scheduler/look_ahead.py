@@ -1,0 +1,140 @@
+"""Whether a model may be loaded before the cell that uses it has begun.
+
+Pure. Such a load is a guess. It spends free memory, or the memory of an idle model of the same
+process that is used later or never. It never makes another process evict anything, and never waits.
+While any request waits, nothing is loaded on a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from ..facts import (
+    Book,
+    CellModels,
+    Grant,
+    Lease,
+    Policy,
+    Refuse,
+    Request,
+    Section,
+    Step,
+    Wait,
+    World,
+)
+from .admission import admit
+from .eligibility import mark_leaving
+
+# Added to the rank of a model that a waiting cell uses. It is far above every policy's own ranks.
+_SCHEDULED = 1e15
+
+
+def next_uses(cells: Sequence[CellModels]) -> dict[str, int]:
+    """Model -> how many models are used before it. Those of the running cell come first.
+
+    `cells` are the running cell and the waiting ones, in order.
+    """
+    order: dict[str, int] = {}
+    for cell in cells:
+        for name in cell.uses:
+            order.setdefault(name, len(order))
+    return order
+
+
+def with_next_uses(rank: Policy, owner: str, uses: Mapping[str, int]) -> Policy:
+    """The policy `rank`, but the models of `owner` that are used next leave last.
+
+    `uses` is from `next_uses`. The model that is used soonest leaves after all others.
+    """
+    if not uses:
+        return rank
+
+    def hinted(lease: Lease, world: World) -> float:
+        """The rank of `lease` in this `world`; higher, the sooner it is used."""
+        if lease.owner == owner and lease.name in uses:
+            return _SCHEDULED - uses[lease.name]
+        return rank(lease, world)
+
+    return hinted
+
+
+def load_ahead(
+    book: Book,
+    request: Request,
+    world: World,
+    rank: Policy,
+    uses: Mapping[str, int],
+    spared: Collection[str],
+    because: str,
+) -> tuple[Book, Grant | Wait]:
+    """A Grant if the model may be loaded ahead now; else a Wait, and the new `book`.
+
+    The steps of a Wait evict own idle models: after them the caller decides again. A Wait without
+    steps means that the model is not loaded ahead now. No ticket is written in any case.
+
+    `uses` is from `next_uses`; `spared` are models that stay, because the running cell names them.
+    `because` is the sentence of the events. `world` and `rank` are those of `admit`.
+    """
+    if book.tickets:
+        return book, Wait("a request waits, and comes first")
+    request = replace(request, wait=False)
+    guarded = _guarded(book, request, uses, spared)
+    _, verdict = admit(guarded, request, world, rank)
+    if isinstance(verdict, Refuse):
+        return book, Wait(verdict.because)
+    if isinstance(verdict, Grant):
+        return _granted(book, request, world, rank, because)
+    if verdict.asked or not verdict.steps:
+        return book, Wait(verdict.because)
+    steps = tuple(_said(step, f"{_name(step)} is used later: {because}.") for step in verdict.steps)
+    for step in steps:
+        book = mark_leaving(book, step, request.key)  # type: ignore[arg-type]
+    return book, Wait(verdict.because, steps)
+
+
+def _granted(
+    book: Book, request: Request, world: World, rank: Policy, because: str
+) -> tuple[Book, Grant | Wait]:
+    """The grant from free memory, with its reason in the book."""
+    after, verdict = admit(book, request, world, rank)
+    if not isinstance(verdict, Grant):
+        return book, Wait(verdict.because)
+    if after.seq > book.seq:
+        *others, granted = after.events
+        after = replace(after, events=(*others, replace(granted, because=f"{because}.")))
+    steps = tuple(_said(step, f"{because}.") for step in verdict.steps)
+    return after, replace(verdict, steps=steps, because=because)
+
+
+def _guarded(
+    book: Book, request: Request, uses: Mapping[str, int], spared: Collection[str]
+) -> Book:
+    """The book as if every model that a guess may not touch were in use."""
+    owner, own_use = request.lease.owner, uses.get(request.lease.name, len(uses))
+
+    def may_leave(lease: Lease) -> bool:
+        """Whether the guess may spend the memory of `lease`."""
+        if lease.owner != owner or lease.name in spared:
+            return False
+        return uses.get(lease.name, len(uses)) > own_use or lease.name not in uses
+
+    sections = {id: _with_pins(section, may_leave) for id, section in book.sections.items()}
+    return replace(book, sections=sections)
+
+
+def _with_pins(section: Section, may_leave: Callable[[Lease], bool]) -> Section:
+    leases = [
+        lease if lease.pins or may_leave(lease) else replace(lease, pins=1)
+        for lease in section.leases
+    ]
+    return replace(section, leases=tuple(leases))
+
+
+def _said(step: Step, because: str) -> Step:
+    return replace(step, because=because)
+
+
+def _name(step: Step) -> str:
+    return step.lease.partition("/")[2]

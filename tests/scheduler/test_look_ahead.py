@@ -1,0 +1,150 @@
+"""What a guess may spend: free memory, and own idle models that are used later or never."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import CellModels, Drop, Grant, Load, Move, Phase, Wait, overdrafts
+from gpu_runtime.ledgers.invariants import refuse_unlawful
+from gpu_runtime.scheduler.eviction_policy import eviction_order, lru
+from gpu_runtime.scheduler.look_ahead import load_ahead, next_uses, with_next_uses
+from gpu_runtime.scheduler.transitions import perform
+from tests.scheduler.test_laws import B, leases
+from tests.worlds import at, book, lease, owner, request, ticket, world
+
+NAMES = [f"m{n}" for n in range(8)]
+BECAUSE = "loaded ahead: cell 7 uses it"
+
+
+def cells(*uses, running=()):
+    """The running cell, which uses these models, and one waiting cell for each of `uses`."""
+    first = CellModels("cell 1", tuple(running), tuple(running), True)
+    return (first, *(CellModels(f"cell {n}", (name,), (name,)) for n, name in enumerate(uses, 2)))
+
+
+def guess(them, name, *uses, gib=10, running=(), room=None, **settings):
+    """The decision to load `name` ahead for a schedule with these `uses`."""
+    order = next_uses(cells(*uses, running=running))
+    there = world(**{"sim0": 24, "grace_seconds": 5.0, **(room or {}), **settings})
+    return load_ahead(them, request(name, gib), there, lru, order, running, BECAUSE)
+
+
+def test_the_next_use_of_a_model_counts_from_the_running_cell():
+    assert next_uses(cells("b", "a", "b", "c", running=["a"])) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_free_memory_is_spent_and_the_reason_is_in_the_book():
+    after, verdict = guess(book(lease("a", sim0=10, pins=1)), "b", "b", running=["a"])
+    assert isinstance(verdict, Grant) and isinstance(verdict.steps[0], Load)
+    assert after.lease(owner().id, "b").phase is Phase.ARRIVING
+    assert [(e.action, e.because) for e in after.events] == [("granted", f"{BECAUSE}.")]
+    assert verdict.steps[0].because == f"{BECAUSE}."
+
+
+def test_an_own_idle_model_that_is_used_later_or_never_leaves():
+    """The steps are the caller's; then it decides again, and the room is free."""
+    them = book(lease("a", sim0=10, pins=1), lease("old", sim0=10), lease("c", sim0=4))
+    after, verdict = guess(them, "b", "b", "c", running=["a"])
+    assert isinstance(verdict, Wait) and [step.lease for step in verdict.steps] == [at(1, "old")]
+    assert not after.tickets and after.lease(owner().id, "old").phase is Phase.LEAVING
+    for step in verdict.steps:
+        after = perform(after, step, world(sim0=24))
+    _, verdict = guess(after, "b", "b", "c", running=["a"])
+    assert isinstance(verdict, Grant)
+
+
+def test_a_model_that_is_used_sooner_stays():
+    """Its eviction would be regretted by the very next cell."""
+    them = book(lease("a", sim0=10), lease("b", sim0=10))
+    assert guess(them, "c", "a", "b", "c")[1].steps == ()
+    after, verdict = guess(them, "c", "a", "c", "b")
+    assert [step.lease for step in verdict.steps] == [at(1, "b")] and after is not them
+
+
+def test_a_model_that_the_running_cell_names_stays():
+    them = book(lease("a", sim0=10), lease("b", sim0=10))
+    verdict = guess(them, "c", "c", "b", running=["a", "b"])[1]
+    assert isinstance(verdict, Wait) and not verdict.steps
+
+
+def test_another_process_evicts_nothing_for_a_guess():
+    them = book(lease("theirs", by=2, sim0=20))
+    after, verdict = guess(them, "b", "b")
+    assert isinstance(verdict, Wait) and (verdict.steps, verdict.asked) == ((), ())
+    assert after is them, "nothing is written, not even a ticket"
+
+
+def test_while_a_request_waits_nothing_is_loaded_ahead():
+    them = book(owners=(1, 2), tickets=[ticket("theirs", by=2, sim0=1)])
+    after, verdict = guess(them, "b", "b")
+    assert after is them and verdict == Wait("a request waits, and comes first")
+
+
+def test_what_can_never_fit_is_not_noted_as_a_refusal():
+    them = book()
+    after, verdict = guess(them, "b", "b", gib=99)
+    assert after is them and isinstance(verdict, Wait) and "99" in verdict.because
+
+
+def test_the_host_s_memory_of_another_process_is_not_spent():
+    """An offload that would push others' models out of RAM is not made for a guess."""
+    precious = lease("mine", sim0=20, droppable=False)
+    them = book(precious, lease("warm", by=2, host=10))
+    after, verdict = guess(them, "b", "b", room={"host": 20})
+    assert after is them and isinstance(verdict, Wait) and not verdict.steps
+
+
+def test_the_policy_evicts_what_is_used_next_last():
+    """The hint orders own models only; a model of another process has its policy's rank."""
+    rank = with_next_uses(lru, owner().id, {"soon": 0, "later": 1})
+    them = [
+        lease("soon", sim0=1, last_used=1.0),
+        lease("later", sim0=1, last_used=2.0),
+        lease("never", sim0=1, last_used=900.0),
+        lease("soon", by=2, sim0=1, last_used=3.0),
+    ]
+    order = [one.id for one in eviction_order(them, world(sim0=4), rank)]
+    assert order == [at(2, "soon"), at(1, "never"), at(1, "later"), at(1, "soon")]
+    assert with_next_uses(lru, owner().id, {}) is lru
+
+
+@given(
+    them=leases(),
+    others_wait=st.booleans(),
+    order=st.lists(st.sampled_from(NAMES), max_size=8),
+    spared=st.sets(st.sampled_from(NAMES)),
+    gib=st.integers(1, 12),
+    rooms=st.lists(st.integers(0, 20), min_size=4, max_size=4),
+)
+def test_a_guess_spends_only_what_it_may(them, others_wait, order, spared, gib, rooms):
+    """It evicts no lease of another process, none that the running cell names, and none that is used
+    sooner. It never waits, and a grant spends free bytes only.
+    """
+    by_id = {one.id: one for one in them}  # no two of one name
+    waiting = [ticket("x", by=2, sim0=B)] if others_wait else []
+    before = book(*by_id.values(), owners=(1, 2, 3), tickets=waiting)
+    room = dict(zip(("sim0", "sim1", "sim2", "host"), (size * B for size in rooms), strict=True))
+    there = world(**room, grace_seconds=0.0)
+    uses = next_uses(cells(*order, "new"))
+    wanted = request("new", gib * B)
+    after, verdict = load_ahead(before, wanted, there, lru, uses, spared, BECAUSE)
+
+    me = owner().id
+    assert isinstance(verdict, (Grant, Wait)) and after.tickets == before.tickets
+    assert {id: s for id, s in after.sections.items() if id != me} == {
+        id: s for id, s in before.sections.items() if id != me
+    }
+    if isinstance(verdict, Grant):
+        assert not others_wait and not overdrafts(before, after)
+        assert {one.id for one in after.leases()} == {*by_id, at(1, "new")}
+        return
+    assert verdict.asked == ()
+    if not verdict.steps:
+        assert after is before
+    for step in verdict.steps:
+        assert isinstance(step, (Move, Drop)) and not others_wait
+        left = by_id[step.lease]
+        assert left.owner == me and not left.pins and left.name not in spared
+        assert left.name not in uses or uses[left.name] > uses["new"]
+    refuse_unlawful(before, after, me, lambda book: frozenset())
