@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import attribution, threads
+from . import attribution
 from .arguments import checked, read_all
 from .backends.base import Progress, Stillness
 from .catalog.resolve import Catalogued
@@ -24,7 +24,7 @@ from .catalog.store import Catalog
 from .devices.devices_setting import check_index
 from .devices.probe import Probe, open_probe
 from .devices.sampler_client import Sampling
-from .errors import GpuError, LedgerUnavailable
+from .errors import LedgerUnavailable
 from .facts import (
     AllocatorMap,
     Applied,
@@ -35,6 +35,7 @@ from .facts import (
     ModelSpec,
     Outcome,
     Plan,
+    Schedule,
     Snapshot,
     Wait,
 )
@@ -44,6 +45,7 @@ from .ledgers.location import default_url, shared_url, slug_of
 from .owner import (
     acquire,
     blocks,
+    closing,
     console_hook,
     defragment,
     doctor,
@@ -56,15 +58,15 @@ from .owner import (
     registry,
     status,
 )
-from .owner.governed_calls import release_calls
 from .owner.history import recorded_events
 from .owner.kernel import Kernel
+from .owner.look_ahead import LookAhead
 from .owner.monitor import Monitor
 from .owner.notebook import notebook_path
 from .owner.operations import ASK_SECONDS
 from .owner.pins import Held
 from .owner.resident import Place
-from .owner.session import Session, log
+from .owner.session import Session
 from .scheduler import device_names
 from .scheduler import transitions as books
 from .scheduler.placement import check_policy
@@ -156,6 +158,7 @@ class Runtime:
             record=record_in(directory) if directory else None,
             recording=Sampling(directory, url, simulated=True) if recorded else None,
         )
+        self._opened.look_ahead = LookAhead(self._opened)
         if self._wants_monitor:
             self._opened.monitor = Monitor(self.tick, partial(maintenance.rest, self._opened))
 
@@ -379,12 +382,15 @@ class Runtime:
         *,
         progress: Progress | None = None,
         timeout: str | float | None = None,
+        wait: bool = True,
     ) -> Outcome:
         """Brings the model onto its device now, so that the next `use` finds it there.
 
-        `progress(bytes, total)` is called while it loads. `timeout` is that of `use`. Raises as `use`.
+        `progress(bytes, total)` is called while it loads. `timeout` is that of `use`. Without `wait`
+        it is loaded in the background: a failure is then logged. Raises as `use`.
         """
-        return operations.preload(self._session, name, progress=progress, timeout=timeout)
+        session = self._session
+        return operations.preload(session, name, progress=progress, timeout=timeout, wait=wait)
 
     restore = preload
 
@@ -588,6 +594,10 @@ class Runtime:
         """The last decisions on the model `name`, the newest first. Raises UnknownModel."""
         return status.why(self._session, name)
 
+    def schedule(self) -> Schedule:
+        """The waiting cells of this notebook, the models they use, and what was loaded ahead."""
+        return self._session.look_ahead.schedule()
+
     def doctor(self) -> Report:
         """A report to paste: versions, drivers, devices, ledger, settings, refusals. No secrets."""
         return doctor.report(self._session)
@@ -648,27 +658,7 @@ class Runtime:
             if self._opened.closed:
                 return
             self._opened.closed = True
-        session = self._opened
-        session.activity.watchers.discard(session.cell_began)
-        if session.monitor and session.monitor_started:
-            session.monitor.stop(lambda: session.ledger.ring([session.me]))
-        residents = list(session.residents.values())
-        engines = [resident for resident in residents if resident.engines]
-        for resident in residents:
-            release_calls(resident.value)
-            if resident not in engines:
-                resident.forget()
-        # Each engine may take seconds to end normally.
-        threads.side_by_side([resident.forget for resident in engines])
-        session.residents.clear()
-        session.blocks.clear()
-        try:
-            if session.me in session.ledger.read().sections:
-                session.decide(lambda book, world: (books.resign(book, session.me), None))
-        except GpuError as error:  # the next owner that checks finds this one dead
-            log.debug("the book could not be left in order: %s", error)
-        session.journal.flush()
-        session.ledger.close()
+        closing.close(self._opened)
 
     def __enter__(self) -> Runtime:
         return self

@@ -180,6 +180,11 @@ class Settings(BaseSettings):
         description="When pressure evicts idle models: auto (while requests wait or unleased memory grows), "
         "always or never.",
     )
+    gpu_prefetch: Literal["auto", "never"] = Field(
+        "auto",
+        description="Whether the models of waiting cells are loaded while the running cell runs: auto or "
+        "never.",
+    )
     gpu_park: Literal["asked", "idle", "never"] = Field(
         "asked",
         description="When the memory of an idle notebook leaves its GPU for RAM: asked (another process "
@@ -432,6 +437,7 @@ _WORDS = {
     "gpu_split_margin_mb": "a whole number of MiB, such as 512",
     "gpu_fraction_factor": "a number above 0, such as 3",
     "gpu_relief": "auto, always or never",
+    "gpu_prefetch": "auto or never",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
     "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",
     "gpu_serve_queue": "a whole number of calls, such as 256",

@@ -226,6 +226,12 @@ _TABLE = (
         ),
     ),
     Verb(
+        "next",
+        "the waiting cells' models: where each one is, and what is loaded ahead",
+        lambda rt, args: rt.schedule(),
+        places=(MAGIC,),
+    ),
+    Verb(
         "who",
         "which variable, output or error of this notebook holds device memory",
         lambda rt, args: rt.who(),

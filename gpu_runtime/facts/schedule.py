@@ -22,6 +22,7 @@ class ScheduledModel(Value):
     running: bool  # whether that cell runs now
     where: str  # sim:0, host, or disk
     ahead: bool = False  # whether it was loaded before its cell began
+    loading: bool = False  # whether it is being loaded now
     because: str = ""  # why it is not loaded ahead now; empty if it is on its device
 
 

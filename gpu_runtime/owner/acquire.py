@@ -154,20 +154,14 @@ def _obtain_governed(
     try:
         for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here):
             step = verdict.steps[0]
-            assert not isinstance(step, Drop)  # a grant's own step loads or moves
             attempts += 1
             try:
-                if isinstance(step, Load):
-                    _load(session, resident, verdict.lease, step, anchor, key, progress)
-                else:
-                    restore = partial(_restore, session, resident, verdict.lease, step, anchor, key)
-                    session.uninterrupted(key, restore)
-                return
+                return perform(session, resident, verdict, anchor, key, progress)
             except Exception as error:
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                     report = failures.load_error(session, resident, step, error)
                     raise report from error.__cause__
-                failures.make_room(session, resident, step.shares)
+                failures.make_room(session, resident, step.shares)  # type: ignore[union-attr]
     finally:
         # The key is released first. After that the monitor withdraws the ticket, even if this
         # thread is interrupted again.
@@ -273,6 +267,28 @@ def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -
 
 
 # -- performing a grant
+
+
+def perform(
+    session: Session,
+    resident: Resident,
+    verdict: Grant,
+    anchor: AnchorRef | None,
+    key: Key,
+    progress: Progress | None = None,
+) -> None:
+    """Loads or restores the model as granted in `verdict`, and settles its lease.
+
+    `anchor` pins it, if given; `key` is the decision's. Raises what the load raises; the grant is
+    abandoned then.
+    """
+    step = verdict.steps[0]
+    assert not isinstance(step, Drop)  # a grant's own step loads or moves
+    if isinstance(step, Load):
+        _load(session, resident, verdict.lease, step, anchor, key, progress)
+    else:
+        restore = partial(_restore, session, resident, verdict.lease, step, anchor, key)
+        session.uninterrupted(key, restore)
 
 
 def _load(

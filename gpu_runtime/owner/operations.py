@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from .. import threads
 from ..backends.base import Progress
 from ..errors import Busy, GpuError, NotAllowed, StillInUse
 from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import acquire, migrate, permissions, registry, release, requests
 from .resident import Place, Resident
-from .session import Session
+from .session import Session, log
 
 ASK_SECONDS = 30.0  # default time-out for a request to another owner
 
@@ -23,6 +24,7 @@ def preload(
     *,
     progress: Progress | None = None,
     timeout: str | float | None = None,
+    wait: bool = True,
 ) -> Outcome:
     """Brings a model onto its device; see Runtime.preload."""
     if not isinstance(name, LeaseId) and not session.guest:
@@ -31,10 +33,12 @@ def preload(
             name = registry.find(session, name).spec.name
     target = registry.resolve(session, name, loadable=True)
     if target.owner != session.me:
-        return ask_owner(session, "preload", target, timeout)
+        return ask_owner(session, "preload", target, timeout, wait)
     resident = registry.find(session, target.name)
     began = session.clock()
     already = resident.place is Place.HERE
+    if not (wait or already):
+        return _preload_later(session, resident, timeout)
     if not already:
         acquire.obtain(session, resident, None, timeout=timeout, progress=progress)
     lease = resident.lease
@@ -67,6 +71,26 @@ def move(
         return ask_owner(session, "move", target, timeout, places=cards)
     resident = registry.find(session, target.name)
     return migrate.move(session, resident, cards, by=requests.person(session))
+
+
+def _preload_later(session: Session, resident: Resident, timeout: str | float | None) -> Outcome:
+    name = resident.spec.name
+
+    def load() -> None:
+        """Loads the model, as a request. Its caller has gone, so an error is logged."""
+        try:
+            acquire.obtain(session, resident, None, timeout=timeout)
+        except GpuError as error:
+            log.warning("%s was not preloaded: %s", name, error)
+
+    threads.start(load)
+    return Outcome(
+        verb="preload",
+        name=name,
+        done=False,
+        because=f"{name} is loaded in the background",
+        where="",
+    )
 
 
 def evict(

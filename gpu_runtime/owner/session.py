@@ -124,6 +124,7 @@ class Session:
         self._named: tuple[Device, ...] = ()  # the book's devices when the names last agreed
 
         self.kernel: Any = None  # of a notebook, see kernel.py
+        self.look_ahead: Any = None  # set by the runtime
         self.monitor: Monitor | None = None
         self.monitor_started = self.dozing = self.closed = False
         self.breaker = Breaker()

@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
+from gpu_runtime.facts import Applied, Health, Outcome, Plan, Schedule, Snapshot
 from gpu_runtime.owner.doctor import Report
 from gpu_runtime.safe_text import lines
 
-from . import allocator_map, elements, holders, html, text
+from . import allocator_map, elements, holders, html, schedule, text
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -92,6 +92,8 @@ def _shown_by_type(value: Any, prompt: str) -> Shown | None:
         return Shown(value, lambda: text.health(value), lambda: html.health(value))
     if isinstance(value, Outcome):
         return Shown(value, lambda: text.outcome(value), lambda: html.outcome(value))
+    if isinstance(value, Schedule):
+        return Shown(value, lambda: schedule.as_text(value), lambda: schedule.as_html(value))
     if isinstance(value, Applied):
         return Shown(value, lambda: text.applied(value), lambda: html.applied(value))
     if isinstance(value, allocator_map.Mapped):

@@ -116,9 +116,9 @@ def _guarded(
 
     def may_leave(lease: Lease) -> bool:
         """Whether the guess may spend the memory of `lease`."""
-        if lease.owner != owner or lease.name in spared:
+        if lease.owner != owner or lease.kind != "model" or lease.name in spared:
             return False
-        return uses.get(lease.name, len(uses)) > own_use or lease.name not in uses
+        return lease.name not in uses or uses[lease.name] > own_use
 
     sections = {id: _with_pins(section, may_leave) for id, section in book.sections.items()}
     return replace(book, sections=sections)

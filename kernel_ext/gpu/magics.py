@@ -356,7 +356,7 @@ class _Loaded:
                 formatter.type_printers[kind] = before
 
 
-_SHOWN = (facts.Snapshot, facts.Plan, facts.Outcome, facts.Health)
+_SHOWN = (facts.Snapshot, facts.Plan, facts.Outcome, facts.Health, facts.Schedule)
 _loaded: dict[int, _Loaded] = {}  # id(shell) -> the extension in it
 
 

@@ -31,6 +31,7 @@ DEFAULTS = {
     "GPU_FRACTION_FACTOR": "unset",
     "FRACTION_LARGEST_POSSIBLE": "0.8",
     "GPU_RELIEF": "auto",
+    "GPU_PREFETCH": "auto",
     "GPU_PARK": "asked",
     "GPU_PARK_IDLE_SECONDS": "600",
     "GPU_PARK_TURN_SECONDS": "30",

@@ -56,6 +56,7 @@ SHOWN = {
     "": "1 simulated GPU",
     "status": "1 simulated GPU",
     "health": "healthy",
+    "next": "No cell waits that uses a model",
     "plan qwen": "qwen is loaded already",
     "plan llama": "llama fits once 1 other is evicted",
     "plan 2GiB": "A lease of 2.0 GiB fits in the free memory",
@@ -555,7 +556,8 @@ def test_loading_imports_nothing_heavy(child_environment):
 
 
 def test_values_for_display_are_facts():
-    assert set(magics._SHOWN) == {facts.Snapshot, facts.Plan, facts.Outcome, facts.Health}
+    shown = {facts.Snapshot, facts.Plan, facts.Outcome, facts.Health, facts.Schedule}
+    assert set(magics._SHOWN) == shown
 
 
 # -- the kernel's state ----------------------------------------------------------------------------

@@ -68,6 +68,12 @@ def test_a_model_that_the_running_cell_names_stays():
     assert isinstance(verdict, Wait) and not verdict.steps
 
 
+def test_what_the_notebook_s_own_code_holds_stays():
+    them = book(lease("notebook", sim0=20, kind="kernel", droppable=False))
+    after, verdict = guess(them, "b", "b")
+    assert after is them and isinstance(verdict, Wait) and not verdict.steps
+
+
 def test_another_process_evicts_nothing_for_a_guess():
     them = book(lease("theirs", by=2, sim0=20))
     after, verdict = guess(them, "b", "b")

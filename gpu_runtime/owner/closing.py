@@ -1,0 +1,33 @@
+"""The end of this process as an owner: its models are freed, and its section leaves the book."""
+
+from __future__ import annotations
+
+from .. import threads
+from ..errors import GpuError
+from ..scheduler import transitions as books
+from .governed_calls import release_calls
+from .session import Session, log
+
+
+def close(session: Session) -> None:
+    """Frees every model of a closed session and leaves the book; see Runtime.close."""
+    session.activity.watchers.discard(session.cell_began)
+    if session.monitor and session.monitor_started:
+        session.monitor.stop(lambda: session.ledger.ring([session.me]))
+    residents = list(session.residents.values())
+    engines = [resident for resident in residents if resident.engines]
+    for resident in residents:
+        release_calls(resident.value)
+        if resident not in engines:
+            resident.forget()
+    # Each engine may take seconds to end normally.
+    threads.side_by_side([resident.forget for resident in engines])
+    session.residents.clear()
+    session.blocks.clear()
+    try:
+        if session.me in session.ledger.read().sections:
+            session.decide(lambda book, world: (books.resign(book, session.me), None))
+    except GpuError as error:  # the next owner that checks finds this one dead
+        log.debug("the book could not be left in order: %s", error)
+    session.journal.flush()
+    session.ledger.close()

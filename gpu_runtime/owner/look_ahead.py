@@ -1,0 +1,297 @@
+"""Loads the models of waiting cells while the running cell still runs.
+
+One load at a time, in one thread, below every real request. `scheduler/look_ahead.py` decides what
+such a load may spend; `upcoming_cells` has the cells.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from typing import NamedTuple
+
+from .. import threads
+from ..facts import (
+    HOST,
+    Book,
+    CellModels,
+    Grant,
+    Request,
+    Schedule,
+    ScheduledModel,
+    Wait,
+    World,
+)
+from ..scheduler import look_ahead as decisions
+from ..scheduler import transitions as books
+from ..scheduler.capacity import room
+from ..scheduler.eviction_policy import policy
+from ..upcoming_cells import upcoming
+from . import acquire, demand, file_staging, registry, release
+from .resident import Place, Resident
+from .session import Key, Session
+
+log = logging.getLogger("gpu_runtime")
+
+PAUSE_SECONDS = 0.25  # between two looks while a model waits for room
+MOST_ROUNDS = 8  # of making room for one load
+WHERE = {Place.AWAY: HOST, Place.GONE: "disk", Place.MOVING: "moving"}
+
+
+class _Guess(NamedTuple):
+    """A model that was loaded ahead and not used since."""
+
+    cell: str
+    uses: int  # of the model before
+
+
+class LookAhead:
+    """The look-ahead of one runtime."""
+
+    def __init__(self, session: Session) -> None:
+        """Follows the upcoming cells of this process for `session`."""
+        self._session = session
+        self._lock = threading.Lock()  # protects the start and the end of the thread
+        self._changed = threading.Event()
+        self._works = False  # whether the thread runs
+        self._guesses: dict[str, _Guess] = {}
+        self._ahead: set[str] = set()  # models on their device that were loaded ahead
+        self._failed: set[str] = set()  # models that could not be loaded, until the cells change
+        self._staged: set[str] = set()
+        self._loading = ""  # the model that is being loaded ahead now
+        self._why: dict[str, str] = {}  # model -> why it is not loaded now
+        self.loaded = self.used = self.unused = 0
+        settings = session.settings
+        self._active = settings.gpu_prefetch == "auto" and settings.enable_memory_governor
+        upcoming.followers.add(self)
+
+    # -- the thread
+
+    def wake(self) -> None:
+        """The cells have changed. Starts the thread if it does not run."""
+        if not self._active or self._session.closed or self._session.guest:
+            return
+        with self._lock:
+            self._changed.set()
+            if not self._works and (self._session.residents or self._guesses):
+                self._works = True
+                threads.start(self._work)
+
+    def _work(self) -> None:
+        cells: tuple[CellModels, ...] = ()
+        while True:
+            try:
+                if self._changed.is_set():
+                    self._changed.clear()
+                    cells = self.cells()
+                waits = self._load_all(cells)
+            except Exception as error:  # a guess must not disturb anything
+                log.debug("look-ahead stopped: %s", error)
+                waits = False
+            if waits:
+                self._changed.wait(PAUSE_SECONDS)
+            with self._lock:
+                if self._session.closed or not (waits or self._changed.is_set()):
+                    self._works = False
+                    return
+
+    def _load_all(self, cells: tuple[CellModels, ...]) -> bool:
+        """Loads what may be loaded now. True if a model still waits for room."""
+        while not self._session.closed and not self._changed.is_set():
+            if not self.follow(cells):
+                return False
+            if not self.load_next(cells):
+                return True
+        return False
+
+    # -- what is scheduled
+
+    def cells(self) -> tuple[CellModels, ...]:
+        """The running cell and the waiting ones, with their models."""
+        session = self._session
+        values = {
+            id(r.value): r.spec.name
+            for r in list(session.residents.values())
+            if r.value is not None
+        }
+        names = registry.known_names(session)
+        return upcoming.cells(names, lambda value: values.get(id(value), ""))
+
+    def follow(self, cells: tuple[CellModels, ...]) -> list[str]:
+        """Counts what became of earlier guesses, and gives the policy its hint.
+
+        Returns the models of waiting `cells` that may still be loaded ahead.
+        """
+        session = self._session
+        uses = decisions.next_uses(cells)
+        session.rank = decisions.with_next_uses(
+            policy(session.settings.gpu_policy), session.me, uses
+        )
+        self._count(uses)
+        if all(cell.running for cell in cells):
+            self._failed.clear()
+            self._staged.clear()
+        return [name for name, _ in _waiting(cells) if not self._is_done(name)]
+
+    def _count(self, uses: dict[str, int]) -> None:
+        with self._lock:
+            for name, guess in list(self._guesses.items()):
+                resident = self._session.residents.get(name)
+                if resident is not None and resident.uses > guess.uses:
+                    self.used += 1
+                elif name not in uses or not self._is_here(name):
+                    self.unused += 1
+                else:
+                    continue
+                del self._guesses[name]
+            self._ahead = {name for name in self._ahead if self._is_here(name)}
+
+    def _is_done(self, name: str) -> bool:
+        return name in self._failed or self._is_here(name)
+
+    def _is_here(self, name: str) -> bool:
+        resident = self._session.residents.get(name)
+        return resident is not None and resident.place is Place.HERE
+
+    # -- one load
+
+    def load_next(self, cells: tuple[CellModels, ...]) -> bool:
+        """Loads the next model that a waiting cell uses. False if it may not be loaded now."""
+        running = [cell for cell in cells if cell.running]
+        needed = {name for cell in running for name in cell.uses}
+        missing = sorted(name for name in needed if not self._is_here(name))
+        if missing:  # the running cell loads them itself, and needs the room
+            because = f"the running cell uses {', '.join(missing)}, which comes first"
+            self._why = {name: because for name, _ in _waiting(cells)}
+            return False
+        uses = decisions.next_uses(cells)
+        spared = needed.union(*(cell.mentions for cell in running))
+        for name, cell in _waiting(cells):
+            if self._is_done(name):
+                continue
+            resident = registry.find(self._session, name)
+            try:
+                self._why.pop(name, None)
+                if self._load(resident, cell, uses, spared):
+                    return True
+            except Exception as error:
+                log.debug("%s was not loaded ahead: %s", name, error)
+                self._failed.add(name)
+                self._why[name] = f"it failed to load: {type(error).__name__}"
+                return True
+            return self._stage(resident)
+        return False
+
+    def _load(self, resident: Resident, cell: str, uses: dict[str, int], spared: set[str]) -> bool:
+        """Loads one model, if it may be loaded now. Raises what the load raises."""
+        session, name = self._session, resident.spec.name
+        key = session.new_key(f"load {name} ahead")
+        wanted = Request(
+            key.text,
+            demand.wanted_lease(session, resident),
+            resident.footprint(),
+            session.clock(),
+            demand.placement(session, resident),
+            wait=False,
+        )
+        decide = partial(
+            decisions.load_ahead,
+            request=wanted,
+            rank=session.rank,
+            uses=uses,
+            spared=spared,
+            because=f"loaded ahead: {cell} uses it",
+        )
+        try:
+            for _ in range(MOST_ROUNDS):
+                verdict = self._decide(decide)
+                if isinstance(verdict, Grant):
+                    self._perform(resident, verdict, key, cell)
+                    return True
+                self._why[name] = verdict.because
+                if not verdict.steps:
+                    return False
+                for step in verdict.steps:
+                    session.uninterrupted(key, partial(release.step_aside, session, step, key))
+            return False
+        finally:
+            session.done_with(key.note)
+
+    def _decide(self, decide: partial[tuple[Book, Grant | Wait]]) -> Grant | Wait:
+        """The verdict. Only one that changes the book is a transaction."""
+        session = self._session
+
+        def deciding(book: Book, world: World) -> tuple[Book, Grant | Wait]:
+            """The decision in a book and a world."""
+            return decide(book, world=world)
+
+        book, world = session.look()
+        _, verdict = deciding(books.publish(book, session.truth(), world), world)
+        if isinstance(verdict, Wait) and not verdict.steps:
+            return verdict
+        return session.decide(deciding, fresh=True)
+
+    def _perform(self, resident: Resident, verdict: Grant, key: Key, cell: str) -> None:
+        session, name = self._session, resident.spec.name
+        uses = resident.uses
+        self._loading = name
+        try:
+            acquire.perform(session, resident, verdict, None, key)
+        finally:
+            self._loading = ""
+        self._why.pop(name, None)
+        with self._lock:
+            self._guesses[name] = _Guess(cell, uses)
+            self._ahead.add(name)
+            self.loaded += 1
+        if resident.uses == uses:  # it has no grace: a real request may have its room at once
+            resident.last_used -= session.rules.grace_seconds
+
+    def _stage(self, resident: Resident) -> bool:
+        """Reads the files of a model that has no room yet. True once, if there were any."""
+        session, name = self._session, resident.spec.name
+        if name in self._staged or resident.place is not Place.GONE:
+            return False
+        self._staged.add(name)
+        free = room(*session.look()).get(HOST, 0)
+        return file_staging.stage(resident.spec, free // 2, lambda: session.closed) > 0
+
+    # -- reading
+
+    def schedule(self) -> Schedule:
+        """The cells, their models, and what was loaded ahead; see Runtime.schedule."""
+        cells = self.cells()
+        self._count(decisions.next_uses(cells))
+        shown = []
+        for name, cell, running in _first_uses(cells):
+            resident = self._session.residents.get(name)
+            here = resident is not None and resident.place is Place.HERE
+            where = "disk"
+            if resident is not None:
+                where = resident.lease.where if here else WHERE[resident.place]
+            because = "" if here or running else self._why.get(name, "")
+            ahead, loading = name in self._ahead, name == self._loading
+            shown.append(ScheduledModel(name, cell, running, where, ahead, loading, because))
+        return Schedule(
+            self._session.settings.gpu_prefetch,
+            cells,
+            tuple(shown),
+            self.loaded,
+            self.used,
+            self.unused,
+        )
+
+
+def _first_uses(cells: tuple[CellModels, ...]) -> list[tuple[str, str, bool]]:
+    """Each model that is used, with the first cell that uses it and whether that cell runs."""
+    found: dict[str, tuple[str, str, bool]] = {}
+    for cell in cells:
+        for name in cell.uses:
+            found.setdefault(name, (name, cell.cell, cell.running))
+    return list(found.values())
+
+
+def _waiting(cells: tuple[CellModels, ...]) -> list[tuple[str, str]]:
+    """The models that waiting cells use and the running cell does not, each with its first cell."""
+    return [(name, cell) for name, cell, running in _first_uses(cells) if not running]

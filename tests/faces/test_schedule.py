@@ -1,0 +1,49 @@
+"""The schedule as text and as HTML."""
+
+from __future__ import annotations
+
+from gpu_runtime.facts import CellModels, Schedule, ScheduledModel
+from gpu_runtime.rendering import render, schedule
+
+CELLS = (CellModels("cell 4", ("a",), ("a",), True), CellModels("cell 5", ("b", "c"), ("b", "c")))
+FULL = Schedule(
+    cells=CELLS,
+    models=(
+        ScheduledModel("a", "cell 4", True, "sim:0"),
+        ScheduledModel("b", "cell 5", False, "sim:0", ahead=True),
+        ScheduledModel("c", "cell 5", False, "disk", loading=True),
+        ScheduledModel("d", "cell 6", False, "sim:0"),
+        ScheduledModel("e", "cell 7", False, "host", because="sim:0 has 4.0 GiB free"),
+        ScheduledModel("f", "cell 8", False, "disk"),
+    ),
+    loaded_ahead=5,
+    used=3,
+    unused=1,
+)
+
+
+def test_each_model_has_its_first_use_its_place_and_its_state():
+    assert schedule.as_text(FULL).splitlines() == [
+        "MODEL  FIRST USE  WHERE  STATE",
+        "a      cell 4     sim:0  used by the running cell",
+        "b      cell 5     sim:0  loaded ahead",
+        "c      cell 5     disk   being loaded ahead",
+        "d      cell 6     sim:0  on its device",
+        "e      cell 7     host   not loaded ahead: sim:0 has 4.0 GiB free",
+        "f      cell 8     disk   not loaded yet",
+        "Loaded ahead so far: 5; 3 used, 1 not used.",
+    ]
+
+
+def test_without_cells_it_says_what_to_do_and_whether_it_is_off():
+    assert schedule.as_text(Schedule()) == schedule.NOTHING
+    assert "GPU_PREFETCH=never" in schedule.as_text(Schedule("never"))
+    assert "<code>%gpu next</code>" in schedule.as_html(Schedule())
+
+
+def test_names_are_escaped_in_html():
+    evil = Schedule(models=(ScheduledModel("<b>x", "cell 1", False, "disk", because="<i>"),))
+    shown = render.shown("next", evil)
+    assert set(shown._repr_mimebundle_()) == {"text/plain", "text/html"}
+    html = shown._repr_mimebundle_()["text/html"]
+    assert "&lt;b&gt;x" in html and "&lt;i&gt;" in html and "<b>x" not in html
