@@ -162,7 +162,10 @@ def _devices(ids: Iterable[str]) -> str:
 
 
 def _on_devices(session: Session) -> list[Resident]:
-    return [one for one in list(session.residents.values()) if one.place is Place.HERE]
+    """The governed models on a device. The kernel's own lease is what the other rows explain."""
+    residents = list(session.residents.values())
+    here = [resident for resident in residents if resident.place is Place.HERE]
+    return [resident for resident in here if resident.lease.kind == "model"]
 
 
 def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> Holder:
