@@ -225,12 +225,12 @@ def test_a_ledger_of_a_newer_version_is_refused_with_its_path(ledger, tmp_path):
     rt.preload("a")
     book = next(tmp_path.rglob("book-*.db"))
     with sqlite3.connect(book) as db:
-        db.execute("UPDATE book SET schema = 99")
+        db.execute("UPDATE book SET schema = 99, rev = rev + 1")
     db.close()
     with pytest.raises(LedgerUnavailable, match="(?s)book-.*99"):
         Runtime(devices=DEVICES, ledger=ledger).status()
     with sqlite3.connect(book) as db:
-        db.execute("UPDATE book SET schema = 1")
+        db.execute("UPDATE book SET schema = 2, rev = rev - 1")
     db.close()
     rt.close()
 
