@@ -320,7 +320,7 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "undo": TRUTH,
     "limit": ROWS,
     "seconds": SECONDS,
-    "points": Rule("a number of moments, 1 or more", whole(1, 100_000)),
+    "points": Rule("a number of moments, 1 to 1,000,000", whole(1, 1_000_000)),
     "name_or_size": Rule("a model's name, a path, or a size such as '8 GiB'", _size_or_source),
     "context_length": optional(TOKENS),
     "sequences": optional(SEQUENCES),

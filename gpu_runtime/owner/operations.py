@@ -217,8 +217,11 @@ def _refused(target: LeaseId, verdict: Refuse) -> GpuError:
 
 
 def _unanswered(target: LeaseId, verdict: Wait, seconds: float | None) -> Busy:
+    # What follows the first sentence is about the process: that it is stopped, for example.
+    asked, dot, rest = verdict.because.partition(". ")
+    about = f" {rest.rstrip('.')}." if dot else ""
     return Busy(
-        f"{verdict.because}, and has not answered for {show_seconds(seconds or 0)}.\n"
+        f"{asked}, and has not answered for {show_seconds(seconds or 0)}.{about}\n"
         f"  It answers once its kernel runs again. Watch:  %gpu status",
         name=target.name,
         waited_seconds=seconds,
