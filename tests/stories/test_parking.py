@@ -136,7 +136,7 @@ def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(opened):
     refused = other.run("%gpu park busy.ipynb")
     assert "worker" in refused and places(rt)["busy.ipynb"] == {"sim:0"}
     busy.run("stop.set()")
-    until(lambda: "came free" in other.run("%gpu park busy.ipynb"), 20)
+    until(lambda: "host memory" in other.run("%gpu park busy.ipynb"), 20)
     assert places(rt)["busy.ipynb"] == {HOST}
     assert "came back from RAM" in busy.run("assert float(x.sum()) == 0")
 
