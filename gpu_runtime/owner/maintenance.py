@@ -185,7 +185,7 @@ def remeasure(session: Session) -> None:
         if r.uses != r.uses_counted and r.place is Place.HERE and r.lease.kind == "model"
     ]
     for resident in used:
-        if not resident.work.acquire(False):
+        if resident.postpones_measuring() or not resident.work.acquire(False):
             continue
         try:
             if not resident.pins:  # a pinned model may still grow: measure it again next time

@@ -137,7 +137,11 @@ class Resident:
 
     def in_use(self) -> bool:
         """Whether the model may not be moved now: a block or a graph pins it, or its training runs."""
-        return bool(self.training.pinned()) or self.training.holds(self.handle)
+        return bool(self.training.pinned()) or self.kept_by_training()
+
+    def kept_by_training(self) -> bool:
+        """Whether it is on its device and in training, and no block or graph pins it."""
+        return self.lease.on_device and self.training.holds(self.handle)
 
     def called_by(self, thread: int) -> bool:
         """Whether `thread`, an identifier, is in a call of the model, or moves or loads it."""
@@ -303,6 +307,24 @@ class Resident:
             if anchor is not None:
                 self._pin(anchor)
 
+    def postpones_measuring(self) -> bool:
+        """Whether its backward pass may run now; then its next optimizer step measures it.
+
+        The autograd engine replaces gradients without the interpreter's lock. A thread that reads one
+        at that moment crashes the process.
+        """
+        return self.training.postpones_measuring(self.handle)
+
+    def stepped(self) -> None:
+        """Notes that its optimizer has stepped, in the thread that trains it."""
+        self.training.stepped()
+        if self.training.measure_due and self.work.acquire(False):
+            try:
+                self.training.measure_due = False
+                self.remeasure()
+            finally:
+                self.work.release()
+
     def remeasure(self) -> bool:
         """Measures again. True if its bytes have changed: gradients, optimizer state, new layers."""
         if self.handle is None:
@@ -362,5 +384,5 @@ def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     return tuple(
         r.lease.id
         for r in residents
-        if r.pinned_by(thread) or (not r.pins and r.training.holds(r.handle))
+        if r.pinned_by(thread) or (not r.pins and r.kept_by_training())
     )

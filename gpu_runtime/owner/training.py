@@ -42,6 +42,7 @@ class Training:
         self.graphs: set[AnchorRef] = set()  # those that live
         self._graph_pins: set[AnchorRef] = set()
         self._awaits_step = self._waived = False
+        self.measure_due = False  # the next step measures the model
 
     def forwarded(self, result: Any) -> None:
         """Notes the graphs of what a `forward` returned; outside a cell they pin the model."""
@@ -71,6 +72,14 @@ class Training:
         self._awaits_step = False
         for pin in tuple(self._graph_pins):
             self._ended(pin)
+
+    def postpones_measuring(self, handle: Any) -> bool:
+        """Whether a backward pass of the model of `handle` may run; its next step is then to measure."""
+        runs = self.kernel.running and getattr(handle, "optimizer", None) is not None
+        if runs or self.graphs:
+            self.measure_due = True
+            return True
+        return False
 
     def blocks(self) -> int:
         """The number of pins that are not of a graph."""
@@ -128,7 +137,8 @@ class Stepping(Protocol):
     """What a step needs of a model."""
 
     calling: Callable[[], Held]
-    training: Training
+
+    def stepped(self) -> None: ...
 
 
 class _Arguments(tuple):
@@ -160,7 +170,7 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if isinstance(args, _Arguments):
             for model in trained_by(optimizer):
-                model.training.stepped()
+                model.stepped()
             args.blocks.clear()
 
     optimizers.register_optimizer_step_pre_hook(before)

@@ -10,6 +10,7 @@ import gc
 import io
 import mmap
 import pickle
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from hypothesis import strategies as some
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
-from gpu_runtime.backends.pytorch import swap
+from gpu_runtime.backends.pytorch import swap, transformers_backend
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.errors import CannotGovern, LoadFailed
 from gpu_runtime.facts import ModelSpec, Share
@@ -318,3 +319,15 @@ def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path
     weights.write_bytes(weights.read_bytes())
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert not backend.droppable(model)
+
+
+def test_the_end_of_the_interpreter_compares_no_weights(probe, llama, monkeypatch):
+    """Comparing tens of gigabytes would keep an ending process for seconds."""
+    backend = open_backend("transformers", probe)
+    model = backend.load(ModelSpec("m", "transformers", source=str(llama)), CARD)
+    ending = threading.Event()
+    ending.set()
+    monkeypatch.setattr(transformers_backend, "_ending", ending)
+    monkeypatch.setattr(transformers_backend, "_digests", lambda model: 1 / 0)
+    backend.drop(model)
+    assert backend.measure(model) == ()

@@ -116,7 +116,9 @@ class TorchModel:
 
     def moves_in_training(self) -> bool:
         """Whether storages can leave and return as they are, with all that a graph holds of them."""
-        return all(can_guard(group.storage.device) for group in self.groups())
+        parts = self.module.modules()
+        tensors = (p for part in parts for p in part._parameters.values() if p is not None)
+        return all(can_guard(device) for device in {tensor.device for tensor in tensors})
 
     def is_away(self, tensor: torch.Tensor) -> bool:
         """Whether the bytes of `tensor` left its card, so that a guard is in their place."""

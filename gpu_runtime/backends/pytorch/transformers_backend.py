@@ -8,6 +8,7 @@ transformers module, with `.tokenizer` or `.processor` if the directory has one.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import weakref
@@ -149,7 +150,7 @@ class TransformersBackend(TorchBackend):
         Only weights that the source has are freed. Others stay with the module. Repeating is safe.
         """
         proven, model.proven = model.proven, False
-        if not model.memories or not (proven or self.unchanged(model)):
+        if not model.memories or _ending.is_set() or not (proven or self.unchanged(model)):
             super().drop(model)
             return
         model.proven = False
@@ -229,6 +230,11 @@ class TransformersBackend(TorchBackend):
         model.reproducible = all(torch.equal(model.given[layout], now[layout]) for layout in now)
         model.proven = model.reproducible
         return model.reproducible
+
+
+# Set when the interpreter ends: nobody reads the weights then, and comparing them takes seconds.
+_ending = threading.Event()
+atexit.register(_ending.set)
 
 
 def _read(spec: ModelSpec) -> Checkpoint:

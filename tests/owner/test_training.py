@@ -1,0 +1,130 @@
+"""When a module in training is in use: in a cell while it runs, elsewhere from `forward` to the end of the step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_runtime.kernel_activity import activity
+from gpu_runtime.owner import registry
+
+from .conftest import where
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+@pytest.fixture
+def cell():
+    """`cell()` starts a cell; it ends with the test."""
+    yield lambda: activity.began("a cell")
+    activity.ended("a cell")
+    activity.forget()
+
+
+@pytest.fixture
+def trained(runtime):
+    """A runtime, its resident of a module in training that is on the card, and the optimizer."""
+    rt = runtime()
+    module = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(module.parameters())
+    rt.adopt("net", module, optimizer=optimizer)
+    rt.preload("net")
+    return rt, registry.find(rt._session, "net"), module, optimizer
+
+
+def test_a_module_in_training_is_in_use_while_a_cell_runs(trained, cell):
+    _, resident, _, _ = trained
+    assert not resident.in_use() and resident.truth().pins == 0
+    cell()
+    assert resident.in_use() and resident.truth().pins == 1
+    assert not resident.begin_moving()
+    activity.ended("a cell")
+    assert not resident.in_use()
+
+
+def test_a_module_for_inference_is_not_in_use_because_a_cell_runs(runtime, cell):
+    rt = runtime()
+    rt.adopt("net", nn.Linear(8, 8).eval())
+    rt.preload("net")
+    cell()
+    assert not registry.find(rt._session, "net").in_use()
+
+
+ENDS = {
+    "step": lambda module, optimizer, loss: optimizer.step(),
+    "zero_grad of the optimizer": lambda module, optimizer, loss: optimizer.zero_grad(),
+    "zero_grad of the module": lambda module, optimizer, loss: module.zero_grad(),
+    "the end of the graph": lambda module, optimizer, loss: loss.clear(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_outside_a_cell_it_is_in_use_from_forward_to_the_end_of_the_step(trained, end):
+    _, resident, module, optimizer = trained
+    loss = [module(X).sum()]
+    assert resident.in_use() and not resident.begin_moving()
+    if end != "the end of the graph":
+        loss[0].backward()
+        assert resident.in_use()
+    ENDS[end](module, optimizer, loss)
+    assert not resident.in_use()
+
+
+def test_gradients_without_a_graph_keep_it_until_the_step(trained):
+    """`m(x).sum().backward()` ends the graph at once; gradients are clipped, then the optimizer steps."""
+    _, resident, module, optimizer = trained
+    module(X).sum().backward()
+    assert resident.in_use()
+    optimizer.step()
+    assert not resident.in_use()
+
+
+def test_a_forward_without_gradients_leaves_nothing_behind(trained):
+    _, resident, module, _ = trained
+    with torch.no_grad():
+        kept = module(X)
+    assert kept.shape == (4, 8) and not resident.in_use()
+
+
+def test_the_one_who_trains_may_evict_by_hand(trained, cell):
+    """In a cell of its own, and with a loss that waits: the bytes return for the backward pass."""
+    rt, _, module, optimizer = trained
+    cell()
+    loss = module(X).sum()
+    rt.evict("net")
+    assert where(rt) == {"net": "host"}
+    optimizer.step()
+    assert where(rt) == {"net": "sim:0"}
+    loss.backward()
+    assert module.weight.grad.any()
+
+
+def test_a_step_that_fails_pins_nothing(trained):
+    _, resident, module, optimizer = trained
+    module(X).sum().backward()
+    module.weight.grad = torch.ones(8, 8)
+    optimizer.param_groups[0]["betas"] = None
+    try:
+        optimizer.step()
+    except TypeError:
+        pass
+    optimizer.zero_grad()
+    assert not resident.in_use()
+
+
+def test_gradients_are_measured_by_the_thread_that_trains(trained, monkeypatch):
+    """The monitor's thread read a gradient that the autograd engine was replacing: SIGSEGV."""
+    rt, resident, module, optimizer = trained
+    weights, measure, measured = resident.lease.bytes, resident.backend.measure, []
+    monkeypatch.setattr(
+        resident.backend, "measure", lambda model: measured.append(1) or measure(model)
+    )
+    loss = module(X).sum()
+    resident.uses_counted = -1
+    rt.tick()
+    loss.backward()
+    rt.tick()
+    assert measured == [], "a backward pass may run"
+    optimizer.step()
+    assert measured and resident.lease.bytes > weights
