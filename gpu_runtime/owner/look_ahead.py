@@ -201,7 +201,7 @@ class LookAhead:
             rank=session.rank,
             uses=uses,
             spared=spared,
-            because=f"loaded ahead: {cell} uses it",
+            cell=cell,
         )
         try:
             for _ in range(MOST_ROUNDS):

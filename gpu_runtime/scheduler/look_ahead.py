@@ -67,7 +67,7 @@ def load_ahead(
     rank: Policy,
     uses: Mapping[str, int],
     spared: Collection[str],
-    because: str,
+    cell: str,
 ) -> tuple[Book, Grant | Wait]:
     """A Grant if the model may be loaded ahead now; else a Wait, and the new `book`.
 
@@ -75,7 +75,8 @@ def load_ahead(
     steps means that the model is not loaded ahead now. No ticket is written in any case.
 
     `uses` is from `next_uses`; `spared` are models that stay, because the running cell names them.
-    `because` is the sentence of the events. `world` and `rank` are those of `admit`.
+    `cell`, such as "cell 7", is the first that uses the model. `world` and `rank` are those of
+    `admit`.
     """
     if book.tickets:
         return book, Wait("a request waits, and comes first")
@@ -85,10 +86,11 @@ def load_ahead(
     if isinstance(verdict, Refuse):
         return book, Wait(verdict.because)
     if isinstance(verdict, Grant):
-        return _granted(book, request, world, rank, because)
+        return _granted(book, request, world, rank, f"loaded ahead: {cell} uses it")
     if verdict.asked or not verdict.steps:
         return book, Wait(verdict.because)
-    steps = tuple(_said(step, f"{_name(step)} is used later: {because}.") for step in verdict.steps)
+    room_for = f"room for {request.lease.name}: {cell} uses it, and no cell before uses"
+    steps = tuple(_said(step, f"{room_for} {_name(step)}.") for step in verdict.steps)
     for step in steps:
         book = mark_leaving(book, step, request.key)  # type: ignore[arg-type]
     return book, Wait(verdict.because, steps)

@@ -20,6 +20,7 @@ log = logging.getLogger("gpu_runtime")
 
 MOST_BYTES = 1 << 20  # of a request; a longer one is not read
 MOST_WAITING = 1000  # cells that are remembered
+_RECEIVER = "shell_channel_thread_main"  # the kernel's method that receives every message
 
 
 class WaitingCell(NamedTuple):
@@ -40,12 +41,12 @@ class CellQueue:
         self._lock = threading.Lock()
         self._stream = getattr(kernel, "shell_stream", None)
         thread = getattr(kernel, "shell_channel_thread", None)
-        self._original = getattr(kernel, "shell_channel_thread_main", None)
+        self._original = getattr(kernel, _RECEIVER, None)
         self._loop = getattr(thread, "io_loop", None)
         self._taps = None not in (thread, self._stream, self._original, self._loop)
         self._flushes = not self._taps and hasattr(kernel, "msg_queue") and self._stream is not None
         if self._taps:
-            self._receive_by(self._tap)
+            self._begin()
 
     def waiting(self) -> list[WaitingCell]:
         """The requests that wait now, the next one first."""
@@ -74,8 +75,19 @@ class CellQueue:
     def remove(self) -> None:
         """Ends the watch."""
         if self._taps:
-            self._receive_by(self._original)
+            vars(self._kernel).pop(_RECEIVER, None)
+            if self._stream.receiving():  # type: ignore[union-attr]
+                self._receive_by(self._original)
         self.failed()
+
+    def _begin(self) -> None:
+        """Taps the stream. Before the kernel has started, it must not be read: its messages have no
+        receiver yet, and would be lost. The kernel then starts with the tap.
+        """
+        if self._stream.receiving():  # type: ignore[union-attr]
+            self._receive_by(self._tap)
+        else:
+            vars(self._kernel)[_RECEIVER] = self._tap
 
     def _receive_by(self, receiver: Any) -> None:
         """Lets `receiver` receive the messages from now on. Set in the thread that reads them."""

@@ -40,7 +40,7 @@ class LookAhead:
             return
         self._running.append((info, info.raw_cell or ""))
         if len(self._running) == 1:
-            self._number = self._shell.execution_count
+            self._number = _number_of_cell(self._shell)
             self._queue.began()
             waits_in_queue = bool(self._queue.waiting())
             self._from_file = [] if waits_in_queue else self._read_file(info)
@@ -90,6 +90,16 @@ class LookAhead:
 def _read(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels:
     reading = scan.read(code)
     return CellModels(cell, reading.uses, tuple(sorted(reading.mentions)), running)
+
+
+def _number_of_cell(shell: Any) -> int:
+    """The number of the cell that begins: the one that its output will show.
+
+    `execution_count` is raised before this moment in some versions of IPython, and after it in
+    others. The input is stored later in all of them.
+    """
+    history = shell.history_manager
+    return len(history.input_hist_raw) if history else shell.execution_count
 
 
 def _has_kernel(shell: Any) -> bool:

@@ -14,7 +14,8 @@ from tests.scheduler.test_laws import B, leases
 from tests.worlds import at, book, lease, owner, request, ticket, world
 
 NAMES = [f"m{n}" for n in range(8)]
-BECAUSE = "loaded ahead: cell 7 uses it"
+CELL = "cell 7"
+BECAUSE = f"loaded ahead: {CELL} uses it"
 
 
 def cells(*uses, running=()):
@@ -27,7 +28,7 @@ def guess(them, name, *uses, gib=10, running=(), room=None, **settings):
     """The decision to load `name` ahead for a schedule with these `uses`."""
     order = next_uses(cells(*uses, running=running))
     there = world(**{"sim0": 24, "grace_seconds": 5.0, **(room or {}), **settings})
-    return load_ahead(them, request(name, gib), there, lru, order, running, BECAUSE)
+    return load_ahead(them, request(name, gib), there, lru, order, running, CELL)
 
 
 def test_the_next_use_of_a_model_counts_from_the_running_cell():
@@ -48,6 +49,7 @@ def test_an_own_idle_model_that_is_used_later_or_never_leaves():
     after, verdict = guess(them, "b", "b", "c", running=["a"])
     assert isinstance(verdict, Wait) and [step.lease for step in verdict.steps] == [at(1, "old")]
     assert not after.tickets and after.lease(owner().id, "old").phase is Phase.LEAVING
+    assert verdict.steps[0].because == "room for b: cell 7 uses it, and no cell before uses old."
     for step in verdict.steps:
         after = perform(after, step, world(sim0=24))
     _, verdict = guess(after, "b", "b", "c", running=["a"])
@@ -134,7 +136,7 @@ def test_a_guess_spends_only_what_it_may(them, others_wait, order, spared, gib, 
     there = world(**room, grace_seconds=0.0)
     uses = next_uses(cells(*order, "new"))
     wanted = request("new", gib * B)
-    after, verdict = load_ahead(before, wanted, there, lru, uses, spared, BECAUSE)
+    after, verdict = load_ahead(before, wanted, there, lru, uses, spared, CELL)
 
     me = owner().id
     assert isinstance(verdict, (Grant, Wait)) and after.tickets == before.tickets

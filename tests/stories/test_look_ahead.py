@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,22 +15,31 @@ ROOT = Path(__file__).parents[2]
 LOOK = "print('seen', [(c.cell, c.uses, c.running) for c in upcoming.cells(['a', 'b', 'c'], lambda v: '')])"
 
 
-@pytest.fixture
-def kernel(tmp_path):
-    """A kernel without the extension, on a simulated card with a ledger of its own."""
+@contextlib.contextmanager
+def running_kernel(arguments=(), stderr=None):
+    """A kernel on a simulated card with a ledger of its own, and its client."""
     paths = os.pathsep.join(
         filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
     )
     settings = {"GPU_LEDGER": "memory:", "GPU_DEVICES": "sim:24GiB,host:64GiB"}
     manager, client = start_new_kernel(
-        env={**os.environ, **settings, "PYTHONPATH": paths, "JPY_SESSION_NAME": ""}
+        env={**os.environ, **settings, "PYTHONPATH": paths, "JPY_SESSION_NAME": ""},
+        extra_arguments=list(arguments),
+        stderr=stderr,
     )
     try:
-        run_all(client, ["from gpu_runtime.upcoming_cells import upcoming\nimport time"])
         yield manager, client
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel():
+    """A kernel without the extension."""
+    with running_kernel() as (manager, client):
+        run_all(client, ["from gpu_runtime.upcoming_cells import upcoming\nimport time"])
+        yield manager, client
 
 
 def send(client, codes):
@@ -95,9 +105,21 @@ def test_a_running_cell_sees_the_cells_that_wait_and_their_models(kernel):
     first, last = seen(found[0][1]), seen(found[4][1])
     assert [uses for _, uses, _ in first] == [(), (), (), ("b", "c"), ()]
     assert [running for _, _, running in first] == [True, False, False, False, False]
-    number = int(first[0][0].removeprefix("cell "))
+    [(_, number)] = run_all(client, ["print(len(In) - 1)"])
+    number = int(number) - len(cells)
     assert [cell for cell, _, _ in first] == [f"cell {number + i}" for i in range(5)]
     assert len(last) == 1 and "[1, 2, 3, 4]" in found[4][1]
+
+
+def test_a_kernel_that_starts_with_the_extension_loses_no_message(tmp_path):
+    """`gpu autoload` loads the extension before the kernel reads its sockets."""
+    log = tmp_path / "log"
+    with log.open("w") as stderr, running_kernel(["--IPKernelApp.extensions=gpu"], stderr) as found:
+        _, client = found
+        first = ["from gpu_runtime.upcoming_cells import upcoming", f"x = 1; {LOOK}", "rt.use('b')"]
+        printed = run_all(client, first)[1][1]
+    assert [uses for _, uses, _ in seen(printed)] == [(), ("b",)]
+    assert "Invalid message" not in log.read_text()
 
 
 def test_an_error_and_an_interrupt_empty_the_schedule(kernel):
