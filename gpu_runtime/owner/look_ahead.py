@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from functools import partial
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ from .session import Key, Session
 log = logging.getLogger("gpu_runtime")
 
 PAUSE_SECONDS = 0.25  # between two looks while a model waits for room
+SETTLE_SECONDS = 0.05  # before the cells are read: Run All sends many at once
+LONGEST_SETTLE_SECONDS = 1.0
+REST = 20  # times as long as reading takes, this thread rests, so that the cell is not slowed
 MOST_ROUNDS = 8  # of making room for one load
 WHERE = {Place.AWAY: HOST, Place.GONE: "disk", Place.MOVING: "moving"}
 
@@ -80,11 +84,16 @@ class LookAhead:
 
     def _work(self) -> None:
         cells: tuple[CellModels, ...] = ()
+        settle_seconds = SETTLE_SECONDS
         while True:
             try:
                 if self._changed.is_set():
+                    time.sleep(settle_seconds)
                     self._changed.clear()
+                    began = time.thread_time()
                     cells = self.cells()
+                    rest = REST * (time.thread_time() - began)
+                    settle_seconds = min(max(SETTLE_SECONDS, rest), LONGEST_SETTLE_SECONDS)
                 waits = self._load_all(cells)
             except Exception as error:  # a guess must not disturb anything
                 log.debug("look-ahead stopped: %s", error)

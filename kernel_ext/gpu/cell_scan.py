@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import shlex
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ MAGICS = ("gpu", "gpuctl")
 RUN_THEIR_TEXT = ("time", "timeit", "prun", "capture")  # magics whose text is Python
 PASS_ON = ("enumerate", "list", "reversed", "sorted", "tuple", "zip", "set")
 MOST_CHARACTERS = 100_000  # of a cell; a longer one is data, and is not read
+MOST_PARSED = 512  # cells whose trees are kept
 MOST_VALUES = 50  # of a variable
 DEEPEST_CALL = 3  # calls within calls that are followed
 
@@ -55,16 +57,17 @@ class Scan:
         self.known, self.names, self.governed = frozenset(known), names, governed
         self.bound: dict[str, tuple[Any, ...]] = {}  # variable -> the constants it may have
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
-        self._transform = TransformerManager().transform_cell
 
     def read(self, code: str) -> Reading:
         """The models of the cell with the text `code`. A cell that is no Python has none."""
         if len(code) > MOST_CHARACTERS:
             return Reading()
-        cell = _Cell(self)
+        tree, cell = _parsed(code), _Cell(self)
+        if tree is None:
+            return Reading()
         try:
-            cell.visit(ast.parse(self._transform(code)))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            cell.visit(tree)
+        except RecursionError:
             return Reading()
         return Reading(tuple(cell.uses), frozenset([*cell.mentions, *cell.uses]))
 
@@ -301,6 +304,24 @@ class _Cell(ast.NodeVisitor):
             if option == "--model":
                 self.use([value])
         self.use(word.partition("=")[2] for word in words if word.startswith("--model="))
+
+
+@functools.lru_cache(maxsize=MOST_PARSED)
+def _parsed(code: str) -> ast.AST | None:
+    """The cell as a tree; None if it is no Python. A waiting cell is read many times.
+
+    Plain Python is not transformed first, since that takes ten times as long as to parse it.
+    """
+    try:
+        return ast.parse(code)
+    except SyntaxError:
+        pass
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    try:
+        return ast.parse(TransformerManager().transform_cell(code))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _parts(constant: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from .cell_queue import CellQueue, WaitingCell
 from .cell_scan import Scan
 from .notebook_cells import Position, code_cells, notebook_file
 
-MOST_READ = 100  # cells ahead
+MOST_READ = 50  # cells ahead
 
 
 class LookAhead:

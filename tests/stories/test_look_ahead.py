@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,85 @@ def test_without_the_extension_the_kernel_reads_as_before(kernel):
     run_all(client, ["%load_ext gpu", "%unload_ext gpu"])
     found = run_all(client, [f"time.sleep(0.2); {LOOK}", "print('ran')"])
     assert seen(found[0][1]) == [] and found[1] == ("ok", "ran\n")
+
+
+# -- three models, Run All, and a program that runs a notebook
+
+
+def three_models(card, order, mode="auto"):
+    """A notebook: its models take a second to load, and its cells use them for longer in turn."""
+    setup = f"""
+%env GPU_DEVICES=sim:{card},host:64GiB
+%env GPU_PREFETCH={mode}
+import json, time
+%load_ext gpu
+waited, arrivals = [], []
+def slow(name):
+    def hook(what):
+        arrivals.append((what, name))
+        time.sleep(1.0 if what == "load" else 0.05)
+    return hook
+for name in "abc":
+    rt.register(name, slow(name), backend="fake", size="10GiB")
+def used(name):
+    began = time.perf_counter()
+    with rt.use(name):
+        waited.append(time.perf_counter() - began)
+        time.sleep(1.3)
+"""
+    cells = [f"used({name!r})" for name in order]
+    last = "found = rt.schedule()\nprint('end', json.dumps([waited, arrivals, found.unused]))"
+    return [setup, "time.sleep(1.3)", *cells, last]
+
+
+def outcome(printed):
+    """Seconds that the cells waited for their models, what was loaded or moved, and unused guesses."""
+    return json.loads(re.search(r"end (.*)", printed)[1])
+
+
+def hidden(waited, arrivals):
+    """The part of the load time for which no cell waited."""
+    loading = sum(1.0 for what, _ in arrivals if what == "load")
+    return 1 - sum(waited) / loading
+
+
+def test_run_all_hides_most_of_the_load_time_if_the_card_holds_two_of_three_models():
+    with running_kernel() as (_, client):
+        setup, *cells = three_models("24GiB", "abc")
+        run_all(client, [setup])
+        waited, arrivals, unused = outcome(run_all(client, cells)[-1][1])
+    assert [name for what, name in arrivals if what == "load"] == ["a", "b", "c"]
+    assert hidden(waited, arrivals) >= 0.65 and unused == 0
+
+
+def test_a_card_that_holds_one_model_evicts_nothing_that_the_next_cell_needs():
+    """Each model arrives once for each of its turns, as without look-ahead."""
+    with running_kernel() as (_, client):
+        setup, *cells = three_models("14GiB", "aabcc")
+        run_all(client, [setup])
+        waited, arrivals, unused = outcome(run_all(client, cells)[-1][1])
+    assert [name for what, name in arrivals if what == "load"] == ["a", "b", "c"]
+    assert unused == 0 and max(waited) < 2.5
+
+
+def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(tmp_path):
+    """nbconvert sends the next cell when the last has ended; the notebook's file has the order."""
+    import nbformat
+
+    book = nbformat.v4.new_notebook()
+    book.cells = [nbformat.v4.new_code_cell(code) for code in three_models("24GiB", "abc")]
+    nbformat.write(book, tmp_path / "in.ipynb")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "in.ipynb",
+         "--output", "out.ipynb"],
+        cwd=tmp_path,
+        env={**os.environ, "GPU_LEDGER": "memory:", "PYTHONPATH": paths, "JPY_SESSION_NAME": ""},
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    ran = nbformat.read(tmp_path / "out.ipynb", 4)
+    waited, arrivals, unused = outcome(ran.cells[-1].outputs[0]["text"])
+    assert hidden(waited, arrivals) >= 0.65 and unused == 0
