@@ -58,6 +58,7 @@ class LookAhead:
         self._session = session
         self._lock = threading.Lock()  # protects the start and the end of the thread
         self._changed = threading.Event()
+        self._never = threading.Event()  # to rest where parking knows that a thread waits
         self._works = False  # whether the thread runs
         self._guesses: dict[str, _Guess] = {}
         self._ahead: set[str] = set()  # models on their device that were loaded ahead
@@ -88,7 +89,7 @@ class LookAhead:
         while True:
             try:
                 if self._changed.is_set():
-                    time.sleep(settle_seconds)
+                    self._never.wait(settle_seconds)
                     self._changed.clear()
                     began = time.thread_time()
                     cells = self.cells()

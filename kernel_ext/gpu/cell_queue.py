@@ -44,7 +44,6 @@ class CellQueue:
         self._original = getattr(kernel, _RECEIVER, None)
         self._loop = getattr(thread, "io_loop", None)
         self._taps = None not in (thread, self._stream, self._original, self._loop)
-        self._flushes = not self._taps and hasattr(kernel, "msg_queue") and self._stream is not None
         if self._taps:
             self._begin()
 
@@ -55,7 +54,7 @@ class CellQueue:
 
     def began(self) -> None:
         """A cell begins: its request, and those before it, wait no longer."""
-        if self._flushes:
+        if not self._taps:
             self._look()
         try:
             current = self._kernel.get_parent("shell")["header"]["msg_id"]
@@ -115,7 +114,9 @@ class CellQueue:
         """ipykernel 6: reads what has arrived, without taking it out."""
         import zmq
 
-        self._stream.flush(zmq.POLLIN)  # type: ignore[union-attr]
+        if self._stream is None or not hasattr(self._kernel, "msg_queue"):
+            return
+        self._stream.flush(zmq.POLLIN)
         with self._lock:
             self._seen.clear()
         for entry in list(self._kernel.msg_queue._queue):

@@ -18,14 +18,14 @@ LOOK = "print('seen', [(c.cell, c.uses, c.running) for c in upcoming.cells(['a',
 
 
 @contextlib.contextmanager
-def running_kernel(arguments=(), stderr=None):
+def running_kernel(arguments=(), stderr=None, notebook=""):
     """A kernel on a simulated card with a ledger of its own, and its client."""
     paths = os.pathsep.join(
         filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
     )
     settings = {"GPU_LEDGER": "memory:", "GPU_DEVICES": "sim:24GiB,host:64GiB"}
     manager, client = start_new_kernel(
-        env={**os.environ, **settings, "PYTHONPATH": paths, "JPY_SESSION_NAME": ""},
+        env={**os.environ, **settings, "PYTHONPATH": paths, "JPY_SESSION_NAME": notebook},
         extra_arguments=list(arguments),
         stderr=stderr,
     )
@@ -238,3 +238,22 @@ def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(tmp_p
     ran = nbformat.read(tmp_path / "out.ipynb", 4)
     waited, arrivals, unused = outcome(ran.cells[-1].outputs[0]["text"])
     assert hidden(waited, arrivals) >= 0.65 and unused == 0
+
+
+def test_a_run_all_that_loads_the_extension_itself_is_looked_ahead_by_the_file(tmp_path):
+    """Its later cells were sent before the extension could see them."""
+    codes = [
+        "%load_ext gpu\nfrom gpu_runtime.upcoming_cells import upcoming",
+        f"x = 1; {LOOK}",
+        "rt.use('b')",
+        "1",
+    ]
+    cells = [
+        {"cell_type": "code", "id": f"id{n}", "source": code, "metadata": {}, "outputs": []}
+        for n, code in enumerate(codes)
+    ]
+    path = tmp_path / "n.ipynb"
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}))
+    with running_kernel(notebook=str(path)) as (_, client):
+        printed = run_all(client, codes)[1][1]
+    assert [uses for _, uses, _ in seen(printed)] == [(), ("b",), ()]
