@@ -157,6 +157,12 @@ class LookAhead:
                 del self._guesses[name]
             self._ahead = {name for name in self._ahead if self._is_here(name)}
 
+    def requested(self, name: str) -> None:
+        """The model `name` was requested while it was here: a guess about it was right."""
+        with self._lock:
+            if self._guesses.pop(name, None):
+                self.used += 1
+
     def _is_done(self, name: str) -> bool:
         return name in self._failed or self._is_here(name)
 

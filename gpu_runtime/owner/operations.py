@@ -39,7 +39,9 @@ def preload(
     already = resident.place is Place.HERE
     if not (wait or already):
         return _preload_later(session, resident, timeout)
-    if not already:
+    if already:
+        session.look_ahead.requested(target.name)
+    else:
         acquire.obtain(session, resident, None, timeout=timeout, progress=progress)
     lease = resident.lease
     because = f"{target.name} is on {lease.where}" + (" already" if already else "")

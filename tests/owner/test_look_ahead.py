@@ -121,6 +121,16 @@ def test_guesses_that_come_to_nothing_are_counted(runtime, notebook):
     assert (found.loaded_ahead, found.used, found.unused) == (3, 1, 2)
 
 
+def test_a_guess_before_a_preload_was_right(runtime, notebook):
+    rt = runtime()
+    fakes(rt, b="10GiB")
+    assert step(rt, notebook("", "b"))
+    rt.preload("b")
+    notebook("")
+    found = rt.schedule()
+    assert (found.loaded_ahead, found.used, found.unused) == (1, 1, 0)
+
+
 def test_a_model_that_fails_to_load_is_tried_once_and_disturbs_nothing(runtime, notebook):
     rt = runtime()
     tried = []
