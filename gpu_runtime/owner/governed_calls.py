@@ -40,6 +40,8 @@ class Governed(Protocol):
 
     def called_by(self, thread: int) -> bool: ...
 
+    def pinned_by(self, thread: int) -> bool: ...
+
     def is_dropped(self) -> bool: ...
 
     def forwarded(self, result: Any) -> None: ...
@@ -143,6 +145,8 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
         # A copy of a governed module is not governed. A call inside a call is the same use.
         if resident is None or resident.called_by(threading.get_ident()):
             return original(self, *args, **kwargs)
+        if not noted and resident.pinned_by(threading.get_ident()):
+            return original(self, *args, **kwargs)  # reading it inside a block is no use of its own
         with resident.calling():
             result = original(self, *args, **kwargs)
             if noted:
