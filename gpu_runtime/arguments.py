@@ -280,6 +280,12 @@ NUMBER = Rule("a number", _number)
 OBJECT = Rule("an object", _object)
 LAYERS = Rule("-1 (all), 0 (CPU only) or a number of layers", whole(-1, _MOST))
 
+
+def _stillness(value: Any) -> Any:
+    _require(all(callable(getattr(value, name)) for name in ("why_not", "mark", "change")))
+    return value
+
+
 RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means something else -> rule
     "name": MODEL,
     "register.name": NEW_NAME,
@@ -315,6 +321,7 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "device": Rule("a card's id, such as 'cuda:1'", _word),
     "free.name": optional(Rule("the name of a variable", _word)),
     "move.device": Rule("a card's id such as 'cuda:1', or a list of them", _cards),
+    "stillness": Rule("an object with why_not(), mark() and change()", _stillness),
     "who": Rule("a notebook's file name or a process id", _word),
     "process": Rule("a process id, or a model that it holds, such as 'qwen@4121'", _word),
     "undo": TRUTH,

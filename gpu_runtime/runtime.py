@@ -458,6 +458,7 @@ class Runtime:
         """Brings the memory of the parked notebook `who` back. Raises GpuError."""
         return kernel.unpark(self._session, who)
 
+    @checked
     def attach_kernel(self, stillness: Stillness) -> Kernel:
         """This process's kernel, for the front end that runs its cells; see owner/kernel.py."""
         return kernel.attach(self._session, stillness)

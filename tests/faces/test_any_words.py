@@ -32,8 +32,8 @@ VALUES = (
     "24GB+", "urgent", "7B", "llama-7B-Q4_K_M", "yaml",
 )  # fmt: skip
 WORDS = st.sampled_from(VALUES) | st.text(st.characters(exclude_categories=()), max_size=8)
-# These start a server or need root; their words are parsed, and not acted on.
-PARSED_ONLY = ("console", "serve", "ledger")
+# These start a server, need root or change the environment; their words are parsed, and not acted on.
+PARSED_ONLY = ("console", "serve", "ledger", "autoload")
 
 
 def flags(verb: verbs.Verb, place: str) -> list[str]:

@@ -110,6 +110,13 @@ VALUES = st.one_of(st.sampled_from(FIXED), MADE)
 
 # -- the public methods, and arguments that they accept
 
+
+class Still:
+    """A kernel in which nothing runs."""
+
+    why_not, mark, change = str, int, str
+
+
 PLAIN: dict[str, dict[str, Any]] = {
     "register": {"name": "new", "backend": "fake", "size": "1GiB"},
     "adopt": {"name": "new", "module": torch.nn.Linear(4, 4).eval()},
@@ -125,6 +132,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "move": {"name": "qwen", "device": "sim:1"},
     "pin": {"name": "qwen"},
     "unpin": {"name": "qwen"},
+    "park": {},
+    "unpark": {},
+    "attach_kernel": {"stillness": Still()},
     "defrag": {},
     "free": {},
     "drain": {"device": "sim:0"},
