@@ -108,6 +108,11 @@ def runtime() -> Runtime:
         return _runtime
 
 
+def _opened() -> Runtime | None:
+    """The runtime of this process if it is open; opens nothing."""
+    return _runtime if _runtime is not None and not _runtime._closed else None
+
+
 def __getattr__(name: str) -> Any:
     if name == "Runtime":
         from .runtime import Runtime

@@ -8,6 +8,7 @@ refused and nothing of it runs. When a kernel may be parked is known by the `Sti
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import traceback
@@ -250,14 +251,18 @@ class Kernel:
         session.note(lease, "adopted", "cell", because, size=lease.bytes)
 
     def make_room(self, error: BaseException) -> str:
-        """After a cell that ended with the out-of-memory `error`: idle leases leave the card.
+        """After a cell that ended with the out-of-memory `error`: garbage and idle leases leave the card.
 
         Plain code asks nobody before it takes memory. Returns a sentence for the user; empty if `error`
         is another one. Nothing is run again.
         """
         if not is_out_of_memory(error):
             return ""
-        traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
+        _clear_frames(error)
+        gc.collect()
+        self.count_when_due(idle=True)
+        if isinstance(error, GpuError):  # ours: it says who holds the memory
+            return ""
         session = self._session
         wanted, freed, left = _bytes_wanted(error), 0, []
         book, world = session.ledger.read(), session.world(fresh=True)
@@ -307,6 +312,18 @@ class Kernel:
 
     def _id(self) -> LeaseId:
         return LeaseId(self._session.me, NAME)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clears the ended frames of `error` and its causes, which would keep their tensors alive."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            pending += [current.__cause__, current.__context__]
 
 
 def _bytes_wanted(error: BaseException) -> int:

@@ -146,6 +146,8 @@ def _hint(verdict: Refuse, plan: str) -> str:
     """The advice after a refusal for lack of room: what to type."""
     first_holder = next(iter(verdict.holders), "").partition("/")[2]
     if verdict.kind == "nested":
+        if first_holder == "kernel":
+            return "Free what this notebook itself holds:  %gpu who      or end the cell, and wait"
         return f"Leave the block of {first_holder} first: the two do not fit at the same time."
     if verdict.kind == "kept":
         return f"Unpin it:  %gpu unpin {first_holder}"

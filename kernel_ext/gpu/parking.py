@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from IPython.core.error import InputRejected
 
+import gpu_runtime
 from gpu_runtime import GpuError
 from gpu_runtime.units import MIB
 
@@ -120,6 +121,9 @@ class Parking:
         """Called after them: counts what the kernel holds now."""
         self._cells = max(0, self._cells - 1)
         self._mark += 1
+        if self._runtime is not None and gpu_runtime._opened() is None:
+            self._lease = None  # the user has closed it, and may change its settings
+            return
         if self._lease is None and not _holds_memory():
             return
         with contextlib.suppress(GpuError):  # no ledger: `%gpu` reports why
