@@ -53,6 +53,7 @@ from .keys import Key, Keys
 from .monitor import Breaker, Monitor
 from .resident import Resident
 from .residue import residue
+from .seed_log import log_event
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
@@ -95,10 +96,9 @@ class Session:
         """
         self.ledger, self.probe, self.settings, self.journal = ledger, probe, settings, journal
         self.clock, self.wall = clock, wall
-        self.catalogue = catalogue
+        self.catalogue, self.activity = catalogue, activity
         self.machine = Machine() if machine is None else machine
         self.record, self.recording = record, recording
-        self.activity = activity
         self.rank = policy(settings.gpu_policy)
         self.sizing = Sizing(measurements or Measurements(), probe, wall)
         self.maps = Maps(ledger, probe, clock=clock, wall=wall)
@@ -122,17 +122,15 @@ class Session:
         self.users: dict[str, Asker] = {}  # what each user may request of this process
         self._torch_limits: dict[str, float] = {}  # card -> fraction that torch may allocate here
         self._named: tuple[Device, ...] = ()  # the book's devices when the names last agreed
-
         self.kernel: Any = None  # of a notebook, see kernel.py
-        self.look_ahead: Any = None  # set by the runtime
+        self.look_ahead: Any = None
         self.monitor: Monitor | None = None
         self.monitor_started = self.dozing = self.closed = False
         self.breaker = Breaker()
         self.orders: set[str] = set()  # keys of other owners' requests that are being carried out
         self.overstayed: set[str] = set()  # blocks whose overlong lease was logged
         self.reap_turn = 0
-        self.checked_at = clock()
-        self.opened_at = time.monotonic()
+        self.checked_at, self.opened_at = clock(), time.monotonic()
         self._announced = False  # whether the book has had a section of this owner
 
     @property
@@ -382,24 +380,10 @@ class Session:
     def _journal(self, events: list[Event]) -> None:
         if events:
             self.journal.append(events)
-            for event in events:
-                self._log(event)
-
-    def _log(self, event: Event) -> None:
-        """Logs the lines that operators of the Semantik governor watch for, word for word."""
-        if event.owner != self.me:
-            return
-        resident = self.residents.get(event.model)
-        key = resident.spec.key if resident else event.model
-        short = f"{resident.spec.model_type}:{event.model}" if resident else event.model
-        if event.action == "granted":
-            log.info("Memory request approved: %s needs %dMB", key, event.bytes // MIB)
-        elif event.action == "offloaded":
-            log.info("Offloaded %s to CPU (freed %dMB GPU)", short, event.bytes // MIB)
-        elif event.action == "restored":
-            log.info("Restored %s from CPU to GPU", short)
-        else:
-            log.debug("%s %s: %s", event.action, event.model, event.because)
+        for event in events:
+            if event.owner == self.me:
+                resident = self.residents.get(event.model)
+                log_event(event, resident.spec if resident else None)
 
     def _notify(self, before: Book, after: Book) -> None:
         """Rings the owners that this write concerns."""
