@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import urllib.error
 import urllib.request
 
 import pytest
 
+from gpu_runtime.backends.engines.ports import claim, ports
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import NotAModel
 from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.settings import Settings
 from tests.worlds import footprint
 
 pytest.importorskip(
@@ -91,6 +94,20 @@ def tiny_pipeline(directory):
     return directory
 
 
+def linger_on_the_first_free_port():
+    """Leaves a closed connection there, as an engine that ended does for a minute: the next port is taken."""
+    port = claim(ports(Settings().gpu_engine_ports), "painter")
+    port.close()
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port.number))
+        server.listen()
+        with socket.create_connection(("127.0.0.1", port.number)) as client:
+            accepted, _ = server.accept()
+            accepted.close()
+            client.recv(1)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """The pipeline's server, loaded once for all tests in this file."""
@@ -100,6 +117,7 @@ def served(tmp_path_factory):
     found = footprint(backend, spec)
     files = sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
     assert found.bytes == pytest.approx(files * 1.3, abs=2) and found.parts[0].source == "file size"
+    linger_on_the_first_free_port()
     loaded = backend.load(spec, (Share("sim:0", found.bytes),))
     yield backend.value(loaded)
     backend.drop(loaded)

@@ -10,6 +10,7 @@ how to start it.
 from __future__ import annotations
 
 import enum
+import errno
 import http.client
 import json
 import os
@@ -190,6 +191,8 @@ class Server:
                 output = self._child.tail().lower() if self._child else ""
                 port_taken = (
                     of_another_user(port.number) is not None
+                    # Also connections of an earlier engine that linger on the port for a minute.
+                    or getattr(error, "errno", None) == errno.EADDRINUSE
                     or "address already in use" in output
                     or "errno 98" in output
                 )
