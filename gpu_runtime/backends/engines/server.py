@@ -198,7 +198,8 @@ class Server:
                 )
                 self._stop()
                 tried.add(port.number)
-                if not port_taken or len(tried) >= MOST_PORTS or not isinstance(error, LoadFailed):
+                may_try_again = isinstance(error, (LoadFailed, OSError)) and len(tried) < MOST_PORTS
+                if not port_taken or not may_try_again:
                     raise
 
     def _launch(self, port: Port) -> None:
