@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import doctest
 import importlib
 import re
@@ -28,4 +29,7 @@ def _modules_with_examples() -> list[str]:
 @pytest.mark.parametrize("name", _modules_with_examples())
 def test_the_examples_of_a_module_give_what_they_show(name):
     failed, tried = doctest.testmod(importlib.import_module(name))
+    vars(builtins).pop(
+        "_", None
+    )  # doctest leaves the last value there, and IPython then keeps its own back
     assert tried and not failed

@@ -50,6 +50,11 @@ def held(cell):
     return {row["name"]: (row["bytes"] // MIB, row["alone_bytes"] // MIB) for row in rows}
 
 
+def becomes(cell, expected) -> bool:
+    """Whether the table is as `expected`, at the latest at the fifth try: one that takes 3 s is partial."""
+    return any(held(cell) == expected for _ in range(5))
+
+
 def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
     """Outputs, also a deleted one, a loss with its graph, and the error of a cell."""
     assert "No variable or output holds memory" in cell("%gpu who")
@@ -66,6 +71,6 @@ def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
     outputs = [sizes for name, sizes in table.items() if name.startswith(("Out[", "_"))]
     assert sorted(outputs) == [(3, 3), (4, 4)]
     assert cell("%gpu free").startswith("free: 12.0 MiB came free; released ")
-    assert held(cell) == {"data": (8, 8), "w": (2, 0), "loss": (4, 2)}
+    assert becomes(cell, {"data": (8, 8), "w": (2, 0), "loss": (4, 2)})
     assert cell("%gpu free loss").startswith("free loss: 2.0 MiB came free; w still refers")
-    assert held(cell) == {"data": (8, 8), "w": (2, 2)}
+    assert becomes(cell, {"data": (8, 8), "w": (2, 2)})
