@@ -204,10 +204,12 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
         resident = _governed.get(self)
-        if resident is not None:
-            resident.training.stepped()
+        if resident is None:
+            return original(self, *args, **kwargs)
+        with resident.calling():  # pinned, as in `watch_zero_grad`
+            result = original(self, *args, **kwargs)
+        resident.training.stepped()
         return result
 
     return zero_grad

@@ -196,7 +196,7 @@ def _install_adopted(session: Session, resident: Resident, module: Any, optimize
     )
     resident.install(handle, lease, None)
     if optimizer is not None:
-        watch_zero_grad(optimizer, resident.training)
+        watch_zero_grad(optimizer, resident)
 
 
 def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:

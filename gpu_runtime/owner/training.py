@@ -74,9 +74,11 @@ class Training:
             self._ended(pin)
 
     def postpones_measuring(self, handle: Any) -> bool:
-        """Whether a backward pass of the model of `handle` may run; its next step is then to measure."""
-        runs = self.kernel.running and getattr(handle, "optimizer", None) is not None
-        if runs or self.graphs:
+        """Whether the thread that trains the model of `handle` measures it, at its next step.
+
+        Another thread would read gradients while they are made or cleared: a segmentation fault.
+        """
+        if getattr(handle, "optimizer", None) is not None or self.graphs:
             self.measure_due = True
             return True
         return False
@@ -177,16 +179,24 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
     optimizers.register_optimizer_step_post_hook(after)
 
 
-def watch_zero_grad(optimizer: Any, training: Training) -> None:
-    """From now on `optimizer.zero_grad` ends what a `forward` began."""
+def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
+    """From now on `optimizer.zero_grad` ends what a `forward` of `model` began.
+
+    The model is pinned meanwhile: measured by the monitor while its gradients went away, it ended the
+    process with a segmentation fault.
+    """
     original = optimizer.zero_grad
-    of = weakref.ref(training)
+    of = weakref.ref(model)
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if noted := of():
-            noted.stepped()
+        """Clears the gradients, and notes that the step has ended."""
+        watched = of()
+        if watched is None:
+            return original(*args, **kwargs)
+        with watched.calling():
+            result = original(*args, **kwargs)
+        watched.stepped()
         return result
 
     # On the instance, as torch's own schedulers do with `step`; its pickles do not carry it.
