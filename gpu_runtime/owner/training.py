@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from ..facts import NEVER
 from ..kernel_activity import Activity, activity
 from .pins import AnchorRef, Held, new_anchor
 
@@ -78,7 +79,10 @@ class Training:
 
         Another thread would read gradients while they are made or cleared: a segmentation fault.
         """
-        if getattr(handle, "optimizer", None) is not None or self.graphs:
+        trains = getattr(handle, "optimizer", None) is not None
+        # Between two cells of a kernel nothing trains. A script may train at any time.
+        may_run = self.kernel.running or self.kernel.state.idle_since == NEVER
+        if (trains and may_run) or self.graphs:
             self.measure_due = True
             return True
         return False
@@ -139,6 +143,7 @@ class Stepping(Protocol):
     """What a step needs of a model."""
 
     calling: Callable[[], Held]
+    training: Training
 
     def stepped(self) -> None: ...
 
@@ -196,7 +201,7 @@ def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
             return original(*args, **kwargs)
         with watched.calling():
             result = original(*args, **kwargs)
-        watched.stepped()
+        watched.training.stepped()
         return result
 
     # On the instance, as torch's own schedulers do with `step`; its pickles do not carry it.
