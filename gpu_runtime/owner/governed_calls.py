@@ -207,7 +207,8 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
         resident = _governed.get(self)
         if resident is None:
             return original(self, *args, **kwargs)
-        with resident.calling():  # pinned, as in `watch_zero_grad`
+        pinned = resident.calling() if resident.training.in_script else contextlib.nullcontext()
+        with pinned:  # as in `watch_zero_grad`
             result = original(self, *args, **kwargs)
         resident.training.stepped()
         return result

@@ -74,6 +74,11 @@ class Training:
         for pin in tuple(self._graph_pins):
             self._ended(pin)
 
+    @property
+    def in_script(self) -> bool:
+        """Whether no cell has run here: a script may train at any time, a kernel in its cells only."""
+        return not self.kernel.running and self.kernel.state.idle_since == NEVER
+
     def postpones_measuring(self, handle: Any) -> bool:
         """Whether the thread that trains the model of `handle` measures it, at its next step.
 
@@ -81,7 +86,7 @@ class Training:
         """
         trains = getattr(handle, "optimizer", None) is not None
         # Between two cells of a kernel nothing trains. A script may train at any time.
-        may_run = self.kernel.running or self.kernel.state.idle_since == NEVER
+        may_run = self.kernel.running or self.in_script
         if (trains and may_run) or self.graphs:
             self.measure_due = True
             return True
@@ -199,7 +204,7 @@ def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
         watched = of()
         if watched is None:
             return original(*args, **kwargs)
-        with watched.calling():
+        with watched.calling() if watched.training.in_script else contextlib.nullcontext():
             result = original(*args, **kwargs)
         watched.training.stepped()
         return result
