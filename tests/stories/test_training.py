@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,9 @@ def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledge
                 run("for _ in range(8): step()")
                 run("x = torch.randn(64, 256, generator=data); opt.zero_grad()")
                 run("loss = (m(x) - x).square().mean()")
+                before, until = evictor.evictions, time.monotonic() + 1.5
+                while evictor.evictions == before and time.monotonic() < until:
+                    time.sleep(0.01)  # between two cells the kernel is idle
                 run("loss.backward()")
                 run("opt.step(); losses.append(loss.item())")
                 cells += 1
