@@ -32,9 +32,8 @@ from .session import Session, log
 NAME = "kernel"
 LEAST_BYTES = MIB  # a kernel that holds less has no lease
 LONGEST_COUNT_SECONDS = 0.05
-COUNT_SHARE = (
-    20  # after a slow count, the next follows at the earliest after so many times its duration
-)
+COUNT_SHARE = 20  # the next count follows a slow one after so many times its duration
+PARK_AGAIN_SECONDS = 60.0  # an idle kernel that could not be parked is tried again after this time
 SWAPS_A_TURN = 5  # a turn lasts at least this many times what leaving and returning takes
 
 
@@ -88,6 +87,7 @@ class Kernel:
         self._turn_began = session.clock()
         self._count_again_at = 0.0
         self._uncounted = False
+        self._park_again_at = 0.0
         self.refused = ""  # why the next cell must not run: its memory is away
 
     @property
@@ -108,15 +108,18 @@ class Kernel:
         if resident is None:
             return ""
         anchor = new_anchor()
-        news = ""
+        news = why = ""
         try:
             self._yield_turn(resident)
             if not resident.enter(weakref.ref(anchor)):
                 news = self._return(resident, anchor)
         except KeyboardInterrupt:
-            self.refused = f"{self._still_away(resident)} Its return was interrupted."
-        except GpuError as error:
-            self.refused = f"{self._still_away(resident)} {error}"
+            why = "Its return was interrupted."
+        except Exception as error:  # IPython would ignore it, and run the cell
+            why = str(error)
+        # A ledger that cannot be read, for example, keeps no cell whose memory is on its card.
+        if why and not resident.enter(weakref.ref(anchor)):
+            self.refused = f"{self._still_away(resident)} {why}"
         self._running.append(anchor)
         return news
 
@@ -144,11 +147,12 @@ class Kernel:
             return
         if (resident := self.resident) is not None:
             release.try_again_now(resident)  # what kept it before this cell may be over
+            self._park_again_at = 0.0
             resident.failed_moves = 0
         self.count_when_due(idle=False)
         if self._park_next:
             self._park_next = False
-            threads.start(self._park_quietly)
+            threads.start(lambda: self.park_quietly("It was parked by hand."))
 
     def _yield_turn(self, resident: KernelResident) -> None:
         """Leaves the card before a cell if another process waits for it and this turn is over.
@@ -301,13 +305,15 @@ class Kernel:
             return Outcome(verb="park", name=NAME, done=False, because=because, bytes=0)
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
-    def _park_quietly(self) -> None:
-        resident = self.resident
-        if resident is None:
+    def park_quietly(self, because: str) -> None:
+        """Parks the kernel, unless it was tried in vain a moment ago. A failure is logged."""
+        resident, now = self.resident, self._session.clock()
+        if resident is None or now < self._park_again_at:
             return
         try:
-            release.evict(self._session, resident, "It was parked by hand.")
+            release.evict(self._session, resident, because)
         except GpuError as error:
+            self._park_again_at = now + PARK_AGAIN_SECONDS
             log.warning("the kernel was not parked: %s", error)
 
     def _id(self) -> LeaseId:
@@ -362,7 +368,7 @@ def look_after(session: Session) -> None:
         return
     if resident.lease.idle_seconds(session.clock()) < settings.gpu_park_idle_seconds:
         return
-    kernel._park_quietly()
+    kernel.park_quietly(f"It was idle for {show_seconds(settings.gpu_park_idle_seconds)}.")
 
 
 def _relieve(session: Session, resident: KernelResident | None) -> None:

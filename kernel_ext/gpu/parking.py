@@ -173,6 +173,7 @@ class Parking:
         caller = threading.get_ident()
 
         def on_loop() -> None:
+            """Runs between two messages of the kernel."""
             try:
                 if not done.is_set():
                     answer.append(self.why_not() or self._change_here(mark, act, caller))

@@ -268,6 +268,24 @@ def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started
     assert not kernel.refused and HOST not in own(rt)
 
 
+def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(started, monkeypatch):
+    from gpu_runtime import LedgerUnavailable
+
+    rt, kernel = started()
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+
+    def gone():
+        raise LedgerUnavailable("the ledger is gone", path="here")
+
+    monkeypatch.setattr(rt._session.ledger, "read", gone)
+    kernel.begin()
+    assert not kernel.refused and kernel.resident.pins
+    monkeypatch.undo()
+    kernel.end()
+    del kept
+
+
 # -- who leaves for whom ---------------------------------------------------------------------------
 
 

@@ -133,6 +133,8 @@ class KernelBackend:
     def _leave(self, model: KernelMemory) -> None:
         if why := model.stillness.why_not():
             raise NotStill(why)
+        if not swap.can_guard(torch.device(model.memory.torch)):
+            raise NotStill("this build of torch can put no guard in the place of its memory")
         mark = model.stillness.mark()
         found = [one for one in self._found(model) if not one.stays]
         homes = _homes(found, model.memory)
@@ -180,6 +182,7 @@ class KernelBackend:
         """Makes the exchange while nothing else runs. Raises NotStill; then nothing has changed."""
 
         def act() -> None:
+            """Makes all exchanges, or none."""
             try:
                 swap.at_once(exchange.calls)
             except BaseException:
