@@ -149,6 +149,8 @@ def _table(verb: Verb, frame: Any) -> str:
     """The DataFrame as an aligned table; for an empty DataFrame, a hint what to type."""
     from gpu_runtime.rendering import render
 
+    if verb.name == "who":
+        return repr(frame)  # with its sums
     if len(frame):
         return render.frame_text(frame)
     return verbs.typed_in(CLI, render.nothing(verb.name, CLI))

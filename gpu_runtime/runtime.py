@@ -553,9 +553,13 @@ class Runtime:
         """A table of each process's allocator on each card; unknown if a process publishes nothing."""
         return status.fragmentation(self._session)
 
-    def who(self) -> DataFrame:
-        """A table of the names here that hold device memory; sums in `attrs`. Takes about 3 s at most."""
-        return status.who(self._session)
+    @checked
+    def who(self, who: str = "") -> DataFrame:
+        """A table of the names here that hold device memory; sums in `attrs`. Takes about 3 s at most.
+
+        `who` is another notebook's file name or process id. Raises GpuError, NotAllowed, Busy.
+        """
+        return status.who(self._session, who)
 
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
         """The maps of the allocators of all processes: their segments and blocks.

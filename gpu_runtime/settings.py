@@ -198,6 +198,11 @@ class Settings(BaseSettings):
         description="How long cells that follow one another keep the GPU while another process waits for "
         "it; never less than five times what leaving and returning takes.",
     )
+    gpu_who_names: Literal["own", "all"] = Field(
+        "own",
+        description="To whom %gpu who shows the names of this process's variables: own (its own user) or "
+        "all (operators too).",
+    )
     eviction_grace_seconds: Seconds = Field(
         5.0,
         description="A model used within this time is not evicted by pressure or by other processes.",

@@ -233,9 +233,9 @@ _TABLE = (
     ),
     Verb(
         "who",
-        "which variable, output or error of this notebook holds device memory",
-        lambda rt, args: rt.who(),
-        places=(MAGIC,),
+        "which variable, output or error of a notebook holds device memory",
+        lambda rt, args: rt.who(args.who or ""),
+        (WHO,),
     ),
     Verb(
         "free",

@@ -238,7 +238,7 @@ class Ticket(Value):
 
     key: str
     owner: str
-    # "use", or the order to the target's owner: evict, restore, preload, move, pin, unpin, defrag.
+    # "use", or the order to the target's owner: evict, restore, preload, move, pin, unpin, defrag, who.
     verb: str
     name: str  # the model (use), or the id of the lease in question
     arrived: float

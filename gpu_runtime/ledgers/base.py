@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
-from ..facts import AllocatorMap, Book, Owner, Ticket
+from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
 from .liveness import Sight
 
 T = TypeVar("T")
@@ -129,6 +129,18 @@ class Ledger(Protocol):
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """The models that each living owner can load, by owner id, as far as seen from here."""
+        ...
+
+    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
+        """Stores this owner's `answer` to the owner `asker`, beside the book. Raises OSError.
+
+        A `private` answer can be read by this owner's user only. It replaces the last answer to
+        that asker, and is removed together with the owner.
+        """
+        ...
+
+    def answer(self, owner_id: str) -> Holdings | None:
+        """The last answer of the owner `owner_id` to this owner, if it can be read from here."""
         ...
 
     def close(self) -> None:

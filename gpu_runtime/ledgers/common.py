@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import LedgerRefused, LedgerUnavailable
-from ..facts import AllocatorMap, Book, Owner, Ticket
+from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
 from .access import access_to, owners_in
 from .allocator_files import MapFiles
+from .answer_files import AnswerFiles
 from .book_store import BookStore, DamagedBook, LostRace, Page
 from .decoding import UNREADABLE, decode_roster
 from .invariants import refuse_unlawful
@@ -71,6 +72,7 @@ class SharedLedger:
         self._queue = writer_queue_in(directory)
         self._maps = MapFiles(owners, group)
         self._names = NameFiles(owners, group)
+        self._answers = AnswerFiles(owners, group)
         self._closed = False
         _open_ledgers.add(self)
         try:
@@ -316,6 +318,16 @@ class SharedLedger:
         self._require_open()
         return self._names.read()
 
+    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
+        """Stores this owner's `answer` to the owner `asker`. Raises OSError."""
+        self._require_open()
+        self._answers.publish(self.owner.id, asker, answer, private=private)
+
+    def answer(self, owner_id: str) -> Holdings | None:
+        """The last answer of the owner `owner_id` to this owner, if it can be read from here."""
+        self._require_open()
+        return self._answers.read(owner_id, self.owner.id)
+
     # Closing
 
     def close(self) -> None:
@@ -335,6 +347,7 @@ class SharedLedger:
         self._closed = True
         self._maps.withdraw(self.owner.id)
         self._names.withdraw(self.owner.id)
+        self._answers.withdraw(self.owner.id)
         self._bell.close()
         self._queue = None
         self._store.close(remove=remove)

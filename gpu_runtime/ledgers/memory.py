@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from .. import forks
 from ..errors import LedgerUnavailable
-from ..facts import AllocatorMap, Book, Owner, Ticket
+from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
 from . import pages
 from .book_store import unwritable
 from .invariants import refuse_unlawful
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class _MemoryBook:
-    """A book, and the bells, maps and names of the owners that have it open."""
+    """A book, and the bells, maps, names and answers of the owners that have it open."""
 
     def __init__(self) -> None:
         self.book = Book()
@@ -36,6 +36,7 @@ class _MemoryBook:
         self.bells: dict[str, Bell] = {}
         self.maps: dict[str, tuple[AllocatorMap, ...]] = {}
         self.names: dict[str, dict[str, None]] = {}
+        self.answers: dict[tuple[str, str], Holdings] = {}  # by answering and asking owner
 
 
 _named: weakref.WeakValueDictionary[str, _MemoryBook] = weakref.WeakValueDictionary()
@@ -161,12 +162,23 @@ class MemoryLedger:
         listed = list(self._open_book().names.items())
         return {id: tuple(names) for id, names in listed if names}
 
+    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
+        """Stores this owner's `answer` to the owner `asker`; `private` changes nothing here."""
+        self._open_book().answers[self.owner.id, asker] = answer
+
+    def answer(self, owner_id: str) -> Holdings | None:
+        """The last answer of the owner `owner_id` to this owner."""
+        return self._open_book().answers.get((owner_id, self.owner.id))
+
     def close(self) -> None:
-        """Removes this owner's bell, maps and names. After that, the owner counts as dead."""
+        """Removes this owner's bell, maps, names and answers. After that, the owner counts as dead."""
         memory, self._book = self._book, None
         if memory:
             memory.maps.pop(self.owner.id, None)
             memory.names.pop(self.owner.id, None)
+            mine = [pair for pair in memory.answers if self.owner.id in pair]
+            for pair in mine:
+                del memory.answers[pair]
             memory.bells.pop(self.owner.id, None)
             self._bell.close()
 

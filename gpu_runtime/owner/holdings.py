@@ -10,12 +10,14 @@ import difflib
 import gc
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from ..errors import GpuError
 from ..facts import HOST, Holder, Holdings, Outcome
-from ..names import ELSEWHERE, ERROR, MODEL, OUTPUT, Name, Namespace, registered
+from ..names import ELSEWHERE, ERROR, MODEL, OUTPUT, VARIABLE, Name, Namespace, registered
 from ..units import show_bytes
 from . import requests
 from .resident import Place, Resident
@@ -45,15 +47,20 @@ class _Reached(NamedTuple):
         return self.direct | self.saved
 
 
-def who(session: Session, seconds: float = SECONDS) -> Holdings:
-    """What this process holds on its devices, by name. A search of more than `seconds` is partial."""
+def who(
+    session: Session, seconds: float = SECONDS, stop: Callable[[], bool] | None = None
+) -> Holdings:
+    """What this process holds on its devices, by name. A search of more than `seconds` is partial.
+
+    So is one that ends early because `stop` returns True.
+    """
     began = time.perf_counter()
     if "torch" not in sys.modules:
         rows = [_of_lease(resident) for resident in _on_devices(session)]
         return _summed(session, rows, {}, set(), set(), 0, True, time.perf_counter() - began)
     from ..backends.pytorch.search import Limit
 
-    limit = Limit(seconds)
+    limit = Limit(seconds, stop=stop)
     storages, whole = _search(session, limit)
     reached, all_reached = _reach(session, registered.current(), storages.keys(), limit)
     models, governed, of_others = _models(session, storages)
@@ -72,6 +79,23 @@ def who(session: Session, seconds: float = SECONDS) -> Holdings:
         whole and all_reached and not limit.over,
         limit.elapsed_seconds,
     )
+
+
+def of_leases(session: Session) -> Holdings:
+    """What this process holds by its leases, without a search: its models, and what its own code holds."""
+    rows, parked = [], 0
+    for resident in list(session.residents.values()):
+        lease = resident.lease
+        if lease.kind == "kernel" and resident.place is not Place.HERE:
+            parked = lease.bytes
+        elif resident.place is Place.HERE and lease.kind == "kernel":
+            row = replace(_of_lease(resident), name="its own code", kind=VARIABLE, what="")
+            rows.append(replace(row, alone_bytes=0))
+        elif resident.place is Place.HERE and lease.kind == "model":
+            rows.append(_of_lease(resident))
+    size = sum(row.bytes for row in rows)
+    rows.sort(key=lambda row: -row.bytes)
+    return Holdings(tuple(rows), size, size, parked_bytes=parked)
 
 
 def _summed(

@@ -16,7 +16,16 @@ from ..scheduler import transitions as books
 from ..scheduler.pressure import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
-from . import defragment, kernel, migrate, operations, permissions, release, requests
+from . import (
+    defragment,
+    kernel,
+    migrate,
+    operations,
+    other_holdings,
+    permissions,
+    release,
+    requests,
+)
 from .operations import ASK_SECONDS
 from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Session
@@ -301,6 +310,8 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.name and order.name not in session.residents:
         # The name only selects among our models; it must never load anything else.
         raise UnknownModel(order.name, tuple(session.residents))
+    if order.verb == "who":
+        return other_holdings.answer(session, order)
     if order.verb == "defrag":
         freed = defragment.empty_cache(session)
         return Outcome(

@@ -205,11 +205,14 @@ def catalog(session: Session) -> DataFrame:
     return dataframes.catalog(session.catalogue.catalog.specs())
 
 
-def who(session: Session) -> DataFrame:
-    """Which names of this process hold its device memory."""
-    from . import dataframes, holdings
+def who(session: Session, process: str = "") -> DataFrame:
+    """Which names of this process, or of another `process`, hold its device memory."""
+    from . import dataframes, holdings, other_holdings
 
-    return dataframes.holders(holdings.who(session))
+    if session.guest and not process:
+        raise GpuError("a command holds no memory. Name a notebook or a process:  gpu who NOTEBOOK")
+    found = other_holdings.who(session, process) if process else holdings.who(session)
+    return dataframes.holders(found)
 
 
 def leases(session: Session) -> DataFrame:

@@ -93,6 +93,8 @@ def _rows(frame: Any) -> list[list[str]]:
 
 
 def _nothing(sums: Mapping[str, Any]) -> str:
+    if sums.get("note"):
+        return "Nothing is listed."
     if not sums.get("whole", True):
         return "Nothing was found in the time allowed."
     return "No variable or output holds memory on a device."
@@ -110,6 +112,16 @@ def _sums(sums: Mapping[str, Any]) -> list[str]:
     held = show_bytes(sums["held_bytes"])
     explained = f"explained {show_bytes(sums['explained_bytes'])} of {held}"
     lines = ["; ".join(filter(None, [explained, ", ".join(parts)])) + "."]
+    if sums["process"]:
+        lines.insert(0, f"{clean(sums['process'])} holds this.")
+    if sums["parked_bytes"]:
+        parked = show_bytes(sums["parked_bytes"])
+        lines.append(f"{parked} of it is parked in RAM, until its next cell.")
+    if sums["left_out"]:
+        size = show_bytes(sums["left_out_bytes"])
+        lines.append(f"{sums['left_out']} more rows are not listed; they reach {size}.")
+    if sums["note"]:
+        lines.append(clean(sums["note"]))
     if not sums["whole"]:
         seconds = f"{sums['seconds']:.0f}"
         lines.append(f"The search stopped after {seconds} s: the figures are partial.")

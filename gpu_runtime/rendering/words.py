@@ -66,6 +66,7 @@ _EVENT_PHRASES = {
     "undrained": "accepts leases again",
     "restore": "was restored for another process",
     "defrag": "was requested to release its cache",
+    "who": "listed what its variables hold",
     "asked": "received a request",
     "declined": "declined a request",
 }

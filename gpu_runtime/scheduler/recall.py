@@ -44,7 +44,7 @@ from .eviction_policy import lru
 from .queue import awake
 from .transitions import note
 
-ASKS = ("evict", "restore", "preload", "move", "pin", "unpin", "defrag")
+ASKS = ("evict", "restore", "preload", "move", "pin", "unpin", "defrag", "who")
 PERSON = -1  # importance of a person's request; lower numbers are more important
 
 
@@ -62,7 +62,7 @@ class Ask(Value):
 
 
 class Order(Value):
-    """Work for an owner's monitor besides steps: preload, restore, move, pin or defragment."""
+    """Work for an owner's monitor besides steps: preload, restore, move, pin, defragment, who."""
 
     key: str
     verb: str
@@ -71,6 +71,7 @@ class Order(Value):
     refused: str = ""  # why the order is refused; empty if it is not
     places: tuple[str, ...] = ()  # the cards to move to, for a move
     who: str = ""  # the person, if the process named one, and the requesting process
+    asker: str = ""  # the id of the requesting owner
 
 
 # -- the requesting side ---------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
         if verdict is not None:
             return _without_ticket(book, asked), verdict
 
-    request = f"{owner.label} was asked to {asked.verb} {name}".rstrip()
+    request = f"{owner.label} was asked {_wish(asked.verb, name)}"
     ticket = book.ticket(asked.key)
     if ticket is None:
         if book.entries >= MOST_ENTRIES:
@@ -184,7 +185,7 @@ def _known_result(
     lease = section.lease(name)
     if asked.verb in ("preload", "restore"):
         return _result_of_load(lease)
-    if asked.verb == "defrag":
+    if asked.verb in ("defrag", "who"):
         return None
     if asked.verb == "evict":
         if lease is None:
@@ -345,7 +346,13 @@ def _order(book: Book, owner: str, ticket: Ticket, asker: Asker) -> Order:
         refused=refused,
         places=ticket.places,
         who=attributed(ticket.said_by, _process(asker.user, book.owner(ticket.owner))),
+        asker=ticket.owner,
     )
+
+
+def _wish(verb: str, name: str) -> str:
+    """What a process is asked: `to evict qwen`."""
+    return "which variables hold memory" if verb == "who" else f"to {verb} {name}".rstrip()
 
 
 def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
@@ -353,7 +360,7 @@ def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
 
     `name` is empty for a request that concerns the whole process.
     """
-    what = f"{verb} {name}" if name else verb
+    what = "ask " + _wish(verb, name) if verb == "who" else f"{verb} {name}".rstrip()
     return (
         f"{user} may not {what} in {owner.label}: only {owner.user} or an operator may. "
         "Others may only evict its idle models (evict)"

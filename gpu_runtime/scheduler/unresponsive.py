@@ -66,6 +66,6 @@ def _responds(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bo
         return waits_for_room or (lease is not None and lease.on_device)
     if ticket.verb in ("pin", "unpin"):
         return lease is None or lease.keep == (ticket.verb == "pin")
-    if ticket.verb == "defrag":
+    if ticket.verb in ("defrag", "who"):
         return False
     return lease is None or bool(lease.pins) or not lease.on_device

@@ -89,6 +89,7 @@ ANSWERS = {
     ("autoload", "-h"): "gpu autoload [--remove]",
     ("park", "-h"): "gpu park [NOTEBOOK]",
     ("unpark", "-h"): "gpu unpark [NOTEBOOK]",
+    ("who", "-h"): "gpu who [NOTEBOOK]",
     ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
 

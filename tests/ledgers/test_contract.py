@@ -19,6 +19,8 @@ from gpu_runtime.facts import (
     Book,
     Device,
     Event,
+    Holder,
+    Holdings,
     Sample,
     SegmentMap,
     Share,
@@ -460,6 +462,23 @@ def test_maps_are_removed_with_their_owner(new_owner):
     assert a.owner.id in b.maps()
     a.close()
     assert b.maps() == {}
+
+
+def listed(*names: str) -> Holdings:
+    return Holdings(tuple(Holder(name, "variable", "sim:0", 1, 1) for name in names), 1)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_an_answer_is_for_its_asker_and_replaced_by_the_next(new_owner, private):
+    a, b, c = new_owner(), new_owner(), new_owner()
+    assert b.answer(a.owner.id) is None
+    a.publish_answer(b.owner.id, listed("x"), private=private)
+    a.publish_answer(c.owner.id, listed("y"), private=private)
+    assert b.answer(a.owner.id) == listed("x") and c.answer(a.owner.id) == listed("y")
+    a.publish_answer(b.owner.id, listed("z"), private=private)
+    assert b.answer(a.owner.id) == listed("z") and a.answer(a.owner.id) is None
+    a.close()
+    assert b.answer(a.owner.id) is None
 
 
 def test_publishing_a_map_does_not_write_the_book(new_owner):

@@ -137,6 +137,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "attach_kernel": {"stillness": Still()},
     "defrag": {},
     "free": {},
+    "who": {},
     "drain": {"device": "sim:0"},
     "tell_waits": {"told": None},
     "events": {},

@@ -32,6 +32,7 @@ ELSEWHERE = {  # settings that are tested with real servers
     "gpu_park": "owner/test_kernel.py",
     "gpu_park_idle_seconds": "owner/test_kernel.py",
     "gpu_park_turn_seconds": "owner/test_kernel.py",
+    "gpu_who_names": "owner/test_other_holdings.py",
 }
 
 

@@ -166,7 +166,7 @@ def test_a_move_request_names_the_cards_for_the_owner():
         page,
     )
     assert steps == () and orders == (
-        Order("2:move", "move", "qwen", "ann", "", ("sim:1", "sim:2"), "ann, pid 2"),
+        Order("2:move", "move", "qwen", "ann", "", ("sim:1", "sim:2"), "ann, pid 2", "2.1.0"),
     )
 
 

@@ -164,7 +164,10 @@ def test_a_full_page_refuses_a_request_to_an_owner():
 def test_pin_and_unpin_are_orders_to_the_owner(verb, before):
     page, verdict = asking(two(lease("qwen", sim0=8, keep=before)), verb)
     assert verdict == Wait(f"pid 1 was asked to {verb} qwen", asked=(at(1, "qwen"),))
-    assert obeying(page)[1:] == ((), (Order(f"2:{verb}", verb, "qwen", who="pid 2"),))
+    assert obeying(page)[1:] == (
+        (),
+        (Order(f"2:{verb}", verb, "qwen", who="pid 2", asker="2.1.0"),),
+    )
     assert obeying(page, by=2)[1:] == ((), ()), "nobody else obeys it"
     page, verdict = asking(two(lease("qwen", sim0=8, keep=not before), tickets=page.tickets), verb)
     assert isinstance(verdict, Grant) and page.tickets == ()
@@ -178,7 +181,7 @@ def test_a_model_without_a_lease_cannot_be_pinned():
 def test_a_model_is_loaded_by_a_process_that_has_registered_it(verb):
     page, verdict = asking(two(), verb)
     assert isinstance(verdict, Wait)
-    assert obeying(page)[2] == (Order(f"2:{verb}", verb, "qwen", who="pid 2"),)
+    assert obeying(page)[2] == (Order(f"2:{verb}", verb, "qwen", who="pid 2", asker="2.1.0"),)
     assert (
         asking(two(lease("qwen", sim0=8), tickets=page.tickets), verb)[1].because
         == "qwen is on sim:0"

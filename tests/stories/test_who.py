@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from jupyter_client.manager import start_new_kernel
+
+from tests.nvml_driver import until
+
+from .test_parking import Notebook
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -74,3 +79,29 @@ def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
     assert becomes(cell, {"data": (8, 8), "w": (2, 0), "loss": (4, 2)})
     assert cell("%gpu free loss").startswith("free loss: 2.0 MiB came free; w still refers")
     assert becomes(cell, {"data": (8, 8), "w": (2, 2)})
+
+
+def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(tmp_path):
+    """The answer runs nothing in its cells and brings nothing back; a stopped one is named."""
+    url = f"sqlite://{tmp_path}/ledger"
+    train, other = Notebook("train.ipynb", url), Notebook("other.ipynb", url)
+    try:
+        train.run("import torch\nweights = torch.ones(8 * 2**18)")
+        until(lambda: "weights" in other.run("%gpu who train.ipynb"), 20)
+        pid = train.manager.provisioner.pid
+        assert "weights" in other.run(f"%gpu who {pid}")
+        assert "In [" in other.run("%gpu who train.ipynb"), "with the cell that made it"
+        counted = train.run("get_ipython().execution_count")
+        other.run("%gpu park train.ipynb")
+        parked = other.run("%gpu who train.ipynb")
+        assert "weights" in parked and "8.0 MiB of it is parked in RAM" in parked, parked
+        assert "host" in other.run("%gpu leases")
+        news, count = train.run("get_ipython().execution_count").splitlines()
+        assert "came back from RAM" in news and int(count) == int(counted) + 1
+        os.kill(pid, signal.SIGSTOP)
+        assert "is stopped, so it cannot answer" in other.run("%gpu who train.ipynb")
+        os.kill(pid, signal.SIGCONT)
+        assert "no process 'x.ipynb'" in other.run("%gpu who x.ipynb")
+    finally:
+        train.close()
+        other.close()

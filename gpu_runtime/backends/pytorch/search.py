@@ -87,9 +87,14 @@ class Limit:
     """A limit of time, in seconds, that starts when it is made; None never ends."""
 
     def __init__(
-        self, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
+        """The time is over earlier once `stop` returns True."""
         self._clock, self.began = clock, clock()
+        self._stop = stop
         self._seconds = float("inf") if seconds is None else seconds
 
     @property
@@ -100,7 +105,8 @@ class Limit:
     @property
     def over(self) -> bool:
         """Whether the time is used up."""
-        return self.elapsed_seconds >= self._seconds
+        stopped = self._stop is not None and self._stop()
+        return stopped or self.elapsed_seconds >= self._seconds
 
 
 # -- the search ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
         owners/ID.bell        its doorbell (notify.py)
         owners/ID.map         its allocator maps (allocator_files.py)
         owners/ID.names       the models that it can load (name_files.py)
+        owners/ID.who, .told  its answers to `who` (answer_files.py)
         rebuild.lock          held by the process that makes a new book
         newest                the newest revision that any process has written (revision_hint.py)
         turn, turn.pipe       the queue of writers (writer_queue.py)
@@ -328,6 +329,8 @@ def _remove_owner(path: Path) -> None:
             "bell",
             "map",
             "names",
+            "who",
+            "told",
         ):  # first these: they are found by the lock file's name
             path.with_name(f"{path.name}.{suffix}").unlink(missing_ok=True)
         path.unlink(missing_ok=True)

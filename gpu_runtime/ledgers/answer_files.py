@@ -1,0 +1,69 @@
+"""The files with an owner's answers to `who`: `owners/ID.who`, and `owners/ID.told` for its own user.
+
+An answer is not in the book: everybody reads the page, and variable names are for the asker only. The
+first file can be read by all members of a shared ledger. The second one is private to its user. Each
+has the last answer to each of a few askers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+
+from ..facts import Holdings
+from .owner_files import Beside
+
+MOST_BYTES = 512 << 10  # of one file; a larger file is not ours
+MOST_ASKERS = 8  # whose last answer a file keeps
+
+Answers = dict[str, Holdings]  # the id of the asking owner -> its last answer
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Answers).decode
+
+
+class AnswerFiles:
+    """One owner's answers, and its view of the answers of others. Thread-safe."""
+
+    def __init__(self, owners: Path, group: int | None) -> None:
+        """`owners` is the directory `LEDGER/BOOT-ID/owners`.
+
+        `group` is the one that shares the ledger, or None.
+        """
+        self._public = Beside(owners, "who", group)
+        self._private = Beside(owners, "told", None)
+        self._lock = threading.Lock()
+        self._given: dict[str, Answers] = {"who": {}, "told": {}}
+
+    def publish(self, id: str, asker: str, answer: Holdings, *, private: bool) -> None:
+        """Stores the `answer` of the owner `id` for the owner `asker`. Raises OSError."""
+        files = self._private if private else self._public
+        with self._lock:
+            given = self._given[files.suffix]
+            given.pop(asker, None)
+            given[asker] = answer
+            while len(given) > MOST_ASKERS:
+                del given[next(iter(given))]
+            os.close(files.replace(id, _encode(given)))
+
+    def read(self, id: str, asker: str) -> Holdings | None:
+        """The last answer of the owner `id` for `asker`; None if there is none to be read."""
+        for files in (self._private, self._public):
+            answers = files.read(id, MOST_BYTES, lambda fd, _: _read(fd))
+            if answers is not None and asker in answers:
+                return answers[asker]
+        return None
+
+    def withdraw(self, id: str) -> None:
+        """Removes the answers of the owner `id`."""
+        self._private.withdraw(id)
+        self._public.withdraw(id)
+
+
+def _read(fd: int) -> Answers | None:
+    try:
+        return _decode(os.read(fd, MOST_BYTES))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None  # of another version, or damaged

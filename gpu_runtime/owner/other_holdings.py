@@ -1,0 +1,138 @@
+"""`who` of another process: it lists what its variables hold, and this process reads the list.
+
+The request is a ticket, as every request to another process. The list is not in the book, which
+everybody reads, but in a file beside it. The answering process searches in a thread of its own while no
+cell runs. It moves nothing, so a parked kernel stays parked.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..errors import Busy, GpuError
+from ..facts import HOST, Book, Holder, Holdings, LeaseId, Outcome
+from ..ledgers.liveness import Sight
+from ..names import MODEL
+from ..scheduler.recall import Order
+from ..units import show_bytes
+from . import holdings, operations
+from .resident import Place
+from .session import Session
+
+ANSWER_SECONDS = 10.0  # the longest wait for an answer; the search itself takes 3 s at most
+MOST_ROWS = 30
+MOST_LETTERS = 80  # of a name, and of its description
+BUSY = "A cell runs there: variables are listed between two cells."
+SCRIPT = "It is no notebook, so its variables are not listed."
+HIDDEN = "Names are shown to {user} only (GPU_WHO_NAMES)."
+
+
+# -- the asking side -------------------------------------------------------------------------------
+
+
+def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Holdings:
+    """What another `process` holds: its notebook's file name, its process id or its owner's id.
+
+    Waits `seconds` at most. Raises GpuError, NotAllowed, Busy.
+    """
+    book = session.ledger.read()
+    id = _found(book, process)
+    if id == session.me:
+        return holdings.who(session)
+    label, pid = book.sections[id].owner.label, book.sections[id].owner.pid
+    if session.ledger.sights(book, [id]).get(id) is Sight.STOPPED:
+        raise GpuError(
+            f"{label} is stopped, so it cannot answer.\n  Let it continue:  kill -CONT {pid}",
+            process=process,
+        )
+    try:
+        operations.ask_owner(session, "who", LeaseId(id, ""), seconds)
+    except Busy as error:
+        raise Busy(
+            f"{label} has not answered for {seconds:.0f} s. Its interpreter is blocked, or its "
+            "version of gpu-console is too old to answer.",
+            name="",
+            waited_seconds=seconds,
+            because=error.because,
+        ) from None
+    answer = session.ledger.answer(id)
+    if answer is None:
+        raise GpuError(f"{label} answered, but its answer cannot be read from here.")
+    return replace(answer, process=label)
+
+
+def _found(book: Book, process: str) -> str:
+    """The id of the owner called `process`. Raises GpuError, naming the processes that there are."""
+    found = [id for id, section in book.sections.items() if process in _names(book, id)]
+    if len(found) == 1:
+        return found[0]
+    labels = ", ".join(sorted(section.owner.label for section in book.sections.values()))
+    if found:
+        raise GpuError(f"{process} is the name of {len(found)} processes: {labels}.\n  Use a pid.")
+    raise GpuError(
+        f"no process {process!r} shares this ledger. Those that do: {labels or 'none'}.",
+        process=process,
+    )
+
+
+def _names(book: Book, id: str) -> tuple[str, ...]:
+    owner = book.sections[id].owner
+    path = owner.notebook
+    return tuple(name for name in (id, str(owner.pid), path.rsplit("/", 1)[-1], path) if name)
+
+
+# -- the answering side ----------------------------------------------------------------------------
+
+
+def answer(session: Session, order: Order) -> Outcome:
+    """Lists what this process holds, for the owner who wrote `order`. Raises OSError."""
+    mine = session.ledger.owner.user
+    own_user = order.by in ("", mine)
+    found = _listed(session)
+    if not own_user and session.settings.gpu_who_names != "all":
+        found = _without_names(found, mine)
+    found = _shortened(found)
+    session.ledger.publish_answer(order.asker, found, private=own_user)
+    because = f"{show_bytes(found.held_bytes)} on devices, {show_bytes(found.parked_bytes)} parked"
+    return Outcome(verb="who", name="", done=True, because=because, bytes=0)
+
+
+def _listed(session: Session) -> Holdings:
+    """The table of this process: of its variables if it is a kernel that runs no cell, else of its leases."""
+    activity = session.activity
+    if not activity.state.idle_since:
+        return replace(holdings.of_leases(session), note=BUSY if activity.running else SCRIPT)
+    found = holdings.who(session, stop=lambda: activity.running)
+    kernel = session.residents.get("kernel")
+    if kernel is None or kernel.place is Place.HERE:
+        return found
+    rows = [row if row.kind == MODEL else replace(row, device=HOST) for row in found.holders]
+    size = kernel.lease.bytes
+    return replace(
+        found,
+        holders=tuple(rows),
+        held_bytes=max(0, found.held_bytes - size),
+        explained_bytes=max(0, found.explained_bytes - size),
+        parked_bytes=size,
+    )
+
+
+def _without_names(found: Holdings, user: str) -> Holdings:
+    """The table without what the user has named. The names of models are in the book already."""
+    rows = [
+        row if row.kind == MODEL else Holder("–", row.kind, row.device, row.bytes, row.alone_bytes)
+        for row in found.holders
+    ]
+    note = " ".join(filter(None, [found.note, HIDDEN.format(user=user)]))
+    return replace(found, holders=tuple(rows), note=note)
+
+
+def _shortened(found: Holdings) -> Holdings:
+    """The first rows of a table, with the number and the bytes of the others."""
+    rows = [
+        replace(row, name=row.name[:MOST_LETTERS], what=row.what[:MOST_LETTERS])
+        for row in found.holders[:MOST_ROWS]
+    ]
+    others = found.holders[MOST_ROWS:]
+    size = sum(row.bytes for row in others)
+    return replace(found, holders=tuple(rows), left_out=len(others), left_out_bytes=size)
