@@ -53,7 +53,7 @@ def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Hold
             "version of gpu-console is too old to answer.",
             name="",
             waited_seconds=seconds,
-            because=error.because,
+            because=str(error),
         ) from None
     answer = session.ledger.answer(id)
     if answer is None:
