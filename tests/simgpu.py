@@ -6,24 +6,30 @@ a full card, and it is really executed. Only tests import this.
 
 How it works. torch 2.13 lets Python register a backend under the dispatch key PrivateUse1
 (`torch.utils.backend_registration`, private and experimental). A tensor here is a plain `torch.Tensor` with
-that key whose storage points at ordinary RAM. It is made through DLPack, the only way into torch that takes a
-device and a pointer. When the storage is freed, its bytes are subtracted from the card's account. Every
-operator falls back to one function. It runs the CPU's kernel on CPU tensors over the same bytes (`_alias`),
-and puts new results on the card (`_adopted`). Operands on two cards are refused with CUDA's error message.
+that key whose storage points into the card's memory (tests/simcard.py), which is ordinary RAM. It is made
+through DLPack, the only way into torch that takes a device and a pointer. Every operator falls back to one
+function. It runs the CPU's kernel on CPU tensors over the same bytes (`Operand.alias`), and puts new results on the
+card (`adopted`). Operands on two cards are refused with CUDA's error message.
+
+Ordinarily every operator is done at once, and freed memory is the card's again. Inside `late()` the cards
+behave as CUDA's do. An operator is put into the queue of the current stream with the addresses of its
+operands, and is done when somebody waits for that stream. Freed blocks are used again, see tests/simcard.py.
+So a program that frees or reads memory too early computes wrong values. Operators with a result on the
+host, with a shape that depends on values, or with random numbers wait for their stream first.
 
 What differs from CUDA: such a tensor cannot replace a CPU tensor through `.data`
 (`torch._has_compatible_shallow_copy_type` returns False). So `backends/pytorch/storages.py` swaps their
 implementations, as `nn.Module.to` does for such accelerators. Backward passes run on `simgpu:0` only, since
-the autograd engine assumes a single card. There are no streams, and nothing is asynchronous.
+the autograd engine assumes a single card, and on its default stream. A copy with `non_blocking=True` reads
+and writes any host memory late, as CUDA does with pinned memory only.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,36 +40,52 @@ from gpu_runtime.devices.probe import Probe
 from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.facts import HOST, Device
 from gpu_runtime.units import MIB
+from tests.simcard import DEFAULT, PRIVATE_POOL, SHARED_POOL, Queue
+from tests.simstreams import module
+from tests.simtensors import (
+    CARD_BYTES,
+    CARDS,
+    CPU,
+    Operand,
+    SimOutOfMemory,
+    adopted,
+    cards,
+    content_now,
+    is_on_card,
+    mode,
+    over,
+    placed,
+    shaped,
+)
 
-CARDS = 4
-CARD_BYTES = 64 * MIB
+__all__ = [
+    "CARDS",
+    "CARD_BYTES",
+    "MIB",
+    "SimOutOfMemory",
+    "SimProbe",
+    "cards",
+    "content_now",
+    "late",
+    "limited",
+    "peak_bytes",
+    "private_pool",
+    "stuck",
+    "used_bytes",
+]
 
-
-class SimOutOfMemory(torch.OutOfMemoryError):
-    """The error of a full card: a `torch.OutOfMemoryError`, as on CUDA."""
-
-
-class _Card:
-    """The account of one card's memory."""
-
-    def __init__(self) -> None:
-        self.capacity_bytes = CARD_BYTES
-        self.used_bytes = self.peak_bytes = 0
-
-
-_cards = [_Card() for _ in range(CARDS)]
-_backing: dict[int, torch.Tensor] = {}  # address of a storage -> the CPU tensor with its bytes
-_lock = threading.RLock()  # a storage may be freed while another is made
+_is_late = False
 
 
 def used_bytes(card: int) -> int:
     """Bytes in use on that card."""
-    return _cards[card].used_bytes
+    cards[card].reserved_bytes  # noqa: B018 - notes what was freed
+    return cards[card].used_bytes
 
 
 def peak_bytes(card: int) -> int:
     """The most bytes in use on that card since `limited` began."""
-    return _cards[card].peak_bytes
+    return cards[card].peak_bytes
 
 
 @contextmanager
@@ -71,12 +93,55 @@ def limited(**capacities: int) -> Iterator[None]:
     """Limits cards inside the block: `limited(card1=3 * MIB)`; the others keep their size."""
     sizes = {int(name.removeprefix("card")): size for name, size in capacities.items()}
     try:
-        for index, card in enumerate(_cards):
-            card.capacity_bytes, card.peak_bytes = sizes.get(index, CARD_BYTES), card.used_bytes
+        for index, card in enumerate(cards):
+            card.capacity_bytes = sizes.get(index, CARD_BYTES)
+            card.peak_bytes = used_bytes(index)
         yield
     finally:
-        for card in _cards:
+        for card in cards:
             card.capacity_bytes = CARD_BYTES
+
+
+@contextmanager
+def late(segment_bytes: int = 0) -> Iterator[None]:
+    """Inside the block the cards work late, and their allocators keep freed memory for reuse.
+
+    Segments have at least `segment_bytes`, as far as the card has room.
+    """
+    global _is_late
+    try:
+        _is_late = True
+        for card in cards:
+            card.caching, card.segment_bytes = True, segment_bytes
+        yield
+    finally:
+        _is_late = False
+        for card in cards:
+            card.synchronise()
+            card.caching = False
+            card.empty_cache()
+
+
+@contextmanager
+def private_pool() -> Iterator[None]:
+    """What this thread allocates inside the block is in the private pool of a captured graph."""
+    mode.pool = PRIVATE_POOL
+    try:
+        yield
+    finally:
+        mode.pool = SHARED_POOL
+
+
+@contextmanager
+def stuck(card: int, stream: int = DEFAULT) -> Iterator[Callable[[], None]]:
+    """A stream of that card has work that does not end before the block's end, or a call of its value."""
+    released = threading.Event()
+    cards[card].queue(stream).launch(lambda: released.wait() and None)
+    try:
+        yield released.set
+    finally:
+        released.set()
+        cards[card].synchronise()
 
 
 class SimProbe(Probe):
@@ -100,165 +165,37 @@ class SimProbe(Probe):
 
     def used(self) -> dict[str, int]:
         held = super().used()
-        return held | {f"simgpu:{i}": card.used_bytes for i, card in enumerate(_cards)}
+        return held | {f"simgpu:{i}": card.reserved_bytes for i, card in enumerate(cards)}
 
 
-# -- tensors whose storage is on a card ------------------------------------------------------------
+# -- operators -------------------------------------------------------------------------------------
 
 
-class _DLTensor(ctypes.Structure):
-    """DLPack 0.8, dlpack.h: DLManagedTensor with its DLTensor flattened into it."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-        ("manager", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
-
-
-_EXTENSION_DEVICE = 12  # kDLExtDev, which torch reads as PrivateUse1
-_descriptor = _DLTensor()  # used for every tensor: torch reads it once, and later only its deleter
-_descriptor_shape = (ctypes.c_int64 * 1)()
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = (
-    ctypes.py_object,
-    [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-)
-
-
-# A storage, by its address in C -> its card and its bytes. Freed storages are not in it.
-_held: dict[int, tuple[int, torch.Tensor]] = {}
-
-
-def _storage_freed(storage: int) -> None:
-    with _lock:
-        if storage not in _held:
-            return
-        card, raw = _held.pop(storage)
-        _cards[card].used_bytes -= raw.nbytes
-        if raw.nbytes:
-            del _backing[raw.data_ptr()]
-
-
-def _watch(storage: torch.UntypedStorage) -> None:
-    # Not DLPack's own deleter: it may run while an exception is raised, and Python must not run then.
-    # torch keeps a storage's Python object for as long as the storage exists.
-    weakref.finalize(storage, _storage_freed, storage._cdata).atexit = False
-
-
-_swap = torch.UntypedStorage._swap_data_ptr_
-
-
-def _swap_and_account(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges two data pointers, as torch does, and what this account knows of the two storages."""
-    with _lock:
-        _swap(one, other)
-        bytes_of_one, bytes_of_other = _held.pop(one._cdata, None), _held.pop(other._cdata, None)
-        for storage, held in ((one, bytes_of_other), (other, bytes_of_one)):
-            if held is not None:
-                _held[storage._cdata] = held
-                _watch(storage)
-
-
-torch.UntypedStorage._swap_data_ptr_ = _swap_and_account
-
-
-def _placed(raw: torch.Tensor, card: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A tensor on that card whose storage is the bytes of `raw`, [nbytes] uint8. Raises SimOutOfMemory."""
-    code, bits = _kind(dtype)
-    with _lock:
-        account = _cards[card]
-        if account.used_bytes + raw.nbytes > account.capacity_bytes:
-            raise SimOutOfMemory(
-                f"simgpu:{card} out of memory. Tried to allocate {raw.nbytes} bytes; {account.used_bytes} of "
-                f"{account.capacity_bytes} are in use."
-            )
-        account.used_bytes += raw.nbytes
-        account.peak_bytes = max(account.peak_bytes, account.used_bytes)
-        if raw.nbytes:
-            _backing[raw.data_ptr()] = raw
-        _descriptor_shape[0] = raw.nbytes // dtype.itemsize
-        _descriptor.data, _descriptor.device_type, _descriptor.device_id = (
-            raw.data_ptr(),
-            _EXTENSION_DEVICE,
-            card,
-        )
-        _descriptor.ndim, _descriptor.shape, _descriptor.lanes = 1, _descriptor_shape, 1
-        _descriptor.code, _descriptor.bits = code, bits
-        tensor = torch._C._from_dlpack(
-            _new_capsule(ctypes.addressof(_descriptor), b"dltensor", None)
-        )
-        storage = tensor.untyped_storage()
-        _held[storage._cdata] = card, raw
-        _watch(storage)
-        return tensor
-
-
-def _kind(dtype: torch.dtype) -> tuple[int, int]:
-    """DLPack's code for a type, and its bits."""
-    bits = 8 * dtype.itemsize
-    if dtype == torch.bool:
-        return 6, bits
-    if dtype == torch.bfloat16:
-        return 4, bits
-    if dtype.is_complex:
-        return 5, bits
-    if dtype.is_floating_point:
-        return 2, bits
-    return (0 if dtype.is_signed else 1), bits
-
-
-def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A tensor over a card's storage, with the shape of the CPU tensor `like` over the same bytes."""
-    view = _placed(_nothing, storage.device.index, like.dtype)
-    return _shaped(view, storage, like)
-
-
-def _shaped(
-    tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor
-) -> torch.Tensor:
-    # The CPU's kernel only stores storage and shape. It reads no byte, and only compares devices.
-    return torch.ops.aten.set_.source_Storage_storage_offset._op_dk(
-        torch._C.DispatchKey.CPU, tensor, storage, like.storage_offset(), like.size(), like.stride()
-    )
-
-
-_nothing = torch.empty(0, dtype=torch.uint8)
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the bytes of a card's tensor."""
-    raw = _backing.get(tensor.untyped_storage().data_ptr(), _nothing)
-    alias = torch.empty(0, dtype=tensor.dtype).set_(
-        raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
-    alias = alias.conj() if tensor.is_conj() else alias
-    return torch._neg_view(alias) if tensor.is_neg() else alias
-
-
-def _adopted(result: torch.Tensor, card: int) -> torch.Tensor:
-    """A CPU kernel's new result as a tensor on that card, with a new storage there."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(result.untyped_storage())
-    base = _placed(raw, card)
-    return _over(base.untyped_storage(), result)
-
-
-def _is_on_card(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.device.type == "simgpu"
+def _run(op: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator. Its bytes are computed now, or late by the current stream."""
+    leaves, _ = pytree.tree_flatten((args, kwargs))
+    _refuse_several_devices(op, leaves)
+    here = [leaf for leaf in leaves if is_on_card(leaf)]
+    card, to_card = (here[0].device.index if here else 0), True
+    if kwargs.get("device") is not None:
+        wanted = torch.device(kwargs["device"])
+        to_card = wanted.type == "simgpu"
+        card = wanted.index or 0 if to_card else card
+        kwargs = {**kwargs, "device": CPU}
+    kwargs.pop("pin_memory", None)
+    if not _is_late or _only_views(op):
+        return _done_now(op, args, kwargs, here, card, to_card)
+    waits = not to_card and not kwargs.get("non_blocking")
+    planned = None if waits else _planned(op, args, kwargs)
+    if planned is None:
+        _queue(card).run()
+        return _done_now(op, args, kwargs, here, card, to_card)
+    return _launched(op, args, kwargs, planned, card, to_card)
 
 
 def _refuse_several_devices(op: Any, leaves: list[Any]) -> None:
     """Raises CUDA's error if the operands are on two cards, or on a card and the CPU."""
-    on_cards = [leaf for leaf in leaves if _is_on_card(leaf)]
+    on_cards = [leaf for leaf in leaves if is_on_card(leaf)]
     on_cpu = [
         leaf
         for leaf in leaves
@@ -273,26 +210,30 @@ def _refuse_several_devices(op: Any, leaves: list[Any]) -> None:
         )
 
 
-def _run(op: Any, args: Any, kwargs: Any) -> Any:
+def _queue(card: int) -> Queue:
+    """The work of this thread's current stream on that card."""
+    return cards[card].queue(mode.streams[card])
+
+
+def _only_views(op: Any) -> bool:
+    """Whether the operator reads no bytes: its results are views of its operands."""
+    kinds = [one.alias_info for one in op._schema.returns]
+    return bool(kinds) and all(kind is not None and not kind.is_write for kind in kinds)
+
+
+def _done_now(
+    op: Any, args: Any, kwargs: Any, here: list[torch.Tensor], card: int, to_card: bool
+) -> Any:
     """The result of an operator, computed by the CPU on the same bytes."""
-    leaves, _ = pytree.tree_flatten((args, kwargs))
-    _refuse_several_devices(op, leaves)
-    here = [leaf for leaf in leaves if _is_on_card(leaf)]
-    card, to_card = (here[0].device.index if here else 0), True
-    if kwargs.get("device") is not None:
-        wanted = torch.device(kwargs["device"])
-        to_card = wanted.type == "simgpu"
-        card = wanted.index or 0
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    kwargs.pop("pin_memory", None)
     # id of an alias -> the alias, and its tensor
     aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in here}
 
-    def unwrap(leaf: Any) -> Any:
-        if not _is_on_card(leaf):
+    def unwrap(leaf: Any, resizable: bool = False) -> Any:
+        if not is_on_card(leaf):
             return leaf
-        alias = _alias(leaf)
+        alias = Operand.of(leaf).alias()
+        alias = alias.clone() if resizable else alias
         aliases[id(alias)] = alias, leaf
         return alias
 
@@ -303,29 +244,150 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
             return _updated(*aliases[id(leaf)], card)
         own = leaf.untyped_storage()
         storage = storages.get(own.data_ptr()) if own.nbytes() else None
-        return _over(storage, leaf) if storage is not None else _adopted(leaf, card)
+        return over(storage, leaf) if storage is not None else adopted(leaf, card)
 
-    args, kwargs = pytree.tree_map(unwrap, (args, kwargs))
-    return pytree.tree_map(wrap, op(*args, **kwargs))
+    cpu_args, cpu_kwargs = pytree.tree_map(unwrap, (args, kwargs))
+    try:
+        result = op(*cpu_args, **cpu_kwargs)
+    except RuntimeError as error:
+        if "not resizable" not in str(error):
+            raise
+        aliases.clear()
+        enlarging = partial(unwrap, resizable=True)
+        cpu_args, cpu_kwargs = pytree.tree_map(enlarging, (args, kwargs))
+        result = op(*cpu_args, **cpu_kwargs)
+    return pytree.tree_map(wrap, result)
 
 
 def _updated(alias: torch.Tensor, tensor: torch.Tensor, card: int) -> torch.Tensor:
     """The card's tensor, with the shape and the storage that an operator gave its alias."""
     if alias.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
-        enlarged = _adopted(alias, card)  # the operator enlarged out=
-        return _shaped(tensor, enlarged.untyped_storage(), alias)
+        enlarged = adopted(alias, card)  # the operator enlarged out=
+        return shaped(tensor, enlarged.untyped_storage(), alias)
     if alias.size() != tensor.size() or alias.stride() != tensor.stride():
-        return _shaped(tensor, tensor.untyped_storage(), alias)
+        return shaped(tensor, tensor.untyped_storage(), alias)
     return tensor
+
+
+_WAITS = (  # their results depend on values, or on the state of a generator
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+)
+
+
+def _planned(op: Any, args: Any, kwargs: Any) -> tuple[Any, dict[int, torch.Tensor]] | None:
+    """The result of an operator on tensors without bytes, and the operand that each of those stands for.
+
+    None if only the bytes give the result.
+    """
+    if any(tag in op.tags for tag in _WAITS):
+        return None
+    if any("Tensor" not in str(one.type) for one in op._schema.returns):
+        return None
+    operands: dict[int, torch.Tensor] = {}
+    kept = []  # an id is of an object that lives
+
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or (leaf.device.type == "cpu" and not leaf.dim()):
+            return leaf
+        meta = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+        meta = meta.conj() if leaf.is_conj() else meta
+        operands[id(meta)] = leaf
+        kept.append(meta)
+        return meta
+
+    meta_args, meta_kwargs = pytree.tree_map(shape, (args, kwargs))
+    if "device" in kwargs:
+        meta_kwargs["device"] = torch.device("meta")
+    try:
+        result = op(*meta_args, **meta_kwargs)
+    except Exception:  # no kernel for shapes, or an error that the CPU's kernel raises, too
+        return None
+    for leaf, meta in ((operands[id(meta)], meta) for meta in kept):
+        if leaf.size() != meta.size() or leaf.stride() != meta.stride():
+            return None  # it is resized
+    return (result, kept), operands
+
+
+def _launched(op: Any, args: Any, kwargs: Any, planned: Any, card: int, to_card: bool) -> Any:
+    """The result of an operator whose bytes the current stream computes late."""
+    (shapes, _kept), operands = planned
+    results: list[tuple[int, Operand | torch.Tensor]] = []  # place in the result, and its memory
+    flat, form = pytree.tree_flatten(shapes)
+    for place, leaf in enumerate(flat):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if id(leaf) in operands:
+            flat[place] = operands[id(leaf)]
+        elif to_card:
+            base = placed(leaf.untyped_storage().nbytes(), card)
+            flat[place] = over(base.untyped_storage(), leaf)
+            results.append((place, Operand.of(flat[place])))
+        else:
+            flat[place] = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype)
+            results.append((place, flat[place]))
+    if op not in _UNINITIALISED:
+        blocking = not kwargs.get("non_blocking")
+        frozen = pytree.tree_map(partial(_frozen, blocking=blocking), (args, kwargs))
+        _queue(card).launch(partial(_compute, op, frozen, results))
+    return pytree.tree_unflatten(flat, form)
+
+
+def _frozen(leaf: Any, blocking: bool) -> Any:
+    """An operand as work keeps it: addresses on a card, values of the host's tensors."""
+    if is_on_card(leaf):
+        return Operand.of(leaf)
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and blocking else leaf
+
+
+def _thawed(leaf: Any) -> Any:
+    return leaf.alias() if isinstance(leaf, Operand) else leaf
+
+
+def _is_operand(leaf: Any) -> bool:
+    return isinstance(leaf, Operand)
+
+
+def _compute(op: Any, frozen: Any, results: list[tuple[int, Operand | torch.Tensor]]) -> None:
+    """The work of one operator."""
+    # Below autograd and autocast, as where the operator was called.
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        args, kwargs = pytree.tree_map(_thawed, frozen, is_leaf=_is_operand)
+        flat, _ = pytree.tree_flatten(op(*args, **kwargs))
+        for place, target in results:
+            _thawed(target).copy_(flat[place])
 
 
 def _copy_from(
     source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
     """Copies between cards, to a card and from a card; `copy_` calls it."""
-    one, other = (_alias(t) if t.device.type == "simgpu" else t for t in (source, target))
-    other.copy_(one)
+    one, other = (Operand.of(t) if is_on_card(t) else t for t in (source, target))
+    copy = partial(_copy, one, other)
+    queues = [_queue(t.device.index) for t in (source, target) if is_on_card(t)]
+    first, last = queues[0], queues[-1]
+    if not _is_late:
+        copy()
+    elif len(queues) < 2 and not non_blocking:
+        first.run()
+        copy()
+    elif first is last:
+        first.launch(copy)
+    else:  # the streams of two cards wait for each other
+        first.launch(partial(last.run, last.launched))
+        last.launch(partial(first.run, first.launch(copy)))
     return target
+
+
+def _copy(source: Any, target: Any) -> None:
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        _thawed(target).copy_(_thawed(source))
+
+
+def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    address = tensor.untyped_storage().data_ptr()
+    cards[tensor.device.index].record(address, stream.stream_id)
 
 
 def _set_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, *shape: Any) -> torch.Tensor:
@@ -338,26 +400,16 @@ def _set_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, *shape: An
 # -- registration with torch -----------------------------------------------------------------------
 
 
-class _Module(backend_registration._DummyBackendModule):
-    """`torch.simgpu`."""
+# -- registration with torch -----------------------------------------------------------------------
 
-    def device_count(self) -> int:
-        return CARDS
-
-    def set_device(self, card: int) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def empty_cache(self) -> None:
-        pass
-
-    def _lazy_init(self) -> None:
-        pass
-
-
-backend_registration._setup_privateuseone_for_python_backend("simgpu", backend_module=_Module())
+backend_registration._setup_privateuseone_for_python_backend("simgpu", backend_module=module)
+_UNINITIALISED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
 _MIXED = {
     torch.ops.aten.index.Tensor,
     torch.ops.aten.index_put_.default,
@@ -371,3 +423,4 @@ for _name in ("empty.memory_format", "empty_strided", "_to_copy"):
 _some.impl("_copy_from", _copy_from, "PrivateUse1")
 _some.impl("set_.source_Storage_storage_offset", _set_storage, "PrivateUse1")
 _some.impl("set_.source_Storage", _set_storage, "PrivateUse1")
+_some.impl("record_stream", _record_stream, "PrivateUse1")

@@ -1,5 +1,8 @@
 """The simulated accelerator for tests with several cards: it must behave as CUDA does where code
 relies on it.
+
+A program that is wrong on CUDA, because it frees or reads memory before the work on it is done, must compute
+wrong values here. Else the tests that use this accelerator could not fail.
 """
 
 from __future__ import annotations
@@ -60,3 +63,163 @@ def test_forward_and_backward_run_on_the_first_card():
     torch.testing.assert_close(answer.cpu(), expected)
     answer.sum().backward()
     assert module[0].weight.grad.device == torch.device("simgpu:0")
+
+
+# -- work that is done late ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late():
+    gc.collect()
+    with simgpu.late(segment_bytes=2 * MIB):
+        yield
+        gc.collect()
+
+
+def card_tensor(value: float, card: int = 0) -> torch.Tensor:
+    """1,024 floats with their work done."""
+    tensor = torch.full((1024,), value, device=f"simgpu:{card}")
+    torch.simgpu.synchronize(card)
+    return tensor
+
+
+def test_work_is_done_when_somebody_waits_for_it(late):
+    x = card_tensor(1.0)
+    y = x + 1
+    x.mul_(10)
+    assert simgpu.content_now(x)[0] == 1
+    torch.simgpu.synchronize(0)
+    assert (simgpu.content_now(x)[0], simgpu.content_now(y)[0]) == (10, 2)
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda t: t[0].item(), lambda t: t.cpu(), lambda t: t.nonzero(), lambda t: t.tolist()]
+)
+def test_a_result_on_the_host_waits_for_its_stream(late, wait):
+    x = card_tensor(1.0)
+    x.add_(1)
+    wait(x)
+    assert simgpu.content_now(x)[0] == 2
+
+
+def test_a_copy_that_does_not_block_is_there_after_a_wait(late):
+    """Both directions: the source is read late, and the target is written late."""
+    x, here = card_tensor(1.0), torch.zeros(1024)
+    here.copy_(x, non_blocking=True)
+    assert here[0] == 0
+    torch.simgpu.synchronize(0)
+    assert here[0] == 1
+    x.copy_(here, non_blocking=True)
+    here.fill_(7)  # wrong, and seen as wrong
+    assert x.cpu()[0] == 7
+
+
+def test_streams_are_ordered_by_events_only(late):
+    side, other = torch.simgpu.Stream(0), torch.simgpu.Stream(0)
+    x = card_tensor(1.0)
+    with torch.simgpu.stream(side):
+        x.add_(1)
+        event = side.record_event()
+        x.add_(10)
+    with torch.simgpu.stream(other):
+        y = x * 2
+    other.synchronize()
+    assert simgpu.content_now(y)[0] == 2, "nothing ordered the two streams"
+    with torch.simgpu.stream(other):
+        other.wait_event(event)
+        y = x * 2
+    other.synchronize()
+    assert simgpu.content_now(y)[0] == 4 and event.query()
+    assert simgpu.content_now(x)[0] == 2, "what came after the event is not done yet"
+
+
+def overtaken(records: bool) -> float:
+    """What a side stream reads from a block that the main stream freed and used again."""
+    side = torch.simgpu.Stream(0)
+    x = card_tensor(1.0)
+    address = x.data_ptr()
+    with torch.simgpu.stream(side):
+        y = x + 1
+    if records:
+        x.record_stream(side)
+    del x
+    gc.collect()
+    z = torch.full((1024,), 50.0, device="simgpu:0")
+    assert (z.data_ptr() == address) is not records
+    torch.simgpu.default_stream(0).synchronize()
+    torch.simgpu.synchronize(0)
+    return float(simgpu.content_now(y)[0])
+
+
+def test_a_freed_block_is_used_again_under_pending_work_unless_it_was_recorded(late):
+    assert overtaken(records=True) == 2
+    assert overtaken(records=False) == 51
+
+
+def test_a_block_goes_to_requests_of_its_own_stream(late):
+    side = torch.simgpu.Stream(0)
+    x = card_tensor(1.0)
+    address = x.data_ptr()
+    del x
+    with torch.simgpu.stream(side):
+        away = torch.empty(1024, device="simgpu:0")
+    own = torch.empty(1024, device="simgpu:0")
+    assert away.data_ptr() != address == own.data_ptr()
+    streams = {s["stream"] for s in torch.simgpu.memory_snapshot() if s["device"] == 0}
+    assert streams == {0, side.stream_id}
+
+
+def test_a_segment_is_kept_by_one_storage_in_it(late):
+    """Memory that the card would need is reserved, although almost nothing of it is in use."""
+    before = torch.simgpu.memory_stats(0)["reserved_bytes.all.current"]
+    large, small = (torch.empty(size, dtype=torch.uint8, device="simgpu:0") for size in (MIB, 9))
+    del large
+    torch.simgpu.empty_cache()
+    stats = torch.simgpu.memory_stats(0)
+    assert stats["reserved_bytes.all.current"] - before == 2 * MIB
+    assert simgpu.SimProbe().used()["simgpu:0"] == stats["reserved_bytes.all.current"]
+    del small
+    torch.simgpu.empty_cache()
+    assert torch.simgpu.memory_stats(0)["reserved_bytes.all.current"] == before
+
+
+def test_a_full_card_gives_back_what_is_cached_before_it_refuses(late):
+    side = torch.simgpu.Stream(1)
+    with simgpu.limited(card1=8 * MIB):
+        with torch.simgpu.stream(side):
+            cached = torch.empty(6 * MIB, dtype=torch.uint8, device="simgpu:1")
+        del cached
+        kept = torch.empty(6 * MIB, dtype=torch.uint8, device="simgpu:1")
+        with pytest.raises(simgpu.SimOutOfMemory):
+            torch.empty(3 * MIB, dtype=torch.uint8, device="simgpu:1")
+        assert torch.simgpu.memory_stats(1)["num_ooms"] >= 1
+        del kept
+
+
+def test_a_copy_between_cards_waits_for_the_streams_of_both(late):
+    x, y = card_tensor(1.0), card_tensor(0.0, card=1)
+    x.add_(1)
+    y.copy_(x)
+    z = y * 3
+    x.zero_()
+    assert z.cpu()[0] == 6 and x.cpu()[0] == 0
+
+
+def test_training_computes_late_what_it_computes_at_once():
+    def losses() -> list[float]:
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+        module.to("simgpu:0")
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        found = []
+        for _ in range(3):
+            loss = module(torch.randn(4, 8).to("simgpu:0")).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return [loss.item() for loss in found]
+
+    at_once = losses()
+    with simgpu.late():
+        assert losses() == at_once
