@@ -50,7 +50,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         step = place / part
         try:
             found = os.lstat(step)
-        except FileNotFoundError:
+        except FileNotFoundError:  # what does not exist yet has no links
             return
         yield step, found
         if not stat.S_ISLNK(found.st_mode):
@@ -75,7 +75,7 @@ def _is_harmless(gid: int) -> bool:
         return True
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
-    except KeyError:
+    except KeyError:  # without an entry the members are unknown
         return False
     return (
         gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

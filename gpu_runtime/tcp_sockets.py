@@ -148,12 +148,12 @@ def socket_inodes(pids: Iterable[int]) -> frozenset[int]:
     for pid in pids:
         try:
             names = os.listdir(f"/proc/{pid}/fd")
-        except OSError:
+        except OSError:  # the process has ended
             continue
         for name in names:
             try:
                 target = os.readlink(f"/proc/{pid}/fd/{name}")
-            except OSError:
+            except OSError:  # closed since the directory was read
                 continue
             if target.startswith("socket:["):
                 found.add(int(target[8:-1]))

@@ -223,7 +223,7 @@ def _is_unicode(text: str) -> bool:
     """Whether `text` has no lone surrogate, which JSON can write and UTF-8 cannot."""
     try:
         text.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # a lone surrogate
         return False
     return True
 
@@ -301,7 +301,7 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
     try:
         _require_shallow(spaced, "")
         root = yaml.compose(spaced, Loader=_Loader)
-    except (yaml.YAMLError, BadDocument):
+    except (yaml.YAMLError, BadDocument):  # valid JSON that YAML does not allow
         return {(): before + 1}
 
     def walk(node: Any, path: Path) -> None:

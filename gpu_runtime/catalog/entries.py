@@ -124,7 +124,7 @@ def _template(given: str) -> str:
     try:
         with open(os.path.expanduser(given), encoding="utf-8") as file:
             return file.read(MOST_TEMPLATE)
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError):  # the use of the template raises the error
         return given
 
 

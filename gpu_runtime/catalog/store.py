@@ -140,7 +140,7 @@ class Catalog:
             return [self.file] if self.file.exists() else []
         try:
             listed = os.listdir(self.directory)
-        except FileNotFoundError:
+        except FileNotFoundError:  # nothing has been applied yet
             return []
         except OSError as error:
             raise self._unreadable(self.directory, error) from error
@@ -177,7 +177,7 @@ class Catalog:
         try:
             with open(file, "rb") as opened:
                 return opened.read(MOST_STORED_BYTES)
-        except FileNotFoundError:
+        except FileNotFoundError:  # deleted since it was listed
             return None
         except OSError as error:
             raise self._unreadable(file, error) from error
@@ -411,7 +411,7 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
     """A value that changes with the file."""
     try:
         found = file.stat()
-    except OSError:
+    except OSError:  # no file: a value that no file has
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
 

@@ -178,7 +178,7 @@ def _or_none(smi: Any, ask: Callable[[], Any]) -> Any:
     """The result of `ask()`, or None if this card or driver does not support it."""
     try:
         return ask()
-    except smi.AmdSmiException:
+    except smi.AmdSmiException:  # not supported by this card or driver
         return None
 
 

@@ -88,7 +88,7 @@ def _memory(gpu: Mapping[str, Any]) -> int | None:
     size = str(gpu["spdisplays_vram"])
     try:
         return parse_bytes(size.replace("GB", "GiB").replace("MB", "MiB"))
-    except BadSize:
+    except BadSize:  # not a size: the tool writes a text for some cards
         return None
 
 

@@ -94,9 +94,9 @@ def _instances(nvml: Any, whole: Any) -> dict[int, Any] | None:
         for position in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
             try:
                 found[position] = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, position)
-            except nvml.NVMLError_NotFound:
+            except nvml.NVMLError_NotFound:  # no instance at this position
                 continue
-    except _not_offered(nvml):
+    except _not_offered(nvml):  # a driver without partitions
         return None
     return found
 
@@ -216,7 +216,7 @@ def _order_by_cuda(environment: Mapping[str, str]) -> list[str] | None:
             "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+        return None  # without CUDA no order matters: NVML's is used
 
 
 def measure(card: Card, now: float) -> Sample:
@@ -300,7 +300,7 @@ def _or_none(nvml: Any, ask: Callable[[], T]) -> T | None:
     """
     try:
         return ask()
-    except _not_offered(nvml):
+    except _not_offered(nvml):  # the column stays empty
         return None
 
 

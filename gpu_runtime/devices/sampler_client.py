@@ -144,7 +144,7 @@ class Sampling:
             if read is None or read[0] != stamp:
                 read = self._read = (stamp, _decode(_read_file(path)))
             return read[1]
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError):  # none written yet, or by another version
             return None
 
     def fresh(self) -> Figures | None:
@@ -186,7 +186,7 @@ class Sampling:
         """Requests new figures. Returns whether a helper listens."""
         try:
             bell = os.open(self.directory / "sampler.bell", _BELL_FLAGS)
-        except OSError:
+        except OSError:  # no helper has the other end open
             return False
         try:
             os.write(bell, b"!")
@@ -250,13 +250,13 @@ class Sampling:
         """
         try:
             fd = os.open(self.directory / "sampler.lock", _READ_FLAGS)
-        except OSError:
+        except OSError:  # no helper has run in this directory
             return None
         try:
             query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, query))
             words = os.pread(fd, 64, 0).split()
-        except OSError:
+        except OSError:  # a file system without such locks
             return None
         finally:
             os.close(fd)
@@ -317,7 +317,7 @@ class Sampling:
     def _last_error(self) -> str:
         try:
             message = _read_file(self.directory / "sampler.err").decode(errors="replace")
-        except OSError:
+        except OSError:  # no helper has failed
             return ""
         return f"the helper that measures them failed: {message[:300].strip()}"
 

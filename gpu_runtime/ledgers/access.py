@@ -130,7 +130,7 @@ def access_to(directory: Path) -> Access:
         try:
             mark = (place / MARK).lstat()
             holder = place.stat()
-        except OSError:
+        except OSError:  # no mark here: look one level up
             continue
         if stat.S_ISREG(mark.st_mode) and mark.st_uid == holder.st_uid:
             return Access(mark.st_gid)
@@ -179,7 +179,7 @@ def outsider(directory: Path) -> LedgerUnavailable | None:
     for place in (directory, *directory.parents):
         try:
             found = place.stat()
-        except OSError:
+        except OSError:  # it does not exist yet: its parent decides
             continue
         if not _is_shared(found.st_mode):
             return None
@@ -211,5 +211,5 @@ def _group_name(gid: int) -> str:
 
     try:
         return grp.getgrgid(gid).gr_name
-    except KeyError:
+    except KeyError:  # a group without a name, as in containers
         return str(gid)

@@ -253,7 +253,7 @@ class BookStore:
         for roster in rosters(owners_in(self.directory) / id):
             try:
                 _, packed = pages.unpack(roster.payload, roster.rev)
-            except UNREADABLE:
+            except UNREADABLE:  # try the older roster; without any, the part is quarantined
                 continue
             part = packed.parts.get(id)
             if part and part.entry == entry and not part.quarantined:

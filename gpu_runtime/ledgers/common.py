@@ -272,7 +272,7 @@ class SharedLedger:
             return ""
         try:
             part = decode_roster(proof.roster) if proof.roster else Book()
-        except UNREADABLE:
+        except UNREADABLE:  # a damaged roster proves nothing
             return ""
         if part.sections and owner_id not in part.sections:
             return ""  # another owner's file under this name
@@ -339,7 +339,7 @@ class SharedLedger:
             return
         try:
             gone = self.owner.id not in self.read().owner_ids()
-        except LedgerUnavailable:
+        except LedgerUnavailable:  # the next reaper removes the file
             gone = False
         self._shut(remove=gone)
 

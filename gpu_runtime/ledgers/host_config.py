@@ -83,7 +83,7 @@ def groups_of(user: str) -> tuple[str, ...]:
     """The names of the groups that `user` of this machine is in; none for a user without an entry."""
     try:
         ids = os.getgrouplist(user, pwd.getpwnam(user).pw_gid)
-    except KeyError:
+    except KeyError:  # as in containers
         return ()
     names = []
     for id in ids:
@@ -101,7 +101,7 @@ def read(file: str = CONFIG_FILE) -> Machine:
     """
     try:
         text = Path(file).read_text()
-    except FileNotFoundError:
+    except FileNotFoundError:  # most machines have none
         return Machine(file)
     except (OSError, UnicodeDecodeError) as error:
         raise BadSetting(

@@ -71,7 +71,7 @@ def name_of(uid: int) -> str:
     """
     try:
         return printable(pwd.getpwuid(uid).pw_name, LONGEST_NAME)
-    except KeyError:
+    except KeyError:  # as in containers
         return str(uid)
 
 
@@ -98,7 +98,7 @@ def end_of(owner: Owner) -> io.FileIO | None:
     """
     try:
         end = io.FileIO(os.pidfd_open(owner.pid))
-    except OSError:
+    except OSError:  # the process has ended, or is hidden
         return None
     try:
         started = start_ticks(Path(f"/proc/{owner.pid}/stat").read_text())
@@ -119,13 +119,13 @@ def life(path: Path | str, inode: int = 0) -> Life:
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except OSError:  # a missing file proves nothing
         return Life.UNKNOWN
     try:
         if inode and os.fstat(fd).st_ino != inode:
             return Life.UNKNOWN
         return Life.ALIVE if _held_elsewhere(fd) else Life.DEAD
-    except OSError:
+    except OSError:  # a file system without such locks
         return Life.UNKNOWN
     finally:
         os.close(fd)
@@ -211,7 +211,7 @@ class OwnerFile:
         """Whether other processes still find this same file under its name."""
         try:
             return os.stat(self.path).st_ino == self.owner.inode
-        except OSError:
+        except OSError:  # the file was deleted
             return False
 
     def release(self, *, remove: bool) -> None:
@@ -288,7 +288,7 @@ def rosters(path: Path) -> list[Roster]:
     try:
         with open(path, "rb", opener=_no_links) as file:
             return _rosters(file)
-    except OSError:
+    except OSError:  # no such file, or another user's: no roster is proven
         return []
 
 
@@ -315,7 +315,7 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
             if not _held_elsewhere(file.fileno()):
                 return None
             return Testimony(name_of(found.st_uid), max(_rosters(file), default=None))
-    except OSError:
+    except OSError:  # no such file, or not readable: nothing is proven
         return None
 
 

@@ -116,7 +116,7 @@ class NameFiles:
             return False
         try:
             return os.stat(self._files.path(id)).st_ino == os.fstat(self._fd).st_ino
-        except OSError:
+        except OSError:  # the file was deleted
             return False
 
     def _write_anew(self, id: str, names: Iterable[str]) -> None:
@@ -146,7 +146,7 @@ def _changed(names: Names, lines: Iterable[bytes]) -> Names:
     for line in lines:
         try:
             name = json.loads(line[1:])
-        except ValueError:
+        except ValueError:  # a line that was cut off, as on a full disk
             continue
         if not isinstance(name, str):
             continue

@@ -147,7 +147,7 @@ class _Waiter:
         """
         ended = {fd for fd, _ in woken}
         if self.fd in ended:
-            with suppress(BlockingIOError):
+            with suppress(BlockingIOError):  # another thread has cleared it
                 os.eventfd_read(self.fd)
         for id, end in self._ends.items():
             if end is not None and end.fileno() in ended:
@@ -265,7 +265,7 @@ def owners_in(directory: Path) -> set[str]:
     found: set[str] = set()
     try:
         sockets = Path("/proc/net/unix").read_text(errors="replace")
-    except OSError:
+    except OSError:  # a system without this table
         return found
     for fd, pid, rest in _BOUND.findall(sockets):
         try:

@@ -31,7 +31,7 @@ class Beside:
         """The ids of the owners that have such a file; empty if the directory is gone."""
         try:
             names = os.listdir(self.owners)
-        except OSError:
+        except OSError:  # the directory was deleted
             return []
         ending = f".{self.suffix}"
         return [name.removesuffix(ending) for name in names if name.endswith(ending)]
@@ -71,7 +71,7 @@ class Beside:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             fd = os.open(self.path(id), flags)
-        except OSError:
+        except OSError:  # the owner has no such file
             return None
         try:
             found = os.fstat(fd)
@@ -81,7 +81,7 @@ class Beside:
             if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
                 return None  # not one of ours
             return read(fd, found)
-        except OSError:
+        except OSError:  # the owner has ended, and its files are removed
             return None
         finally:
             os.close(fd)

@@ -132,7 +132,7 @@ def _culprit(value: object, path: str) -> str:
     for name, inner in _inside(value):
         try:
             _encode_json(inner)
-        except _UNENCODABLE:
+        except _UNENCODABLE:  # the culprit is in here
             return _culprit(inner, f"{path}{name}")
     return f"the field {path.lstrip('.') or '?'}"
 

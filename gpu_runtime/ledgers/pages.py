@@ -287,7 +287,7 @@ def is_whole(page: bytes, rev: int) -> bool:
     try:
         _head_of(page, rev)
         return True
-    except (msgspec.MsgspecError, ValueError):
+    except (msgspec.MsgspecError, ValueError):  # damaged, or of another version
         return False
 
 

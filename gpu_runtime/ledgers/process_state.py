@@ -56,7 +56,7 @@ def life_of_process(pid: int, started: int) -> Life:
     """Whether the process `pid` that began at `started` (clock ticks after the boot) lives."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except ProcessLookupError:  # no process has this number
         return Life.DEAD
     except PermissionError:
         pass  # another user's process

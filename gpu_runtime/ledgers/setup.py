@@ -172,7 +172,7 @@ def _bad(place: Path, expected: str) -> BadSetting:
 def _group_name(gid: int) -> str:
     try:
         return grp.getgrgid(gid).gr_name
-    except KeyError:
+    except KeyError:  # a group without a name
         return f"group {gid}"
 
 

@@ -117,7 +117,7 @@ def _versions() -> Rows:
     for name in PACKAGES:
         try:
             rows.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
+        except metadata.PackageNotFoundError:  # not installed: no row
             continue
     torch = sys.modules.get("torch")
     if torch is not None:  # torch is not imported here: that takes seconds, and memory on the card

@@ -29,7 +29,7 @@ def stage(spec: ModelSpec, budget_bytes: int, stopped: Callable[[], bool]) -> in
                     return done
                 while not stopped() and (count := file.readinto(piece)):
                     done += count
-        except OSError:
+        except OSError:  # the load reports the error
             return done
     return done
 
@@ -41,7 +41,7 @@ def _files(spec: ModelSpec) -> Iterator[Path]:
     path = Path(spec.source).expanduser()
     try:
         folder = path if path.exists() else sources.directory(spec.source, spec.name)
-    except (GpuError, OSError, ImportError, ValueError):
+    except (GpuError, OSError, ImportError, ValueError):  # the load reports the error
         return
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     yield from (file for file in files if file.suffix in WEIGHTS and file.is_file())

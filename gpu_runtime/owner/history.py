@@ -23,7 +23,7 @@ def recorded_events(
     journaled = session.journal.tail(limit, model, actions, since)
     try:
         page = session.ledger.read().events
-    except LedgerUnavailable:
+    except LedgerUnavailable:  # the journal is on this host, and can still be read
         return journaled
     known = {(event.wall, event.seq) for event in journaled}
 

@@ -372,7 +372,7 @@ def _weakly(value: Any) -> Callable[[], Any]:
     """A weak reference to `value`; to nothing if the value allows none."""
     try:
         return _nothing if value is None else weakref.ref(value)
-    except TypeError:
+    except TypeError:  # a number or a tuple, for example
         return _nothing
 
 

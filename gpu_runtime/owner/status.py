@@ -297,7 +297,7 @@ def _subject(session: Session, words: str | int, options: dict[str, Any]) -> dry
         section = session.ledger.read().sections[target.owner]
         lease = section.lease(target.name) or Lease(*target)
         return dry_run.of_lease(lease, section.owner)
-    except (UnknownModel, KeyError):
+    except (UnknownModel, KeyError):  # the answer lists the known names
         known = registry.known_names(session)
         return dry_run.of_nobody(dry_run.unregistered(name, known, session, options), session)
 

@@ -111,7 +111,7 @@ class Choices:
     def _known(self, name: str) -> bool:
         try:
             self._rt.spec(name)
-        except UnknownModel:
+        except UnknownModel:  # the task uses its next candidate
             return False
         except GpuError:  # the catalogue cannot be read now: the use of the model reports it
             return True

@@ -361,7 +361,7 @@ class Gateway:
         await self._holds.ended(model)
         try:
             await in_thread(lambda: self._rt.evict(model, timeout=0.0, wait=False))
-        except StillInUse:
+        except StillInUse:  # the next sweep tries again
             return False
         except GpuError as error:
             log.debug("%s stays: %s", model, error)

@@ -69,7 +69,7 @@ class HelperFiles:
         """
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError:  # another helper has it
             return False
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{boot_seconds():.3f}\n".encode(), 0)
@@ -88,7 +88,7 @@ class HelperFiles:
         """Whether other processes still find this same lock in the directory."""
         try:
             return os.stat(self.directory / "sampler.lock").st_ino == os.fstat(self._lock).st_ino
-        except OSError:
+        except OSError:  # the directory was deleted
             return False
 
     def publish(self, figures: Figures) -> None:
@@ -177,7 +177,7 @@ class CardRounds:
                 break
             try:
                 awaited.discard(self._store(self._answers.get(timeout=left)))
-            except queue.Empty:
+            except queue.Empty:  # the round's time is over
                 break
         while not self._answers.empty():
             self._store(self._answers.get())
@@ -239,7 +239,7 @@ def _person(pid: int) -> Person | None:
         uid = os.stat(f"/proc/{pid}").st_uid
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
         command = Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
+    except OSError:  # ended, or hidden from this user
         return None
     # Every kernel is called `python`, so add the script's name. Other arguments may be secrets.
     script = next((word for word in words[1:] if word.endswith(b".py")), b"")
@@ -250,7 +250,7 @@ def _person(pid: int) -> Person | None:
 def _any_owner_lives(directory: Path) -> bool:
     try:
         return any(life(path) is Life.ALIVE for path in owner_files(directory))
-    except OSError:
+    except OSError:  # the directory was deleted
         return False
 
 

@@ -109,7 +109,7 @@ def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
     """
     try:
         parts = urlsplit(origin)
-    except ValueError:
+    except ValueError:  # not an address, so no origin
         return False
     origin_host = parts.netloc.lower()
     if parts.scheme not in ("http", "https") or not origin_host:

@@ -112,9 +112,9 @@ class Connections:
             for _ in range(MOST_ACCEPTED):
                 try:
                     connection, address = listening.accept()
-                except BlockingIOError:
+                except BlockingIOError:  # no connection waits
                     return
-                except ConnectionAbortedError:
+                except ConnectionAbortedError:  # the client has gone
                     continue
                 except OSError as error:
                     if error.errno not in _NO_FILES:

@@ -82,7 +82,7 @@ def _remove_old_socket(place: Path) -> None:
     """Removes a socket that no server listens on. Raises GpuError if `place` is anything else."""
     try:
         about = os.lstat(place)
-    except FileNotFoundError:
+    except FileNotFoundError:  # nothing to remove
         return
     if not stat.S_ISSOCK(about.st_mode):
         raise GpuError(f"{place} exists and is no socket; it is left as it is.")
@@ -96,7 +96,7 @@ def _server_listens(place: Path) -> bool:
         trial.settimeout(1.0)
         try:
             trial.connect(os.fspath(place))
-        except (ConnectionRefusedError, FileNotFoundError):
+        except (ConnectionRefusedError, FileNotFoundError):  # its server has ended
             return False
         except OSError:
             pass  # a server listens and is busy

@@ -58,7 +58,7 @@ class CellQueue:
             self._look()
         try:
             current = self._kernel.get_parent("shell")["header"]["msg_id"]
-        except (AttributeError, KeyError, LookupError, TypeError):
+        except (AttributeError, LookupError, TypeError):  # not a kernel of ipykernel
             return
         with self._lock:
             if current in self._seen:

@@ -67,7 +67,7 @@ class Scan:
             return Reading()
         try:
             cell.visit(tree)
-        except RecursionError:
+        except RecursionError:  # nested too deeply: nothing is known about it
             return Reading()
         return Reading(tuple(cell.uses), frozenset([*cell.mentions, *cell.uses]))
 
@@ -314,14 +314,14 @@ def _parsed(code: str) -> ast.AST | None:
     """
     try:
         return ast.parse(code)
-    except SyntaxError:
+    except SyntaxError:  # perhaps it has magics, which the code below transforms
         pass
-    except (ValueError, RecursionError, MemoryError):
+    except (ValueError, RecursionError, MemoryError):  # no parser could read it
         return None
     try:
         return ast.parse(TransformerManager().transform_cell(code))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return None  # no Python, with or without magics
 
 
 def _parts(constant: Any) -> tuple[Any, ...]:

@@ -110,5 +110,5 @@ def _sent_cell_id(kernel: Any) -> str:
     """The id of the running cell in the notebook; empty if the front end did not send it."""
     try:
         return kernel.get_parent("shell")["metadata"].get("cellId") or ""
-    except (AttributeError, KeyError, LookupError, TypeError):
+    except (AttributeError, LookupError, TypeError):  # not ipykernel, or an old front end
         return ""

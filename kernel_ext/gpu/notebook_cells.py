@@ -44,7 +44,7 @@ def _arguments(process: int) -> list[str]:
     try:
         text = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
         folder = os.readlink(f"/proc/{process}/cwd")
-    except OSError:
+    except OSError:  # the process has ended, or is another user's
         return []
     words = text.split("\0")
     return [os.path.join(folder, word) if word.endswith(".ipynb") else word for word in words]
@@ -64,7 +64,7 @@ def code_cells(path: str) -> list[FileCell]:
                 found.append(FileCell(str(cell.get("id") or ""), code))
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return []
+        return []  # it is not in the format of a notebook
 
 
 class Position:

@@ -160,7 +160,7 @@ class Painter:
                 parameters["callback_on_step_end"] = check_step
             try:
                 pictures = self._pipeline(**parameters).images
-            except InterruptedError:
+            except InterruptedError:  # `check_step` ended the work: the client has gone
                 return []
         return [base64_png(picture) for picture in pictures]
 

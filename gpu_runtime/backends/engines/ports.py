@@ -117,7 +117,7 @@ def _lock(path: Path) -> IO[bytes] | None:
     file = open(os.open(path, flags, 0o600), "r+b", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except BlockingIOError:  # another process has this port
         file.close()
         return None
     return file

@@ -375,5 +375,5 @@ class Server:
 def _json_or_text(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError:
+    except ValueError:  # not JSON: an error page, for example
         return data.decode("utf-8", "replace")

@@ -51,7 +51,7 @@ def _leased(path: str) -> int | None:
     """A descriptor of the file `path` with a read lease on it; None if the system grants none."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError:  # the load itself reports a file that cannot be opened
         return None
     try:
         # The usual signal, SIGIO, would end this process. SIGURG is ignored.

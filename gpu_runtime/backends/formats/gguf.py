@@ -171,7 +171,7 @@ def _parse(data: _Reader, size: int) -> GgufHeader:
             value = data.value(data.number("<I"))
             if value is not None:
                 metadata[key] = value
-    except _Unreadable:
+    except _Unreadable:  # a type that is newer than this reader
         return GgufHeader(metadata, None, size)
     rows = [_tensor_row(data) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)

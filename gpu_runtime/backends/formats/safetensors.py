@@ -156,7 +156,7 @@ class Checkpoint(NamedTuple):
         """Whether the files are still those that were read: same size, modification time and inode."""
         try:
             return all(Stamp.of(Path(stamp.path)) == stamp for stamp in self.stamps)
-        except OSError:
+        except OSError:  # a file that was deleted has changed
             return False
 
 

@@ -64,11 +64,11 @@ class ProcessChannel(Channel):
                 pass
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None once the socket is closed."""
+        """Waits for the next message; None once the socket is closed, or the worker sends no message."""
         try:
             line = self._file.readline(worker.LONGEST_LINE)
             return worker.from_line(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # closed here, or not a message: the worker is ended
             return None
 
     def close(self) -> None:

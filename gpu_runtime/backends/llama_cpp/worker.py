@@ -294,7 +294,7 @@ def _answer(
                 send({"id": number, "item": item})
             result = None
         send({"id": number, "end": result})
-    except Cancelled:
+    except Cancelled:  # the caller wants no more
         send({"id": number, "end": None})
     except Exception as error:  # noqa: BLE001 - the caller raises it
         send({"id": number, "error": _described(error)})

@@ -29,13 +29,13 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
+    except OSError:  # the process has ended
         return found
     for thread in threads:
         try:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 children = [int(word) for word in file.read().split()]
-        except OSError:
+        except OSError:  # the thread has ended
             continue
         for child in children:
             found += [child, *descendants(child)]

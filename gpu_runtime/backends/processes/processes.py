@@ -119,7 +119,7 @@ class Child:
             return True
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
+        except ChildProcessError:  # it was reaped already
             return True
 
     def end(self, patience: float = 0.0) -> int:
@@ -142,6 +142,7 @@ class Child:
 
     def tail(self) -> str:
         """The last TAIL_BYTES of its log; empty if the log cannot be read."""
+        # The error that this text explains is raised also without a log.
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - TAIL_BYTES))
@@ -159,7 +160,7 @@ def in_words(status: int) -> str:
         return f"it ended with code {status}"
     try:
         return f"it was killed by {signal.Signals(-status).name}"
-    except ValueError:
+    except ValueError:  # Python has no name for this signal
         return f"it was killed by signal {-status}"
 
 

@@ -412,7 +412,7 @@ def _reason(one: _Entry, sent: Collection[int]) -> tuple[str, int]:
         return COPY_ON_WRITE, 0  # data_ptr() would copy it
     try:
         address = storage.data_ptr()
-    except RuntimeError:
+    except RuntimeError:  # for example a storage of the meta device
         return UNREADABLE, 0
     if not address:
         return "", 0

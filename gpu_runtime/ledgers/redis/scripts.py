@@ -110,7 +110,7 @@ def look_at(ask: Ask, key: str) -> Seen | None:
         if readable:
             book = decode_page(ask("HGET", key, "body"), int(rev), int(schema))
         return Seen(generation.decode(), int(rev), int(schema), book, words)
-    except (*UNREADABLE, AttributeError):
+    except (*UNREADABLE, AttributeError):  # the caller repairs a page that cannot be read
         return Seen("", -1, 0, None, words)
 
 
@@ -135,7 +135,7 @@ def _host_page(ask: Ask, key: bytes, now: int) -> HostPage:
     name, seen, rev, schema, body = ask("HMGET", key, "name", "seen", "rev", "schema", "body")
     try:
         book = decode_page(body, int(rev), int(schema)) if int(schema) <= SCHEMA else None
-    except (*UNREADABLE, AttributeError):
+    except (*UNREADABLE, AttributeError):  # the host is listed without figures
         book = None
     return HostPage(
         host=key.decode().removeprefix(PAGE),

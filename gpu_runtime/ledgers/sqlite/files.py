@@ -146,7 +146,7 @@ def current(directory: Path) -> str:
     """
     try:
         return os.readlink(f"{directory}/CURRENT")
-    except OSError:
+    except OSError:  # no book yet
         return ""
 
 
@@ -157,7 +157,7 @@ def inode_of(directory: Path, name: str) -> int:
     """
     try:
         found = os.lstat(f"{directory}/{name}") if name else None
-    except OSError:
+    except OSError:  # no such file
         return 0
     return found.st_ino if found and stat.S_ISREG(found.st_mode) else 0
 
@@ -196,7 +196,7 @@ def set_aside(directory: Path, name: str) -> Path | None:
         pass  # the book has no journal
     try:
         os.rename(directory / name, kept)
-    except FileNotFoundError:
+    except FileNotFoundError:  # another process renamed it first
         return None
     return kept
 
@@ -253,7 +253,7 @@ def writers(path: Path) -> list[int]:
     try:
         inode = path.stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
+    except OSError:  # no such file, or a system without this table
         return []
     held = set()
     for line in lines:
@@ -281,7 +281,7 @@ def fill_ballast(directory: Path) -> bool:
             file.write(os.urandom(BALLAST_BYTES))
         os.replace(draft, path)
         return True
-    except OSError:
+    except OSError:  # the disk is full already
         draft.unlink(missing_ok=True)
         return False
 
@@ -291,7 +291,7 @@ def drop_ballast(directory: Path) -> bool:
     try:
         os.unlink(directory / "ballast")
         return True
-    except OSError:
+    except OSError:  # the reserve was spent already
         return False
 
 
@@ -347,7 +347,7 @@ def sweep_drafts(directory: Path) -> None:
             try:
                 if time.time() - draft.lstat().st_mtime > OLD_SECONDS:
                     draft.unlink(missing_ok=True)
-            except OSError:
+            except OSError:  # another user's, or removed by another process
                 continue
 
 
@@ -355,14 +355,14 @@ def sweep_boots(directory: Path) -> None:
     """Removes other boots' books beside `directory`, if unchanged for a day and without owners."""
     try:
         others = [other for other in directory.parent.iterdir() if _is_other_boot(other, directory)]
-    except OSError:
+    except OSError:  # not readable: nothing is removed
         return
     for other in others:
         try:
             if _is_abandoned(other):
                 for place in (other, owners_in(other)):
                     shutil.rmtree(place, ignore_errors=True)
-        except OSError:
+        except OSError:  # another user's, or removed by another process
             continue
 
 

@@ -93,7 +93,7 @@ class SqliteBook(BookStore):
         name = files.current(self.directory)
         try:
             stat = os.stat(f"{self.directory}/{name}") if name else None
-        except OSError:
+        except OSError:  # no book yet
             return None
         if stat is None:
             return None

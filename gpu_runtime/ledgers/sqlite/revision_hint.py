@@ -31,7 +31,7 @@ class RevisionHint:
     def __init__(self, directory: Path) -> None:
         """`directory` is the ledger's, of this boot."""
         self._fd = -1
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the hint is optional
             access_to(directory).make_file(directory / FILE)
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(directory / FILE, flags)
@@ -41,7 +41,7 @@ class RevisionHint:
         """The newest revision recorded for the book named `book`; 0 if nothing is known."""
         try:
             content = os.pread(self._fd, _ENTRY.size + _SUM.size, 0)
-        except OSError:
+        except OSError:  # there is no file: nothing is known
             return 0
         entry, checksum = content[: _ENTRY.size], content[_ENTRY.size :]
         if len(checksum) != _SUM.size:

@@ -41,7 +41,7 @@ def writer_queue_in(directory: Path) -> WriterQueue | None:
     """
     try:
         return WriterQueue(directory, access_to(directory))
-    except OSError:
+    except OSError:  # a full disk must not prevent writes
         return None
 
 
@@ -69,7 +69,7 @@ class WriterQueue:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except BlockingIOError:
+        except BlockingIOError:  # another process has the turn
             return False
 
     def enter(self) -> bool:
@@ -86,7 +86,7 @@ class WriterQueue:
             poll.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
             while ended != self._stalled and now - began < MOST_SECONDS:
                 poll.poll(patience)
-                with contextlib.suppress(BlockingIOError):
+                with contextlib.suppress(BlockingIOError):  # another process was woken
                     os.read(self._pipe, 65536)
                 if self.try_enter():
                     return True
@@ -124,9 +124,8 @@ class WriterQueue:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         if not wake:
             return
-        with contextlib.suppress(
-            BlockingIOError
-        ):  # the pipe is full: no process has waited for long
+        # A full pipe wakes every process that waits.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._pipe, b"!")
 
     def close_here(self) -> None:

@@ -62,7 +62,7 @@ class HttpAdapter:
             data = await self._read(response)
         try:
             answer = json.loads(data)
-        except ValueError:
+        except ValueError:  # the error below shows it
             answer = None
         if not isinstance(answer, dict):
             raise self._failed(f"its answer is no JSON object: {_shorten(data)}")

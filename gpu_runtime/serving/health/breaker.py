@@ -178,7 +178,7 @@ class _Breaker:
 
         try:
             self._circuit.call(outcome)
-        except _Failed:
+        except _Failed:  # our own, for pybreaker only
             if self._circuit.current_state == pybreaker.STATE_OPEN:
                 self._opened = self._clock()
 

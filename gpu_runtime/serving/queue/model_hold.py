@@ -142,7 +142,7 @@ class Holds:
                 hold.settle(hold.ready, value)
                 del value  # this frame must not keep a model that was evicted
                 hold.wait_until_released()
-        except _Released:
+        except _Released:  # no call waits for the model any more
             hold.settle(hold.ready, None, Abandoned(hold.model))
         except BaseException as error:  # noqa: BLE001 - raised where the call waits
             hold.settle(hold.ready, None, error)

@@ -135,9 +135,9 @@ class CloudGuard:
             return self._seed if self._in_memory is None else self._in_memory
         try:
             value = json.loads(self._path.read_text())["allowCloudFallback"]
-        except FileNotFoundError:
+        except FileNotFoundError:  # `allow` was never called
             return self._seed
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):  # unknown: no data may leave
             return False
         return value is True
 
