@@ -32,9 +32,10 @@ class Holdings(Value):
     unseen_bytes: int = 0  # allocated, but no storage was found
     whole: bool = True  # False: the time was over before everything was searched
     seconds: float = 0.0
-    # The next five are of another process's answer.
+    # The next six are of another process's answer.
     process: str = ""  # such as train.ipynb (pid 4121)
     parked_bytes: int = 0  # that are parked in host memory
     left_out: int = 0  # smaller rows that are not listed
     left_out_bytes: int = 0  # that these rows reach
     note: str = ""  # why something is not listed
+    stays: str = ""  # why its own code's memory cannot be parked now

@@ -7,6 +7,8 @@ cell runs. It moves nothing, so a parked kernel stays parked.
 
 from __future__ import annotations
 
+import threading
+
 from msgspec.structs import replace
 
 from ..errors import Busy, GpuError
@@ -16,7 +18,7 @@ from ..names import MODEL
 from ..scheduler.recall import Order
 from ..units import show_bytes
 from . import holdings, operations
-from .resident import Place
+from .resident import Place, Resident
 from .session import Session
 
 ANSWER_SECONDS = 10.0  # the longest wait for an answer; the search itself takes 3 s at most
@@ -38,7 +40,8 @@ def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Hold
     book = session.ledger.read()
     id = _found(book, process)
     if id == session.me:
-        return holdings.who(session)
+        in_cell = threading.current_thread() is threading.main_thread()
+        return holdings.who(session) if in_cell else _listed(session)
     label, pid = book.sections[id].owner.label, book.sections[id].owner.pid
     if session.ledger.sights(book, [id]).get(id) is Sight.STOPPED:
         raise GpuError(
@@ -104,8 +107,10 @@ def _listed(session: Session) -> Holdings:
         return replace(holdings.of_leases(session), note=BUSY if activity.running else SCRIPT)
     found = holdings.who(session, stop=lambda: activity.running)
     kernel = session.residents.get("kernel")
-    if kernel is None or kernel.place is Place.HERE:
+    if kernel is None:
         return found
+    if kernel.place is Place.HERE:
+        return replace(found, stays=_why_not_parked(kernel))
     rows = [row if row.kind == MODEL else replace(row, device=HOST) for row in found.holders]
     size = kernel.lease.bytes
     return replace(
@@ -115,6 +120,13 @@ def _listed(session: Session) -> Holdings:
         explained_bytes=max(0, found.explained_bytes - size),
         parked_bytes=size,
     )
+
+
+def _why_not_parked(kernel: Resident) -> str:
+    """Why an idle kernel cannot be parked now; empty if it can."""
+    if not kernel.lease.movable:
+        return "parking is turned off for it (GPU_PARK=never)"
+    return kernel.handle.stillness.why_not()
 
 
 def _without_names(found: Holdings, user: str) -> Holdings:

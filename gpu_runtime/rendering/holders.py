@@ -50,20 +50,20 @@ def as_text(frame: Any) -> str:
     """The table and its sums as aligned text."""
     rows = _rows(frame)
     if not rows:
-        return "\n".join([_nothing(frame.attrs), *_sums(frame.attrs)])
+        return "\n".join([_nothing(frame.attrs), *sentences(frame.attrs)])
     columns = _used(rows)
     lines = text.table(
         [[row[n] for n in columns] for row in rows],
         [HEADERS[n] for n in columns],
         [place for place, n in enumerate(columns) if n in (3, 4)],
     )
-    return "\n".join([*lines, "", *_sums(frame.attrs)])
+    return "\n".join([*lines, "", *sentences(frame.attrs)])
 
 
 def as_html(frame: Any) -> str:
     """The table and its sums as HTML."""
     rows = _rows(frame)
-    sums = "".join(elements.line(elements.esc(one), soft=True) for one in _sums(frame.attrs))
+    sums = "".join(elements.line(elements.esc(one), soft=True) for one in sentences(frame.attrs))
     if not rows:
         return elements.page(elements.line(_nothing(frame.attrs)), sums)
     cells = [
@@ -104,8 +104,8 @@ def _used(rows: list[list[str]]) -> list[int]:
     return [n for n in range(len(HEADERS)) if any(row[n] for row in rows)]
 
 
-def _sums(sums: Mapping[str, Any]) -> list[str]:
-    """What is explained, in one sentence; and whether the search was partial."""
+def sentences(sums: Mapping[str, Any]) -> list[str]:
+    """What `sums` explain, in sentences; and whether the search was partial."""
     if not sums:
         return []
     parts = [f"{show_bytes(sums[key])} {words}" for key, words in _PARTS if sums[key]]
@@ -114,6 +114,8 @@ def _sums(sums: Mapping[str, Any]) -> list[str]:
     lines = ["; ".join(filter(None, [explained, ", ".join(parts)])) + "."]
     if sums["process"]:
         lines.insert(0, f"{clean(sums['process'])} holds this.")
+    if sums["stays"]:
+        lines.append(f"It cannot be parked now: {clean(sums['stays'])}.")
     if sums["parked_bytes"]:
         parked = show_bytes(sums["parked_bytes"])
         lines.append(f"{parked} of it is parked in RAM, until its next cell.")

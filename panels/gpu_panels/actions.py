@@ -155,7 +155,7 @@ class Actions:
         self.poller.nudge()
 
     def _report(self, proposal: Proposal, state: str, words: str) -> ActionReport:
-        action = f"{proposal.verb} {proposal.name}".strip()
+        action = f"{proposal.verb} {proposal.title}".strip()
         number = next(self._numbers)
         report = ActionReport(number, self._wall(), action, state, words, proposal.target)
         self._reports = kept((*self._reports, report))
@@ -202,7 +202,8 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
     with rt.on_behalf_of(f"{name}, console"):
         if proposal.verb == "defrag":
             return rt.defrag(proposal.owner, timeout=ANSWER_SECONDS)
-        act = getattr(rt, proposal.verb)
+        # A kernel's lease is evicted and preloaded as a model's; `rt.park` would wait without limit.
+        act = getattr(rt, {"park": "evict", "unpark": "preload"}.get(proposal.verb, proposal.verb))
         if proposal.verb in ("pin", "unpin"):
             return act(proposal.subject)
         return act(proposal.subject, timeout=ANSWER_SECONDS)

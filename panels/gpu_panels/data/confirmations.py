@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpu_runtime.facts import HOST, Lease, LeaseId, Phase, Snapshot
+from gpu_runtime.facts import HOST, Lease, LeaseId, Phase, Snapshot, lease_title
 from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -21,6 +21,8 @@ VERBS = {
     "pin": "Pin",
     "unpin": "Unpin",
     "defrag": "Defragment",
+    "park": "Park",
+    "unpark": "Unpark",
 }
 NOTHING_DONE = "Nothing was done."
 
@@ -33,6 +35,7 @@ class Proposal(NamedTuple):
     where: str = ""  # where the model was at the click
     bytes: int = 0
     pid: int = 0  # pid of the process; 0 if no process had published the model
+    title: str = ""  # the name for people: a notebook's own code has the notebook's name
 
     @property
     def owner(self) -> str:
@@ -65,12 +68,16 @@ def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
     `snapshot` gives the place and size that the visitor saw.
     """
     proposal = Proposal(verb, target, where="disk")
+    proposal = proposal._replace(title=proposal.name)
     section = snapshot.sections.get(proposal.owner)
     if section is None:
         return proposal
     proposal = proposal._replace(pid=section.owner.pid)
     lease = section.lease(proposal.name)
-    return proposal._replace(where=lease.where, bytes=lease.bytes) if lease else proposal
+    if lease is None:
+        return proposal
+    title = lease_title(lease, section.owner)
+    return proposal._replace(where=lease.where, bytes=lease.bytes, title=title)
 
 
 def question(proposal: Proposal, snapshot: Snapshot) -> Question:
@@ -79,6 +86,8 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
     `snapshot` gives the process and the use of the model.
     """
     process = _process(proposal, snapshot)
+    if proposal.verb in ("park", "unpark"):
+        return _question_park(proposal, process, snapshot)
     if proposal.verb == "evict":
         return _question_evict(proposal, process, snapshot)
     if proposal.verb in ("restore", "preload"):
@@ -115,6 +124,28 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
         _after_eviction(lease),
     )
     return Question(f"Evict {clean(proposal.name)}?", lines, f"Evict, freeing {size}", grave=True)
+
+
+def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
+    """The question before the memory of a notebook's own code leaves its card, or returns."""
+    lease = _lease(proposal, snapshot)
+    size, title = show_bytes(proposal.bytes), clean(proposal.title)
+    if proposal.verb == "unpark":
+        lines: tuple[str, ...] = (
+            f"Its {size} in host memory return to the card in {process}.",
+            "Idle models and notebooks leave the card if it needs their room.",
+            "It also returns by itself before its next cell.",
+        )
+        return Question(f"Unpark {title}?", lines, "Unpark")
+    seconds = lease.restore_seconds if lease else 0.0
+    duration = f", in about {show_seconds(seconds)}" if seconds >= 0.1 else ""
+    in_use = lease is not None and lease.pins
+    lines = (
+        f"This frees {size} on {proposal.where}.",
+        f"{process} runs a cell and is not parked." if in_use else _use(lease, process, snapshot),
+        f"All its tensors move to host memory. They return before its next cell{duration}.",
+    )
+    return Question(f"Park {title}?", lines, f"Park, freeing {size}", grave=True)
 
 
 def _question_load(proposal: Proposal, process: str) -> Question:
@@ -176,7 +207,7 @@ def changed(proposal: Proposal, snapshot: Snapshot) -> str:
 
 
 def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
-    name = clean(proposal.name)
+    name = clean(proposal.title)
     section = snapshot.sections.get(proposal.owner)
     if section is None:
         had_process = bool(proposal.pid)
@@ -197,12 +228,15 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
 
 def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
     """A sentence that says what has changed about the lease; empty if nothing has."""
-    name, verb = clean(proposal.name), proposal.verb
+    name, verb = clean(proposal.title), proposal.verb
+    if verb == "park" and lease.pins:
+        return f"{process} runs a cell now."
     if verb == "evict" and lease.pins:
         return f"{name} is in use now, by {process}."
-    if verb in ("evict", "restore", "preload") and lease.where != proposal.where:
+    moves = ("evict", "restore", "preload", "park", "unpark")
+    if verb in moves and lease.where != proposal.where:
         return f"{name} is on {lease.where} now, not on {proposal.where}."
-    if verb in ("evict", "restore") and lease.phase is not Phase.SETTLED:
+    if verb in ("evict", "restore", "park", "unpark") and lease.phase is not Phase.SETTLED:
         return f"{name} is already {lease.phase}."
     if verb in ("pin", "unpin") and lease.keep == (verb == "pin"):
         return f"{name} is already {'pinned' if lease.keep else 'not pinned'}."

@@ -19,7 +19,7 @@ from gpu_runtime.units import show_bytes
 from ..palette import LEVELS, PLAIN, UNOWNED, LeaseStyle, label_of, level_word
 from .bar_columns import unit_of
 from .columns import Columns, as_columns
-from .names import notebook_name
+from .names import KERNEL, notebook_name
 
 WINDOWS = {"15 min": 900.0, "2 h": 7200.0, "24 h": 86400.0}
 POINTS = 600  # moments of each device that are requested
@@ -196,7 +196,7 @@ def _devices(event: Event) -> set[str]:
 
 
 def lease_titles(labels: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
-    """The title of each of `labels`: `qwen · train.ipynb`.
+    """The title of each of `labels`: `qwen · train.ipynb`, or `train.ipynb` for its own code.
 
     If the process is not in the `snapshot`, the title is `qwen · pid 4121`.
     """
@@ -210,7 +210,8 @@ def lease_titles(labels: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
 
 def _title(label: str, notebooks: Mapping[str, str]) -> str:
     name, _, pid = label.rpartition("@")
-    return f"{clean(name)} · {notebooks.get(f'@{pid}', f'pid {pid}')}"
+    process = notebooks.get(f"@{pid}", f"pid {pid}")
+    return process if name == KERNEL else f"{clean(name)} · {process}"
 
 
 def empty_note(history: DeviceHistory) -> str:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from gpu_runtime.facts import UNUSUAL, Lease, Presence, ProcessState, Section, Snapshot, Stranger
-from gpu_runtime.rendering.views import RESIDUE, clean, strangers_bytes
+from gpu_runtime.facts import (
+    UNUSUAL,
+    Event,
+    Lease,
+    Owner,
+    Phase,
+    Presence,
+    ProcessState,
+    Section,
+    Snapshot,
+    Stranger,
+)
+from gpu_runtime.rendering.views import RESIDUE, clean, clock, strangers_bytes
 
 from .. import palette
-from .cells import Cell, Column, Row
+from .cells import Button, Cell, Column, Row
 from .model_rows import model_kind
+from .names import KERNEL
 from .row_parts import (
     NO_ANSWER,
     NOTHING,
@@ -34,6 +46,8 @@ LEASES = (
     Column("State"),
 )
 
+_HINTS = {"block": "memory for running code", KERNEL: "what the notebook's own code holds"}
+
 
 def leases(
     snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle] | None = None
@@ -46,7 +60,7 @@ def leases(
     for section in sorted(snapshot.sections.values(), key=_largest_first):
         process = _process_cells(section, snapshot)
         for lease in sorted(section.leases, key=lambda lease: (-lease.bytes, lease.name)):
-            rows += _share_rows(lease, process, snapshot, styles or {})
+            rows += _share_rows(lease, section.owner, process, snapshot, styles or {})
         rows += _residue_rows(section, process)
     rows += [_stranger_row(stranger) for stranger in snapshot.strangers]
     rows += _unknown_stranger_rows(snapshot)
@@ -70,13 +84,16 @@ def _process_cells(section: Section, snapshot: Snapshot) -> tuple[Cell, ...]:
 
 def _share_rows(
     lease: Lease,
+    owner: Owner,
     process: tuple[Cell, ...],
     snapshot: Snapshot,
     styles: Mapping[str, palette.LeaseStyle],
 ) -> Iterator[Row]:
     is_block = lease.kind == "block"
-    hint = "memory for running code" if is_block else model_kind(lease)
-    name = lease_name_cell(lease, hint, styles)
+    is_kernel = lease.kind == KERNEL
+    name = lease_name_cell(lease, _HINTS.get(lease.kind) or model_kind(lease), styles, owner)
+    state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
+    buttons = _buttons(lease, owner) if is_kernel else ()
     filled_bytes = {share.device: share.bytes for share in lease.filled}
     for share in lease.shares:
         measured = filled_bytes.get(share.device, share.bytes)
@@ -87,9 +104,10 @@ def _share_rows(
             Cell(share.device),
             bytes_cell(share.bytes, NOTHING),
             bytes_cell(measured, UNKNOWN),
-            state_cell(lease, snapshot.now),
+            state,
         )
-        yield Row(f"{lease.id}/{share.device}", process + cells)
+        yield Row(f"{lease.id}/{share.device}", process + cells, buttons)
+        buttons = ()  # they are on the first row of a lease
     for share in lease.target:
         cells = (
             name,
@@ -99,6 +117,41 @@ def _share_rows(
             Cell("arriving"),
         )
         yield Row(f"{lease.id}/{share.device}/to", process + cells)
+
+
+def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
+    """The state of a notebook's own code: `parked`, `in use for 2 min`, or why it stays."""
+    if lease.on_host and lease.phase is Phase.SETTLED:
+        since = f" since {clock(snapshot.wall - (snapshot.now - lease.away_since))}"
+        hint = "In host memory{}. It returns before the notebook's next cell"
+        return Cell("parked", hint=hint.format(since if lease.away_since else ""))
+    state = state_cell(lease, snapshot.now)
+    if lease.pins or lease.moves_again_at <= snapshot.now:
+        return state
+    why = why_it_stays(lease, snapshot.events)
+    return Cell(f"{state.text}; it was not parked{why and ': ' + why}", kind="short")
+
+
+def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
+    """Why the last attempt to park failed, in the words of its process; empty if unknown."""
+    for event in reversed(events):
+        if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
+            return clean(event.because.partition(": ")[2].rstrip("."))
+    return ""
+
+
+def _buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
+    """The buttons of a notebook's own code. A button that cannot be pressed has the reason."""
+    moving = "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
+    variables = Button("who", "Variables")
+    if lease.on_host:
+        return Button("unpark", "Unpark", moving), variables
+    why_not = moving
+    if lease.pins:
+        why_not = f"{owner.label} runs a cell"
+    elif not lease.movable:
+        why_not = "Parking is turned off in this notebook (GPU_PARK=never)"
+    return Button("park", "Park", why_not), variables
 
 
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:

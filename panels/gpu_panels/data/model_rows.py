@@ -77,7 +77,7 @@ def _of_process(
     """The models that one process holds, and the models that it could load."""
     held = {lease.name for lease in section.leases}
     for lease in section.leases:
-        if lease.kind != "block":
+        if lease.kind == "model":
             group = ON_HOST if lease.on_host else ON_DEVICE
             yield (group, natural(lease.name)), _held_row(lease, section.owner, snapshot, styles)
     for name in snapshot.names.get(section.owner.id, ()):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpu_runtime.facts import Snapshot, Ticket, Unanswered
-from gpu_runtime.rendering.views import clean, clock, lease_name
+from gpu_runtime.facts import Snapshot, Ticket, Unanswered, lease_title
+from gpu_runtime.rendering.views import clean, clock
 from gpu_runtime.units import show_bytes
 
 from .cells import Cell, Column, Row
@@ -71,7 +71,7 @@ def _waiting_row(
         because = f"{_no_answer_since(silent, snapshot)} {because}"
     cells = (
         Cell(str(position), position),
-        Cell(clean(ticket.name), kind="strong"),
+        Cell(clean(_title(ticket, snapshot)), kind="strong"),
         holder_cell(ticket.owner, snapshot),
         Cell(need, need_bytes) if need else UNKNOWN,
         waited_cell(ticket.arrived, snapshot),
@@ -81,12 +81,22 @@ def _waiting_row(
     return Row(ticket.key, cells)
 
 
+def _title(ticket: Ticket, snapshot: Snapshot) -> str:
+    """The model that waits for room; the notebook, if its own code waits."""
+    section = snapshot.sections.get(ticket.owner)
+    lease = section.lease(ticket.name) if section else None
+    return lease_title(lease, section.owner) if lease and section else ticket.name
+
+
 def _asked_row(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
     """A request to another process, such as an eviction; it waits for that process's answer."""
-    owner_id, name = ticket.name.partition("/")[0], lease_name(ticket.name)
+    owner_id, _, name = ticket.name.partition("/")
+    section = snapshot.sections.get(owner_id)
+    lease = section.lease(name) if section else None
+    title = lease_title(lease, section.owner) if lease and section else name
     cells = (
         NOTHING,
-        Cell(f"{ticket.verb} {clean(name)}", kind="strong"),
+        Cell(f"{ticket.verb} {clean(title)}".rstrip(), kind="strong"),
         holder_cell(ticket.owner, snapshot),
         NOTHING,
         waited_cell(ticket.arrived, snapshot),

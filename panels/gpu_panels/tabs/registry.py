@@ -9,7 +9,7 @@ from .base import Tab
 TABS = {  # title -> module:class
     "Now": "now:NowTab",
     "Models": "tables:ModelsTab",
-    "Leases": "tables:LeasesTab",
+    "Leases": "leases:LeasesTab",
     "Queue": "tables:QueueTab",
     "Decisions": "decisions:DecisionsTab",
     "Evictions": "evictions:EvictionsTab",

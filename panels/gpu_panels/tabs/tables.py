@@ -1,4 +1,4 @@
-"""The tabs Models, Leases and Queue: one table each, encoded once for all sessions."""
+"""The tabs Models and Queue: one table each, encoded once for all sessions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from gpu_runtime.facts import ModelSpec, Snapshot
 
 from ..actions import Actions
 from ..data.cells import Column, Row, encoded
-from ..data.lease_rows import LEASES, leases
 from ..data.model_rows import MODELS, models
 from ..data.queue_rows import QUEUE, queue
 from ..data.row_parts import lease_styles
@@ -66,20 +65,6 @@ class ModelsTab(TableTab):
 
     def _catalogue(self) -> tuple[ModelSpec, ...]:
         return self.poller.latest("catalogue", read_catalogue, CATALOGUE_SECONDS) or ()
-
-
-class LeasesTab(TableTab):
-    """The table of leases: which process holds how much memory."""
-
-    title = "Leases"
-    columns = LEASES
-    empty = (
-        "No process holds memory on a device. To load a model in a notebook: `%gpu load NAME PATH`"
-    )
-
-    def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
-        """The rows for `snapshot`."""
-        return leases(snapshot, lease_styles(snapshot))
 
 
 class QueueTab(TableTab):

@@ -1,0 +1,72 @@
+"""The variables of one notebook on the tab Leases: the table of `%gpu who`, and its sums."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from gpu_runtime.rendering import holders as table
+from gpu_runtime.rendering.elements import esc
+from gpu_runtime.rendering.views import clean
+from gpu_runtime.units import show_bytes
+
+from .cells import Cell, Column, Row
+
+HOLDERS = (
+    Column("Name", hint="A variable, an output, an error, a thread or a model"),
+    Column("Kind"),
+    Column("Device"),
+    Column("Holds", True, "Bytes of everything that the name refers to"),
+    Column("Frees", True, "Bytes that come free if this name alone is deleted"),
+    Column("Cell", hint="The cell that assigned it"),
+    Column("What"),
+)
+
+
+class Variables(NamedTuple):
+    """An answer of a process, or the question that it has not answered yet."""
+
+    owner: str  # the id of the process
+    label: str
+    frame: Any = None  # the DataFrame of `rt.who`
+    trouble: str = ""  # why there is no answer
+
+
+def heading(answer: Variables) -> str:
+    """The line of HTML above the table."""
+    state = "" if answer.frame is not None or answer.trouble else "asking …"
+    return (
+        f'<div class="head"><span class="name">Variables of {esc(clean(answer.label))}</span>'
+        f'<span class="soft">{state}</span></div>'
+    )
+
+
+def holders(answer: Variables) -> tuple[Row, ...]:
+    """A row for each name that holds memory; none without an answer."""
+    if answer.frame is None:
+        return ()
+    records = answer.frame.to_dict("records")
+    return tuple(Row(f"{number}", _cells(record)) for number, record in enumerate(records))
+
+
+def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
+    size, alone = int(record["bytes"]), int(record["alone_bytes"])
+    return (
+        Cell(clean(record["name"]), kind="strong"),
+        Cell(record["kind"]),
+        Cell(record["device"]),
+        Cell(show_bytes(size), size),
+        Cell(show_bytes(alone), alone),
+        Cell(clean(record["cell"]), kind="soft"),
+        Cell(clean(record["what"]), kind="soft"),
+    )
+
+
+def sums(answer: Variables) -> str:
+    """The sentences below the table as HTML: what is explained, or why there is no table."""
+    if answer.trouble:
+        return f'<div class="alarm">{esc(answer.trouble)}</div>'
+    if answer.frame is None:
+        return ""
+    return "".join(
+        f'<div class="soft">{esc(line)}</div>' for line in table.sentences(answer.frame.attrs)
+    )

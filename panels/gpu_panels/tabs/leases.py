@@ -1,0 +1,105 @@
+"""The tab Leases: which process holds what, and which variables of one notebook hold it."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any
+
+import panel as pn
+import panel_material_ui as pmui
+
+from gpu_runtime import threads
+from gpu_runtime.errors import GpuError
+from gpu_runtime.facts import Snapshot
+
+from ..actions import Actions
+from ..data.cells import Row, encoded
+from ..data.holder_rows import HOLDERS, Variables, heading, holders, sums
+from ..data.lease_rows import LEASES, leases
+from ..data.row_parts import lease_styles
+from ..poller import Poller
+from ..widgets.prose import Prose
+from ..widgets.table import Table
+from .controls import BUTTONS
+from .tables import TableTab
+
+EMPTY = "No variable or output holds memory on a device."
+
+
+class LeasesTab(TableTab):
+    """The table of leases, and below it the variables of the notebook that was asked last."""
+
+    title = "Leases"
+    columns = LEASES
+    empty = (
+        "No process holds memory on a device. To load a model in a notebook: `%gpu load NAME PATH`"
+    )
+
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self.table = Table(self.columns, self._pressed, empty=self.empty)
+        self._asked = ""  # the id of the process whose variables are shown; empty: none
+        self._answers: SimpleQueue[Variables] = SimpleQueue()  # from the threads that ask
+        self._head, self._sums = Prose(margin=(18, 10, 0, 10)), Prose(margin=(4, 10, 10, 10))
+        self._variables = Table(HOLDERS, empty=EMPTY, filters=False)
+        hide = pmui.Button(label="Hide", variant="text", **BUTTONS)
+        hide.on_click(lambda _: self._hide())
+        self._parts = [
+            pn.FlexBox(self._head, hide, sizing_mode="stretch_width", align_items="end"),
+            self._variables,
+            self._sums,
+        ]
+        self._below = pn.Column(sizing_mode="stretch_width")
+        self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
+
+    def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
+        """The rows for `snapshot`."""
+        return leases(snapshot, lease_styles(snapshot))
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Shows the rows for `snapshot`, and the answers that have come."""
+        super().update(snapshot)
+        while not self._answers.empty():
+            answer = self._answers.get()
+            if answer.owner == self._asked:
+                self._show(answer)
+
+    def _pressed(self, verb: str, id: str) -> None:
+        """Handles a button of the row `id`, which the browser sends: it must name a process in the book."""
+        snapshot = self.poller.result.snapshot
+        owner = id.partition("/")[0]
+        if snapshot is None or owner not in snapshot.sections or not self.actions.may_act:
+            return
+        if verb != "who":
+            self.actions.propose(verb, "/".join(id.split("/")[:2]))
+            return
+        self._asked = owner
+        self._show(Variables(owner, snapshot.sections[owner].owner.label))
+        name, rt = self.actions.visitor.name, self.poller.rt
+        threads.start(lambda: self._ask(rt, owner, name))
+
+    def _ask(self, rt: Any, owner: str, name: str) -> None:
+        """Asks the process, in a thread: its answer may take seconds."""
+        snapshot = self.poller.result.snapshot
+        section = snapshot.sections.get(owner) if snapshot else None
+        label = section.owner.label if section else ""
+        try:
+            with rt.on_behalf_of(f"{name}, console"):
+                frame = rt.who(owner)
+            answer = Variables(owner, label, frame=frame)
+        except GpuError as error:
+            answer = Variables(owner, label, trouble=f"{error}")
+        self._answers.put(answer)
+        self.poller.nudge()
+
+    def _show(self, answer: Variables) -> None:
+        self._head.show(heading(answer))
+        self._variables.show(encoded(holders(answer)))
+        self._variables.visible = answer.frame is not None
+        self._sums.show(sums(answer))
+        if list(self._below) != self._parts:
+            self._below[:] = self._parts
+
+    def _hide(self) -> None:
+        self._asked = ""
+        self._below[:] = []

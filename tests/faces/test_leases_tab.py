@@ -1,0 +1,243 @@
+"""Notebooks of plain code on the console: their rows, Park and Unpark, and the variables of one."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from gpu_panels.actions import Actions, perform
+from gpu_panels.data.confirmations import changed, propose, question
+from gpu_panels.data.history import lease_titles
+from gpu_panels.data.lease_rows import leases
+from gpu_panels.data.model_rows import models
+from gpu_panels.data.queue_rows import queue
+from gpu_panels.tabs.leases import LeasesTab
+from msgspec.structs import replace
+
+from gpu_runtime.errors import GpuError
+from gpu_runtime.facts import HOST, Holder, Holdings, LeaseId, Outcome, Ticket
+from gpu_runtime.owner import dataframes
+
+from .polling import FixedRuntime, Poller
+from .samples import BOB, GIB, ME, NOW, event, lease, snapshot
+
+TABLE = dataframes.holders(
+    Holdings(
+        (
+            Holder("optimizer", "variable", "sim:0", 4 * GIB, 3 * GIB, "In [4]", "Adam"),
+            Holder("<b>", "output", "sim:0", GIB, GIB, "In [7]", "Tensor"),
+        ),
+        6 * GIB,
+        5 * GIB,
+        unknown_bytes=GIB,
+        process="analysis.ipynb (pid 4121)",
+    )
+)
+
+
+def kernel(gib=4, device="sim:0", owner=BOB, **more):
+    """The lease of a notebook's own code."""
+    return lease("kernel", gib, device, owner, kind="kernel", **more)
+
+
+def buttons(row):
+    return [(button.verb, button.why_not) for button in row.buttons]
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def test_a_notebooks_own_code_is_a_lease_with_its_title_and_no_model():
+    world = snapshot(kernel())
+    (row,) = leases(world)
+    assert [cell.text for cell in row.cells][4:] == [
+        "analysis.ipynb",
+        "sim:0",
+        "4.0 GiB",
+        "4.0 GiB",
+        "idle",
+    ]
+    assert buttons(row) == [("park", ""), ("who", "")]
+    assert models(world) == ()
+    assert lease_titles(["kernel@4121"], world) == {"kernel@4121": "analysis.ipynb"}
+
+
+def test_a_parked_notebook_says_so_and_can_return():
+    (row,) = leases(snapshot(kernel(device=HOST, away_since=NOW - 60)))
+    assert row.cells[-1].text == "parked" and "returns before" in row.cells[-1].hint
+    assert buttons(row) == [("unpark", ""), ("who", "")]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"pins": 1}, "analysis.ipynb (pid 4121) runs a cell"),
+        ({"movable": False}, "Parking is turned off in this notebook (GPU_PARK=never)"),
+    ],
+)
+def test_park_says_why_it_cannot_be_pressed(more, why):
+    (row,) = leases(snapshot(kernel(**more)))
+    assert buttons(row)[0] == ("park", why)
+
+
+def test_a_notebook_that_could_not_be_parked_says_why():
+    """In the words of its own process; once the pause is over, it may be tried again."""
+    because = "kernel stays where it is: a thread of its own runs (worker)."
+    failed = replace(event(9, "kernel", "failed", because), owner=BOB.id)
+    stuck = kernel(moves_again_at=NOW + 5)
+    (row,) = leases(snapshot(stuck, events=(failed,)))
+    assert row.cells[-1].text == "idle; it was not parked: a thread of its own runs (worker)"
+    (row,) = leases(snapshot(stuck))
+    assert row.cells[-1].text == "idle; it was not parked"
+    (row,) = leases(snapshot(kernel(moves_again_at=NOW - 1), events=(failed,)))
+    assert row.cells[-1].text == "idle"
+
+
+def test_only_the_first_share_of_a_notebook_has_buttons():
+    both = replace(kernel(), shares=(*kernel().shares, *kernel(1, "sim:1").shares))
+    assert [bool(row.buttons) for row in leases(snapshot(both, cards=2))] == [True, False]
+
+
+def test_requests_name_the_notebook():
+    use = Ticket("k", BOB.id, "use", "kernel", NOW - 10, NOW, because="room")
+    who = Ticket("w", ME.id, "who", f"{BOB.id}/", NOW - 1, NOW)
+    park = Ticket("p", ME.id, "evict", f"{BOB.id}/kernel", NOW - 1, NOW)
+    rows = queue(snapshot(kernel(device=HOST), tickets=(use, who, park)))
+    assert [row.cells[1].text for row in rows] == ["analysis.ipynb", "who", "evict analysis.ipynb"]
+
+
+# -- park and unpark -------------------------------------------------------------------------------
+
+
+def test_the_question_before_parking():
+    world = snapshot(kernel(restore_seconds=0.6))
+    assert question(propose("park", f"{BOB.id}/kernel", world), world) == (
+        "Park analysis.ipynb?",
+        (
+            "This frees 4.0 GiB on sim:0.",
+            "Held by analysis.ipynb (pid 4121), bob, idle for 12 s. It is not in use.",
+            "All its tensors move to host memory. They return before its next cell, in about 600 ms.",
+        ),
+        "Park, freeing 4.0 GiB",
+        True,
+    )
+
+
+def test_the_question_before_unparking():
+    world = snapshot(kernel(device=HOST))
+    text = question(propose("unpark", f"{BOB.id}/kernel", world), world)
+    assert (text.title, text.confirm, text.grave) == ("Unpark analysis.ipynb?", "Unpark", False)
+    assert "4.0 GiB in host memory return to the card" in text.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("verb", "before", "after", "words"),
+    [
+        ("park", kernel(), kernel(pins=1), "analysis.ipynb (pid 4121), bob runs a cell now."),
+        ("park", kernel(), kernel(device=HOST), "analysis.ipynb is on host now, not on sim:0."),
+        ("unpark", kernel(device=HOST), kernel(), "analysis.ipynb is on sim:0 now, not on host."),
+        ("park", kernel(), lease("qwen", 1), "analysis.ipynb is gone"),
+    ],
+)
+def test_nothing_is_done_if_it_changed_since_the_click(verb, before, after, words):
+    proposal = propose(verb, f"{BOB.id}/kernel", snapshot(before))
+    assert words in changed(proposal, snapshot(after))
+    assert changed(proposal, snapshot(before)) == ""
+
+
+def test_parking_waits_for_a_bounded_time():
+    """`rt.park` waits without limit."""
+    asked = []
+
+    def act(name):
+        def record(subject, timeout):
+            asked.append((name, subject, timeout))
+            return Outcome(name, "kernel", True, "done")
+
+        return record
+
+    rt = SimpleNamespace(
+        evict=act("evict"), preload=act("preload"), on_behalf_of=lambda name: _nothing()
+    )
+    for verb in ("park", "unpark"):
+        assert perform(rt, propose(verb, f"{BOB.id}/kernel", snapshot(kernel())), "ann").done
+    subject = LeaseId(BOB.id, "kernel")
+    assert asked == [("evict", subject, 30.0), ("preload", subject, 30.0)]
+
+
+class _nothing:
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *_):
+        return None
+
+
+# -- the variables ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tab(monkeypatch):
+    """The tab of a session; `who` runs at once instead of in a thread."""
+    monkeypatch.setattr("gpu_panels.tabs.leases.threads.start", lambda run: run())
+
+    def make(who, may_act=True):
+        rt = FixedRuntime(snapshot(kernel()), who=who, on_behalf_of=lambda name: _nothing())
+        poller = Poller(rt, start=lambda run: None)
+        poller.poll()
+        made = LeasesTab(poller, Actions(poller, SimpleNamespace(may_act=may_act, name="ann")))
+        made.update(poller.result.snapshot)
+        return made
+
+    return make
+
+
+def press(tab, verb="who", owner=BOB):
+    tab._pressed(verb, f"{owner.id}/kernel/sim:0")
+    tab.update(tab.poller.result.snapshot)
+
+
+def test_the_variables_of_a_notebook_are_shown_below(tab):
+    asked = []
+    shown = tab(lambda owner: asked.append(owner) or TABLE)
+    assert list(shown._below) == []
+    press(shown)
+    assert asked == [BOB.id] and "Variables of analysis.ipynb (pid 4121)" in shown._head.html
+    rows = json.loads(shown._variables.rows)
+    assert [cell[0] for cell in rows[0][1]] == [
+        "optimizer",
+        "variable",
+        "sim:0",
+        "4.0 GiB",
+        "3.0 GiB",
+        "In [4]",
+        "Adam",
+    ]
+    assert "explained 5.0 GiB of 6.0 GiB" in shown._sums.html
+    shown._hide()
+    assert list(shown._below) == []
+
+
+def test_a_process_that_does_not_answer_is_an_alarm_and_no_table(tab):
+    def who(owner):
+        raise GpuError("analysis.ipynb <is> stopped, so it cannot answer.")
+
+    shown = tab(who)
+    press(shown)
+    assert "&lt;is&gt; stopped" in shown._sums.html and not shown._variables.visible
+
+
+def test_an_answer_that_comes_late_is_not_shown_for_another_notebook(tab):
+    shown = tab(lambda owner: TABLE)
+    shown._asked = ME.id
+    shown._ask(shown.poller.rt, BOB.id, "ann")
+    shown.update(shown.poller.result.snapshot)
+    assert list(shown._below) == []
+
+
+@pytest.mark.parametrize("owner", [BOB, replace(BOB, pid=9)])
+def test_a_viewer_and_a_forged_id_ask_nobody(tab, owner):
+    shown = tab(lambda owner: pytest.fail("asked"), may_act=owner is not BOB)
+    press(shown, owner=owner)
+    assert list(shown._below) == []
