@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tests import isolation, soak
 _began = time.monotonic()
 
 # The ordinary run judges a change, so it tries the same examples each time. `make soak` searches for new ones.
-settings.register_profile("ordinary", deadline=None, derandomize=True)
+settings.register_profile("ordinary", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile(
     "soak",
     deadline=None,
@@ -139,6 +141,21 @@ def _small_collections() -> None:
     """Keeps what earlier modules imported out of the garbage collections of this one's tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _empty_cards(_small_collections: None) -> Iterator[None]:
+    """Each module leaves the simulated cards empty, since tests of the next one count their bytes."""
+    yield
+    simgpu = sys.modules.get("tests.simgpu")
+    if simgpu is not None and any(map(simgpu.used_bytes, range(simgpu.CARDS))):
+        from gpu_runtime.backends.pytorch import fingerprint
+
+        fingerprint._keys.cache_clear()  # it keeps 1 MiB on each card that it was used on
+        gc.unfreeze()  # garbage that was frozen while it was in use is never collected
+        gc.collect()
+        left = simgpu.leftovers()
+        assert not left, "this module left memory of simulated cards:\n" + "\n".join(left)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -26,6 +26,7 @@ and writes any host memory late, as CUDA does with pinned memory only.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ __all__ = [
     "SimProbe",
     "cards",
     "content_now",
+    "leftovers",
     "late",
     "limited",
     "peak_bytes",
@@ -86,6 +88,18 @@ def used_bytes(card: int) -> int:
 def peak_bytes(card: int) -> int:
     """The most bytes in use on that card since `limited` began."""
     return cards[card].peak_bytes
+
+
+def leftovers() -> list[str]:
+    """What still holds memory of the cards: bytes of each card, and tensors with the classes that refer to them."""
+    found = [
+        f"simgpu:{card}: {used_bytes(card)} bytes" for card in range(CARDS) if used_bytes(card)
+    ]
+    for one in gc.get_objects() if found else ():
+        if issubclass(type(one), torch.Tensor) and one.device.type == "simgpu":
+            kinds = {type(above).__name__ for above in gc.get_referrers(one)} - {"list"}
+            found.append(f"{one.device}: a {tuple(one.shape)} tensor of {kinds}")
+    return found
 
 
 @contextmanager

@@ -80,10 +80,19 @@ class LookAhead:
         with self._lock:
             self._changed.set()
             if not self._works and (self._session.residents or self._guesses):
-                self._works = True
                 threads.start(self._work)
+                self._works = True
 
     def _work(self) -> None:
+        try:
+            self._follow_cells()
+        except BaseException:
+            # Such as SystemExit in a user's factory. The next wake-up starts the thread again.
+            with self._lock:
+                self._works = False
+            raise
+
+    def _follow_cells(self) -> None:
         cells: tuple[CellModels, ...] = ()
         settle_seconds = SETTLE_SECONDS
         while True:

@@ -306,16 +306,6 @@ def test_a_search_changes_no_version_and_keeps_nothing_alive():
     assert gone() is None
 
 
-def test_frozen_objects_are_counted():
-    """`gc.freeze()` hides objects from the collector, so the caller must know that some are missing."""
-    gc.freeze()
-    try:
-        assert se.search(every).frozen > 0
-    finally:
-        gc.unfreeze()
-    assert se.search(every).frozen == 0
-
-
 def test_a_search_without_time_says_that_it_is_not_whole():
     seconds = itertools.count()
     limit = se.Limit(1, clock=lambda: float(next(seconds)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 import time
@@ -50,6 +51,7 @@ def bare_shell():
 @pytest.fixture
 def fresh_shell(bare_shell):
     """An IPython shell without names of other tests."""
+    assert "_" not in vars(builtins), "with a `_` of another test there IPython sets no `_`"
     before = set(bare_shell.user_ns)
     yield bare_shell
     # Not `shell.reset`: it collects garbage, which takes half a second.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import http.client
 import json
 import os
@@ -447,10 +446,6 @@ def test_read_only_makes_every_visitor_a_viewer(tmp_path):
         path, cookie, token = open_page(server)
         document = document_from(server, websocket_of(path), token, cookie=cookie, click=True)
         assert "done by nobody" in document
-
-
-def test_the_examples_of_the_server_hold():
-    assert doctest.testmod(http_server).failed == 0
 
 
 def test_each_start_makes_a_new_token(environment):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -58,37 +59,57 @@ def folder(tmp_path_factory):
     return folder
 
 
+# Each line of its input is the words of one `panel serve`, which runs in a fork: Panel is imported only once.
+EACH = """
+import json, os, sys
+from panel.command import main
+import panel.io.server
+
+running = {}
+for line in sys.stdin:
+    words = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        with open(f"{len(running)}.txt", "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        if "--cookie-secret" in words:
+            del os.environ["PANEL_COOKIE_SECRET"]
+        sys.orig_argv[1:] = words
+        sys.argv[1:] = words[2:]
+        sys.exit(main())
+    running[child] = len(running)
+for _ in running:
+    child, status = os.wait()
+    print(running[child], os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def ended(folder):
-    """What each server printed with `--warm`, and its exit status. They start together, which takes two cores 20 s."""
+    """What each server printed with `--warm`, and its exit status. They run at the same time."""
     environ = served.environ(folder) | {"PANEL_COOKIE_SECRET": "a" * 32}
-    running = {}
-    for flags in REFUSED:
-        words = panel_serve(folder, *flags, "--warm", "--port", str(free_port()))
-        env = {
-            name: value
-            for name, value in environ.items()
-            if "--cookie-secret" not in flags or "COOKIE" not in name
-        }
-        running[flags] = subprocess.Popen(
-            words,
-            cwd=folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-    output = {}
-    for flags, process in running.items():
-        try:
-            output[flags] = process.communicate(timeout=100)[0], process.returncode
-        except subprocess.TimeoutExpired:
-            output[flags] = "it went on", None
-        finally:
-            served.end(process)
-    return output
+    words = [
+        panel_serve(folder, *flags, "--warm", "--port", str(free_port()))[1:] for flags in REFUSED
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", EACH],
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        codes, _ = process.communicate("\n".join(map(json.dumps, words)), timeout=100)
+    finally:
+        served.end(process)
+    by_number = dict(map(int, line.split()) for line in codes.splitlines())
+    return {
+        flags: ((folder / f"{number}.txt").read_text(), by_number[number])
+        for number, flags in enumerate(REFUSED)
+    }
 
 
 @pytest.mark.parametrize("flags", REFUSED, ids=" ".join)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from gpu_runtime import threads
 from gpu_runtime.facts import CellModels, ModelSpec
 from gpu_runtime.owner.file_staging import stage
 from gpu_runtime.upcoming_cells import upcoming
@@ -169,6 +170,35 @@ def test_a_change_of_the_cells_wakes_the_thread(runtime, notebook):
         if loaded.wait(1.0):
             break
     assert loaded.is_set()
+
+
+def test_the_thread_is_started_again_after_it_ended_with_any_exception(
+    runtime, notebook, monkeypatch
+):
+    """A user's factory may raise SystemExit, and the interpreter may have no thread to spare."""
+    rt = runtime()
+    fakes(rt, b="1GiB")
+    ahead, started = rt._session.look_ahead, []
+
+    def start(work):
+        if not started:
+            started.append(None)
+            raise RuntimeError("can't start new thread")
+        started.append(work)
+
+    def end(cells):
+        raise SystemExit
+
+    monkeypatch.setattr(threads, "start", start)
+    monkeypatch.setattr(ahead, "load_next", end)
+    with pytest.raises(RuntimeError):
+        notebook("", "b")
+        ahead.wake()
+    for count in (2, 3):
+        ahead.wake()
+        assert len(started) == count
+        with pytest.raises(SystemExit):
+            started[-1]()
 
 
 def test_never_loads_nothing(runtime, notebook):

@@ -68,7 +68,6 @@ class Search(NamedTuple):
     found: tuple[Found, ...]
     opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
     objects: int  # that the garbage collector tracks
-    frozen: int  # objects that `gc.freeze()` hides: tensors among them are not found
     nodes: int  # of autograd graphs
     seconds: float
     whole: bool  # False: the time was over before the end
@@ -121,7 +120,7 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
     ends at `limit`; then `whole` is false.
 
     Holds the interpreter for about 0.15 s per million objects. It changes no tensor and runs no code of
-    the user: no unpack hook, no `__torch_function__`, no mode.
+    the user: no unpack hook, no `__torch_function__`, no mode. What `gc.freeze()` hid is not found.
     """
     limit = limit or Limit()
     with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -134,7 +133,6 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
         found,
         tuple(opaque),
         objects,
-        gc.get_freeze_count(),
         len(nodes),
         limit.elapsed_seconds,
         whole and not limit.over,
