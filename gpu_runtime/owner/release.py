@@ -184,7 +184,9 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
     if resident.failed_moves > 1:
         log.debug("%s", because)
         return ""
-    log.warning("%s", because)
+    # That something runs in a notebook is no fault of its user; the requester reads the event.
+    level = logging.DEBUG if isinstance(error, StillInUse) else logging.WARNING
+    log.log(level, "%s", because)
     return because
 
 

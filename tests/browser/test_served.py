@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.faces.served import OPERATORS, VIEWERS, free_port, serving
+from tests.stories.test_parking import Notebook
 from tests.stories.test_processes import Kernel
 
 from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
@@ -170,6 +171,28 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
     second.row("qwen", pid(kernel), "GPU: 0").wait_for()
     assert where(kernel) == "sim:0"
     assert (seen.errors, seen.elsewhere) == ([], [])
+
+
+def test_a_notebook_of_plain_code_lists_its_variables_and_is_parked(opened, box):
+    """It answers and leaves without a cell; its next cell brings its memory back."""
+    notebook = Notebook("train.ipynb", f"sqlite://{box}/ledger", GPU_DEVICES=DEVICES)
+    try:
+        notebook.run("import torch\nweights = torch.ones(8 * 2**18)")
+        seen = opened()
+        seen.tab("Leases")
+        row = seen.row("train.ipynb", "its own code")
+        row.locator("button", has_text="Variables").click()
+        seen.row("weights", "8.0 MiB", "Tensor").wait_for()
+        row.locator("button", has_text="Park").click()
+        seen.page.locator("[role=dialog]").get_by_text("Park train.ipynb?").wait_for()
+        seen.page.locator("button", has_text="Park, freeing 8.0 MiB").click()
+        seen.row("train.ipynb", "parked").wait_for()
+        seen.page.locator(".outcome.done", has_text="park train.ipynb").wait_for()
+        assert "came back from RAM" in notebook.run("float(weights.sum())")
+        seen.row("train.ipynb", "sim:0").locator("button", has_text="Park").wait_for()
+        assert (seen.errors, seen.elsewhere) == ([], [])
+    finally:
+        notebook.close()
 
 
 @pytest.mark.parametrize("no", ["Enter", "Escape", "click"])

@@ -51,8 +51,9 @@ def buttons(row):
 def test_a_notebooks_own_code_is_a_lease_with_its_title_and_no_model():
     world = snapshot(kernel())
     (row,) = leases(world)
+    assert row.cells[0].text == "analysis.ipynb"
     assert [cell.text for cell in row.cells][4:] == [
-        "analysis.ipynb",
+        "its own code",
         "sim:0",
         "4.0 GiB",
         "4.0 GiB",

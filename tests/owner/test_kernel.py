@@ -240,7 +240,8 @@ def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
     assert torch.equal(kept, values) and HOST not in own(rt)
 
 
-def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet):
+def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, caplog):
+    """Its user has done nothing wrong, so no warning appears in the notebook."""
     rt, kernel = started()
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -248,6 +249,7 @@ def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet):
     with pytest.raises(GpuError, match=r"a thread of its own runs \(worker\)"):
         rt.park()
     assert any("(worker)" in event.because for event in rt.why("kernel"))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     del kept
 
 

@@ -67,6 +67,5 @@ def sums(answer: Variables) -> str:
         return f'<div class="alarm">{esc(answer.trouble)}</div>'
     if answer.frame is None:
         return ""
-    return "".join(
-        f'<div class="soft">{esc(line)}</div>' for line in table.sentences(answer.frame.attrs)
-    )
+    known = {**answer.frame.attrs, "process": ""}  # the heading names it
+    return "".join(f'<div class="soft">{esc(line)}</div>' for line in table.sentences(known))

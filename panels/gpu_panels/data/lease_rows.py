@@ -46,7 +46,10 @@ LEASES = (
     Column("State"),
 )
 
-_HINTS = {"block": "memory for running code", KERNEL: "what the notebook's own code holds"}
+_HINTS = {
+    "block": "memory for running code",
+    KERNEL: "all tensors of the notebook that belong to no model",
+}
 
 
 def leases(
@@ -91,7 +94,9 @@ def _share_rows(
 ) -> Iterator[Row]:
     is_block = lease.kind == "block"
     is_kernel = lease.kind == KERNEL
-    name = lease_name_cell(lease, _HINTS.get(lease.kind) or model_kind(lease), styles, owner)
+    name = lease_name_cell(lease, _HINTS.get(lease.kind) or model_kind(lease), styles)
+    if is_kernel:
+        name = name._replace(text="its own code")  # the first column has the notebook's name
     state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
     buttons = _buttons(lease, owner) if is_kernel else ()
     filled_bytes = {share.device: share.bytes for share in lease.filled}

@@ -18,7 +18,6 @@ from gpu_runtime.facts import (
     holder_label,
     importance_name,
     lease_state,
-    lease_title,
 )
 from gpu_runtime.rendering.views import clean, clock, holder
 from gpu_runtime.units import show_bytes, show_seconds
@@ -102,19 +101,11 @@ def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
     return Cell(clean(holder(snapshot, owner_id)))
 
 
-def lease_name_cell(
-    lease: Lease,
-    hint: str,
-    styles: Mapping[str, palette.LeaseStyle],
-    owner: Owner | None = None,
-) -> Cell:
-    """The name of `lease` with its swatch from `styles`, and `hint` on hover.
-
-    With its `owner`, the lease of a notebook's own code has the notebook's name.
-    """
+def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseStyle]) -> Cell:
+    """The name of `lease` with its swatch from `styles`, and `hint` on hover."""
     style = styles.get(palette.label(lease))
     colour, texture = (style.colour, style.texture) if style else ("", "")
-    return Cell(clean(lease_title(lease, owner)), None, hint, "strong", colour, texture)
+    return Cell(clean(lease.name), None, hint, "strong", colour, texture)
 
 
 def importance_cell(importance: int) -> Cell:

@@ -45,7 +45,7 @@ class LeasesTab(TableTab):
         hide = pmui.Button(label="Hide", variant="text", **BUTTONS)
         hide.on_click(lambda _: self._hide())
         self._parts = [
-            pn.FlexBox(self._head, hide, sizing_mode="stretch_width", align_items="end"),
+            pn.Row(self._head, hide, sizing_mode="stretch_width"),
             self._variables,
             self._sums,
         ]
