@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 ROOT = Path(__file__).parents[2]
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 LOOK = "print('seen', [(c.cell, c.uses, c.running) for c in upcoming.cells(['a', 'b', 'c'], lambda v: '')])"
 
 
@@ -217,27 +219,41 @@ def test_a_card_that_holds_one_model_evicts_nothing_that_the_next_cell_needs():
     assert unused == 0 and max(waited) < 2.5
 
 
-def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(tmp_path):
-    """nbconvert sends the next cell when the last has ended; the notebook's file has the order."""
+PROGRAMS = {
+    "nbconvert": "--to notebook --execute in.ipynb --output out.ipynb",
+    "papermill": "-k python3 --no-progress-bar in.ipynb out.ipynb",
+}
+
+
+@pytest.mark.parametrize("card, order", [("24GiB", "abc"), ("14GiB", "aabcc")])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(
+    tmp_path, program, card, order
+):
+    """The program sends the next cell when the last has ended; the notebook's file has the order."""
     import nbformat
 
-    book = nbformat.v4.new_notebook()
-    book.cells = [nbformat.v4.new_code_cell(code) for code in three_models("24GiB", "abc")]
+    if importlib.util.find_spec(program) is None:
+        pytest.skip(f"{program} is not installed")
+    book = nbformat.v4.new_notebook(metadata=KERNEL)
+    book.cells = [nbformat.v4.new_code_cell(code) for code in three_models(card, order)]
     nbformat.write(book, tmp_path / "in.ipynb")
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "in.ipynb",
-         "--output", "out.ipynb"],
+        [sys.executable, "-m", program, *PROGRAMS[program].split()],
         cwd=tmp_path,
         env={**os.environ, "GPU_LEDGER": "memory:", "PYTHONPATH": paths, "JPY_SESSION_NAME": ""},
         timeout=120,
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     ran = nbformat.read(tmp_path / "out.ipynb", 4)
     waited, arrivals, unused = outcome(ran.cells[-1].outputs[0]["text"])
-    assert hidden(waited, arrivals) >= 0.65 and unused == 0
+    print(program, card, f"hidden {hidden(waited, arrivals):.2f}")
+    assert [name for what, name in arrivals if what == "load"] == ["a", "b", "c"] and unused == 0
+    if card == "24GiB":
+        assert hidden(waited, arrivals) >= 0.65
 
 
 def test_a_run_all_that_loads_the_extension_itself_is_looked_ahead_by_the_file(tmp_path):
