@@ -60,7 +60,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q $(SPREAD) $(LEAN) -m "not processes and not soak" --hypothesis-profile=quick tests
+	$(BIN)/python -m pytest -q $(SPREAD) $(LEAN) -m "not processes and not thorough and not soak" --hypothesis-profile=quick tests
 
 # One run for all. Three workers on two cores: many tests wait for processes.
 test:

@@ -226,6 +226,7 @@ def test_without_guards_a_module_in_training_is_not_movable(probe):
     assert not model.moves_in_training()
 
 
+@pytest.mark.thorough
 def test_a_journey_stopped_at_any_line_is_complete_or_did_not_happen(guards, probe):
     """Values, account and device agree, and the next move works."""
     backend, line, target = open_backend("torch", probe), 0, HOST

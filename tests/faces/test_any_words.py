@@ -126,6 +126,7 @@ def parsed_only(words: tuple[str, ...]) -> None:
         require_sentence(str(error))
 
 
+@pytest.mark.thorough
 def test_every_strange_word_in_a_terminal(box, rt):
     for words in each(verbs.CLI):
         if words[0] in PARSED_ONLY:
@@ -148,6 +149,7 @@ def test_any_words_in_a_terminal(box, rt, words):
     require_decodable(rt)
 
 
+@pytest.mark.thorough
 def test_every_strange_word_in_a_notebook(box, rt, fresh_shell):
     magics = GpuMagics(fresh_shell, lambda: rt)
     for words in each(verbs.MAGIC):

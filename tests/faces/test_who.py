@@ -356,6 +356,7 @@ def test_who_answers_at_once_without_torch_and_does_not_import_it():
     assert done.stdout == "m 0 B came free False\n", done.stderr
 
 
+@pytest.mark.processes
 def test_a_script_s_variables_are_listed_without_a_shell():
     code = (
         "import gpu_runtime, torch\n"

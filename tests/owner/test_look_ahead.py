@@ -169,7 +169,7 @@ def test_a_change_of_the_cells_wakes_the_thread(runtime, notebook):
         upcoming.changed()
         if loaded.wait(1.0):
             break
-    assert loaded.is_set()
+    assert loaded.is_set(), (vars(rt._session.look_ahead), rt.schedule())
 
 
 def test_the_thread_is_started_again_after_it_ended_with_any_exception(
