@@ -338,13 +338,15 @@ class Runtime:
         report, if the device ran out of memory inside the block.
         """
         session = self._session
+        resident = session.residents.get(name) if type(name) is str else None
         plainly = importance is None and timeout is None and keep_alive is None
         # Checking the arguments costs 1 µs. It is not needed for the plain name of a known model.
-        if not plainly or type(name) is not str or name not in session.residents:
+        if not plainly or resident is None or resident.catalogued:
             name, importance, timeout, keep_alive = read_all(
                 "use", name=name, importance=importance, timeout=timeout, keep_alive=keep_alive
             )
-        return acquire.Use(session, registry.find(session, name), importance, timeout, keep_alive)
+            resident = registry.find(session, name)
+        return acquire.Use(session, resident, importance, timeout, keep_alive)
 
     @checked
     def lease(

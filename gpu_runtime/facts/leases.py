@@ -196,27 +196,31 @@ class Section(Value):
 
         Computed once for each section: a page has many, and a write changes one.
         """
-        known = _claims.get(id(self))
+        return self._sums()[1]
+
+    def promises(self) -> dict[str, int]:
+        """Bytes on each device that are reserved for leases still arriving or moving.
+
+        Not to be changed; computed once, like the claims.
+        """
+        return self._sums()[2]
+
+    def _sums(self) -> tuple[Section, dict[str, int], dict[str, int]]:
+        """This section, its claims and its promises."""
+        known = _known_sums.get(id(self))
         if known is not None and known[0] is self:
-            return known[1]
-        claimed = dict(self.residue)
+            return known
+        claimed, promised = dict(self.residue), {}
         for lease in self.leases:
             for share in lease.shares:
                 claimed[share.device] = claimed.get(share.device, 0) + share.bytes
             for share in lease.target:
                 claimed[share.device] = claimed.get(share.device, 0) + share.bytes
-        if len(_claims) >= _MOST_CLAIMS:
-            _claims.clear()
-        _claims[id(self)] = self, claimed
-        return claimed
-
-    def promises(self) -> dict[str, int]:
-        """Bytes on each device that are reserved for leases still arriving or moving."""
-        sums: dict[str, int] = {}
-        for lease in self.leases:
-            for share in lease.target:
-                sums[share.device] = sums.get(share.device, 0) + share.bytes
-        return sums
+                promised[share.device] = promised.get(share.device, 0) + share.bytes
+        if len(_known_sums) >= _MOST_SUMS:
+            _known_sums.clear()
+        found = _known_sums[id(self)] = self, claimed, promised
+        return found
 
     @property
     def settled_at(self) -> float:
@@ -228,9 +232,9 @@ class Section(Value):
         return next((lease for lease in self.leases if lease.name == name), None)
 
 
-# The sections whose claims are known, by `id`. They are kept here, so no other object gets that id.
-_claims: dict[int, tuple[Section, dict[str, int]]] = {}
-_MOST_CLAIMS = 4096
+# The sections whose sums are known, by `id`. They are kept here, so no other object gets that id.
+_known_sums: dict[int, tuple[Section, dict[str, int], dict[str, int]]] = {}
+_MOST_SUMS = 4096
 
 
 class Ticket(Value):

@@ -117,6 +117,19 @@ class BookStore:
         """A stamp that changes with each write to the book; None if no stamp is reliable now."""
         return None
 
+    def glance(self) -> Page | None:
+        """The page in memory, if no process is known to have written after it; else None.
+
+        That spares a third of a write: if there is a newer page after all, the write fails. An
+        answer that is not written needs `look`.
+        """
+        with self._lock:
+            page = self._page
+            is_certain = not (self._roster_doubtful or self._unfinished or self._connection is None)
+            if page is None or not is_certain or self._rev_seen_by_others(page) != page.rev:
+                return None
+            return page
+
     def look(self) -> Page:
         """The current page. Raises LostRace, DamagedBook, LedgerUnavailable."""
         try:

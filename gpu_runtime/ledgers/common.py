@@ -134,6 +134,7 @@ class SharedLedger:
         """
         deadline = time.monotonic() + self.patience_seconds
         races_lost = 0
+        may_glance = paced
         turn: WriterQueue | None = None  # the queue, while this process has the turn
         try:
             while True:
@@ -145,8 +146,12 @@ class SharedLedger:
                     turn = self._wait_for_turn()
                 began = processor_seconds()
                 try:
-                    page = self._store.look()
+                    known = self._store.glance() if may_glance else None
+                    may_glance = False
+                    page = known or self._store.look()
                     new, answer = decide(page.book)
+                    if new is page.book and known and self._store.look() is not known:
+                        continue  # the answer was about an older page
                     if new is not page.book:
                         self._require_lawful(page, new)
                         if paced and turn is None and self._others_must_queue():

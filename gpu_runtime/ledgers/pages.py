@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -37,7 +38,7 @@ from ..facts import (
     Ticket,
     Value,
 )
-from .page_parts import UNREADABLE, decode_part, encode_part, readable
+from .page_parts import UNREADABLE, decode_part, encode_part, readable, same_objects
 
 _MAGIC = b"GPU2"
 _PREFIX = struct.Struct("<4sIII")
@@ -56,6 +57,9 @@ class Shared(Value):
     ghosts: tuple[Ghost, ...] = ()
     drained: dict[str, Drain] = {}
     opens: float = 0.0
+
+
+_shared_facts_of = attrgetter(*Shared.__struct_fields__)
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -179,9 +183,8 @@ def _part(
         same_section = old.section is section or old.section == section
         if same_section and (old.tickets is tickets or old.tickets == tickets):
             return old
-    content, leases = encode_part(
-        section, tickets, *((old.section, old.leases) if old else (None, ()))
-    )
+    known = (old.section, old.leases, old.tickets) if old else ()
+    content, leases = encode_part(section, tickets, *known)
     owner = section.owner if section else None
     entry = Entry(
         id=id,
@@ -218,12 +221,10 @@ def _kept(unread: Quarantined, old: Part | None) -> Part:
 
 
 def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int], bytes]:
-    known = old.shared
-    if known is not None and all(
-        getattr(book, field) is getattr(known, field) for field in Shared.__struct_fields__
-    ):
+    known, facts = old.shared, _shared_facts_of(book)
+    if known is not None and same_objects(facts, _shared_facts_of(known)):
         return known, old.shared_place, old.shared_content
-    shared = Shared(**{field: getattr(book, field) for field in Shared.__struct_fields__})
+    shared = Shared(*facts)
     content = readable(shared, _decode_shared)
     room = _room(len(content), old.shared_place[2])
     return shared, (zlib.crc32(content), len(content), room), content.ljust(room)

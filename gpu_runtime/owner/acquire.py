@@ -66,9 +66,10 @@ class Use(Held):
         resident, session = self._resident, self._session
         if not resident.enter(anchor):
             obtain(session, resident, anchor, *self._wishes)
-        for base in resident.bases() if resident.shares_storages else ():
-            if not base.enter(anchor):
-                obtain(session, base, anchor, *self._wishes)
+        if resident.shares_storages:
+            for base in resident.bases():
+                if not base.enter(anchor):
+                    obtain(session, base, anchor, *self._wishes)
         if session.dozing:
             session.wake_monitor()
         return resident.value

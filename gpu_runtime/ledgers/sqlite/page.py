@@ -33,10 +33,12 @@ from .revision_hint import RevisionHint
 # A SELECT returns its row while it still holds its read lock. Python needs the GIL to fetch further
 # and to release the lock. If another thread keeps the GIL for a second, no process can write for a
 # second. (With 200 ms at a time, other writers waited 200 to 400 ms; now 2.) So one statement that
-# runs to its end within SQLite copies the row to a private temporary table. The row is fetched from
-# there.
-COPY = """INSERT OR REPLACE INTO temp.seen
-    SELECT 1, rev, schema, CASE WHEN rev=? THEN NULL ELSE body END FROM main.book WHERE host=?"""
+# runs to its end within SQLite copies the row to a private temporary table, unless its revision and
+# schema are known. The row is fetched from there. (An INSERT OR REPLACE would allocate all pages of
+# the temporary table anew: 286 µs for 400 KB, and the UPDATE takes 139.)
+COPY = """UPDATE temp.seen SET (rev, schema, body) =
+    (SELECT rev, schema, body FROM main.book WHERE host=?1)
+    WHERE (SELECT rev, schema FROM main.book WHERE host=?1) IS NOT (?2, ?3)"""
 FETCH = "SELECT rev, schema, body FROM temp.seen"
 SETTLED_NANOSECONDS = 50_000_000
 UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?"
@@ -150,22 +152,23 @@ class SqliteBook(BookStore):
 
     def _read(self, page: Page) -> Page:
         try:
-            copied = self._connection.execute(COPY, (page.rev, self.boot)).rowcount
+            copied = self._connection.execute(COPY, (self.boot, page.rev, SCHEMA)).rowcount
         except FAULTS as error:
             raise self._failure(page, error) from error
-        if not copied:
+        known = (page.rev, SCHEMA, b"")
+        rev, schema, body = self._rows(page, self._connection, FETCH)[0] if copied else known
+        if body is None:
             raise DamagedBook(page.name, page.inode, "it has no page")
-        rev, schema, body = self._rows(page, self._connection, FETCH)[0]
         if not isinstance(schema, int) or not isinstance(rev, int):
             raise DamagedBook(page.name, page.inode, "its page has no revision")
         if schema > SCHEMA:
-            if body is None or is_whole(body, rev):
+            if rev == page.rev or is_whole(body, rev):
                 raise DamagedBook(page.name, page.inode, "its schema is wrong")
             raise LedgerNewer(str(self.path), schema, SCHEMA)
         if rev < self._least_rev:
             why = f"it is at revision {rev}, and {self._least_rev} has been seen"
             raise DamagedBook(page.name, page.inode, why)
-        if body is None:
+        if rev == page.rev:
             return page
         self._least_rev = rev
         try:
@@ -249,7 +252,8 @@ class SqliteBook(BookStore):
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         for pragma in _PRAGMAS:
             self._rows(page, db, f"PRAGMA {pragma}")
-        self._rows(page, db, "CREATE TABLE temp.seen (one INTEGER PRIMARY KEY, rev, schema, body)")
+        self._rows(page, db, "CREATE TABLE temp.seen (rev, schema, body)")
+        self._rows(page, db, "INSERT INTO temp.seen VALUES (NULL, NULL, NULL)")
         return db
 
     def _rows(self, page: Page, db: sqlite3.Connection, sql: str) -> list[tuple]:

@@ -9,6 +9,7 @@ If the hint is missing or wrong, the book is accepted until a process remembers 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import struct
 import weakref
@@ -50,14 +51,16 @@ class RevisionHint:
         if expected != zlib.crc32(entry):
             return 0  # the file is damaged, or was read while it was written
         name_checksum, rev = _ENTRY.unpack(entry)
-        if name_checksum != zlib.crc32(book.encode()):
-            return 0
-        return rev
+        return rev if name_checksum == _checksum(book) else 0
 
     def record(self, book: str, rev: int) -> None:
         """Records that the book named `book` has been written at the revision `rev`."""
-        name_checksum = zlib.crc32(book.encode())
-        entry = _ENTRY.pack(name_checksum, rev)
+        entry = _ENTRY.pack(_checksum(book), rev)
         checksum = _SUM.pack(zlib.crc32(entry))
         with contextlib.suppress(OSError):  # the disk is full; the hint is optional
             os.pwrite(self._fd, entry + checksum, 0)
+
+
+@functools.lru_cache(4)
+def _checksum(book: str) -> int:
+    return zlib.crc32(book.encode())
