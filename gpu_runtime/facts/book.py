@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import is_
 
 import msgspec
 from msgspec.structs import replace
@@ -153,8 +154,14 @@ class Book(Value):
     def claims(self) -> dict[str, int]:
         """Bytes claimed on each device: every share, target of a move, residue and ghost.
 
-        Those of owners whose part cannot be read are as the page's index has them.
+        Those of owners whose part cannot be read are as the page's index has them. Not to be
+        changed: the sums of the last book are kept, because a decision needs them several times.
         """
+        global _last_claims
+        parts = (self.sections, self.ghosts, self.quarantined)
+        last = _last_claims
+        if all(map(is_, parts, last[0])):
+            return last[1]
         claimed: dict[str, int] = {}
         for ghost in self.ghosts:
             claimed[ghost.device] = claimed.get(ghost.device, 0) + ghost.bytes
@@ -164,6 +171,7 @@ class Book(Value):
         for unread in self.quarantined.values():
             for device, size in unread.held.items():
                 claimed[device] = claimed.get(device, 0) + size
+        _last_claims = parts, claimed
         return claimed
 
     def with_section(self, section: Section) -> Book:
@@ -199,6 +207,10 @@ class Book(Value):
         return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
 
 
+# The parts that the last claims were computed of, and these claims.
+_last_claims: tuple[tuple[object, object, object], dict[str, int]] = ((None, None, None), {})
+
+
 def decode_book(data: bytes | memoryview | str) -> Book:
     """The book in `data`, its JSON. Raises msgspec.DecodeError or msgspec.ValidationError."""
     return _decode_book(data)
@@ -217,13 +229,16 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     # Promises of an unchanged section cancel out, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
     promises = _promised(new.sections[id] for id in changed)
-    gone = old.sections.keys() - new.sections.keys() if promises else ()
+    if not promises:
+        return {}
+    gone = old.sections.keys() - new.sections.keys()
     promised = _promised(old.sections[id] for id in (*changed, *gone) if id in old.sections)
     raised = {device for device, size in promises.items() if size > promised.get(device, 0)}
     if not raised:
         return {}
 
-    before, after = old.claims(), new.claims()
+    before = old.claims()
+    after = _claims_after(old, new, changed, gone)
     over = {}
     for device in raised:
         limit = new.limits.get(device, after[device])
@@ -235,6 +250,24 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
         sum_after = sum(after.get(device, 0) for device in shared)
         over["+".join(sorted(shared))] = sum_after - max(limit, sum_before)
     return {device: excess for device, excess in over.items() if excess > 0}
+
+
+def _claims_after(
+    old: Book, new: Book, changed: Iterable[str], gone: Iterable[str]
+) -> dict[str, int]:
+    """The claims of `new`, in which the sections `changed` differ from `old`, and `gone` are missing.
+
+    Most sections are the same, so their sums are taken over from `old`.
+    """
+    if new.ghosts is not old.ghosts or new.quarantined is not old.quarantined:
+        return new.claims()
+    claims = dict(old.claims())
+    for id in (*changed, *gone):
+        for device, size in old.sections[id].claims().items() if id in old.sections else ():
+            claims[device] -= size
+        for device, size in new.sections[id].claims().items() if id in new.sections else ():
+            claims[device] = claims.get(device, 0) + size
+    return claims
 
 
 def _promised(sections: Iterable[Section]) -> dict[str, int]:

@@ -128,7 +128,9 @@ def pack(book: Book, old: Packed, rev: int) -> Packed:
     waiting = _tickets_by_owner(book)
     parts: dict[str, Part] = {}
     for id, section in book.sections.items():
-        parts[id] = _part(id, section, waiting.pop(id, ()), old.parts.get(id), rev)
+        tickets, part = waiting.pop(id, ()), old.parts.get(id)
+        same = part is not None and part.section is section and part.tickets == tickets
+        parts[id] = part if same else _part(id, section, tickets, part, rev)  # type: ignore[assignment]
     for id, unread in book.quarantined.items():
         if id not in parts:
             parts[id] = _kept(unread, old.parts.get(id))
@@ -264,20 +266,17 @@ def unpack(
             raise ValueError("the checksum of its shared facts is wrong")
         shared = _decode_shared(shared_content[:size])
     offset += room
-    known = {part.entry: part for part in old.parts.values() if part.quarantined is None}
+    known = {part.entry: id for id, part in old.parts.items() if part.quarantined is None}
     parts: dict[str, Part] = {}
-    for raw in head.parts:
-        part = known.get(bytes(raw))
-        if part is not None:
-            owner = part.section.owner.id if part.section else part.tickets[0].owner
-            offset += part.room
+    for raw in map(bytes, head.parts):
+        owner = known.get(raw)
+        if owner is not None:
+            part = old.parts[owner]
         else:
             entry = _decode_entry(raw)
             owner = entry.id
-            part = _read_part(
-                entry, bytes(raw), page[offset : offset + entry.room], old.parts, mend
-            )
-            offset += entry.room
+            part = _read_part(entry, raw, page[offset : offset + entry.room], old.parts, mend)
+        offset += part.room
         parts[owner] = part
     book = _book(shared, head.queue, parts)
     return book, Packed(shared, head.shared, shared_content, _PREFIX.unpack_from(page)[3], parts)

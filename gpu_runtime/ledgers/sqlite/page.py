@@ -145,10 +145,12 @@ class SqliteBook(BookStore):
         return self._hint.of(page.name)
 
     def _in_force(self, page: Page) -> bool:
-        return (
-            files.current(self.directory) == page.name
-            and files.inode_of(self.directory, page.name) == page.inode
-        )
+        # CURRENT leads to the file of `page`. Our connection keeps that file open, so no other file
+        # gets its inode.
+        try:
+            return os.stat(f"{self.directory}/CURRENT").st_ino == page.inode
+        except OSError:
+            return False
 
     def _read(self, page: Page) -> Page:
         try:
