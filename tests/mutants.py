@@ -449,6 +449,13 @@ FAULTS = [
         LEDGER,
     ),
     Fault(
+        "answer from an older page",
+        "ledgers/common",
+        "                    if new is page.book and known and self._store.look() is not known:\n",
+        "                    if False:\n",
+        LEDGER,
+    ),
+    Fault(
         "an unreadable section claims nothing",
         "facts/book",
         "            for device, size in unread.held.items():\n",

@@ -20,6 +20,7 @@ from gpu_runtime.facts import (
     Share,
     Ticket,
 )
+from gpu_runtime.facts.book import _claims_after
 from gpu_runtime.ledgers import page_parts, pages
 from gpu_runtime.ledgers.page_parts import Unwritable
 from gpu_runtime.ledgers.pages import EMPTY, body, encoded, pack, unpack
@@ -126,6 +127,36 @@ def test_of_many_leases_only_the_changed_one_is_encoded_and_decoded(monkeypatch)
     assert found == after and len(decoded) == 2
     unchanged = [one for one in found.leases() if one.name != "m7"]
     assert all(seen.lease(one.owner, one.name) is one for one in unchanged)
+
+
+def test_a_fact_that_only_equals_the_last_one_is_read_back():
+    """True equals 1, and others cannot read it."""
+    page = book(lease("a", by=1, sim0=1))
+    me = page.sections[owner(1).id]
+    page = page.with_section(replace(me, counts={"loaded": 1}))
+    packed = pack(page, EMPTY, 1)
+    after = page.with_lease(lease("a", by=1, sim0=2))
+    after = after.with_section(replace(after.sections[me.owner.id], counts={"loaded": True}))
+    with pytest.raises(Unwritable, match="counts"):
+        pack(after, packed, 2)
+
+
+@given(books(), books())
+def test_claims_of_a_changed_book_are_the_sums_of_its_parts(before, after):
+    """Whatever is taken over from the book before it."""
+    after = replace(after, ghosts=before.ghosts, quarantined=before.quarantined)
+    changed = [id for id, it in after.sections.items() if before.sections.get(id) is not it]
+    gone = before.sections.keys() - after.sections.keys()
+    found = _claims_after(before, after, changed, gone)
+    expected: dict[str, int] = {}
+    for claim in (*after.leases(), *after.ghosts):
+        for share in (claim,) if isinstance(claim, Ghost) else claim.claims():
+            expected[share.device] = expected.get(share.device, 0) + share.bytes
+    for part in after.sections.values():
+        for device, size in part.residue.items():
+            expected[device] = expected.get(device, 0) + size
+    assert {id: size for id, size in found.items() if size or id in expected} == expected
+    assert after.claims() == expected
 
 
 def test_a_write_changes_only_its_own_bytes():

@@ -27,6 +27,7 @@ from gpu_runtime.ledgers.liveness import start_ticks
 from gpu_runtime.ledgers.location import default_url
 from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
+from gpu_runtime.ledgers.sqlite.page import SqliteBook
 from gpu_runtime.ledgers.sqlite.revision_hint import RevisionHint
 
 from .conftest import GIB, REPO, Notebook, count, lease, names, put, section, ticket, without
@@ -462,6 +463,52 @@ def test_the_revision_hint_may_be_missing_or_wrong(new_owner_here, tmp_path, wha
     put(ledger, "one", "three")
     assert names(other) == ["one", "three", "two"]
     assert what != "a link" or (tmp_path / "precious").read_text() == "kept"
+
+
+@pytest.fixture
+def killed_before_its_hint(monkeypatch, new_owner_here):
+    """A ledger that knows the page, after another owner has written and was killed at once."""
+    ledger, other = new_owner_here(), new_owner_here()
+    put(ledger, "ours")
+    with monkeypatch.context() as patch:
+        patch.setattr(RevisionHint, "record", lambda *_: None)
+        put(other, "theirs")
+    return ledger
+
+
+def test_an_answer_that_is_not_written_is_about_the_newest_page(killed_before_its_hint):
+    """A write is decided on the page in memory, but only the write itself proves that page."""
+    found = killed_before_its_hint.transact(
+        lambda book: (book, sorted(lease.name for lease in book.leases()))
+    )
+    assert found == ["ours", "theirs"]
+
+
+def test_a_write_on_an_older_page_is_decided_again(killed_before_its_hint):
+    decided = []
+
+    def decide(book):
+        decided.append(sorted(lease.name for lease in book.leases()))
+        return book.with_section(section(killed_before_its_hint, "new")), None
+
+    killed_before_its_hint.transact(decide)
+    assert decided == [["ours"], ["ours", "theirs"]]
+    assert names(killed_before_its_hint) == ["new", "theirs"]
+
+
+def test_a_second_write_in_a_row_reads_nothing(monkeypatch, new_owner_here):
+    """A read takes a third of a write."""
+    ledger, other = new_owner_here(), new_owner_here()
+    read, reads = SqliteBook._read, []
+    monkeypatch.setattr(SqliteBook, "_read", lambda *args: reads.append(1) or read(*args))
+    put(ledger, "one")
+    reads.clear()
+    put(ledger, "one", "two")
+    assert not reads
+    put(other, "theirs")
+    reads.clear()
+    put(ledger, "one")
+    assert reads and names(other) == ["one", "theirs"]
 
 
 def test_a_rebuilt_book_ignores_the_hint_of_an_older_book_with_its_name(new_owner_here):
