@@ -210,7 +210,8 @@ class Section(Value):
         known = _known_sums.get(id(self))
         if known is not None and known[0] is self:
             return known
-        claimed, promised = dict(self.residue), {}
+        claimed = dict(self.residue)
+        promised: dict[str, int] = {}
         for lease in self.leases:
             for share in lease.shares:
                 claimed[share.device] = claimed.get(share.device, 0) + share.bytes
