@@ -318,6 +318,8 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "wait": TRUTH,
     "lost": TRUTH,
     "force": TRUTH,
+    "checkpoint": TRUTH,
+    "yes": TRUTH,
     "device": Rule("a card's id, such as 'cuda:1'", _word),
     "free.name": optional(Rule("the name of a variable", _word)),
     "move.device": Rule("a card's id such as 'cuda:1', or a list of them", _cards),

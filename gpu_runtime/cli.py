@@ -112,9 +112,22 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     rt = gpu_runtime.runtime()
     rt.guest = True
     try:
-        return _print(verb, args, _answer(verb, args, rt), rt)
+        value = _answer(verb, args, rt)
+        if _is_confirmed(verb, args, value):
+            value = _answer(verb, args, rt)
+        return _print(verb, args, value, rt)
     finally:
         rt.close()
+
+
+def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:
+    """Whether a person at a terminal has read the hazards in the outcome `value`, and goes ahead."""
+    open_question = verb.name == "park" and args.checkpoint and not (args.yes or args.json)
+    if not open_question or value.done or not sys.stdin.isatty():
+        return False
+    print(verbs.typed_in(CLI, value.because))
+    args.yes = input("Type yes to park it: ").strip().lower() == "yes"
+    return args.yes
 
 
 def _answer(verb: Verb, args: argparse.Namespace, rt: Any) -> Any:
@@ -140,7 +153,8 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
     else:
         around = rt.status() if isinstance(value, Plan) else None
         subject = getattr(args, "name", "")
-        print(render.shown(verb.name, value, subject=subject, around=around, prompt=CLI))
+        text = render.shown(verb.name, value, subject=subject, around=around, prompt=CLI)
+        print(verbs.typed_in(CLI, str(text)) if isinstance(value, Outcome) else text)
     sys.stdout.flush()  # if the pipe is closed, BrokenPipeError is raised here and not at exit
     return FAILED if isinstance(value, Outcome) and not value.done else DONE
 

@@ -45,6 +45,7 @@ from .ledgers.location import default_url, shared_url, slug_of
 from .owner import (
     acquire,
     blocks,
+    checkpoints,
     closing,
     console_hook,
     defragment,
@@ -448,17 +449,17 @@ class Runtime:
         return operations.set_keep(self._session, name, "unpin")
 
     @checked
-    def park(self, who: str = "") -> Outcome:
-        """Moves what a notebook's own code holds to RAM, until its next cell. Raises GpuError.
+    def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
+        """Moves what the notebook `who` (a file name or pid; else this one) holds to RAM until its next cell.
 
-        `who` is a notebook's file name or a process id. This notebook leaves when its cell ends.
+        With `checkpoint` the driver moves any process; without `yes` it only says what may go wrong.
         """
-        return kernel.park(self._session, who)
+        return checkpoints.park(self._session, who, checkpoint, yes)
 
     @checked
-    def unpark(self, who: str = "") -> Outcome:
-        """Brings the memory of the parked notebook `who` back. Raises GpuError."""
-        return kernel.unpark(self._session, who)
+    def unpark(self, who: str = "", *, checkpoint: bool = False) -> Outcome:
+        """Brings back the notebook `who`, or with `checkpoint` the process. Raises GpuError."""
+        return checkpoints.unpark(self._session, who, checkpoint)
 
     @checked
     def attach_kernel(self, stillness: Stillness) -> Kernel:

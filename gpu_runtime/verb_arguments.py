@@ -145,6 +145,7 @@ WHO = positional(
     "kernels",
     nargs="?",
 )
+BY_DRIVER = switch("--checkpoint", "the driver moves any process: NOTEBOOK is its pid")
 TIMEOUT = option("--timeout", "SECONDS", "how long to wait at most", type=seconds)
 IMPORTANCE_OPTION = option(
     "--importance",

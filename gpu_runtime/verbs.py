@@ -1,8 +1,7 @@
 """The table of verbs. The `%gpu` magic, the `gpu` command and their help are made from it.
 
 To add a magic or a command, add a row here: a name, its arguments, and the call on the Runtime.
-`rendering` decides how the result looks. A row has no `act` if the magic and the command act
-differently, as for `serve`; then `kernel_ext` and `cli.py` have the code.
+A row without `act` has its code in `kernel_ext` and `cli.py`. `rendering` shows the results.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from . import verb_acts
 from .errors import UnknownVerb
 from .safe_text import MOST_QUOTED, quoted
 from .verb_arguments import (
+    BY_DRIVER,
     CATALOG_NAME,
     HOST,
     IMPORTANCE_OPTION,
@@ -191,14 +191,14 @@ _TABLE = (
     Verb(
         "park",
         "moves what a notebook's own code holds to RAM, until its next cell",
-        lambda rt, args: rt.park(args.who or ""),
-        (WHO,),
+        lambda rt, args: rt.park(args.who or "", **given(args, "checkpoint", "yes")),
+        (WHO, BY_DRIVER, switch("--yes", "with --checkpoint: its hazards are known to you")),
     ),
     Verb(
         "unpark",
         "brings a parked notebook's memory back to its device",
-        lambda rt, args: rt.unpark(args.who or ""),
-        (WHO,),
+        lambda rt, args: rt.unpark(args.who or "", **given(args, "checkpoint")),
+        (WHO, BY_DRIVER),
     ),
     Verb(
         "drain",

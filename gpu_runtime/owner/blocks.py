@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..facts import Device, Footprint, Lease, Phase, PlacementRules, parse_importance
+from ..facts import NORMAL, Device, Footprint, Lease, Phase, PlacementRules, parse_importance
 from ..safe_text import LONGEST_NAME, printable
 from ..units import parse_room, parse_seconds, show_bytes
 from . import acquire, failures
@@ -113,6 +113,25 @@ class _Block(Held):
         failures.finish_block(self._session, error)
 
 
+class RoomForProcess(Held):
+    """A `with` block that holds room on one card for a process outside, which is about to take it."""
+
+    __slots__ = ("_session", "_name", "_wanted")
+
+    def __init__(self, session: Session, pid: int, device: str, size: int, seconds: float) -> None:
+        """Room of `size` bytes on `device` for the process `pid`, taken within `seconds` of the grant."""
+        super().__init__()
+        self._session, self._name = session, f"return of pid {pid}#{session.blocks.new_number()}"
+        self._wanted = (size, NORMAL, None, (device,), seconds)
+
+    def _start(self, anchor: AnchorRef) -> Lease:
+        self._session.start_monitor()
+        return _lease_block(self._session, self._name, anchor, *self._wanted)
+
+    def _finish(self, error: BaseException | None) -> None:
+        _end_block(self._session, self._name)
+
+
 def _lease_block(
     session: Session,
     name: str,
@@ -120,10 +139,15 @@ def _lease_block(
     size: int,
     importance: int,
     timeout: float | None,
+    devices: tuple[str, ...] = (),
+    unseen_seconds: float = 0.0,
 ) -> Lease:
-    """Claims `size` bytes until the anchor dies or the block ends."""
+    """Claims `size` bytes until the anchor dies or the block ends, on one of `devices` if given.
+
+    For `unseen_seconds` the bytes count as not measured yet, so that nobody is granted them as free.
+    """
     wanted = Lease(session.me, name, kind="block", importance=importance, movable=False)
-    rules = PlacementRules(policy=session.settings.gpu_placement)
+    rules = PlacementRules(devices, policy=session.settings.gpu_placement)
     granted = False  # a grant removes our ticket
 
     def is_here() -> bool:
@@ -142,7 +166,7 @@ def _lease_block(
                 target=(),
                 phase=Phase.SETTLED,
                 key="",
-                settled_at=session.clock(),
+                settled_at=session.clock() + unseen_seconds,
             )
             session.blocks[name] = (lease, anchor)
             granted = True

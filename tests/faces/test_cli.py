@@ -14,6 +14,7 @@ from gpu.magics import IN_NOTEBOOK
 
 import gpu_runtime
 from gpu_runtime import cli, verbs
+from gpu_runtime.facts import Outcome
 from gpu_runtime.settings import Settings
 from gpu_runtime.verb_arguments import given
 
@@ -87,8 +88,8 @@ ANSWERS = {
     ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("evict", "-h"): "gpu evict NAME",
     ("autoload", "-h"): "gpu autoload [--remove]",
-    ("park", "-h"): "gpu park [NOTEBOOK]",
-    ("unpark", "-h"): "gpu unpark [NOTEBOOK]",
+    ("park", "-h"): "gpu park [NOTEBOOK] [--checkpoint] [--yes]",
+    ("unpark", "-h"): "gpu unpark [NOTEBOOK] [--checkpoint]",
     ("who", "-h"): "gpu who [NOTEBOOK]",
     ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
@@ -330,3 +331,24 @@ def test_a_timeout_of_zero_is_a_timeout():
     """0.0 equals False, but it is a value that was typed."""
     args = argparse.Namespace(timeout=0.0, limit=None, undo=False)
     assert given(args, "timeout", "limit", "undo") == {"timeout": 0.0}
+
+
+@pytest.mark.parametrize("words, code", [("yes", 0), ("no", 1), ("", 1)])
+def test_parking_by_the_driver_is_confirmed_at_a_terminal(gpu, rt, monkeypatch, words, code):
+    """The hazards are read first; a script, which has no terminal, must type --yes."""
+    calls = []
+
+    def park(who, **given):
+        calls.append(given)
+        hazards = "may hang. To park it all the same:  %gpu park --checkpoint 41 --yes"
+        return Outcome("park", who, "yes" in given, "parked" if "yes" in given else hazards)
+
+    monkeypatch.setattr(rt, "park", park)
+    unasked, out, _ = gpu("park", "--checkpoint", "41")
+    assert (unasked, calls) == (1, [{"checkpoint": True}]) and "may hang" in out
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: words)
+    assert gpu("park", "--checkpoint", "41", "--json")[0] == 1 and len(calls) == 2
+    answered, out, _ = gpu("park", "--checkpoint", "41")
+    assert answered == code and "may hang" in out and ("yes" in calls[-1]) is (words == "yes")
+    assert "%gpu" not in out

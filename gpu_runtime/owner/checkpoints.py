@@ -1,0 +1,445 @@
+"""Parks a process that cannot cooperate, by the driver's checkpoint calls. A person names it by its pid.
+
+Such a process has no extension loaded, or another framework holds its memory. The driver copies its
+memory to RAM, and all its CUDA calls wait until it returns. Nothing here happens by itself. A call that
+has begun is waited for, also after an interrupt: half of it would leave the process locked.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import psutil
+
+from .. import threads
+from ..devices import checkpoint, drivers
+from ..devices.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, CallFailed
+from ..errors import Busy, GpuError, NotAllowed, ProbeFailed
+from ..facts import HOST, Lease, Outcome, Share, where
+from ..ledgers.liveness import name_of
+from ..ledgers.process_state import start_ticks
+from ..safe_text import LONGEST_NAME, printable, quoted
+from ..units import GIB, show_bytes
+from . import kernel, parked_processes, permissions
+from .blocks import RoomForProcess
+from .parked_processes import ParkedProcess
+from .session import Session
+
+LEAST_DRIVER = 570
+LOCK_SECONDS = 10.0  # the lock waits so long for the work that runs on the card
+CALL_SECONDS = 60.0  # for a call, besides the time for the bytes
+SECONDS_A_GIB = 4.0  # a checkpoint copies at about 15 % of the bus; this is a tenth of that
+ENDING = (
+    "Before you end it, park it again: on driver 595.71 the end of a process that had returned hung "
+    "the machine"
+)
+T = TypeVar("T")
+
+
+class Target(NamedTuple):
+    """A process that a person named by its pid."""
+
+    pid: int
+    started: int  # clock ticks after the boot
+    user: str
+    command: str
+    threads: int
+    stopped: bool
+
+    @property
+    def label(self) -> str:
+        """The process for people: `python (pid 4121)`."""
+        return f"{self.command} (pid {self.pid})"
+
+
+def park(session: Session, who: str, checkpoint: bool, confirmed: bool) -> Outcome:
+    """Parks the notebook `who`, or by `checkpoint` any process; see Runtime.park.
+
+    Without `confirmed` no checkpoint is made: the outcome says what can go wrong.
+    """
+    return _park(session, who, confirmed) if checkpoint else kernel.park(session, who)
+
+
+def unpark(session: Session, who: str, checkpoint: bool) -> Outcome:
+    """Brings back the notebook `who`, or by `checkpoint` any process; see Runtime.unpark."""
+    return _unpark(session, who) if checkpoint else kernel.unpark(session, who)
+
+
+def _park(session: Session, who: str, confirmed: bool) -> Outcome:
+    target = _target(session, who)
+    driver = _require_driver(session)
+    state = _call("state", target)
+    if state != RUNNING:
+        raise GpuError(f"{target.label} was not parked: {_why_not_running(state, target)}.")
+    held = _held(session, target)
+    _require_possible(session, target, held)
+    if not confirmed:
+        because = (
+            f"{_hazards(target, held, driver)}. To park it all the same:  "
+            f"%gpu park --checkpoint {target.pid} --yes"
+        )
+        return Outcome(verb="park", name=str(target.pid), done=False, because=because)
+    began = session.clock()
+    held = _to_the_end(lambda: _suspend(session, target))
+    size = sum(share.bytes for share in held)
+    because = (
+        f"{target.label} is parked; {show_bytes(size)} came free on {where(held)}. "
+        f"It waits until:  %gpu unpark --checkpoint {target.pid}"
+    )
+    _journal(session, target, "park", because, held)
+    seconds = session.clock() - began
+    return Outcome("park", str(target.pid), True, because, size, HOST, seconds)
+
+
+def _unpark(session: Session, who: str) -> Outcome:
+    target = _target(session, who)
+    _require_driver(session)
+    state = _call("state", target)
+    if state == RUNNING:
+        because = f"{target.label} is not parked"
+        return Outcome("unpark", str(target.pid), True, because)
+    if state == LOCKED:
+        _to_the_end(lambda: _call("unlock", target))
+        because = f"{target.label} was locked, and runs again; its memory had not moved"
+        return Outcome("unpark", str(target.pid), True, because)
+    if state != CHECKPOINTED:
+        raise GpuError(f"{target.label} does not return: {_why_not_running(state, target)}.")
+    held = _noted(session, target)
+    began = session.clock()
+    with ExitStack() as room:
+        for share in held:
+            seconds = _seconds(share.bytes)
+            room.enter_context(
+                RoomForProcess(session, target.pid, share.device, share.bytes, seconds)
+            )
+        _to_the_end(lambda: _restore(session, target, held))
+    size = sum(share.bytes for share in held)
+    because = f"{target.label} is back with {show_bytes(size)} on {where(held)}. {ENDING}"
+    _journal(session, target, "unpark", because, held)
+    seconds = session.clock() - began
+    return Outcome("unpark", str(target.pid), True, because, size, where(held), seconds)
+
+
+# -- who may be parked
+
+
+def _target(session: Session, who: str) -> Target:
+    """The process with the pid `who`. Raises GpuError, NotAllowed."""
+    if not (who.isascii() and who.isdecimal()) or int(who) < 1:
+        raise GpuError(
+            f"--checkpoint needs a process id, and {quoted(who)} is none.\n  Find it:  %gpu status"
+        )
+    pid = int(who)
+    if pid == os.getpid():
+        raise GpuError(
+            "a process cannot be parked by its own call.\n  This notebook:  %gpu park", process=who
+        )
+    target = look(pid)
+    if target is None:
+        raise GpuError(f"no process has the pid {pid}: it has ended, or is hidden from this user.")
+    _require_allowed(session, target)
+    _require_foreign(session, target)
+    if target.stopped:
+        raise GpuError(
+            f"{target.label} is stopped (SIGSTOP), and a call of the driver on it would hang.\n"
+            f"  Let it go on:  kill -CONT {pid}",
+            process=who,
+        )
+    return target
+
+
+def look(pid: int) -> Target | None:
+    """The process `pid` as the system shows it; None if it has ended or is hidden."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            status = process.status()
+            if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return None
+            return Target(
+                pid,
+                start_ticks(Path(f"/proc/{pid}/stat").read_text()),
+                name_of(process.uids().real),
+                printable(process.name(), LONGEST_NAME),
+                process.num_threads(),
+                status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP),
+            )
+    except (psutil.Error, OSError):
+        return None
+
+
+def _require_allowed(session: Session, target: Target) -> None:
+    """Raises NotAllowed unless this user runs the process, or is an operator."""
+    mine = session.owner.user
+    if target.user == mine or permissions.asker(session, mine).operator:
+        return
+    because = f"{mine} may not park {target.label}: only {target.user} or an operator may"
+    raise NotAllowed(f"{because}.", name=str(target.pid), because=because, user=mine)
+
+
+def _require_foreign(session: Session, target: Target) -> None:
+    """Raises GpuError for a process with leases: it moves its memory by itself, and safely."""
+    for section in session.ledger.read().sections.values():
+        pid = target.pid
+        if pid in section.engines:
+            models = ", ".join(lease.name for lease in section.leases) or "a model"
+            raise GpuError(
+                f"{target.label} is the engine of {models}, and needs no checkpoint.\n"
+                f"  Move it:  %gpu evict NAME@{section.owner.pid}",
+                process=str(pid),
+            )
+        if section.owner.pid != pid or not section.leases:
+            continue
+        if section.lease("kernel"):
+            hint = f"%gpu park {pid}"
+        else:
+            hint = f"%gpu evict {section.leases[0].name}@{pid}"
+        raise GpuError(
+            f"{section.owner.label} has leases, so it moves its memory by itself.\n"
+            f"  Ask for it:  {hint}",
+            process=str(pid),
+        )
+
+
+def _held(session: Session, target: Target) -> tuple[Share, ...]:
+    """The bytes of the process on each card, as the driver reports them now. Raises GpuError."""
+    samples = session.world(fresh=True).samples
+    held = []
+    for device in session.probe.devices:
+        processes = samples[device.id].processes if device.id in samples else {}
+        if target.pid not in processes:
+            continue
+        size = processes[target.pid]
+        if size is None:
+            raise GpuError(
+                f"the driver does not report how much {target.label} holds on {device.id}, so no "
+                f"room could be kept for its return."
+            )
+        held.append(Share(device.id, size))
+    if not held:
+        raise GpuError(
+            f"{target.label} holds nothing on a card that the driver shows. In a container the "
+            f"driver's pids can differ.\n  See who holds what:  %gpu status"
+        )
+    return tuple(held)
+
+
+def _require_possible(session: Session, target: Target, held: tuple[Share, ...]) -> None:
+    """Raises GpuError if parking the process is known to fail, or its return would."""
+    why = ""
+    cards = {share.device for share in held}
+    listing = session.probe.listing
+    parts = [card.device.id for card in listing.cards if card.is_part] if listing else []
+    size = sum(share.bytes for share in held)
+    host = session.world().samples.get(HOST)
+    over = [share for share in held if share.bytes > session.limits.get(share.device, 0)]
+    if cards & set(parts):
+        why = f"{where(held)} is an instance of a partitioned card (MIG), which the driver refuses"
+    elif platform.machine() == "aarch64":
+        why = "on aarch64 the driver has no checkpoint"
+    elif over:
+        limit = session.limits.get(over[0].device, 0)
+        why = (
+            f"it holds {show_bytes(over[0].bytes)} on {over[0].device}, whose limit is "
+            f"{show_bytes(limit)}, so its return would never get room"
+        )
+    elif host is not None and host.free_bytes is not None and host.free_bytes < size:
+        why = f"it holds {show_bytes(size)}, and {show_bytes(host.free_bytes)} of RAM is available"
+    if why:
+        raise GpuError(f"{target.label} cannot be parked: {why}.", process=str(target.pid))
+
+
+def _require_driver(session: Session) -> str:
+    """The version of the driver. Raises GpuError if it is too old, or there are no NVIDIA cards."""
+    listing = session.probe.listing
+    if listing is None or listing.kind != "cuda" or not listing.cards:
+        raise GpuError("a checkpoint needs NVIDIA cards, and this process has none.")
+    try:
+        versions = drivers.with_time_limit("the driver", listing.source.versions)
+    except (drivers.NoAnswer, ProbeFailed) as error:
+        raise GpuError(f"the driver's version is not known: {error}") from None
+    version = versions.get("driver", "")
+    major = version.partition(".")[0]
+    if not major.isdecimal() or int(major) < LEAST_DRIVER:
+        raise GpuError(
+            f"driver {version or 'of unknown version'} has no checkpoint calls: "
+            f"{LEAST_DRIVER} or later is needed."
+        )
+    return version
+
+
+def _why_not_running(state: str, target: Target) -> str:
+    """Why a process in that `state` cannot be moved, and what to type."""
+    back = f"  %gpu unpark --checkpoint {target.pid}"
+    if state == CHECKPOINTED:
+        return f"it is parked already. To bring it back:{back}"
+    if state == LOCKED:
+        return f"it is locked by an attempt that was not completed. To unlock it:{back}"
+    if state == FAILED:
+        return "its last checkpoint or restore failed, and it can only be ended"
+    return f"the driver reports an unknown state ({quoted(state)})"
+
+
+def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
+    """What happens, and what is known to go wrong, in sentences. The last one has no full stop."""
+    size = show_bytes(sum(share.bytes for share in held))
+    several = ""
+    if target.threads > 1:
+        several = f" It runs {target.threads} threads."
+    return (
+        f"{size} of {target.label} would leave {where(held)}, and its CUDA calls would wait until it "
+        f"returns. This has not been tried on a real card (driver here: {driver}). Known hazards: on "
+        f"driver 610.57 the lock ended a process with several threads.{several} Memory shared by CUDA "
+        f"IPC and managed memory are refused by driver 580; this cannot be seen beforehand. A return "
+        f"that runs out of memory stays stuck: its room is leased first, but a program without a lease "
+        f"can take it. {ENDING}"
+    )
+
+
+# -- the calls
+
+
+def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
+    """Locks the process and moves its memory to RAM; returns its bytes. Undoes the lock on failure."""
+    _call("lock", target, lock_seconds=LOCK_SECONDS)
+    try:
+        held = _held(session, target)  # measured again: under the lock it can take no more
+        uuids = {device.id: device.key for device in session.probe.devices}
+        cards = {uuids[share.device]: share.bytes for share in held}
+        parked_processes.note(ParkedProcess(target.pid, target.started, cards))
+        _call("checkpoint", target, size=sum(share.bytes for share in held))
+    except GpuError as error:
+        raise _unlocked(target, error) from None
+    session.world(fresh=True)  # the helper's figures: other processes decide by them
+    return held
+
+
+def _unlocked(target: Target, error: GpuError) -> GpuError:
+    """The `error`, after the lock was undone if it still held; it says what could not be undone."""
+    if look(target.pid) is None:
+        return error
+    try:
+        if _call("state", target) == LOCKED:
+            _call("unlock", target)
+            parked_processes.forget(target.pid, target.started)
+            return GpuError(f"{error} It runs on, with its memory in place.")
+    except GpuError as second:
+        error = GpuError(f"{error} {second}")
+    return GpuError(
+        f"{error}\n  See, and undo if it is locked:  %gpu unpark --checkpoint {target.pid}"
+    )
+
+
+def _restore(session: Session, target: Target, held: tuple[Share, ...]) -> None:
+    """Brings the bytes back and lets the process run. Its room is leased meanwhile."""
+    _call("restore", target, size=sum(share.bytes for share in held))
+    _call("unlock", target)
+    parked_processes.forget(target.pid, target.started)
+    session.world(fresh=True)
+
+
+def _call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0.0) -> str:
+    """The state after one call of the driver. Raises GpuError, in a sentence about the process."""
+    try:
+        seconds = _seconds(size) + lock_seconds
+        return checkpoint.call(action, target.pid, seconds=seconds, lock_seconds=lock_seconds)
+    except checkpoint.NotAvailable as error:
+        raise GpuError(
+            f"no process can be parked by a checkpoint here: {error}.\n"
+            f"  Install it:  pip install 'cuda-core[cu13]>=1.0'"
+        ) from None
+    except checkpoint.NoAnswer as error:
+        raise Busy(
+            f"{action} of {target.label} hangs: {error}. Its state is not known.",
+            name=str(target.pid),
+            because=str(error),
+        ) from None
+    except CallFailed as error:
+        raise _failed(action, target, str(error)) from None
+
+
+def _failed(action: str, target: Target, why: str) -> GpuError:
+    """The error for a call that the driver refused, by what became of the process."""
+    now = look(target.pid)
+    if now is None or now.started != target.started:
+        threads_known = f", as driver 610.57 does to a process with {target.threads} threads"
+        return GpuError(
+            f"{target.label} ended during the driver's {action}"
+            f"{threads_known if target.threads > 1 else ''}. Its memory came free.",
+            process=str(target.pid),
+        )
+    if action == "lock":
+        return Busy(
+            f"{target.label} did not come to rest in {LOCK_SECONDS:.0f} s ({why}). "
+            f"Nothing changed.",
+            name=str(target.pid),
+            waited_seconds=LOCK_SECONDS,
+            because=why,
+        )
+    if action == "state":
+        return GpuError(
+            f"the driver does not know {target.label} as a process that uses CUDA ({why}).",
+            process=str(target.pid),
+        )
+    if action == "restore":
+        return GpuError(
+            f"{target.label} did not return ({why}). Its memory is still in RAM, and a return that "
+            f"ran out of memory can stay stuck.\n  Make room and try once more:  "
+            f"%gpu unpark --checkpoint {target.pid}",
+            process=str(target.pid),
+        )
+    return GpuError(f"{action} of {target.label} failed: {why}.", process=str(target.pid))
+
+
+def _seconds(size: int) -> float:
+    """The time limit of a call that copies `size` bytes."""
+    return CALL_SECONDS + SECONDS_A_GIB * size / GIB
+
+
+def _noted(session: Session, target: Target) -> tuple[Share, ...]:
+    """The bytes that the parked process needs on each card. Raises GpuError if they are not known."""
+    note = parked_processes.noted(target.pid, target.started)
+    ids = {device.key: device.id for device in session.probe.devices}
+    if note is None or set(note.cards) - set(ids):
+        raise GpuError(
+            f"{target.label} was parked by another user or another tool, so the room that it needs is "
+            f"not known.\n  Bring it back with that tool, and hold the room meanwhile:  %%gpu SIZE"
+        )
+    return tuple(Share(ids[uuid], size) for uuid, size in sorted(note.cards.items()))
+
+
+def _journal(
+    session: Session, target: Target, verb: str, because: str, held: tuple[Share, ...]
+) -> None:
+    lease = Lease(session.me, f"pid {target.pid}", shares=held)
+    size = sum(share.bytes for share in held)
+    session.note(lease, verb, verb, because, fresh=True, size=size, by=session.owner.user)
+
+
+def _to_the_end(work: Callable[[], T]) -> T:
+    """The result of `work`. An interrupt is raised when `work` has ended, not before."""
+    outcome: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        """Keeps the result or the error."""
+        try:
+            outcome.append((work(), None))
+        except BaseException as failure:  # raised again in the waiting thread
+            outcome.append((None, failure))
+
+    running = threads.start(run)
+    interrupt: KeyboardInterrupt | None = None
+    while not outcome:
+        try:
+            running.wait()
+        except KeyboardInterrupt as stop:
+            interrupt = stop
+    result, failure = outcome[0]
+    if failure is not None or interrupt is not None:
+        raise failure or interrupt  # type: ignore[misc]
+    return result  # type: ignore[return-value]

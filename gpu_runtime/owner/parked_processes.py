@@ -1,0 +1,65 @@
+"""What was noted of each process that was parked by the driver: its bytes on each card.
+
+The driver does not say how much memory a parked process needs for its return. So each process has a
+file in the directory of this user, for this boot of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from ..errors import GpuError
+from ..facts import Value
+from ..ledgers.liveness import boot_id
+from ..ledgers.location import local_state
+from ..private_paths import weak_step
+
+MOST_BYTES = 1 << 16
+
+
+class ParkedProcess(Value):
+    """A process that was parked, and the bytes that it held."""
+
+    pid: int
+    started: int  # clock ticks after the boot: a pid is used again
+    cards: dict[str, int]  # UUID -> bytes
+
+
+def note(process: ParkedProcess) -> None:
+    """Stores the note on `process`. Raises GpuError: without it the return has no room."""
+    path = _path(process.pid, process.started)
+    draft = path.with_name(f".new-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if weak := weak_step(path.parent):
+            raise GpuError(f"the notes on parked processes are not private: {weak}.")
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(process))
+        draft.replace(path)
+    except OSError as error:
+        raise GpuError(f"{path} cannot be written ({error.strerror}).") from None
+
+
+def noted(pid: int, started: int) -> ParkedProcess | None:
+    """The note on the process `pid` that began at `started`; None if there is none of this user."""
+    path = _path(pid, started)
+    try:
+        if weak_step(path.parent) or path.stat().st_size > MOST_BYTES:
+            return None
+        return msgspec.json.decode(path.read_bytes(), type=ParkedProcess)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def forget(pid: int, started: int) -> None:
+    """Removes the note on that process, if there is one."""
+    _path(pid, started).unlink(missing_ok=True)
+
+
+def _path(pid: int, started: int) -> Path:
+    return local_state() / "parked" / boot_id() / f"{pid}-{started}.json"

@@ -1,0 +1,104 @@
+"""A driver with checkpoint calls, without a card: processes of a file, on cards that a probe measures.
+
+`CheckpointDriver` is at once the source of the cards' figures and the file behind the stand-in for cuda-core
+(`tests/cuda_stand_in`). The stand-in runs in a helper process, as the real package does.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpu_runtime.devices.devices_setting import host_device
+from gpu_runtime.devices.drivers import Card, Listing
+from gpu_runtime.devices.probe import Probe
+from gpu_runtime.facts import Device, Sample
+from gpu_runtime.units import GIB
+
+STAND_IN = Path(__file__).with_name("cuda_stand_in")
+TEXTS = {
+    "times out": "CUDA_ERROR_NOT_READY: device not ready",
+    "no memory": "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    "refuses": "CUDA_ERROR_NOT_SUPPORTED: operation not supported",
+    "fails": "CUDA_ERROR_UNKNOWN: unknown error",
+}
+
+
+class CheckpointDriver:
+    """Cards of 24 GiB, and processes that hold memory on them until they are checkpointed."""
+
+    KIND, NAME = "cuda", "NVML"
+
+    def __init__(self, file: Path, cards: int = 1, parts: bool = False) -> None:
+        self.file, self.version = file, "580.82.07"
+        self._targets: list[subprocess.Popen[bytes]] = []
+        self.cards = tuple(
+            Card(
+                Device(f"cuda:{n}", 24 * GIB, "Card", f"GPU-{n}", n), None, f"GPU-{'x' * parts}{n}"
+            )
+            for n in range(cards)
+        )
+        self._write({"processes": {}, "faults": {}, "calls": [], "texts": TEXTS})
+
+    # -- the source of figures
+
+    def measure(self, card: Card, now: float) -> Sample:
+        """What the driver reports: a checkpointed process holds nothing."""
+        held = {}
+        for pid, one in self.read()["processes"].items():
+            if one["state"] != "checkpointed" and card.device.uuid in one["cards"]:
+                held[int(pid)] = one["cards"][card.device.uuid]
+        free = card.device.total_bytes - sum(size or 0 for size in held.values())
+        return Sample(card.device.id, now, free, held)
+
+    def versions(self) -> dict[str, str]:
+        return {"driver": self.version}
+
+    def probe(self) -> Probe:
+        devices = (*(card.device for card in self.cards), host_device())
+        return Probe(devices, Listing(self, self.cards))  # type: ignore[arg-type]
+
+    # -- what tests set and read
+
+    def process(self, state: str = "running", **cards: int | None) -> subprocess.Popen[bytes]:
+        """A living process with GiB on cards, by number: `process(_0=12)`."""
+        target = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self._targets.append(target)
+        held = {f"GPU-{name[1:]}": size and size * GIB for name, size in cards.items()}
+        book = self.read()
+        book["processes"][str(target.pid)] = {"state": state, "cards": held}
+        self._write(book)
+        return target
+
+    def forget(self, target: Any) -> None:
+        """Makes it a process that does not use CUDA."""
+        book = self.read()
+        del book["processes"][str(target.pid)]
+        self._write(book)
+
+    def fault(self, **faults: str) -> None:
+        """Makes calls fail: `fault(lock="times out", restore="no memory")`."""
+        book = self.read()
+        book["faults"] = faults
+        self._write(book)
+
+    def state(self, target: Any) -> str:
+        return self.read()["processes"][str(target.pid)]["state"]
+
+    def calls(self) -> list[str]:
+        """The names of the calls that changed something or tried to, in their order."""
+        return [call.split()[0] for call in self.read()["calls"]]
+
+    def read(self) -> dict[str, Any]:
+        return json.loads(self.file.read_text())
+
+    def _write(self, book: dict[str, Any]) -> None:
+        self.file.write_text(json.dumps(book))
+
+    def end(self) -> None:
+        for target in self._targets:
+            target.kill()
+            target.communicate()
