@@ -9,7 +9,6 @@ from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
 from .liveness import Sight
 
 T = TypeVar("T")
-Decide = Callable[[Book], tuple[Book, T]]
 
 
 class Ledger(Protocol):

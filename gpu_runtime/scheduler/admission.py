@@ -62,9 +62,8 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     6. It is deadlocked → Refuse the youngest request, and name the cycle
     7. Otherwise → Wait behind its elders (the requests ahead in the queue)
 
-    A Grant is a reservation: the lease is in the book, pinned by the process that loads it, and
-    its bytes count from now on. The owner's section must be in the book already: call `publish`
-    first. `rank` is the policy that orders evictions.
+    A Grant is a reservation: the lease is in the book and pinned, and its bytes count from now on.
+    Call `publish` first: the owner's section must be in the book. `rank` orders the evictions.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
     unreceived = _unreceived(book, request, lease)
@@ -73,13 +72,11 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     # 1. The lease is settled here already.
     if lease and lease.phase is Phase.SETTLED and (lease.on_device or lease.kind == "block"):
-        because = f"{lease.name} is on {lease.where} already"
-        return _without_ticket(book, request), Grant(lease, (), because)
+        return _here_already(book, request, lease)
 
     # 2. The lease is on its way in or out.
     if lease and lease.phase is not Phase.SETTLED:
-        going = "arriving" if lease.phase is Phase.ARRIVING else "being evicted"
-        return _enqueue(book, request, world, Wait(f"{lease.name} is {going}"), ())
+        return _wait_for_arrival_or_end(book, request, world, lease)
 
     # 3. The request is hopeless, or beyond the operator's caps.
     request = _as_measured(request, lease) if lease else request
@@ -134,6 +131,18 @@ def _unreceived(
         return None
     because = "; ".join(f"{_name(step.lease)} is still to be evicted" for step in steps)
     return Wait(because, steps)
+
+
+def _here_already(book: Book, request: Request, lease: Lease) -> tuple[Book, Verdict]:
+    because = f"{lease.name} is on {lease.where} already"
+    return _without_ticket(book, request), Grant(lease, (), because)
+
+
+def _wait_for_arrival_or_end(
+    book: Book, request: Request, world: World, lease: Lease
+) -> tuple[Book, Verdict]:
+    going = "arriving" if lease.phase is Phase.ARRIVING else "being evicted"
+    return _enqueue(book, request, world, Wait(f"{lease.name} is {going}"), ())
 
 
 def _as_measured(request: Request, lease: Lease) -> Request:

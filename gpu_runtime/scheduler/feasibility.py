@@ -31,7 +31,7 @@ from .drain import drained
 from .eligibility import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, place
 from .splitting import may_split, may_use_one_card, split
-from .stuck import Stuck, bytes_on, sets_that_stay, stuck_leases
+from .stuck import Stuck, sets_that_stay, stuck_leases
 
 GB = 2**30
 TOO_MANY = "exists nowhere else, and the host has no room for them all"
@@ -155,11 +155,11 @@ def _beside_stuck(
     """The refusal if leases that cannot leave this card use too much of it; else None."""
     stuck = all_stuck.leases.get(card.id, [])
     precious = all_stuck.precious.get(card.id, [])
-    left = limit - sum(bytes_on(lease, card.id) for lease, _ in stuck)
+    left = limit - sum(lease.bytes_on(card.id) for lease, _ in stuck)
     if size <= left and precious:
         saved = largest_fitting_set(precious, all_stuck.host_bytes)
         remain = [lease for lease in precious if lease not in saved]
-        remain_bytes = sum(bytes_on(lease, card.id) for lease in remain)
+        remain_bytes = sum(lease.bytes_on(card.id) for lease in remain)
         if size > left - remain_bytes:
             stuck = [*stuck, *((lease, TOO_MANY) for lease in precious)]
             left -= remain_bytes

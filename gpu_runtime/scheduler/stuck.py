@@ -27,7 +27,7 @@ class Stuck(NamedTuple):
     def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
         """Bytes on this `card` of leases that cannot leave and of the `remaining` precious leases."""
         stuck = [lease for lease, _ in self.leases.get(card, ())]
-        return sum(bytes_on(lease, card) for lease in (*stuck, *remaining))
+        return sum(lease.bytes_on(card) for lease in (*stuck, *remaining))
 
 
 def stuck_leases(
@@ -74,15 +74,10 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     return sets
 
 
-def bytes_on(lease: Lease, card: str) -> int:
-    """Bytes of the `lease` on this `card`."""
-    return sum(share.bytes for share in lease.shares if share.device == card)
-
-
 def _host_bytes_to_be_had(book: Book, world: World) -> int:
     """Bytes of host memory that weights may move to, after everything droppable has left it."""
     taken = 0
     for lease in book.leases():
         if lease.keep or not lease.droppable:
-            taken += bytes_on(lease, HOST)
+            taken += lease.bytes_on(HOST)
     return max(0, limit_of(book, world, HOST) - taken)

@@ -73,7 +73,6 @@ class GatewayState(Value):
     breakers: dict[str, BreakerState]
     counts: dict[str, int]  # answered, streamed, failed, refused_STATUS, stood_in, cancelled
     loads: int  # begun, for calls whose model was not on its device
-    queue_limit: int
     clients: dict[str, Pattern]
     allow_cloud: bool
 
@@ -153,7 +152,6 @@ class Gateway:
             self.breakers.states(),
             dict(self._counts),
             self.queue.loads,
-            self.queue.limit,
             self.clients.patterns(),
             self.guard.allowed,
         )

@@ -99,7 +99,7 @@ def test_the_refusal_of_a_too_short_budget_has_both_numbers():
 )
 def test_no_time_is_assumed_for_a_model_that_was_never_measured(cost, is_warm, seconds):
     """None instead of a figure."""
-    assert expected_seconds("a", is_warm, cost) == seconds
+    assert expected_seconds(is_warm, cost) == seconds
 
 
 choices = st.lists(

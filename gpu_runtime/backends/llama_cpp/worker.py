@@ -42,7 +42,7 @@ METHODS = (  # of Llama, open to callers
     "reset",
     "set_seed",
 )
-OUR_METHODS = ("write", "drill")  # added by `_model_class` below
+OUR_METHODS = ("write", "drill")  # of `_OurMethods` below
 LONGEST_LINE = 256 << 20
 PIECE_CHARACTERS = 32_768  # of a prompt that is counted before it is tokenised whole
 CUT_TOKENS = 16  # a cut inside a token, such as a special one, adds fewer
@@ -158,11 +158,86 @@ def _load(
     return model
 
 
+class _OurMethods:
+    """The methods of OUR_METHODS, for a class that extends `llama_cpp.Llama`."""
+
+    n_ctx: Callable[..., int]
+    tokenize: Callable[..., list[int]]
+    create_completion: Callable[..., Any]
+
+    def write(
+        self,
+        prompt: str,
+        add_bos: bool,
+        most: int | None,
+        by_piece: bool,
+        stream: bool = True,
+        **given: Any,
+    ) -> Iterator[dict[str, Any]]:
+        """Continues a prompt in one round trip: texts, then how it ended and the token counts.
+
+        A chat template writes the beginning of the sequence itself. With `add_bos`, for a plain
+        prompt, it is added, and nothing in the prompt is a special token. A prompt that is too long
+        for the context gives one item {"too_long": tokens}. At most `most` tokens are written.
+        With `by_piece` each piece of text is an item of its own. `stream` is read only by the proxy
+        in the caller's process, which then returns items one by one.
+        """
+        too_many = self._tokens_if_too_many(prompt, special=not add_bos)
+        if too_many:
+            yield {"too_long": too_many}
+            return
+        tokens = self.tokenize(prompt.encode(), add_bos=add_bos, special=not add_bos)
+        room = self.n_ctx() - len(tokens)
+        if room < (most or 1):
+            yield {"too_long": len(tokens)}
+            return
+        pieces, finish = [], "stop"
+        for chunk in self.create_completion(tokens, stream=True, max_tokens=most or room, **given):
+            choice = chunk["choices"][0]
+            finish = choice.get("finish_reason") or finish
+            if choice["text"]:
+                pieces.append(choice["text"])
+                if by_piece:
+                    yield {"text": choice["text"]}
+        text = "".join(pieces)
+        yield {
+            "text": "" if by_piece else text,
+            "finish": finish,
+            "prompt_tokens": len(tokens),
+            "completion_tokens": self._tokens_written(text, most, finish),
+        }
+
+    def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
+        """At least how many tokens `prompt` has, if they exceed the context; else 0.
+
+        Piece by piece: a huge prompt would otherwise keep the model busy although it cannot fit.
+        """
+        counted = 0
+        for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
+            piece = prompt[at : at + PIECE_CHARACTERS].encode()
+            counted += len(self.tokenize(piece, add_bos=False, special=special))
+            if counted - number * CUT_TOKENS > self.n_ctx():
+                return counted - number * CUT_TOKENS
+        return 0
+
+    def _tokens_written(self, text: str, most: int | None, finish: str) -> int:
+        # The library counts nothing while it streams. So count the tokens of the written text.
+        if most and finish == "length":
+            return most
+        if not text:
+            return 0
+        return len(self.tokenize(text.encode(), add_bos=False, special=False))
+
+    def drill(self, words: str) -> None:
+        """Fails with the text `words`, as a driver would: for runbooks and tests."""
+        raise RuntimeError(words)
+
+
 def _model_class(inbox: Inbox) -> Any:
     """`llama_cpp.Llama` with cancellation and the methods of OUR_METHODS."""
     import llama_cpp
 
-    class Model(llama_cpp.Llama):
+    class Model(_OurMethods, llama_cpp.Llama):
         """Checks between two batches whether the answer is still wanted."""
 
         job = -1
@@ -171,75 +246,6 @@ def _model_class(inbox: Inbox) -> Any:
             if self.job in inbox.cancelled or inbox.closed:
                 raise Cancelled
             super().eval(tokens)
-
-        def write(
-            self,
-            prompt: str,
-            add_bos: bool,
-            most: int | None,
-            by_piece: bool,
-            stream: bool = True,
-            **given: Any,
-        ) -> Iterator[dict[str, Any]]:
-            """Continues a prompt in one round trip: texts, then how it ended and the token counts.
-
-            A chat template writes the beginning of the sequence itself. With `add_bos`, for a plain
-            prompt, it is added, and nothing in the prompt is a special token. A prompt that is too long
-            for the context gives one item {"too_long": tokens}. At most `most` tokens are written.
-            With `by_piece` each piece of text is an item of its own. `stream` is read only by the proxy
-            in the caller's process, which then returns items one by one.
-            """
-            too_many = self._tokens_if_too_many(prompt, special=not add_bos)
-            if too_many:
-                yield {"too_long": too_many}
-                return
-            tokens = self.tokenize(prompt.encode(), add_bos=add_bos, special=not add_bos)
-            room = self.n_ctx() - len(tokens)
-            if room < (most or 1):
-                yield {"too_long": len(tokens)}
-                return
-            pieces, finish = [], "stop"
-            for chunk in self.create_completion(
-                tokens, stream=True, max_tokens=most or room, **given
-            ):
-                choice = chunk["choices"][0]
-                finish = choice.get("finish_reason") or finish
-                if choice["text"]:
-                    pieces.append(choice["text"])
-                    if by_piece:
-                        yield {"text": choice["text"]}
-            text = "".join(pieces)
-            yield {
-                "text": "" if by_piece else text,
-                "finish": finish,
-                "prompt_tokens": len(tokens),
-                "completion_tokens": self._tokens_written(text, most, finish),
-            }
-
-        def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
-            """At least how many tokens `prompt` has, if they exceed the context; else 0.
-
-            Piece by piece: a huge prompt would otherwise keep the model busy although it cannot fit.
-            """
-            counted = 0
-            for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
-                piece = prompt[at : at + PIECE_CHARACTERS].encode()
-                counted += len(self.tokenize(piece, add_bos=False, special=special))
-                if counted - number * CUT_TOKENS > self.n_ctx():
-                    return counted - number * CUT_TOKENS
-            return 0
-
-        def _tokens_written(self, text: str, most: int | None, finish: str) -> int:
-            # The library counts nothing while it streams. So count the tokens of the written text.
-            if most and finish == "length":
-                return most
-            if not text:
-                return 0
-            return len(self.tokenize(text.encode(), add_bos=False, special=False))
-
-        def drill(self, words: str) -> None:
-            """Fails with the text `words`, as a driver would: for runbooks and tests."""
-            raise RuntimeError(words)
 
     return Model
 

@@ -165,12 +165,13 @@ def candidates(
     return tuple(explained)
 
 
-def expected_seconds(model: str, is_warm: bool, cost: Cost) -> float | None:
-    """Seconds until a call of `model` is answered, its load included unless it `is_warm`.
+def expected_seconds(is_warm: bool, cost: Cost) -> float | None:
+    """Seconds until a call of a model is answered, the load included unless the model `is_warm`.
 
-    Parts that were never measured count as nothing, so the call may take longer. None: nothing in `cost` is measured.
+    A part of `cost` that was never measured counts as nothing, so the call may take longer. None if no part was
+    measured.
 
-    >>> expected_seconds("a", False, Cost(load=40.0)), expected_seconds("a", True, Cost(load=40.0))
+    >>> expected_seconds(False, Cost(load=40.0)), expected_seconds(True, Cost(load=40.0))
     (40.0, None)
     """
     parts = (cost.answer, None if is_warm else cost.load)
@@ -187,7 +188,7 @@ def fits(
     """
     if budget is None or choice.cloud:
         return True
-    seconds = expected_seconds(choice.model, warm(choice.model), cost(choice.model))
+    seconds = expected_seconds(warm(choice.model), cost(choice.model))
     return seconds is None or seconds <= budget
 
 
@@ -207,7 +208,7 @@ def too_short(
     for choice in choices:
         measured = cost(choice.model)
         is_warm = warm(choice.model)
-        seconds = expected_seconds(choice.model, is_warm, measured)
+        seconds = expected_seconds(is_warm, measured)
         if choice.cloud or seconds is None:
             continue
         shortest = seconds if shortest is None else min(shortest, seconds)
