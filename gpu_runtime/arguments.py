@@ -367,7 +367,7 @@ def _rule(method: str, parameter: str) -> Rule:
 def checked(method: Callable[P, T]) -> Callable[P, T]:
     """The `method`, which gets only arguments that the table allows.
 
-    Keywords without a name in its signature (`**options`) are passed on as they are.
+    Keywords that its signature does not name (`**options`) are passed on unchanged.
     """
     rules = rules_of(method)
     by_position = tuple(rules.items())

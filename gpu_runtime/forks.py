@@ -15,7 +15,9 @@ import threading
 import time
 import weakref
 
-WAIT_SECONDS = 1.0  # the longest wait of a fork; locks that it did not get are free in the child
+WAIT_SECONDS = (
+    1.0  # the longest wait of a fork; a lock that the fork did not get is free in the child
+)
 
 _awaited: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 _freed: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
@@ -26,7 +28,7 @@ _here = threading.local()
 def awaited(lock: threading.Lock) -> threading.Lock:
     """Makes every fork wait for `lock`, so the child never sees half-changed data. Returns `lock`.
 
-    It is for locks around SQLite, and around files that are locked for a moment.
+    Use it for locks around SQLite, and around files that are locked for a moment.
     """
     _awaited[id(lock)] = lock
     return lock

@@ -1,4 +1,4 @@
-"""Books from the bytes of a page or a roster, also of an older version that ran in this boot."""
+"""Decodes the book in a page or a roster. An older version may have written the bytes in this boot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decode_roster(roster: Roster) -> Book:
 def decode_older(page: bytes, rev: int) -> Book:
     """The book in a page of an older schema, one JSON document. Raises one of UNREADABLE."""
     sealed = zlib.crc32(page[4:], rev & 0xFFFFFFFF).to_bytes(4, "big") == page[:4]
-    if not sealed and not page.startswith(b"{"):  # only a page in a Redis has no checksum
+    if not sealed and not page.startswith(b"{"):  # only a page in Redis has no checksum
         raise ValueError("its checksum is wrong")
     return _decoded(page[4:] if sealed else page)
 

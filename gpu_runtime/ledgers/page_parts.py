@@ -1,8 +1,8 @@
 """One owner's part of a page as JSON: its section and its tickets.
 
 Only leases that changed are encoded and decoded: a section may have hundreds, and a write changes
-one. What is encoded is decoded once before it is used, so that no process writes what others could
-not read.
+one. Encoded bytes are decoded once before they are used, so that no process writes bytes that others
+could not read.
 
 Pure: values in, values out.
 """
@@ -17,13 +17,15 @@ import msgspec
 
 from ..facts import Lease, Section, Ticket, Value, encode
 
-MOST_PART_BYTES = 960 << 10  # of one owner's part: it must fit the owner's roster too
+MOST_PART_BYTES = (
+    960 << 10
+)  # the limit of one owner's part, which must also fit into the owner's roster
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 _UNENCODABLE = (TypeError, ValueError, OverflowError)
 
 
 class Unwritable(Exception):
-    """What was to be written could not be read again by others; `why` names the field."""
+    """Other processes could not read the value that was to be written. `why` names the field."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -72,7 +74,7 @@ def encode_part(
 ) -> tuple[bytes, tuple[bytes, ...]]:
     """The part as bytes, and its leases as bytes.
 
-    The leases of the section before, `old`, are `old_leases` as bytes. Raises Unwritable.
+    `old` is the section before; `old_leases` are its leases as bytes. Raises Unwritable.
     """
     known: dict[int, bytes] = {}
     if old is not None:
@@ -122,7 +124,7 @@ def readable(
     decode: Callable[[bytes], object],
     path: str = "",
 ) -> bytes:
-    """`value`, which is at this `path` in the page, as JSON that `decode` reads.
+    """JSON of `value`, which `decode` can read. `path` is the place of the value in the page.
 
     Raises Unwritable, which names the field.
     """
@@ -149,7 +151,7 @@ def _culprit(value: object, path: str) -> str:
 
 
 def _inside(value: object) -> Sequence[tuple[str, object]]:
-    """What `value` consists of, each with its name."""
+    """The members of `value`, each with its name."""
     if isinstance(value, msgspec.Struct):
         return [(f".{name}", getattr(value, name)) for name in value.__struct_fields__]
     if isinstance(value, Mapping):

@@ -6,7 +6,7 @@
     parts     one per owner: its section and its tickets
 
 Each part has a checksum of its own in the index, and the index also has the bytes that its owner
-claims. So a part that cannot be read is one owner's trouble, and its bytes still count. A process
+claims. So a part that cannot be read affects only its owner, and its bytes still count. A process
 decodes only the parts that changed since it last read the page, and encodes only its own.
 
 Everything has room to grow, filled up with blanks. A write that changes one part leaves all others
@@ -46,7 +46,7 @@ _STEP = 256  # room is a multiple of so many bytes
 
 
 class Shared(Value):
-    """The facts of a page that no single owner has."""
+    """The facts of a page that belong to no single owner."""
 
     devices: tuple[Device, ...] = ()
     limits: dict[str, int] = {}
@@ -99,7 +99,7 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A page as it was last read or written: what of it need not be decoded or encoded again."""
+    """A page as it was last read or written. Its unchanged parts are not decoded or encoded again."""
 
     shared: Shared | None
     shared_place: tuple[int, int, int]
@@ -180,7 +180,7 @@ def _part(
     old: Part | None,
     rev: int,
 ) -> Part:
-    """The part of the owner `id`: the `old` one if nothing of it has changed."""
+    """The part of the owner `id`; the `old` part if nothing in it has changed."""
     if old is not None and old.quarantined is None:
         same_section = old.section is section or old.section == section
         if same_section and (old.tickets is tickets or old.tickets == tickets):
@@ -233,14 +233,14 @@ def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int
 
 
 def _room(size: int, before: int) -> int:
-    """The room for `size` bytes: as `before` while that suits, so that nothing else has to move."""
+    """The room for `size` bytes. It stays as `before` if that suits, so that no other part has to move."""
     if size <= before <= 4 * size + 2 * _STEP:
         return before
     return (size + size // 16 + 2 * _STEP) // _STEP * _STEP  # for one more lease, or two
 
 
 def _checksum(head: bytes, rev: int) -> int:
-    # Also of the revision: a wrong digit in it would else pass for an older or newer page.
+    # The checksum covers the revision too. A wrong digit there would look like another version of the page.
     return zlib.crc32(head, rev & 0xFFFFFFFF)
 
 
@@ -307,7 +307,7 @@ def _head_of(page: bytes, rev: int) -> tuple[_Head, int]:
 def _read_part(
     entry: Entry, raw: bytes, content: bytes, old: Mapping[str, Part], mend: Mend | None
 ) -> Part:
-    """The part that `entry` describes; if its bytes are wrong, as `mend` has it, or quarantined."""
+    """The part that `entry` describes. If its bytes are wrong: the result of `mend`, or a quarantined part."""
     whole = content[: entry.size]
     if len(whole) != entry.size or zlib.crc32(whole) != entry.checksum:
         mended = mend(entry.id, raw) if mend else None

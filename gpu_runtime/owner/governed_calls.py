@@ -1,7 +1,7 @@
 """Calls of a governed module pin it while they run, and restore it first if it is away.
 
-So do calls of each of its parts, and the methods that read or replace all weights: a copy or a file of a
-model that is away would have no weights in it.
+Calls of its parts do the same, and so do methods that read or replace all weights. Without that, a copy or a
+file of a model that is away would contain no weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from .training import Training, watch_steps
 
 _CALLS = ("__call__", "forward", "generate")
-# What reads or replaces weights. `_apply` is behind `to`, `half`, `cuda`, `share_memory` and others.
+# Methods that read or replace weights. `_apply` is behind `to`, `half`, `cuda`, `share_memory` and others.
 _WHOLE = (
     "state_dict",
     "load_state_dict",
@@ -33,7 +33,7 @@ _WHOLE = (
 
 
 class Governed(Protocol):
-    """What a call needs of the model: the block to run in, and whether a thread is in a call of it."""
+    """The part of a resident that a call needs: the block to run in, and whether a thread is in a call."""
 
     calling: Callable[[], Any]
     training: Training
@@ -53,11 +53,11 @@ _governed: weakref.WeakKeyDictionary[Any, Governed] = weakref.WeakKeyDictionary(
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     """Makes calls of the module `value`, and of its parts, pin `resident`.
 
-    While it is `dropped`, its tensors hold no bytes: then an access to them restores the model as well.
+    If the model is `dropped`, its tensors hold no bytes. An access to a tensor then restores the model, too.
 
-    The module's class becomes a subclass of itself. An attribute on the instance would be simpler,
-    but a deep copy would carry it along and call the original's weights. A part that another resident
-    governs already stays with that one.
+    The module gets a subclass of its class. An attribute on the instance would be simpler, but a deep
+    copy would have it too and would call the original's weights. A part that another resident governs
+    already stays with that resident.
     """
     if hasattr(value, "_calls_under"):  # our own proxies pin the model themselves
         value._calls_under = resident.calling
@@ -136,7 +136,7 @@ def _governed_class(base: type) -> type:
 
 
 def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[..., Any]:
-    """`original`, run while the model is on its device; `noted`: training continues from its result."""
+    """A method that runs `original` while the model is on its device. `noted`: training follows its result."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
 
 @functools.cache
 def _dropped_class(base: type) -> type:
-    """The governed class of `base` for a module without bytes; slower, as each access is looked at.
+    """The governed class of `base` for a module without bytes. It is slower, since it checks each access.
 
     On simulated cards its tensors would read as zeros. On real ones a read raises; see
     `backends/pytorch/swap.py`.
@@ -204,6 +204,7 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Clears the gradients, and reports the end of the step; a model of a script is pinned."""
         resident = _governed.get(self)
         if resident is None:
             return original(self, *args, **kwargs)

@@ -3,7 +3,7 @@
 The lease is opened by itself, counted after each cell and never droppable. It is in use while a cell
 runs. When another process needs the card, the memory of an idle kernel is parked in host memory. It
 returns before the next cell runs, by the same request as a model's. If it cannot return, the cell is
-refused and nothing of it runs. When a kernel may be parked is known by the `Stillness` of its front end.
+refused and no line of it runs. The `Stillness` of the front end says when a kernel may be parked.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KernelResident(Resident):
         return True
 
     def swapped(self) -> None:
-        """The bytes have left or returned; the lease does not say so yet."""
+        """The bytes have left or returned, but the lease does not show it yet."""
         with self.gate:
             self.place = Place.MOVING
 
@@ -117,7 +117,7 @@ class Kernel:
             why = "Its return was interrupted."
         except Exception as error:  # IPython would ignore it, and run the cell
             why = str(error)
-        # A ledger that cannot be read, for example, keeps no cell whose memory is on its card.
+        # For example, the ledger cannot be read. A cell whose memory is on its card runs all the same.
         if why and not resident.enter(weakref.ref(anchor)):
             self.refused = f"{self._still_away(resident)} {why}"
         self._running.append(anchor)
@@ -146,7 +146,7 @@ class Kernel:
         if self._running:
             return
         if (resident := self.resident) is not None:
-            release.try_again_now(resident)  # what kept it before this cell may be over
+            release.try_again_now(resident)  # the reason for the failed attempt may have ended
             self._park_again_at = 0.0
             resident.failed_moves = 0
         self.count_when_due(idle=False)
@@ -190,7 +190,7 @@ class Kernel:
         """Counts, unless the last count was so slow that another one now would be felt.
 
         On a simulated card a count is a search of all objects: 40 ms for 170,000. Between cells it
-        takes at most a twentieth of the time; an `idle` kernel catches up.
+        takes at most a twentieth of the time. A count that was left out is made when the kernel is `idle`.
         """
         clock = self._session.clock
         began = clock()
@@ -257,7 +257,7 @@ class Kernel:
     def make_room(self, error: BaseException) -> str:
         """After a cell that ended with the out-of-memory `error`: garbage and idle leases leave the card.
 
-        Plain code asks nobody before it takes memory. Returns a sentence for the user; empty if `error`
+        Plain code takes memory without a request to the ledger. Returns a sentence for the user; empty if `error`
         is another one. Nothing is run again.
         """
         if not is_out_of_memory(error):
@@ -265,7 +265,7 @@ class Kernel:
         _clear_frames(error)
         gc.collect()
         self.count_when_due(idle=True)
-        if isinstance(error, GpuError):  # ours: it says who holds the memory
+        if isinstance(error, GpuError):  # our own error names the processes that hold the memory
             return ""
         session = self._session
         wanted, freed, left = _bytes_wanted(error), 0, []
@@ -306,7 +306,7 @@ class Kernel:
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
     def park_quietly(self, because: str) -> None:
-        """Parks the kernel, unless it was tried in vain a moment ago. A failure is logged."""
+        """Parks the kernel, unless an attempt failed a moment ago. A failure is logged."""
         resident, now = self.resident, self._session.clock()
         if resident is None or now < self._park_again_at:
             return
@@ -339,7 +339,7 @@ def _bytes_wanted(error: BaseException) -> int:
 
 
 def _governed(session: Session) -> set[int]:
-    """The keys of all storages that belong to models of this process."""
+    """The keys (`storage._cdata`) of all storages that belong to models of this process."""
     keys: set[int] = set()
     for resident in list(session.residents.values()):
         groups = getattr(resident.handle, "groups", None)
@@ -425,7 +425,7 @@ def _own(session: Session) -> Kernel:
 def find(session: Session, who: str) -> LeaseId:
     """The lease of the kernel of `who`: a notebook's file name, a process id or an owner's id.
 
-    Raises GpuError, naming the kernels that there are.
+    Raises GpuError, which names the existing kernels.
     """
     book = session.ledger.read()
     found = [id for id in book.sections if who in _names_of(book, id)]

@@ -1,7 +1,7 @@
 """Loads the models of waiting cells while the running cell still runs.
 
-One load at a time, in one thread, below every real request. `scheduler/look_ahead.py` decides what
-such a load may spend; `upcoming_cells` has the cells.
+One thread makes one load at a time, and every real request comes first. `scheduler/look_ahead.py` decides
+which memory such a load may use. `upcoming_cells` has the cells.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("gpu_runtime")
 PAUSE_SECONDS = 0.25  # between two looks while a model waits for room
 SETTLE_SECONDS = 0.05  # before the cells are read: Run All sends many at once
 LONGEST_SETTLE_SECONDS = 1.0
-REST = 20  # times as long as reading takes, this thread rests, so that the cell is not slowed
+REST = 20  # this thread rests so many times as long as it reads, so that the cell is not slowed
 MOST_ROUNDS = 8  # of making room for one load
 WHERE = {Place.AWAY: HOST, Place.GONE: "disk", Place.MOVING: "moving"}
 
@@ -58,7 +58,7 @@ class LookAhead:
         self._session = session
         self._lock = threading.Lock()  # protects the start and the end of the thread
         self._changed = threading.Event()
-        self._never = threading.Event()  # to rest where parking knows that a thread waits
+        self._never = threading.Event()  # a rest here is one of the waits that parking knows
         self._works = False  # whether the thread runs
         self._guesses: dict[str, _Guess] = {}
         self._ahead: set[str] = set()  # models on their device that were loaded ahead
@@ -74,7 +74,7 @@ class LookAhead:
     # -- the thread
 
     def wake(self) -> None:
-        """The cells have changed. Starts the thread if it does not run."""
+        """Called when the cells have changed. Starts the thread if it does not run."""
         if not self._active or self._session.closed or self._session.guest:
             return
         with self._lock:
@@ -167,7 +167,7 @@ class LookAhead:
             self._ahead = {name for name in self._ahead if self._is_here(name)}
 
     def requested(self, name: str) -> None:
-        """The model `name` was requested while it was here: a guess about it was right."""
+        """Called when the model `name` is requested while it is on its device. Counts a right guess."""
         with self._lock:
             if self._guesses.pop(name, None):
                 self.used += 1
@@ -244,7 +244,7 @@ class LookAhead:
             session.done_with(key.note)
 
     def _decide(self, decide: partial[tuple[Book, Grant | Wait]]) -> Grant | Wait:
-        """The verdict. Only one that changes the book is a transaction."""
+        """The verdict on the load. A transaction is made only if the verdict changes the book."""
         session = self._session
 
         def deciding(book: Book, world: World) -> tuple[Book, Grant | Wait]:

@@ -1,6 +1,6 @@
-"""When a module in training is in use between its calls: `backward` and `step` run without a call of it.
+"""Keeps a module in training on its device between its calls: `backward` and `step` do not call the module.
 
-A module is in training if it was adopted with its optimizer, or while gradients or a graph of it live. In
+A module is in training if it was adopted with its optimizer, or while it has gradients or a graph. In
 a kernel it is in use while a cell runs. Elsewhere it is in use from a `forward` with gradients enabled
 until `step`, `zero_grad` or the end of the graph.
 """
@@ -20,12 +20,12 @@ from ..facts import NEVER
 from ..kernel_activity import Activity, activity
 from .pins import AnchorRef, Held, new_anchor
 
-_MOST_NODES = 64  # of a result that are searched for graphs
+_MOST_NODES = 64  # the values of a result that are searched for graphs
 _KEY = "gpu_runtime"  # in the metadata of an autograd node
 
 
 class Trained(Protocol):
-    """What is needed of a backend's handle; other backends than torch's have no such handle."""
+    """The part of a backend's handle that training needs. Only torch's backends have such a handle."""
 
     optimizer: Any
 
@@ -35,7 +35,7 @@ class Trained(Protocol):
 
 
 class Training:
-    """What keeps one model on its device between its calls while it is in training."""
+    """Keeps one model on its device between its calls while it is in training."""
 
     def __init__(self, pins: set[AnchorRef], kernel: Activity = activity) -> None:
         """`pins` are the model's; `kernel` records which cells run."""
@@ -69,7 +69,7 @@ class Training:
         self._graph_pins.discard(pin)
 
     def stepped(self) -> None:
-        """Ends what `forwarded` began: the optimizer has stepped, or gradients were cleared."""
+        """Releases the pins of `forwarded`: the optimizer has stepped, or gradients were cleared."""
         self._awaits_step = False
         for pin in tuple(self._graph_pins):
             self._ended(pin)
@@ -82,7 +82,7 @@ class Training:
     def postpones_measuring(self, handle: Any) -> bool:
         """Whether the thread that trains the model of `handle` measures it, at its next step.
 
-        Another thread would read gradients while they are made or cleared: a segmentation fault.
+        Another thread could read gradients while they are made or cleared; that ended in a segmentation fault.
         """
         trains = getattr(handle, "optimizer", None) is not None
         # Between two cells of a kernel nothing trains. A script may train at any time.
@@ -93,7 +93,7 @@ class Training:
         return False
 
     def blocks(self) -> int:
-        """The number of pins that are not of a graph."""
+        """The number of pins that no graph holds."""
         return len(self.pins - self._graph_pins)
 
     def pinned(self) -> int:
@@ -113,8 +113,8 @@ class Training:
 
     @contextlib.contextmanager
     def waived(self) -> Iterator[None]:
-        """Inside, training does not keep the model: the thread that trains it evicts it by hand."""
-        # Another thread than the main one could meet the main thread's backward pass.
+        """Inside the block, training does not keep the model. Use it where the training thread evicts the model."""
+        # Another thread could move the model during the main thread's backward pass.
         self._waived = threading.current_thread() is threading.main_thread()
         try:
             yield
@@ -168,6 +168,7 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
     optimizers = sys.modules["torch.optim.optimizer"]
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Pins the models; returns the arguments of the step, which hold the pins."""
         models = trained_by(optimizer)
         if not models:
             return None
@@ -190,10 +191,10 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
 
 
 def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
-    """From now on `optimizer.zero_grad` ends what a `forward` of `model` began.
+    """From now on `optimizer.zero_grad` releases the pins that a `forward` of `model` took.
 
-    The model is pinned meanwhile: measured by the monitor while its gradients went away, it ended the
-    process with a segmentation fault.
+    The model is pinned while its gradients are cleared. Without the pin, the monitor measured the model at
+    that moment, and the process ended with a segmentation fault.
     """
     original = optimizer.zero_grad
     of = weakref.ref(model)
@@ -209,5 +210,5 @@ def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
         watched.training.stepped()
         return result
 
-    # On the instance, as torch's own schedulers do with `step`; its pickles do not carry it.
+    # Set on the instance, as torch's schedulers do with `step`. A pickle does not contain it.
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)

@@ -109,6 +109,7 @@ class Connections:
         paused: list[object] = []  # the timer that continues
 
         def accept(fd: Any, events: int) -> None:
+            """Accepts the connections that wait; pauses if this process can open no more files."""
             for _ in range(MOST_ACCEPTED):
                 try:
                     connection, address = listening.accept()

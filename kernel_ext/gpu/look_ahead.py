@@ -1,7 +1,7 @@
-"""The cells of this notebook that run and wait, for look-ahead.
+"""The running and waiting cells of this notebook, for look-ahead.
 
-The kernel's queue has the cells that were sent. Where it is empty, the notebook's file tells what
-comes next. The runtime reads the cells in a thread of its own; here nothing is loaded.
+The kernel's queue has the cells that were sent. If the queue is empty, the next cells are read from the
+notebook's file. The runtime reads the cells in a thread of its own. This module loads no model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_READ = 50  # cells ahead
 
 
 class LookAhead:
-    """The cells of one shell. It is told when a cell begins and ends."""
+    """The cells of one shell. The shell reports the begin and the end of each cell."""
 
     def __init__(self, shell: Any, clock: Callable[[], float] = time.monotonic) -> None:
         """Watches the kernel of `shell`. A shell without a kernel has no cells that wait."""
@@ -47,7 +47,7 @@ class LookAhead:
         upcoming.changed()
 
     def after_cell(self, result: Any) -> None:
-        """A cell ended, with IPython's `result`. An error or an interrupt empties the schedule."""
+        """Called when a cell ended with IPython's `result`. An error or an interrupt empties the schedule."""
         if self._queue is None:
             return
         self._running = [one for one in self._running if one[0] is not result.info]

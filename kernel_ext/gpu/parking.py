@@ -1,8 +1,8 @@
-"""The cells of a kernel, for parking: they begin, they end, and no line of one runs while its bytes are away.
+"""Follows the cells of a kernel for parking. No line of a cell runs while the memory of the kernel is away.
 
 IPython runs a cell even if a hook failed. Only a transformer of its syntax tree can refuse it.
-The exchange of a kernel's memory happens on the kernel's own loop, between two messages, and only if
-every other thread rests in a place where it is known to wait.
+The memory of a kernel is exchanged on the kernel's own loop, between two messages. Every other thread
+must be in a function that is known to wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import gpu_runtime
 from gpu_runtime import GpuError
 from gpu_runtime.units import MIB
 
-LOOP_SECONDS = 10.0  # how long the kernel's loop may take to come to the exchange
+LOOP_SECONDS = 10.0  # the longest wait until the kernel's loop begins the exchange
 UNDISTURBED_SECONDS = 60.0  # the switch interval meanwhile: no other thread gets the interpreter
 # These may have noted the addresses of tensors, or run code of their own on the card.
 OTHER_LIBRARIES = (
@@ -64,7 +64,7 @@ class Parking:
     """Follows the cells of one kernel, and lets its memory be exchanged between them."""
 
     def __init__(self, shell: Any, opens: Callable[[], Any], show: Callable[[str], None]) -> None:
-        """For the kernel of `shell`; `opens` returns the runtime, and `show` displays a line."""
+        """Follows the kernel of `shell`. `opens` returns the runtime, and `show` displays a line."""
         self._shell, self._kernel = shell, shell.kernel
         self._opens, self._show = opens, show
         self._runtime: Any = None
@@ -118,7 +118,7 @@ class Parking:
             self._show(news)
 
     def after(self) -> None:
-        """Called after them: counts what the kernel holds now."""
+        """Called after a cell, a silent request or a comm callback: counts what the kernel holds now."""
         self._cells = max(0, self._cells - 1)
         self._mark += 1
         if self._runtime is not None and gpu_runtime._opened() is None:
@@ -184,7 +184,7 @@ class Parking:
 
         self._kernel.io_loop.add_callback(on_loop)
         if not done.wait(LOOP_SECONDS):
-            done.set()  # the callback that comes late does nothing
+            done.set()  # a late callback does nothing
             return "the kernel's loop did not answer"
         if answer and isinstance(answer[0], BaseException):
             raise answer[0]
@@ -240,7 +240,7 @@ class _Refused(InputRejected):
 
 
 class _Undisturbed:
-    """No other thread gets the interpreter inside the block, unless this one gives it up itself."""
+    """Inside the block no other thread gets the interpreter, unless this thread releases it."""
 
     def __enter__(self) -> None:
         self._usual = sys.getswitchinterval()
@@ -276,14 +276,14 @@ def _why_not_modules() -> str:
 
 
 class _Thread(NamedTuple):
-    """Where a thread is now. No frame: one that refers to itself would keep the old bytes alive."""
+    """The position of a thread. It has no frame: a frame that refers to itself would keep the old bytes alive."""
 
     code: CodeType  # of its innermost function
     is_ours: bool  # gpu_runtime started it
 
     @property
     def rests(self) -> bool:
-        """Whether it waits in one of the places where the kernel's own threads wait."""
+        """Whether the thread waits in one of the functions where the kernel's own threads wait."""
         return (self.code.co_filename.rpartition("/")[2], self.code.co_name) in RESTING
 
 
@@ -303,7 +303,7 @@ def _is_ours(frame: Any) -> bool:
 
 
 def _why_not_threads(main: int | None) -> str:
-    """The first thread that is neither the kernel's nor ours and does not rest."""
+    """The first thread that is not the kernel's, was not started by gpu_runtime, and does not wait."""
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, found in _threads().items():
         if ident in (main, threading.get_ident()) or found.rests or found.is_ours:
@@ -319,7 +319,7 @@ def _is_kernel_thread(thread: threading.Thread) -> bool:
 
 
 def _not_at_rest(but: set[int]) -> str:
-    """The function that a thread runs outside the known waits; empty if all rest."""
+    """The function that a thread runs outside the known waits; empty if all threads wait."""
     for ident, found in _threads().items():
         if ident not in but and not found.rests and not found.is_ours:
             return f"{found.code.co_name} in {found.code.co_filename}"
@@ -327,7 +327,7 @@ def _not_at_rest(but: set[int]) -> str:
 
 
 def _is_kernels(handle: Any) -> bool:
-    """Whether the kernel itself scheduled it. A cell's file lies in a directory called ipykernel_PID."""
+    """Whether the kernel itself scheduled the task. The file of a cell is in a directory called ipykernel_PID."""
     callback = handle._callback
     while hasattr(callback, "func"):
         callback = callback.func

@@ -39,7 +39,7 @@ def storage_of(tensor):
 
 
 def why(tensor):
-    """Why the storage of `tensor` stays, by a search."""
+    """The reason that a search gives for keeping the storage of `tensor` in place."""
     key = tensor.untyped_storage()._cdata
     (reason,) = [one.stays for one in se.search(every).found if one.key == key]
     return reason
@@ -109,7 +109,7 @@ def test_a_storage_without_a_tensor_is_found():
 
 
 def test_a_gradient_that_nobody_has_read_is_found():
-    """Before it is read, it has no Python object, so the collector cannot know it."""
+    """A gradient has no Python object before it is read, so the collector cannot find it."""
     weight = torch.ones(5000, requires_grad=True)
     before = keys()
     (weight * 2).sum().backward()
@@ -118,7 +118,7 @@ def test_a_gradient_that_nobody_has_read_is_found():
 
 
 def test_parameters_of_a_loaded_script_are_found():
-    """TorchScript keeps its parameters in C++; Python makes an object when one is read."""
+    """TorchScript keeps its parameters in C++. A parameter gets a Python object when it is read."""
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(nn.Linear(100, 1000)), file)
     file.seek(0)
@@ -137,7 +137,7 @@ def test_parameters_of_a_loaded_script_are_found():
     lambda: nn.TransformerEncoderLayer(8, 2, 16),
 ], ids=["lstm", "gru", "mlp", "transformer"])  # fmt: skip
 def test_everything_that_an_autograd_graph_saved_is_found(net):
-    """The oracle: torch's own pack hook sees every tensor that is saved."""
+    """torch's pack hook sees every saved tensor, so the test compares with it."""
     module, inputs = net(), torch.randn(5, 3, 8)
     lasting = {storage_of(t)._cdata for t in (inputs, *module.parameters(), *module.buffers())}
     saved = {}
@@ -226,7 +226,7 @@ def test_a_copy_on_write_storage_stays_and_is_not_copied():
 
 
 def test_storages_that_overlap_stay():
-    """After a move, a change of one would not reach the other. The long one overlaps both short ones."""
+    """After a move, a change of one array would not reach the other. The long array overlaps both short arrays."""
     owner = (ctypes.c_ubyte * 4096)()
     start = ctypes.addressof(owner)
 
@@ -273,7 +273,7 @@ def test_no_unpack_hook_runs_and_no_checkpoint_is_computed_again():
 
 
 def test_no_mode_of_the_user_runs():
-    """A mode that counts operators must not see ours."""
+    """A mode that counts operators must not count operators of the search."""
     seen = []
 
     class Functions(TorchFunctionMode):

@@ -1,7 +1,7 @@
-"""Storages that leave, return and are dropped: the guard in their place, and what stays valid meanwhile.
+"""Storages that leave, return and are dropped: the guard that replaces them, and the objects that stay valid.
 
-The cards are simulated accelerators (tests/simgpu.py). Their storages are on a device of their own, as on
-CUDA, and leave it for host memory.
+The cards are simulated accelerators (tests/simgpu.py). Their storages are on a separate device, as with
+CUDA, and leave this device for host memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def content(storage: torch.UntypedStorage) -> list[float]:
 
 @given(some.integers(1, 6), some.integers(0, 6))
 def test_an_exchange_happens_completely_or_can_be_undone(count, fails_at):
-    """Whichever call fails, what was exchanged before is exchanged back."""
+    """If any call fails, the exchanges before it are reverted."""
     here, there = storages(*range(count)), storages(*range(10, 10 + count))
     exchange = swap.Exchange()
     for storage, other in zip(here, there, strict=True):
@@ -116,7 +116,7 @@ ACCESSES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("access", ACCESSES)
 def test_every_access_to_weights_that_left_their_card_raises_our_sentence(guards, probe, access):
-    """None returns zeros, none writes a file, none ends the process; afterwards all of them work."""
+    """While the bytes are away, no access returns zeros, writes a file or ends the process. Afterwards all work."""
     backend = open_backend("torch", probe)
     model = backend.load(NET, CARD, lambda: network().eval())
     weight = backend.value(model)[0].weight
@@ -135,7 +135,7 @@ def test_every_access_to_weights_that_left_their_card_raises_our_sentence(guards
 
 
 def test_a_guard_on_the_cpu_costs_no_memory_and_refuses_writes_and_files():
-    """Simulated cards have CPU storages. A plain read sees zeros there: the docs name that."""
+    """Simulated cards have CPU storages. A plain read sees zeros there, as the docs say."""
     size = 512 << 20
     before = _resident_bytes()
     guard = swap.guard(size, torch.device("cpu"), "never seen")
@@ -174,7 +174,7 @@ def trained(module: nn.Module, optimizer: torch.optim.Optimizer, away: Callable[
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_training_with_a_live_graph_goes_on_after_each_journey(guards, probe, kind):
-    """Weights, gradients, optimizer state, and what the graph saved: bit for bit those of a twin."""
+    """Weights, gradients, optimizer state and saved tensors are bit for bit equal to those of a twin."""
     backend = open_backend("torch", probe)
     options = {"momentum": 0.9} if kind == "SGD" else {}
     twin, module = network().to("simgpu:0"), network().to("simgpu:0")
@@ -228,7 +228,7 @@ def test_without_guards_a_module_in_training_is_not_movable(probe):
 
 @pytest.mark.thorough
 def test_a_journey_stopped_at_any_line_is_complete_or_did_not_happen(guards, probe):
-    """Values, account and device agree, and the next move works."""
+    """After the failure, values, account and device agree, and the next move works."""
     backend, line, target = open_backend("torch", probe), 0, HOST
     model = backend.load(NET, CARD, lambda: network().eval().requires_grad_(False))
     module, x = backend.value(model), torch.ones(2, 8).to("simgpu:0")
@@ -309,7 +309,7 @@ def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
 
 
 def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path):
-    """No program can set the time of an inode's change."""
+    """The stamp contains the inode's change time, which no program can set."""
     import os
     import shutil
 

@@ -1,4 +1,4 @@
-"""What a notebook's own code holds: counted, parked and returned, and never changed by it."""
+"""The memory of a notebook's own code is counted, parked and returned. Parking never changes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOATS = MIB // 4  # of a storage of 1 MiB
 
 
 class Quiet:
-    """A kernel in which nothing runs, unless a test says so."""
+    """A kernel in which nothing runs, unless a test sets otherwise."""
 
     def __init__(self) -> None:
         self.reason, self.used = "", 0
@@ -66,7 +66,7 @@ def cell(kernel, code=lambda: None):
         code()
     finally:
         kernel.end()
-        kernel.catch_up()  # as the monitor does: after a slow count the next one waits
+        kernel.catch_up()  # as the monitor does: after a slow count the next count waits
     return news
 
 
@@ -101,7 +101,7 @@ def test_a_governed_model_is_not_counted_again(started):
 
 
 def test_the_lease_is_no_model(started):
-    """It is listed with its bytes and its notebook, and nobody loads or registers it."""
+    """The lease is listed with its bytes and its notebook, although no code registered or loaded a model."""
     rt, kernel = started()
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -152,7 +152,7 @@ def trained(parks: Callable[[], None]) -> list[torch.Tensor]:
 
 
 def test_training_that_is_parked_in_the_middle_is_the_same_to_the_bit(started):
-    """Weights, gradients, two moments and what live graphs saved leave and return."""
+    """Weights, gradients, two moments and the saved tensors of live graphs leave and return."""
     alone = trained(lambda: None)
     rt, kernel = started()
 
@@ -223,7 +223,7 @@ def test_a_random_program_computes_the_same_with_and_without_parks(program):
 
 
 def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
-    """The copy is given up, and nothing has changed."""
+    """The copy is dropped, and the kernel's memory is unchanged."""
     rt, kernel = started()
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -254,7 +254,7 @@ def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, c
 
 
 def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started, runtime):
-    """A card that is full on the return changes nothing."""
+    """If the card is full at the return, nothing changes."""
     rt, kernel = started(devices="sim:256MiB,host:4GiB")
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -292,7 +292,7 @@ def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(start
 
 
 def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, shared_book):
-    """The same path as a model's: asked, obeyed by its monitor, journaled."""
+    """The path is that of a model: a request, the owner's monitor carries it out, and the journal records it."""
     devices = "sim:64MiB,host:4GiB"
     rt, kernel = started(
         devices=devices, ledger=shared_book, eviction_grace_seconds=0.0, monitor=True
@@ -328,7 +328,7 @@ def test_while_a_cell_runs_the_kernel_is_in_use(started, runtime, shared_book):
 def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
     started, runtime, shared_book, clock
 ):
-    """Under Run All the kernel is never idle; after its turn it leaves before its next cell."""
+    """Under Run All the kernel is never idle. After its turn, its memory leaves before the next cell."""
     import threading
 
     devices = "sim:64MiB,host:4GiB"
@@ -400,7 +400,7 @@ def test_a_closed_runtime_leaves_the_tensors_usable(started):
 def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     started, runtime, shared_book
 ):
-    """The bytes that torch asked for come free, and no more models leave than that takes."""
+    """The bytes that torch requested become free, and no more models leave than needed."""
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)

@@ -17,7 +17,7 @@ GIB = 2**30
 
 @pytest.fixture
 def notebook():
-    """Sets the upcoming cells: `notebook("a", "b c")` is a running cell that uses a, then another."""
+    """Sets the upcoming cells: in `notebook("a", "b c")` the running cell uses a, and the next one b and c."""
     current: list[tuple[CellModels, ...]] = [()]
     upcoming.read_by(lambda known, governed: current[0])
 
@@ -150,7 +150,7 @@ def test_a_model_that_fails_to_load_is_tried_once_and_disturbs_nothing(runtime, 
 
 
 def test_the_policy_follows_the_schedule(runtime, notebook):
-    """A real request evicts what the schedule needs last, and not the least recently used."""
+    """A real request evicts the model that the schedule needs last, not the least recently used model."""
     rt = runtime(devices="sim:24GiB,host:64GiB")
     fakes(rt, a="10GiB", b="10GiB", c="10GiB")
     rt.preload("a")

@@ -29,6 +29,7 @@ def untouched(paths: Iterable[str], name: str) -> Iterator[Callable[[], None]]:
     leased = {path: file for path in paths if (file := _leased(path)) is not None}
 
     def check() -> None:
+        """Raises LoadFailed if a process waits to write one of the files."""
         for path, file in leased.items():
             if fcntl.fcntl(file, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
                 raise LoadFailed(

@@ -1,8 +1,8 @@
 """Which names reach which storages, and which storages come free if one name is deleted.
 
-`reached` follows references forward from a name, through autograd graphs too. What comes free is found by
-trial deletion, as Python's own garbage collector does it: an object stays if something outside of what the
-name reaches refers to it. References that nobody can see (of C++ code, of a library) make an object stay.
+`reached` follows references forward from a name, through autograd graphs too. Trial deletion, the method of
+Python's garbage collector, then finds the storages that become free: an object stays if an object that the
+name does not reach refers to it. An object also stays if C++ code or a library refers to it unseen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNKNOWN = "something without a name"
 
 
 class Reach(NamedTuple):
-    """What one name reaches. Storages are given by their keys (`storage._cdata`)."""
+    """The storages that one name reaches, by their keys (`storage._cdata`)."""
 
     direct: frozenset[int]
     saved: frozenset[int]  # those that only autograd graphs on the way refer to
@@ -63,7 +63,7 @@ class Graphs:
 def reached(
     held: list[Any], graphs: Graphs, *, shared: Collection[int] = (), limit: Limit | None = None
 ) -> Reach:
-    """What the objects `held` reach; empties `held`.
+    """The storages that the objects `held` reach. Empties `held`.
 
     `held` has one entry for each reference that the name holds. The caller must keep no reference of its
     own. `shared` are the ids of containers at which the search ends.
@@ -88,7 +88,7 @@ def storages_of(handle: Any) -> frozenset[int]:
 class _Walk:
     """The objects that one name reaches, and the references among them.
 
-    Nodes of graphs are followed last, so that what only they refer to is known.
+    Nodes of graphs are followed last. The objects found then have references from nodes only.
     """
 
     def __init__(self, graphs: Graphs, shared: Collection[int], limit: Limit) -> None:
@@ -151,7 +151,7 @@ class _Walk:
         return below
 
     def freed(self) -> set[int]:
-        """The keys of the storages that come free if the name goes: trial deletion."""
+        """The keys of the storages that become free if the name is deleted, found by trial deletion."""
         references = _references(self._objects, self._graphs, self._kinds)
         for key, count in self._given.items():
             references[key] = references.get(key, 0) - count
@@ -262,7 +262,7 @@ def _references_to_node() -> int:
 
 
 def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
-    """What refers to a storage that no name reaches: a module, a class or a cache, if there is one.
+    """The module, class or cache that refers to a storage that no name reaches; empty if none is found.
 
     `ignored` are the ids of objects of the search itself. Each step up takes a look at all objects.
     """

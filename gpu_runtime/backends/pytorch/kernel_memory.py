@@ -1,11 +1,11 @@
 """The memory that a notebook's own code holds: all its tensors that belong to no governed model.
 
-It leaves and returns as one. The bytes are copied while the kernel goes on. Then the data pointers of all
-storages are exchanged in one call into C, at a moment when no thread of the process uses torch. Tensors,
-views, gradients, optimizer state and what autograd graphs saved keep their identity and their version.
+This memory leaves and returns as a whole. The bytes are copied while the kernel continues. Then one call
+into C exchanges the data pointers of all storages, at a moment when no thread of the process uses torch.
+Tensors, views, gradients, optimizer state and saved tensors of graphs keep their identity and version.
 
-On a simulated card the storages are CPU tensors of at least 1 MiB. Away, they lie in the simulated host's
-memory and stay readable. On a real card a guard stands in their place, and every access raises.
+On a simulated card the storages are CPU tensors of at least 1 MiB. Parked bytes count as host memory there
+and stay readable. On a real card a guard replaces them, and every access raises.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class KernelBackend:
     def _exchange(
         self, model: KernelMemory, mark: object, exchange: swap.Exchange, away: tuple[Away, ...]
     ) -> None:
-        """Makes the exchange while nothing else runs. Raises NotStill; then nothing has changed."""
+        """Makes the exchange while no other thread runs. Raises NotStill, and then nothing has changed."""
 
         def act() -> None:
             """Makes all exchanges, or none."""
@@ -195,7 +195,7 @@ class KernelBackend:
             raise NotStill(why)
 
     def drop(self, model: KernelMemory) -> None:
-        """Returns what is away to its card: these bytes exist nowhere else. Repeating is safe."""
+        """Returns parked bytes to their card, since they exist nowhere else. Repeating is safe."""
         if model.away and not model.memory.counted:
             self._return(model)
         # On a simulated card the bytes stay readable where they are.

@@ -1,8 +1,8 @@
 """Every storage that this process has on its devices, and why a storage cannot be moved.
 
-torch has no list of its storages. They are found from Python's garbage collector and from autograd graphs:
-the collector alone sees 3 % of a live LSTM graph. No unpack hook runs, because a checkpointed forward pass
-would be computed again. Which variable refers to a storage is decided in `holders.py`.
+torch has no list of its storages. The search finds them through Python's garbage collector and from autograd graphs:
+the collector alone sees 3 % of a live LSTM graph. No unpack hook runs, because the hook of a checkpoint
+computes the forward pass again. `holders.py` finds the variables that refer to a storage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What a search found, and what it cost."""
+    """The storages that a search found, with the seconds and objects of the search."""
 
     found: tuple[Found, ...]
     opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
@@ -83,7 +83,7 @@ class Search(NamedTuple):
 
 
 class Limit:
-    """A limit of time, in seconds, that starts when it is made; None never ends."""
+    """A limit of time, in seconds from its creation; None is no limit."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Limit:
         clock: Callable[[], float] = time.perf_counter,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        """The time is over earlier once `stop` returns True."""
+        """The limit is also reached once `stop` returns True."""
         self._clock, self.began = clock, clock()
         self._stop = stop
         self._seconds = float("inf") if seconds is None else seconds
@@ -206,7 +206,7 @@ def _scripted_classes() -> set[type]:
 
 
 def _with_hidden(tensors: list[Tensor], nodes: set[Any], limit: Limit) -> Iterator[Tensor]:
-    """The `tensors`, their gradients, and what their autograd graphs saved; each about once.
+    """The `tensors`, their gradients, and the tensors that their autograd graphs saved. Few appear twice.
 
     Adds the graph's nodes that were visited to `nodes`.
     """
@@ -247,6 +247,7 @@ def _storages(
     opaque: list[Tensor] = []
 
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
+        """The entry of `storage`, made when it is first seen; None if the storage is left out."""
         key = storage._cdata
         if key in by_key:
             return by_key[key]
@@ -354,7 +355,7 @@ def saved_in(roots: Iterable[Any], nodes: set[Any], limit: Limit) -> Iterator[An
 
 
 def saved_by(node: Any) -> Iterator[Any]:
-    """What one node of a graph saved; no unpack hook runs."""
+    """The tensors and objects that one node of a graph saved. No unpack hook runs."""
     kind = type(node)
     if kind not in _saved_names:
         _saved_names[kind] = tuple(
@@ -382,7 +383,7 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 
 
 def _judged(entries: list[_Entry]) -> Iterator[Found]:
-    """The storages with the reasons why they stay. Those without memory of their own are left out."""
+    """The storages, each with the reason why it stays. Storages without memory of their own are left out."""
     sent = _sent_to_others()
     spans: list[tuple[str, int, int, int]] = []  # torch device, address, bytes, place in the list
     reasons: list[str | None] = []  # None: the storage has no memory
@@ -437,7 +438,7 @@ def _sent_to_others() -> frozenset[int]:
 def _overlapping(spans: list[tuple[str, int, int, int]]) -> set[int]:
     """The places of storages that overlap in memory, as two `from_numpy()` of one array do.
 
-    torch does not know that they share bytes, so after a move a change of one would not reach the other.
+    torch does not know that they share bytes. After a move, a change of one would not reach the other.
     """
     overlapping: set[int] = set()
     device, end, last = "", 0, -1

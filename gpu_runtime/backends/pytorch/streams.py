@@ -2,7 +2,7 @@
 
 The allocator gives a freed block to the next request on the same stream, without waiting for other
 streams. If bytes returned to a block of another stream, correct side-stream code would find its memory
-used again too early. So what left a card returns to a block of the stream it was allocated on.
+overwritten too early. So bytes return to a block of the stream on which they were allocated.
 """
 
 from __future__ import annotations

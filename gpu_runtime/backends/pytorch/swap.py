@@ -1,8 +1,8 @@
-"""How the bytes of a storage leave, return and are dropped: its data pointer is exchanged.
+"""Moves the bytes of a storage away and back, or drops them, by an exchange of its data pointer.
 
 A storage (c10::StorageImpl) is what a weight shares with its views, tied weights and the autograd graphs
-that saved it. Only the pointer changes, so all of them stay as they are. Where bytes have left, a guard of
-the same size takes their place: shape, dtype and device stay, and an access raises an error.
+that saved it. Only the pointer changes, so all these objects stay valid. A guard of the same size replaces
+bytes that have left: shape, dtype and device stay, and an access raises an error.
 
 Nothing is searched or copied here. The caller names the storages, and has copied their bytes.
 """
@@ -22,7 +22,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
 
 def _mark() -> Callable[[int, str], None] | None:
-    """torch's call that makes each access of a storage raise a sentence. CPU builds lack it."""
+    """The function of torch that makes each access of a storage raise an error with a text. CPU builds lack it."""
     return getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
@@ -40,8 +40,8 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
     """A storage of `size` bytes on `device` that holds no memory.
 
     On an accelerator every access raises RuntimeError with the `sentence`. On the CPU a write, `numpy()`,
-    `data_ptr()` and `torch.save` raise torch's own error, and a plain read sees zeros: there an access
-    that raises ends the process in `is_shared()`.
+    `data_ptr()` and `torch.save` raise torch's own error, and a plain read sees zeros. On the CPU an access
+    that raises would end the process in `is_shared()`.
     """
     if device.type != "cpu":
         empty = torch._C._construct_storage_from_data_pointer(0, device, size)
@@ -49,7 +49,7 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
         return empty
     if size == 0:
         return torch.UntypedStorage(0)
-    # Nobody touches these pages, so they cost no memory.
+    # No code touches these pages, so the system gives them no memory.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
@@ -57,7 +57,7 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
 
 
 class Exchange:
-    """Storages that get other bytes together: all of them, or none.
+    """An exchange of the bytes of several storages: all of them change, or none.
 
     Prepare it with `put` and `take`. `calls` are then made by `at_once`, and `undo` reverts those that
     were made. The old bytes are freed with this object.

@@ -21,7 +21,7 @@ from . import swap
 from .torch_model import TorchModel
 
 T = TypeVar("T")
-# What the handle of a model notes that is on no device.
+# The state of a model on no device, as its handle records it.
 NOWHERE: dict[str, Any] = {
     "memories": (),
     "own": {},
@@ -93,7 +93,7 @@ class Move:
         self.exchange.undo()
         self.calls[:] = st.rebinding(self.rebound, [group.bytes for group in self.rebound])
         while self.calls:
-            # A tensor that cannot change did not change.
+            # A tensor that refuses the reverse change was not changed before.
             with contextlib.suppress(RuntimeError):
                 self.calls.pop()()
 
