@@ -144,7 +144,7 @@ def _kind(segment: Mapping[str, Any]) -> str:
 
 
 def _releasable(segment: SegmentMap, type: str) -> int:
-    """Bytes of a segment that `torch.cuda.empty_cache()` gives back.
+    """Bytes of a segment that `torch.cuda.empty_cache()` releases.
 
     A normal segment is given back whole or not at all; an expandable one, page by page.
     """

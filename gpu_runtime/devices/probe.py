@@ -306,7 +306,7 @@ class Probe:
         return numbered
 
     def empty_cache(self) -> int:
-        """Gives back memory that is kept for reuse, on cards and host. Returns its bytes."""
+        """Releases memory that is kept for reuse, on cards and host. Returns its bytes."""
         released = sum(memory.empty_cache() for memory in self._memories.values())
         cuda = _started_cuda() if self._cards else None
         if cuda is not None:

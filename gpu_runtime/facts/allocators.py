@@ -51,7 +51,7 @@ class AllocatorMap(Value):
     allocated_bytes: int
     reserved_bytes: int
     inactive_bytes: int | None = None  # reserved and unused
-    # Inactive bytes in segments that are entirely unused: defragmenting gives them back.
+    # Inactive bytes in segments that are entirely unused: defragmenting releases them.
     releasable_bytes: int | None = None
     # The largest inactive block: the largest request that needs no new memory.
     largest_free_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""What /proc tells of a process: whether it lives, and whether it is stopped.
+"""Reads in /proc whether a process lives, and whether it is stopped.
 
 A process number is used again. A pid and a start time together are not, for an observer in the same
 namespaces. Nothing here knows owners or lock files.

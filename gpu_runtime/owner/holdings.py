@@ -193,7 +193,7 @@ def _on_devices(session: Session) -> list[Resident]:
 
 
 def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> Holder:
-    """A governed model: all of its bytes leave with `%gpu evict`, whoever refers to it."""
+    """A governed model: all of its bytes leave with `%gpu evict`, whatever refers to it."""
     shares = [share for share in resident.lease.shares if share.device != HOST]
     held = sum(share.bytes for share in shares) if size is None else size
     device = device or _devices(share.device for share in shares)

@@ -72,8 +72,8 @@ def park_kernels(
 ) -> tuple[Book, tuple[Move | Drop, ...]]:
     """The book with the kernel of `owner` leaving a card that holds more than its limit, and the step.
 
-    Plain code asks nobody before it takes memory. So a card may hold more than its limit, until idle
-    kernels have left. Of those, as many leave as are needed, in the order of `rank`. `key` marks them.
+    Plain code takes memory without a request to the ledger. So a card may hold more than its limit, until idle
+    kernels have left. As many of them leave as needed, in the order of `rank`. `key` marks them.
     """
     if world.rules.relief == "never" or owner not in book.sections:
         return book, ()

@@ -32,7 +32,7 @@ def split(
 
     `room` is bytes by device id, in the order of the devices; `limits` are their budgets, needed
     for whole cards. The `rules` name the layout, the devices and how many. A card that cannot take
-    its part is skipped, and the search goes on.
+    its part is skipped, and the search continues.
     """
     cards = [card for card in room if not rules.devices or card in rules.devices]
     most = min(rules.most_cards or len(cards), len(cards))

@@ -270,7 +270,7 @@ class HistoryThread:
             self._thread.start()
 
     def end(self) -> None:
-        """Writes the unwritten moments, and gives up after a second."""
+        """Writes the unwritten moments, for at most one second."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)

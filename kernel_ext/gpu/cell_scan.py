@@ -1,6 +1,6 @@
 """Which models a cell uses, read from its text.
 
-Pure: nothing of the cell runs. A model that the scan misses is loaded when the cell asks for it, as
+Pure: nothing of the cell runs. A model that the scan misses is loaded when the cell uses it, as
 without the scan. A model that it finds wrongly costs a load into free memory.
 """
 

@@ -228,7 +228,7 @@ FAILURES = [OSError("the disk went away"), KeyboardInterrupt(), MemoryError()]
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda f: type(f).__name__)
 def test_a_load_that_fails_in_the_middle_frees_everything(case, failure):
-    """Also while the traceback is referenced, as a notebook references its last one."""
+    """The bytes are freed even while the traceback is referenced, as a notebook references its last one."""
     case.trip(failure)
     with pytest.raises(type(failure)) as held:
         case.load()

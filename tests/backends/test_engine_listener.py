@@ -63,7 +63,7 @@ def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, l
 
 
 def test_another_process_of_this_user_on_the_port_is_sent_nothing(server, unseen, loads):
-    """Such as an engine of an earlier start. Our engine cannot listen there, and gets the next port."""
+    """An engine of an earlier start may have the port. Our engine cannot listen there and gets the next port."""
     one = server()
     one._sleep = lambda seconds: loads.touch()
     with impostor(PORTS[0]) as false:
@@ -118,7 +118,7 @@ def test_the_address_of_an_engine_whose_port_was_taken_is_not_given(robbed):
 
 
 def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
-    """Also if the address was read before: the check is made on the open connection."""
+    """The check is made on the open connection, so an address that was read before makes no difference."""
     _, before, port = robbed
 
     async def call() -> None:
@@ -147,7 +147,7 @@ def source(request, monkeypatch):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
 def test_a_listening_socket_is_found_with_its_process(host, source):
-    """Whatever address it listens on, if a connection to 127.0.0.1 reaches it."""
+    """The socket may listen on any address, if a connection to 127.0.0.1 reaches it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if family is socket.AF_INET6 and not os.path.exists("/proc/net/tcp6"):
         pytest.skip("this machine has no IPv6")

@@ -153,7 +153,7 @@ def test_requests_without_the_key_are_rejected(server):
 
 
 def test_the_processes_that_a_server_started_end_with_it(server, tmp_path, monkeypatch):
-    """Also those in sessions of their own, which a signal to the group does not reach."""
+    """A signal to the group does not reach processes in sessions of their own, but these end too."""
     monkeypatch.setenv("STAND_IN_CHILD", str(tmp_path / "child"))
     one = server()
     one.start()
@@ -224,7 +224,7 @@ def test_ollama_without_the_model_names_the_command_to_type(server):
 
 
 def test_a_server_that_never_becomes_ready_fails_after_its_time_out(server, monkeypatch):
-    """By the injected clock: no real time passes."""
+    """The injected clock advances, so no real time passes."""
     monkeypatch.setenv("STAND_IN_MUTE", "1")
     one, now = server(seconds=600.0), [0.0]
     one._clock = lambda: now[0]

@@ -89,7 +89,7 @@ def said(model: torch.nn.Module, *, without: tuple[str, ...] = ()) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_estimated_cache_is_that_of_a_forward_pass(family):
-    """With and without the list of layer types that newer configs have. transformers keeps one token less
+    """Configs with and without the list of layer types, which newer configs have. transformers keeps one token less
     than the window, because the next token is always at hand."""
     model = model_of(family)
     with torch.no_grad():

@@ -64,7 +64,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_a_writer_waits_until_the_load_is_over(file, write):
-    """The load is told at its next leg, so that it can give up before the system lets the writer continue."""
+    """The load notices it at its next step, so that it can stop before the system lets the writer continue."""
     writer = threading.Thread(target=write, args=[file], daemon=True)
     with untouched([str(file)], "qwen") as check:
         check()

@@ -70,7 +70,7 @@ def test_every_type_is_exact(tmp_path, kind):
 
 
 def test_a_file_of_many_types_is_exact(tmp_path):
-    """Like quantised models: norms in full precision, and a head of a larger type than the layers."""
+    """Quantised models have norms in full precision, and a head of a larger type than the layers."""
     path = write(
         tmp_path / "m.gguf", [Type.Q6_K, Type.F32, *[Type.Q4_K] * 20, *[Type.Q5_K] * 4, Type.BF16]
     )
@@ -138,7 +138,7 @@ def test_only_the_header_is_read(tmp_path):
 
 
 def test_the_parts_of_a_split_model_are_one(tmp_path):
-    """Whether one of the files or their directory is given."""
+    """One of the files may be given, or their directory."""
     parts = [write(tmp_path / f"m-0000{n}-of-00002.gguf", [Type.Q8_0] * n) for n in (1, 2)]
     whole = sum(map(real_bytes, parts))
     for path in (*parts, tmp_path):

@@ -1,4 +1,4 @@
-"""Which names reach which storages, and which storages come free with a name."""
+"""Which names reach which storages, and which storages become free with a name."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installe
 
 
 def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
-    """Not in requests: vLLM refuses a template there, and llama-server ignores it."""
+    """A request has no template: vLLM refuses a template there, and llama-server ignores it."""
     for chat, engine, flag in (
         ("{{ messages }}", "vllm", "--chat-template"),
         ("/m/a.jinja", "vllm", "--chat-template"),
@@ -272,7 +272,7 @@ def test_engines_without_template_switches_return_no_template(nothing_installed,
 
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
 def test_every_flag_is_in_the_engine_s_help(installed, engine):
-    """With every option that becomes a flag."""
+    """The test uses every option that becomes a flag."""
     one = order(
         engine,
         source="/m/phi.gguf",

@@ -226,7 +226,7 @@ def test_pieces_that_are_there_already_are_not_copied(accelerator):
 
 
 def test_a_tensor_on_another_device_is_named(accelerator):
-    """Whatever moved it, the load reports it."""
+    """The load reports such a tensor for any cause of the move."""
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     module = backend.value(model)
@@ -417,7 +417,7 @@ def test_a_module_with_weights_at_its_root_stays_whole(accelerator):
 
 
 def test_gradients_and_optimizer_state_are_with_their_parameters(box):
-    """Only on the product's simulated cards, where training works; they count and move with them."""
+    """Training works only on the product's simulated cards, where gradients and states count and move too."""
     if box.kind == "simgpu":
         pytest.skip("the simulated accelerator runs backward passes on its first card only")
     backend, module = open_backend("torch", box.probe), stack().train()

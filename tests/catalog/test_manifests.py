@@ -180,7 +180,7 @@ def test_a_bare_manifest_and_json_and_all_shapes_in_one_file():
 
 
 def test_a_manifest_is_stored_unchanged():
-    """Also fields without a meaning here: labels, a status, fields of other tools."""
+    """Fields without a meaning here are kept: labels, a status, fields of other tools."""
     text = (
         f"apiVersion: {API_VERSION}\nkind: Agent\nmetadata: {{name: a, labels: {{team: x}}}}\n"
         "spec: {memory: 10GB, colour: red, x-memroy: 1}\nstatus: {phase: ready}\n"

@@ -119,7 +119,7 @@ def test_every_route_is_listed_once_and_says_what_it_does():
 
 
 def test_no_route_is_hidden_from_the_description():
-    """Else the list of routes would not be all of them."""
+    """A hidden route would be missing from the list of routes."""
     sources = (ROOT / "gpu_runtime" / "serving").rglob("*.py")
     assert [path.name for path in sources if "include_in_schema" in path.read_text()] == []
 

@@ -247,7 +247,7 @@ def test_other_sizes_have_no_preset(name):
 
 
 def test_passwords_are_never_shown(environment):
-    """Neither in the table nor in an error message."""
+    """A password is neither in the table nor in an error message."""
     environment.setenv("GPU_LEDGER", "redis://ops:s3cret@box:6379/0")
     assert row(Settings.load(), "GPU_LEDGER").value == "redis://ops:***@box:6379/0"
     with pytest.raises(BadSetting) as error:
@@ -258,7 +258,7 @@ def test_passwords_are_never_shown(environment):
 
 @pytest.mark.parametrize("name", ["gpu_console_token", "gpu_console_viewer_token"])
 def test_a_token_is_never_shown(environment, name):
-    """Neither in the table, which `gpu doctor` prints, nor in a repr, nor in an error message."""
+    """A token is not in the table, which `gpu doctor` prints, nor in a repr or an error message."""
     token = "4f1c8a90b2d74e6f9a3b"
     environment.setenv(name.upper(), token)
     settings = Settings.load()
@@ -283,7 +283,7 @@ def test_a_token_is_never_shown(environment, name):
     )
 )
 def test_no_password_survives_masking(password):
-    """Whatever characters it has, even @ or /."""
+    """A password may have any characters, even @ or /."""
     assert masked(f"redis://ops:{password}@box:6379/0") == "redis://ops:***@box:6379/0"
 
 

@@ -100,7 +100,7 @@ def test_a_number_without_a_unit_is_bytes(size):
 
 @given(st.integers(0, 2**20), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
 def test_a_unit_multiplies(number, unit, space):
-    """In upper and lower case."""
+    """A unit may be in upper or lower case."""
     assert parse_bytes(f"{number}{space}{unit}") == number * UNITS[unit]
     assert parse_bytes(f"{number}{space}{unit.upper()}") == parse_bytes(
         f"{number}{space}{unit.lower()}"

@@ -115,7 +115,7 @@ def test_the_map_shows_a_simulated_cards_segments_as_they_are_cut():
 
 @given(rows=st.lists(sizes, max_size=30), freed=st.sets(st.integers(0, 29)))
 def test_the_bytes_that_defragmenting_releases_are_known_before(rows, freed):
-    """`releasable_bytes` is exactly what empty_cache gives back, and the figures add up to the map."""
+    """`releasable_bytes` is exactly the bytes that empty_cache releases, and the figures add up to the map."""
     memory = Memory("sim:0", 4 * GIB)
     held = [memory.allocate(size) for size in rows]
     for index in freed & set(range(len(held))):
@@ -215,7 +215,7 @@ blocks = st.lists(
 
 @given(segments=st.lists(blocks, max_size=12), most=st.integers(1, 80))
 def test_a_map_is_bounded_and_keeps_every_byte(segments, most):
-    """However fragmented an allocator is, its map fits; its figures and each segment's size are
+    """The map of a fragmented allocator fits as well; its figures and each segment's size are
     exact.
     """
     told = tuple(

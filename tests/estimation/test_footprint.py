@@ -362,7 +362,7 @@ def test_a_model_that_generates_no_text_has_no_cache():
     ],
 )
 def test_an_unusable_config_gives_an_unknown_size(config):
-    """Whatever the config contains: no crash, no zero, no tuple of a billion layers."""
+    """No content of a config causes a crash, a size of zero, or a tuple of a billion layers."""
     assert cache_layers(config) is None
 
 

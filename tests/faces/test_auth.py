@@ -53,7 +53,7 @@ NEARLY = [OPERATORS[:-1], OPERATORS + "a", OPERATORS.swapcase(), "\ud800"]
 
 @given(st.one_of(st.text(max_size=60), st.sampled_from(NEARLY)), st.sampled_from(PLACES))
 def test_nothing_else_gives_a_role(text, place):
-    """Not the empty text, even if no viewer's token is set; not a part of a token, and no invalid text."""
+    """The empty text gives no role, even if no viewer's token is set. Part of a token or invalid text gives none."""
     for rules in (RULES, AccessRules("ann", operator_token=OPERATORS)):
         assert role_of_tokens(rules, **credentials(place, text)) is None
     assert role_of_tokens(AccessRules("ann", operator_token=""), **credentials(place, text)) is None

@@ -66,7 +66,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=6
 
 @given(ROWS, ROWS)
 def test_an_updated_source_holds_the_new_columns(before, after):
-    """By patches or as a whole.
+    """The source is updated by patches or as a whole.
 
     The result is whether anything differed, and the given lists are unchanged.
     """

@@ -97,6 +97,6 @@ def test_a_new_decision_appears():
 
 
 def test_names_are_text():
-    """Whatever a model is called."""
+    """A model may have any name."""
     (row,) = rows((replace(REFUSED, model="<b>\x1b"),), samples.busy)
     assert texts(row)[2] == "<b>\N{REPLACEMENT CHARACTER}"

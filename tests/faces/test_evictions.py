@@ -202,7 +202,7 @@ def test_the_file_has_the_filtered_events_with_times_in_utc():
 
 @given(st.text(max_size=12))
 def test_no_cell_is_a_formula(name):
-    """Whatever a model is called; other names are unchanged."""
+    """A model may have any name. Names that are no formula are unchanged."""
     (row,) = read(csv_of([event(1, model=name)], samples.busy))
     assert not row["model"].lstrip().startswith(("=", "+", "-", "@", "|", "%"))
     assert row["model"].removeprefix("'") == evictions.clean(name).removeprefix("'")

@@ -131,7 +131,7 @@ def test_no_route_answers_without_a_token(server, route):
 
 
 def test_a_program_without_the_token_gets_json(server):
-    """In the shape of OpenAI's and HTTP's errors; a program cannot use a page with a form."""
+    """The JSON has the shape of OpenAI's and HTTP's errors, since a program cannot use a page with a form."""
     server.get()
     for token in ({}, {"Authorization": "Bearer wrong"}):
         answer = server.get(server.path, Accept="application/json", **token)

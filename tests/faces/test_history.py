@@ -42,7 +42,7 @@ def history_of(*moments, events=(), start=0.0, end=None):
 
 
 def test_memory_held_without_a_change_is_one_rectangle():
-    """However many moments show it."""
+    """The number of moments that show the memory makes no difference."""
     drawn = history_of(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
     assert drawn.intervals == (HeldInterval("qwen@1", 0, 100, 0, 8 * GIB),)
 

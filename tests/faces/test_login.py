@@ -80,7 +80,7 @@ def cookies_of(server, name):
 
 
 def test_a_login_gives_the_role_of_its_name(asking):
-    """Their actions have their name."""
+    """The actions of a visitor are recorded under the visitor's name."""
     for name, may_act in (("ann", True), ("bob", False)):
         cookies = cookies_of(asking, name)
         page = asking.get(Cookie=cookies)

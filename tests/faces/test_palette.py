@@ -44,13 +44,13 @@ def test_the_edge_of_every_stretch_stands_out_from_the_page(page):
 
 
 def test_text_on_a_colour_is_legible():
-    """That is names in the bars, and the words of the levels."""
+    """The test checks the names in the bars and the words of the levels."""
     looks = [style_of(slot) for slot in range(SLOTS)]
     assert min(contrast(look.colour, look.ink) for look in (*looks, *LEVELS.values())) >= 4.5
 
 
 def test_levels_differ_without_colour():
-    """By mark and word; the bands behind a chart by their hatch and strength."""
+    """Levels differ by mark and word. The bands behind a chart differ by hatch and strength."""
     assert len({look.mark for look in LEVELS.values()}) == len(LEVELS) == len(Level)
     assert len({(look.alpha, look.hatch) for look in LEVELS.values()}) == len(Level)
     assert level_word(Level.HIGH) == "◕ HIGH"

@@ -241,7 +241,7 @@ def test_no_text_face_can_control_the_terminal():
 @pytest.mark.parametrize("cells", [8, 16, 32])
 @pytest.mark.parametrize("name", ["busy", "overdraft", "eight", "empty", "waiting"])
 def test_a_bar_is_as_long_as_requested(name, cells):
-    """Also in an overdraft, in which more is claimed than the device has."""
+    """The length holds also in an overdraft, in which more is claimed than the device has."""
     assert {len(text.draw(bar, cells)[0]) for bar in views.bars(getattr(samples, name))} == {cells}
 
 
@@ -276,7 +276,7 @@ def test_the_bars_after_a_plan_conserve_bytes():
 
 
 def test_a_drained_card_shows_the_user_and_the_time():
-    """In text and in HTML."""
+    """The user and the time are in the text and in the HTML."""
     seen = samples.drained
     line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line
@@ -285,7 +285,7 @@ def test_a_drained_card_shows_the_user_and_the_time():
 
 
 def test_json_has_every_field_and_plain_values():
-    """Also empty fields. Times are epoch seconds; idle times are counted from now."""
+    """Empty fields are included. Times are epoch seconds; idle times are counted from now."""
     status = plain.status(samples.busy)
     assert status["devices"][0] == {
         "id": "sim:0",

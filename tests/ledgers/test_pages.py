@@ -90,7 +90,7 @@ def test_a_page_that_is_read_back_is_the_same_book(page, rev):
 
 @given(books(), books())
 def test_a_page_made_from_another_one_is_the_same_book(before, after):
-    """Whatever is taken over from the page that was there before."""
+    """This holds for all parts that are taken over from the earlier page."""
     first = pack(before, EMPTY, 1)
     second, content = body(pack(after, first, 2), after.tickets, 2)
     assert unpack(content, 2)[0] == unpack(content, 2, first)[0] == after
@@ -223,7 +223,7 @@ def test_a_page_that_is_cut_off_claims_no_less(page, data):
 
 @given(books(), st.data())
 def test_what_cannot_be_read_is_passed_on_as_it_is(page, data):
-    """Others write the page meanwhile. Whoever can read that section later still finds it whole."""
+    """Others write the page meanwhile. A process that can read the section later still finds it whole."""
     _, packed = unpack(encoded(page, 7), 7)
     ids = sorted(packed.parts)
     if not ids:

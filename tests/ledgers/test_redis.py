@@ -126,7 +126,7 @@ def test_a_dead_owner_that_an_older_copy_brings_back_is_removed_again(own, open_
 
 
 def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, redis):
-    """The Redis is emptied while an owner gives up a grant. Its grant is restored first."""
+    """Redis is emptied while an owner releases a grant. Its grant is restored first."""
     ledger = new_owner_here()
     promise(ledger, gib=2)
     emptied = []

@@ -738,7 +738,7 @@ def test_a_doorbell_works_at_a_long_path(tmp_path):
 
 
 def test_books_of_old_boots_are_removed(tmp_path):
-    """Only directories named by another boot, and unchanged for a day."""
+    """Only directories named by another boot are removed, and only if unchanged for a day."""
     boots = [tmp_path / f"{number}3570074-f799-4d7e-a08f-84fbbe7bb98d" for number in range(3)]
     for boot in (*boots, tmp_path / "notes"):
         (boot / "owners").mkdir(parents=True)
@@ -1032,7 +1032,7 @@ def test_a_new_directory_grants_at_once(new_owner_here, closed_clock):
 
 
 def test_a_damaged_book_beside_all_rosters_grants_at_once(new_owner_here, closed_clock):
-    """Nobody can be missing in it."""
+    """With all rosters, no owner can be missing in the book."""
     _, slept = closed_clock
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "qwen")

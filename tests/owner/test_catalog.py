@@ -91,7 +91,7 @@ def test_applying_again_changes_only_the_models_that_differ(catalog, file):
 
 
 def test_a_bad_document_changes_nothing_at_all(catalog, file):
-    """Neither the valid models before the error nor those after it are applied."""
+    """The valid models before and after the error are not applied either."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     with pytest.raises(BadDocument) as caught:

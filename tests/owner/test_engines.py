@@ -57,7 +57,7 @@ def test_a_gguf_file_is_a_model_like_any_other(rt):
 
 
 def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_again(rt, file):
-    """It cannot be moved, so RAM gets nothing; whoever kept the object goes on with it."""
+    """An engine's model cannot be moved, so RAM gets nothing. Code that kept the object continues to use it."""
     rt.register("mini", str(file))
     with rt.use("phi") as phi:
         before = write(phi)
@@ -71,7 +71,7 @@ def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_aga
 def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(
     runtime, tmp_path
 ):
-    """With -9. The next call loads it again, in the same block."""
+    """The process is killed with -9. The next call loads the model again, in the same block."""
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
     with rt.use("phi") as phi:
@@ -115,7 +115,7 @@ def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
     ],
 )
 def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_worker(rt, words):
-    """Known by its text. Its caller is told what comes next."""
+    """The error is known by its text. The caller's error names the next step."""
     with rt.use("phi") as phi:
         pid = phi.pid
         with pytest.raises(
@@ -128,7 +128,7 @@ def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_work
 
 
 def test_three_decode_failures_in_a_row_are_one_reload(rt):
-    """One or two may pass; a success in between begins the count anew."""
+    """One or two failures cause no reload. A success in between resets the count."""
     with rt.use("phi") as phi:
         pid = phi.pid
         for reloads in (False, False, None, False, False, True):

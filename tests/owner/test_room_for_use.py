@@ -81,7 +81,7 @@ def test_it_goes_to_another_card_with_its_room(runtime, tmp_path):
 
 
 def test_nobody_else_is_given_the_room(runtime, shared_book, tmp_path):
-    """That is what it is for: the second model waits although the card is nearly empty."""
+    """The room is reserved for use, so the second model waits although the card is nearly empty."""
     mine, other = (runtime(devices="sim:64MiB,host:64MiB", ledger=shared_book) for _ in range(2))
     mine.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     fakes(other, drill="54 MiB")
@@ -106,7 +106,7 @@ def test_weights_that_grow_leave_the_room_as_it_is(rt):
 
 
 def test_a_declared_size_is_claimed_whole_where_a_context_is_asked_for(runtime, tmp_path):
-    """Otherwise it was a guess, and what was measured takes its place."""
+    """Without a requested context the declared size was a guess, and the measured size replaces it."""
     rt = runtime(devices="sim:64MiB,host:64MiB")
     directory = tiny_models.causal_lm(tmp_path / "writer")
     rt.register("whole", directory, size="20MiB", context_length=256)
@@ -125,7 +125,7 @@ SHARES = st.lists(st.integers(1, 10**12), min_size=1, max_size=4).map(
 
 @given(SHARES, st.integers(0, 10**12), SHARES)
 def test_a_lease_claims_what_was_measured_and_its_room_to_the_byte(measured, room, later):
-    """However often it is measured again, and whatever was promised for it at first."""
+    """The claim stays the same after repeated measurements, and for any size that was estimated at first."""
     promised = Lease("1", "m", target=beside(later, room), working_bytes=room, phase=Phase.ARRIVING)
     for now in (measured, measured, later):
         promised = promised.holding(now)

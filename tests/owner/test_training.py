@@ -88,7 +88,7 @@ def test_a_forward_without_gradients_leaves_nothing_behind(trained):
 
 
 def test_the_one_who_trains_may_evict_by_hand(trained, cell):
-    """In a cell of its own, and with a loss that waits: the bytes return for the backward pass."""
+    """The eviction is in its own cell, while a loss waits. The bytes return for the backward pass."""
     rt, _, module, optimizer = trained
     cell()
     loss = module(X).sum()

@@ -225,7 +225,7 @@ def test_2_facts_are_always_accepted(situation, measured):
 
 @given(situations())
 def test_3_bytes_are_conserved(situation):
-    """However a lease ends, it gives back exactly the bytes that it took, on every device."""
+    """At its end, by any way, a lease releases exactly the bytes that it took, on every device."""
     page = situation[0]
     after, verdict = decide(situation)
     before, now = page.claims(), after.claims()

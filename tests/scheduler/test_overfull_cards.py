@@ -1,4 +1,4 @@
-"""Plain code asks nobody before it takes memory: idle kernels leave a card that holds too much."""
+"""Plain code takes memory without a request to the ledger: idle kernels leave a card that holds too much."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_a_stop_string_is_found_however_the_text_is_cut(text, cuts, stops):
 
 
 def test_a_models_cost_is_its_slowest_load_and_the_99th_percentile_of_its_answers():
-    """Of the last ones; None if nothing was measured."""
+    """Only the last calls count. The cost is None if nothing was measured."""
     costs = Costs()
     assert costs.of("a") == Cost()
     for seconds in (9.0, 1.0, 2.0, 3.0, 4.0, 5.0):

@@ -112,7 +112,7 @@ async def test_the_refusal_of_a_too_long_prompt_has_the_figures(name, sources):
 @both
 @in_loop
 async def test_a_caller_that_leaves_ends_the_generation(name, sources):
-    """In a stream and in a whole answer. The model is free long before the answer would have ended."""
+    """This holds for a stream and for a whole answer. The model is free long before the answer would have ended."""
     async with with_models(sources, name) as k:
         reply = await k.chat(name, stream=True, max_tokens=150)
         await anext(reply.events)
@@ -209,7 +209,7 @@ async def test_a_plain_prompt_is_continued(name, sources):
 
 @in_loop
 async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
-    """Also as base64, which OpenAI's own client requests. A text has the same vector alone and among others."""
+    """Base64 works too; OpenAI's own client requests it. A text has the same vector alone and among others."""
     async with with_models(sources, "embedder") as k:
 
         async def embed(texts: Any, **more: Any) -> Any:

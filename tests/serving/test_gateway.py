@@ -22,7 +22,7 @@ DIED = EngineDied("the engine of qwen (pid 7) is gone: killed.", name="qwen", pi
 
 @in_loop
 async def test_an_answer_names_its_model():
-    """In its body and in its headers. Then the model is released."""
+    """The name is in the body and in the headers. Then the model is released."""
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", x_client_id="bot", x_priority="high")
         assert answer_text(reply) == "hello there"
@@ -415,7 +415,7 @@ async def test_a_client_in_cooldown_gets_retry_after():
 
 @in_loop
 async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
-    """With `pin_primary` always by the first."""
+    """With `pin_primary` the first candidate always serves the task."""
     tasks = {"free": Task(("a", "b")), "pinned": Task(("a", "b"), pin_primary=True)}
     async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         await k.chat("b")
@@ -427,7 +427,7 @@ async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
 
 @in_loop
 async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers():
-    """Not after the time is lost."""
+    """The refusal is not delayed until the time is over."""
     tasks = {"quick": Task(("a",), budget_s=10.0)}
     async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         k.gateway.costs.add_load("a", 47.0)

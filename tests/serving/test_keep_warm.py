@@ -51,7 +51,7 @@ async def test_a_model_in_use_at_the_end_of_its_time_is_tried_again():
 
 @in_loop
 async def test_a_model_to_evict_soon_is_evicted_at_the_end_of_its_calls():
-    """Whatever their times are: it is to be loaded again."""
+    """The times of the calls make no difference, because the model must be loaded again."""
     card = Card()
     card.held.add("a")
     card.keep_warm.keep("a", 1000.0)

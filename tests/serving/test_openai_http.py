@@ -107,7 +107,7 @@ async def test_a_call_waits_while_its_engine_restarts():
 )
 @in_loop
 async def test_an_engines_failure_is_reported(answer, why):
-    """With its status and its message; and it counts for its breaker."""
+    """The error has the engine's status and message, and counts for its breaker."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [answer]
         with pytest.raises(Refused, match=why) as refused:
@@ -141,7 +141,7 @@ async def test_an_engines_refusal_is_the_callers_mistake():
 
 @in_loop
 async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
-    """By a switch if its template has one, or is unknown; else by a word in the message."""
+    """A switch is sent if the template has one, or is unknown. Otherwise a word is added to the message."""
     knows, knows_not = "{% if enable_thinking %}", "{{ messages[0].content }}"
     for own, options, switched in (
         (None, {}, True),
@@ -257,5 +257,5 @@ async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
 
 
 def test_a_key_is_never_shown():
-    """Not even when a cloud is printed."""
+    """The key is hidden even when a cloud is printed."""
     assert "s3cret" not in repr(Cloud("claude", "https://x", "s3cret", "sonnet"))

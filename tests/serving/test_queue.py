@@ -266,7 +266,7 @@ async def test_a_more_important_call_requests_the_model_again():
 
 @in_loop
 async def test_a_full_queue_gives_a_retry_time():
-    """By how fast calls ended lately."""
+    """The retry time follows from the rate at which calls ended recently."""
     shelf = Shelf("a", limit=2)
     async with done(shelf):
         answers = []

@@ -177,7 +177,7 @@ def test_half_a_surrogate_pair_is_the_callers_mistake():
 
 
 def test_a_refusal_has_the_shape_that_openai_clients_read():
-    """With `Retry-After` in whole seconds if a retry may succeed."""
+    """It has `Retry-After` in whole seconds if a retry may succeed."""
     refused = Refused(503, "queue_full", "the queue is full", 0.2)
     assert refused.headers == {"Retry-After": "1"}
     assert refused.body() == {

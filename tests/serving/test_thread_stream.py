@@ -45,7 +45,7 @@ async def test_a_reader_that_stops_waits_for_the_end_of_the_work():
 
 @in_loop
 async def test_a_cancelled_reader_ends_the_work_too():
-    """Such as a client that disconnects."""
+    """For example, a client disconnects."""
     began, ended = threading.Event(), threading.Event()
 
     def work(emit, cancelled):

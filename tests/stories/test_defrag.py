@@ -37,8 +37,10 @@ def seen(rt: Runtime, wanted: Callable[[AllocatorMap | None], bool]) -> Allocato
 
 
 def test_another_kernels_cache_is_seen_and_given_back(kernel, here):  # noqa: F811
-    """In a file and in Redis. The map is published automatically; the answer has the bytes, and a new map follows at
-    once."""
+    """The test runs with a file and with Redis. The map is published automatically.
+
+    The answer has the bytes, and a new map follows at once.
+    """
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
     before = seen(here, lambda map: map is not None and map.inactive_bytes == 66 * MIB)

@@ -66,7 +66,7 @@ def test_a_link_in_place_of_the_journals_directory_is_not_followed(ledger, tmp_p
 
 
 def test_without_links_events_and_moments_are_written(ledger):
-    """Also where a link leads to the ledger: only root can change that one."""
+    """A link on the path to the ledger is allowed, because only root can change that link."""
     _journal(ledger / "journal.db")
     _history(ledger / "history.db")
     assert Journal(ledger / "journal.db").tail() == (EVENT,)

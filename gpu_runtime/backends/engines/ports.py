@@ -49,7 +49,7 @@ class Port:
             self._bound = None
 
     def close(self) -> None:
-        """Gives up this process's claim. A child that inherited it still holds the port."""
+        """Releases this process's claim. A child that inherited it still holds the port."""
         self.release_socket()
         self._claim.close()
 

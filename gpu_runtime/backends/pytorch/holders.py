@@ -1,4 +1,4 @@
-"""Which names reach which storages, and which storages come free if one name is deleted.
+"""Which names reach which storages, and which storages become free if one name is deleted.
 
 `reached` follows references forward from a name, through autograd graphs too. Trial deletion, the method of
 Python's garbage collector, then finds the storages that become free: an object stays if an object that the
@@ -41,7 +41,7 @@ class Reach(NamedTuple):
 
     direct: frozenset[int]
     saved: frozenset[int]  # those that only autograd graphs on the way refer to
-    alone: frozenset[int]  # those that come free if the name is deleted; empty if not whole
+    alone: frozenset[int]  # those that become free if the name is deleted; empty if not whole
     whole: bool  # False: the time was over before the end
 
 
@@ -264,7 +264,7 @@ def _references_to_node() -> int:
 def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
     """The module, class or cache that refers to a storage that no name reaches; empty if none is found.
 
-    `ignored` are the ids of objects of the search itself. Each step up takes a look at all objects.
+    `ignored` are the ids of objects of the search itself. Each step up checks all objects.
     """
     level: list[Any] = [storage.storage, *storage.tensors]
     seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}

@@ -128,7 +128,7 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 def _may_be_cut(module: nn.Module) -> bool:
     """Whether hooks can run `module` in pieces.
 
-    Not with weights at its root, which no hook moves from card to card. Not a transformers model whose
+    No, if weights are at its root, since no hook moves these between cards. No, for a transformers model whose
     authors do not declare which of its modules stay whole.
     """
     tensors = (*module._parameters.items(), *module._buffers.items())

@@ -86,7 +86,7 @@ class TorchModel:
                 other.sharers.add(self)
 
     def hand_over(self) -> None:
-        """Tells the models that share storages where those are: this model lets go of them."""
+        """Updates the models that share storages with the place of these storages: this model lets go of them."""
         for group in self.groups():
             away = self.away.get(group.storage._cdata)
             storage = group.storage if away is None else away.untyped_storage()

@@ -44,7 +44,10 @@ class EngineFailed(GpuError):
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
-    """The refusal (400) of a call that `model` cannot serve for any caller. `param` is the field that asks for it."""
+    """The refusal (400) of a call that `model` cannot serve for any caller.
+
+    `param` is the field of the request that needs this.
+    """
     return Refused(400, "not_supported", f"{model} cannot be asked this: {why}", param=param)
 
 
