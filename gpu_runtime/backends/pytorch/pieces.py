@@ -128,8 +128,8 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 def _may_be_cut(module: nn.Module) -> bool:
     """Whether hooks can run `module` in pieces.
 
-    No, if weights are at its root, since no hook moves these between cards. No, for a transformers model whose
-    authors do not declare which of its modules stay whole.
+    False if weights are at its root, since no hook moves these between cards. Also False for a transformers
+    model whose authors do not declare which of its modules stay whole.
     """
     tensors = (*module._parameters.items(), *module._buffers.items())
     at_root = {name for name, tensor in tensors if tensor is not None}
