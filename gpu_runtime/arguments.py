@@ -336,7 +336,7 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "dtype": optional(DTYPE),
     "file": PATH,
     "format": Rule("yaml, json, or nothing for a dict", _word),
-    # of Runtime itself; its other keywords are settings
+    # the arguments of Runtime itself; its other keywords are settings
     "devices": optional(TEXT),
     "ledger": optional(TEXT),
     "catalog": optional(PATH),

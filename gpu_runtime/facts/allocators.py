@@ -30,7 +30,7 @@ class AllocatorBlock(Value, array_like=True):
 class SegmentMap(Value, array_like=True):
     """Memory that an allocator took from its device in one piece, and how it is divided."""
 
-    address: int  # of a simulated segment: counted from the first one
+    address: int  # a simulated segment counts from the first one
     bytes: int
     kind: str  # small, large, expandable, or private: a pool of its own, such as a CUDA graph's
     blocks: tuple[AllocatorBlock, ...]  # in the order of their addresses; together they are `bytes`

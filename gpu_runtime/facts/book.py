@@ -50,12 +50,12 @@ class Quarantined(Value):
 
     owner: Owner  # as far as the index describes it
     held: dict[str, int]  # device -> bytes that it claimed when it last wrote
-    promised: dict[str, int]  # those of them that were still arriving
-    settled_at: float  # of its newest lease
+    promised: dict[str, int]  # the part of the claims that was still arriving
+    settled_at: float  # when its newest lease was settled
     entries: int  # leases and tickets
     why: str  # it cannot be read
-    entry: bytes = b""  # its index entry, as it stands in the page
-    content: bytes = b""  # its part, as it stands in the page
+    entry: bytes = b""  # its index entry in the page, unchanged
+    content: bytes = b""  # its part of the page, unchanged
 
     def __str__(self) -> str:
         held = [f"{show_bytes(size)} on {device}" for device, size in self.held.items()]

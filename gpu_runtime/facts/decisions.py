@@ -19,7 +19,7 @@ class Cap(Value):
     bytes_per_device: int | None = None  # on each card; host memory is not capped
     importance: int | None = None  # the highest importance allowed, that is, the lowest number
     keep: bool = True
-    longest_lease_seconds: float | None = None  # of a block of code
+    longest_lease_seconds: float | None = None  # the limit for a block of code
     tables: dict[str, str] = {}  # key -> the table of the file that sets it, such as users.ann
 
     def named(self, key: str) -> str:
@@ -109,7 +109,7 @@ class PlacementRules(Value):
     # A share is the weights times this factor; a card that it nearly fills is claimed whole. 0: the
     # estimate is used instead.
     factor: float = 0.0
-    largest_fraction: float = 0.8  # of a card; with a factor, a larger share claims the whole card
+    largest_fraction: float = 0.8  # with a factor, a larger share of a card claims the whole card
 
 
 class Candidate(Value):

@@ -8,12 +8,12 @@ from .base import Value
 class Holder(Value):
     """One name, and the device memory that it refers to."""
 
-    name: str  # of a variable, an output, a model, a thread, a module
+    name: str  # a variable, an output, a model, a thread or a module
     kind: str  # variable, output, last error, running, thread, model, or elsewhere
     device: str  # such as sim:0, or cuda:0,1
-    bytes: int  # of all storages that the name reaches; two names may reach the same
-    alone_bytes: int  # that come free if this name alone is deleted
-    cell: str = ""  # that made it, as In [7]; empty if unknown
+    bytes: int  # all storages that the name reaches; two names may reach the same one
+    alone_bytes: int  # the bytes that become free if this name alone is deleted
+    cell: str = ""  # the cell that made it, as In [7]; empty if unknown
     what: str = ""  # the class of the object, or who else refers to the memory
 
 

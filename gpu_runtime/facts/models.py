@@ -70,7 +70,7 @@ class Evidence(Value):
     name: str = ""  # name of its file or repository, which may contain the size too
     config: dict[str, Any] = {}  # the model's config, with Hugging Face's names
     pieces: tuple[int, ...] = ()  # weights of the consecutive pieces between which it may be split
-    fingerprint: str = ""  # of the current content of the source; empty: none could be made
+    fingerprint: str = ""  # identifies the content of the source; empty if unknown
     why_unknown: str = ""  # why the size is unknown
     # The engine allocates cache and working memory when it loads; so they are measured with the weights.
     at_load: bool = False

@@ -33,5 +33,5 @@ class Schedule(Value):
     cells: tuple[CellModels, ...] = ()  # the running cell and the waiting ones, in order
     models: tuple[ScheduledModel, ...] = ()  # in the order of their first use
     loaded_ahead: int = 0  # models that this process loaded ahead since it started
-    used: int = 0  # of these, those that were used
-    unused: int = 0  # of these, those that were evicted before any use, or that no cell needs now
+    used: int = 0  # guesses that were used
+    unused: int = 0  # guesses that were evicted before any use, or that no cell needs now

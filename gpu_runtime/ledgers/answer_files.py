@@ -16,8 +16,8 @@ import msgspec
 from ..facts import Holdings
 from .owner_files import Beside
 
-MOST_BYTES = 512 << 10  # of one file; a larger file is not ours
-MOST_ASKERS = 8  # whose last answer a file keeps
+MOST_BYTES = 512 << 10  # a larger file was not written by gpu-console
+MOST_ASKERS = 8  # a file keeps the last answer to so many askers
 
 Answers = dict[str, Holdings]  # the id of the asking owner -> its last answer
 _encode = msgspec.json.Encoder().encode
@@ -66,4 +66,4 @@ def _read(fd: int) -> Answers | None:
     try:
         return _decode(os.read(fd, MOST_BYTES))
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None  # of another version, or damaged
+        return None  # another version wrote it, or it is damaged

@@ -110,7 +110,7 @@ def _sections_go_with_proof(write: Write) -> str:
 
 
 def _unread_stay(write: Write) -> str:
-    """What cannot be read stays as it is, until its owner writes it anew."""
+    """A part that cannot be read stays unchanged until its owner writes it again."""
     if write.new.quarantined is write.old.quarantined:
         return ""
     for id, unread in write.new.quarantined.items():

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from .liveness import Life, life
 from .owner_files import Beside, write_all
 
-MOST_BYTES = 8 << 20  # of one owner's file; a larger file is not ours
+MOST_BYTES = 8 << 20  # a larger file of one owner is not ours
 CHECK_SECONDS = 10.0  # between two looks at whether our file was deleted
 SPARE_LINES = 64  # lines of withdrawn names, after which the file is written again
 

@@ -1,6 +1,6 @@
 """Further files of an owner, in the directory of its lock file: `owners/ID.SUFFIX`.
 
-Other processes read them. Such a file counts only if the owner's user wrote it. Nothing here knows
+Other processes read these files. A file counts only if the owner's user wrote it. Nothing here knows
 its content.
 """
 

@@ -72,8 +72,8 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     room: int
     entries: int  # leases and tickets
     held: dict[str, int]  # device -> bytes claimed
-    promised: dict[str, int]  # those of them that are still arriving
-    settled_at: float  # of its newest lease
+    promised: dict[str, int]  # the part of the claims that is still arriving
+    settled_at: float  # when its newest lease was settled
     inode: int
     namespaces: str
     user: str
@@ -95,7 +95,7 @@ class Part(NamedTuple):
     entry: bytes  # its index entry, encoded
     room: int
     content: bytes  # encoded, filled up to its room
-    leases: tuple[bytes, ...] = ()  # those of its section, encoded
+    leases: tuple[bytes, ...] = ()  # the leases of its section, encoded
 
 
 class Packed(NamedTuple):

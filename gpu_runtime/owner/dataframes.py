@@ -211,7 +211,7 @@ def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
 
 
 def holders(found: Holdings) -> DataFrame:
-    """The names that hold device memory; the sums of `found` are in `attrs`. Columns: HOLDERS."""
+    """A table of the names that hold device memory. Its `attrs` have the sums of `found`. Columns: HOLDERS."""
     rows = [[getattr(row, column) for column in HOLDERS] for row in found.holders]
     frame = _frame(rows, HOLDERS, {"bytes": "int64", "alone_bytes": "int64"})
     sums = (name for name in found.__struct_fields__ if name != "holders")

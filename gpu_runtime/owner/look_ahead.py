@@ -39,7 +39,7 @@ PAUSE_SECONDS = 0.25  # between two looks while a model waits for room
 SETTLE_SECONDS = 0.05  # before the cells are read: Run All sends many at once
 LONGEST_SETTLE_SECONDS = 1.0
 REST = 20  # this thread rests so many times as long as it reads, so that the cell is not slowed
-MOST_ROUNDS = 8  # of making room for one load
+MOST_ROUNDS = 8  # attempts to make room for one load
 WHERE = {Place.AWAY: HOST, Place.GONE: "disk", Place.MOVING: "moving"}
 
 
@@ -47,7 +47,7 @@ class _Guess(NamedTuple):
     """A model that was loaded ahead and not used since."""
 
     cell: str
-    uses: int  # of the model before
+    uses: int  # the number of uses of the model before
 
 
 class LookAhead:

@@ -32,7 +32,7 @@ from .session import NEAR_SECONDS, POLL_SECONDS, Session
 
 log = logging.getLogger("gpu_runtime")
 
-LOOKS_PER_SECOND = 12  # of all idle kernels together; up to 12 kernels look every second each
+LOOKS_PER_SECOND = 12  # by all idle kernels together; up to 12 kernels look once a second
 DOZE_SECONDS = 6.0  # longest sleep with many kernels; unnotified changes are noticed this late
 RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long to get a helper
 

@@ -23,7 +23,7 @@ from .session import Session
 
 ANSWER_SECONDS = 10.0  # the longest wait for an answer; the search itself takes 3 s at most
 MOST_ROWS = 30
-MOST_LETTERS = 80  # of a name, and of its description
+MOST_LETTERS = 80  # in a name, and in its description
 BUSY = "A cell runs there: variables are listed between two cells."
 SCRIPT = "It is no notebook, so its variables are not listed."
 HIDDEN = "Names are shown to {user} only (GPU_WHO_NAMES)."

@@ -40,7 +40,7 @@ class Training:
     def __init__(self, pins: set[AnchorRef], kernel: Activity = activity) -> None:
         """`pins` are the model's; `kernel` records which cells run."""
         self.pins, self.kernel = pins, kernel
-        self.graphs: set[AnchorRef] = set()  # those that live
+        self.graphs: set[AnchorRef] = set()  # the graphs that still exist
         self._graph_pins: set[AnchorRef] = set()
         self._awaits_step = self._waived = False
         self.measure_due = False  # the next step measures the model

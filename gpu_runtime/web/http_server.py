@@ -33,7 +33,7 @@ from .auth import AccessRules
 
 MASKED_LOGS = ("tornado.access", "tornado.application", "tornado.general")
 LIMITED_LOGS = (*MASKED_LOGS, "asyncio")  # what strangers do is logged there
-LINES_AT_ONCE, LINES_A_SECOND = 100, 2.0  # of each of these logs
+LINES_AT_ONCE, LINES_A_SECOND = 100, 2.0  # the limits of each of these logs
 CANCEL_SECONDS = 5.0  # the longest wait until cancelled tasks have ended
 
 
@@ -167,7 +167,7 @@ def printable_address(address: str) -> tuple[str, Path | None]:
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     file = Path(home) / "gpu-console" / f"url-{os.getpid()}.txt"
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)  # of an earlier process with this number
+    file.unlink(missing_ok=True)  # an earlier process with this number left it
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     with open(os.open(file, flags, 0o600), "w") as writing:
         writing.write(f"{address}\n")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 log = logging.getLogger("gpu_runtime")
 
-MOST_BYTES = 1 << 20  # of a request; a longer one is not read
+MOST_BYTES = 1 << 20  # a longer request is not read
 MOST_WAITING = 1000  # cells that are remembered
 _RECEIVER = "shell_channel_thread_main"  # the kernel's method that receives every message
 
@@ -26,7 +26,7 @@ _RECEIVER = "shell_channel_thread_main"  # the kernel's method that receives eve
 class WaitingCell(NamedTuple):
     """A request to run a cell that has not begun."""
 
-    id: str  # of the message
+    id: str  # the id of the message
     code: str
     cell_id: str = ""  # the cell in the notebook; empty if the front end does not send it
 

@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-METHODS = ("use", "preload", "restore")  # of the runtime: each brings a model onto its device
-VERBS = ("load", "preload", "restore")  # of `%gpu`
+METHODS = ("use", "preload", "restore")  # methods of the runtime that bring a model onto its device
+VERBS = ("load", "preload", "restore")  # the verbs of `%gpu` that do the same
 MAGICS = ("gpu", "gpuctl")
 RUN_THEIR_TEXT = ("time", "timeit", "prun", "capture")  # magics whose text is Python
 PASS_ON = ("enumerate", "list", "reversed", "sorted", "tuple", "zip", "set")
-MOST_CHARACTERS = 100_000  # of a cell; a longer one is data, and is not read
+MOST_CHARACTERS = 100_000  # a longer cell is data, and is not read
 MOST_PARSED = 512  # cells whose trees are kept
-MOST_VALUES = 50  # of a variable
+MOST_VALUES = 50  # the values that are kept of one variable
 DEEPEST_CALL = 3  # calls within calls that are followed
 
 
 class Reading(NamedTuple):
     """The models of one cell."""
 
-    uses: tuple[str, ...] = ()  # those that it brings onto a device, in order
+    uses: tuple[str, ...] = ()  # the models that it brings onto a device, in order
     mentions: frozenset[str] = frozenset()  # every known model that it names in any way
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PEOPLE_SECONDS = 0.2  # a cell that begins sooner after the last one was not started by a person
-MOST_BYTES = 50 << 20  # of a notebook's file
+MOST_BYTES = 50 << 20  # the largest file of a notebook that is read
 EXECUTORS = ("papermill", "nbconvert", "nbclient", "jupyter-execute", "jupyter-nbconvert")
 
 

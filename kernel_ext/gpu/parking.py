@@ -70,7 +70,7 @@ class Parking:
         self._runtime: Any = None
         self._lease: Any = None  # the runtime's Kernel, once torch holds something
         self._mark = 0
-        self._cells = 0  # that run now
+        self._cells = 0  # the number of cells that run now
         self._in_hook = False  # the main thread waits for its memory
         self._main = threading.main_thread().ident
         self._refusing = _Refusing(self)
@@ -278,7 +278,7 @@ def _why_not_modules() -> str:
 class _Thread(NamedTuple):
     """The position of a thread. It has no frame: a frame that refers to itself would keep the old bytes alive."""
 
-    code: CodeType  # of its innermost function
+    code: CodeType  # the code of its innermost function
     is_ours: bool  # gpu_runtime started it
 
     @property

@@ -114,7 +114,7 @@ def test_a_parked_kernel_answers_and_stays_parked(pair):
 
 
 def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
-    """An operator gets the figures; the names of models are in the book anyway."""
+    """An operator gets only figures, and the names of models, which the book has in any case."""
     _, other = pair
     session = other._session
     mine = other_holdings.holdings.Holder

@@ -84,7 +84,7 @@ class Server:
         self.state, self.past = ServerState.IDLE, [ServerState.IDLE]
         self.restarts = 0
         self.log = new_log(spec.name)
-        self.order: LaunchOrder | None = None  # of the latest start
+        self.order: LaunchOrder | None = None  # the order of the latest start
         self.error: GpuError | None = None  # why the server has ended and is not restarted
         self._order_for, self._env = order_for, env
         self._port_range, self._start_seconds = port_range, start_seconds

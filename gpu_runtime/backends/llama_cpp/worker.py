@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-METHODS = (  # of Llama, open to callers
+METHODS = (  # the methods of Llama that callers may use
     "create_chat_completion",
     "create_completion",
     "__call__",
@@ -42,9 +42,9 @@ METHODS = (  # of Llama, open to callers
     "reset",
     "set_seed",
 )
-OUR_METHODS = ("write", "drill")  # of `_OurMethods` below
+OUR_METHODS = ("write", "drill")  # the methods of `_OurMethods` below
 LONGEST_LINE = 256 << 20
-PIECE_CHARACTERS = 32_768  # of a prompt that is counted before it is tokenised whole
+PIECE_CHARACTERS = 32_768  # a prompt is first counted in pieces of this length
 CUT_TOKENS = 16  # a cut inside a token, such as a special one, adds fewer
 PR_SET_PDEATHSIG = 1
 _BUFFER = re.compile(

@@ -40,8 +40,8 @@ class Reach(NamedTuple):
     """The storages that one name reaches, by their keys (`storage._cdata`)."""
 
     direct: frozenset[int]
-    saved: frozenset[int]  # those that only autograd graphs on the way refer to
-    alone: frozenset[int]  # those that become free if the name is deleted; empty if not whole
+    saved: frozenset[int]  # storages that only autograd graphs on the way refer to
+    alone: frozenset[int]  # storages that become free if the name is deleted; empty if not whole
     whole: bool  # False: the time was over before the end
 
 
@@ -183,7 +183,7 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
                 below.append(part)
             else:  # a view that was made for us: the tensor itself refers to its storage
                 below += (part, part.untyped_storage())
-    except Exception:  # of an opaque tensor, or of another library's
+    except Exception:  # an opaque tensor, or code of another library
         pass
     return below
 

@@ -67,8 +67,8 @@ class Search(NamedTuple):
 
     found: tuple[Found, ...]
     opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
-    objects: int  # that the garbage collector tracks
-    nodes: int  # of autograd graphs
+    objects: int  # the number of objects that the garbage collector tracks
+    nodes: int  # the number of nodes of autograd graphs
     seconds: float
     whole: bool  # False: the time was over before the end
 
@@ -265,7 +265,7 @@ def _storages(
         for part in plain_tensors(tensor):
             try:
                 storage = part.untyped_storage()
-            except Exception:  # of an opaque tensor, or of another library's
+            except Exception:  # an opaque tensor, or code of another library
                 opaque.append(part)
                 continue
             found = entry(storage)
@@ -319,7 +319,7 @@ def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
         if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
             return ()
         grad = tensor.grad
-    except Exception:  # of another library's tensor
+    except Exception:  # a tensor class of another library may raise any error
         return ()
     return (grad,) if grad is not None else ()
 

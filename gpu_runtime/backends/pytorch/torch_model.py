@@ -151,7 +151,7 @@ class Destination(NamedTuple):
     """Where a module should go."""
 
     memories: tuple[Memory, ...]
-    places: list[Memory]  # of each of its storages
+    places: list[Memory]  # the memory of each of its storages
     layout: dict[str, Memory]  # path of a module -> its memory; empty on one device
 
 

@@ -17,7 +17,7 @@ from ...facts import SCHEMA, Book
 from ..decoding import UNREADABLE, decode_page
 from .connection import Ask
 
-MOST_BYTES = 4 << 20  # of a page; a larger one was not written by gpu-console
+MOST_BYTES = 4 << 20  # a larger page was not written by gpu-console
 # A page that no owner has looked at for so long expires. If any owner were left, it would make the
 # page again.
 KEPT_SECONDS = 7 * 86400
@@ -90,7 +90,7 @@ class HostPage(NamedTuple):
     """
 
     host: str  # its boot id: containers on one kernel are one host
-    name: str  # of the machine that made the page
+    name: str  # the name of the machine that made the page
     # Since an owner there last marked the page as seen. Beyond two minutes there may be no owner
     # left.
     seen_seconds: float

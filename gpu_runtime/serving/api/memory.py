@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ModelType = Literal["llm", "embedding", "reranker", "vision", "diffusion", "other"]
 TYPES: tuple[str, ...] = ModelType.__args__  # type: ignore[attr-defined]
 MAX_ROWS = 1000
-PRELOAD_SECONDS = 60.0  # that one model may take
+PRELOAD_SECONDS = 60.0  # the longest load of one model
 
 
 class Wanted(BaseModel):

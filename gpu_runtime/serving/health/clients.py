@@ -14,7 +14,7 @@ from ..requests import Refused
 
 MAX_CLIENTS = 1000  # remembered; the one whose last call is oldest is forgotten first
 MAX_MODELS = 20  # remembered of each client
-_NEWEST_WEIGHT = 0.2  # of the newest interval in the moving average
+_NEWEST_WEIGHT = 0.2  # the weight of the newest interval in the moving average
 
 
 class Pattern(Value):
