@@ -183,7 +183,7 @@ def require_loadable(spec: ModelSpec) -> None:
 
 
 def obstacle(spec: ModelSpec) -> str:
-    """Why the `spec` cannot be loaded, apart from its size; empty if it can."""
+    """The reason, apart from its size, why the `spec` cannot be loaded; empty if it can be loaded."""
     return cannot_load(spec) if spec.enabled else "it is disabled in the catalogue"
 
 

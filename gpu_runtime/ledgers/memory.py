@@ -106,7 +106,7 @@ class MemoryLedger:
         return frozenset(book.owner_ids() - living)
 
     def unknown(self, book: Book) -> frozenset[str]:
-        """No owner: all are in this process, so each is dead or alive."""
+        """An empty set: all owners are in this process, so each is known to be dead or alive."""
         return frozenset()
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:

@@ -18,7 +18,7 @@ from ..facts import IMPORTANCE, Value, parse_importance
 from .prompt_size import MOST_CHARACTERS, characters
 
 KINDS = ("chat", "completions", "embeddings", "images")
-MAX_TOKENS = 1_000_000  # of one answer; a larger number is a mistake, whatever the model
+MAX_TOKENS = 1_000_000  # a larger number for one answer is a mistake for any model
 MAX_MESSAGES = 10_000
 MAX_SECONDS = 86_400.0  # largest duration that a client may set: a day
 MAX_NAME_LENGTH = 256

@@ -129,7 +129,7 @@ class _Cell(ast.NodeVisitor):
                 self.uses.append(name)
 
     def mention(self, names: Iterable[Any]) -> None:
-        """Notes those of `names` that are models, as named and not as used."""
+        """Adds each model among `names` to the mentions of the cell, not to its uses."""
         self.mentions |= {name for name in names if type(name) is str and name in self.scan.known}
 
     # -- assignments

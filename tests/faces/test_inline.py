@@ -116,7 +116,7 @@ def test_a_console_that_was_never_shown_is_freed(rt):
 def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
     """A notebook's browser cannot resolve a component that is defined after its page was shown.
 
-    The served page can, so only JupyterLab would show the fault.
+    The served page can resolve it, so only JupyterLab would show the fault.
     """
     widgets = Path(inline.__file__).with_name("widgets").glob("*.py")
     names = {f"gpu_panels.widgets.{path.stem}" for path in widgets if path.stem != "__init__"}

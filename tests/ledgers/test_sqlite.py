@@ -561,7 +561,7 @@ def test_a_deleted_lock_file_is_made_again(new_owner_here):
 def test_a_roster_that_cannot_be_written_during_a_rebuild_is_a_ledger_error(
     new_owner_here, monkeypatch
 ):
-    """The raw OSError of the own files came out of any call of the ledger."""
+    """Before, any call of the ledger could raise the raw OSError of the owner's files."""
     ledger = new_owner_here()
     page = ledger._store.look()
 

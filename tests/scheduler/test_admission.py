@@ -313,7 +313,7 @@ def test_what_elders_need_is_set_aside():
 
 
 def test_a_grant_spends_only_free_bytes():
-    """Leaving bytes are still in use. When they counted as free, a card was overfull by a quarter (law 1)."""
+    """Leaving bytes are still in use. Before, they counted as free, and a card was overfull by a quarter (law 1)."""
     leaving = lease("old", sim0=12, phase=Phase.LEAVING, key="x", target=whole(HOST, 12))
     _, verdict = decide(book(leaving), request("qwen", 12), world(sim0=20))
     assert verdict == Wait("qwen needs 12.0 GiB; sim:0 has 8.0 GiB free. old is being evicted.")

@@ -88,7 +88,10 @@ def image_parameters(body: dict[str, Any], accepted: Any) -> dict[str, Any]:
         parameters["num_images_per_prompt"] = count
     if size and size != "auto":
         parameters |= parsed_size(size)
-    for field in ("steps", "num_inference_steps"):  # the second is diffusers' name for it
+    for field in (
+        "steps",
+        "num_inference_steps",
+    ):  # the second word is diffusers' name for the option
         if body.get(field) is not None:
             parameters["num_inference_steps"] = whole_number(body[field], field, MOST_STEPS)
     for field in ("seed", "negative_prompt", "guidance_scale"):

@@ -47,7 +47,7 @@ def missing() -> str:
 
 
 def model(order: LaunchOrder) -> str:
-    """The name of the model of `order` in requests: its own."""
+    """The name of the model in requests: the name in `order`."""
     return order.spec.name
 
 

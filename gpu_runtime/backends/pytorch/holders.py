@@ -31,7 +31,7 @@ _LEAVES = frozenset(
     )
 )
 _LOOK_EVERY = 4096  # objects between two looks at the clock
-_STEPS_UP = 8  # from a storage that no name reaches to something that has a name
+_STEPS_UP = 8  # the longest path from a storage that no name reaches to an object with a name
 GARBAGE = "garbage in a reference cycle, or C++ code"
 UNKNOWN = "something without a name"
 
@@ -250,7 +250,7 @@ def _cpp_keeps_python() -> bool:
 
 @functools.cache
 def _references_to_node() -> int:
-    """References to the Python object of a node that no Python code holds."""
+    """The number of references to the Python object of a node that no Python code holds."""
     with torch.enable_grad():
         result = torch.ones(1, requires_grad=True) * 2
     objects: dict[int, Any] = {0: result.grad_fn}

@@ -331,7 +331,7 @@ def _remove_owner(path: Path) -> None:
             "names",
             "who",
             "told",
-        ):  # first these: they are found by the lock file's name
+        ):  # these files first: the name of the lock file leads to them
             path.with_name(f"{path.name}.{suffix}").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     except PermissionError:
