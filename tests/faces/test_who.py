@@ -345,6 +345,7 @@ def test_tab_completes_variables(notebook):
 # -- without torch, without a shell ----------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_who_answers_at_once_without_torch_and_does_not_import_it():
     code = (
         "import sys, gpu_runtime\n"

@@ -272,6 +272,7 @@ def test_any_value_of_any_argument_is_an_error_or_a_lawful_book(calls):
 NEW = {"name": "new", "source": "/no/such", "size": "1GiB"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 def test_every_strange_value_of_every_option_is_an_error_or_a_lawful_book(option):
     backend = (OPTIONS[option].backends or ("transformers",))[0]
@@ -340,6 +341,7 @@ def test_every_strange_value_of_every_argument_of_the_runtime_itself(parameter):
             assert 0 < len(str(error)) <= LONGEST_SENTENCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("setting", sorted(set(Settings.model_fields) - {"gpu_ledger"}))
 def test_every_strange_value_of_every_setting(tmp_path, monkeypatch, setting):
     """A setting is a keyword of the runtime too."""

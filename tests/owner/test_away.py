@@ -163,6 +163,7 @@ def test_every_public_name_of_a_module_is_in_the_table():
     assert public - {*ENTRIES, *HOOKS} == set()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("away", ["offloaded", "dropped"])
 @pytest.mark.parametrize("entry", [name for name in ENTRIES if name != "save_pretrained"])
 def test_an_entry_point_of_a_model_that_is_away_gives_what_a_plain_module_gives(

@@ -719,7 +719,9 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("first", range(0, 400, 50))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(50, 400, 50))]
+)
 def test_walks(first):
     """Fifty walks of sixty steps; a failure names its seed: `walk(SEED)`."""
     for seed in range(first, first + 50):
