@@ -154,7 +154,7 @@ def clear(frames: Iterable[FrameType]) -> None:
     for frame in frames:
         try:
             frame.clear()
-        except RuntimeError:  # it still runs; its variables end with it
+        except RuntimeError:  # the frame still runs; its variables end with the frame
             pass
 
 

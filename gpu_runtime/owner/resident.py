@@ -336,7 +336,7 @@ class Resident:
         return True
 
     def take_over(self) -> None:
-        """Governs and counts what a forgotten model shared with this one."""
+        """Governs and counts the storages that a forgotten model shared with this one."""
         if not hasattr(self.handle, "bases"):
             return
         govern_calls(self.value, self)

@@ -166,7 +166,7 @@ LINES = st.one_of(
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.lists(LINES, min_size=1, max_size=12), pick)
 def test_alone_is_what_deleting_frees_in_random_programs(lines, name):
-    """The oracle is torch itself: which storages disappear."""
+    """The test deletes the name and checks with torch which storages disappear."""
     names = program("class Box:\n  def __init__(self, v): self.v = v")
     for line in lines:
         try:

@@ -326,7 +326,7 @@ def test_an_unused_card_has_no_map():
 
 
 def test_the_pulse_changes_with_the_map_and_only_then():
-    """It is read every second, and decides whether a new map is made."""
+    """The pulse is read every second, and decides whether a new map is made."""
     probe = open_probe("sim:1GiB,host:1GiB")
     first = probe.pulse()
     assert probe.pulse() == first

@@ -136,7 +136,7 @@ def test_guesses_are_slowed_and_a_flood_is_not_checked():
 
 @given(st.lists(st.floats(0, 5), max_size=200))
 def test_however_guesses_are_timed_one_a_second_is_checked(gaps):
-    """After the free ones and the waiting ones."""
+    """The free guesses and the waiting guesses come before that."""
     now, looked_at = 0.0, 0
     guesses = GuessLimiter(lambda: now)
     for gap in gaps:

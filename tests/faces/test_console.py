@@ -516,7 +516,7 @@ def test_the_page_is_a_material_page(page):
 
 
 def test_a_slow_browser_gets_its_style_sheets_from_this_server_too(poller):
-    """Its session is made again without a page, and for that Panel would use its CDN."""
+    """The session of a slow browser is made again without a page. For such a session Panel would use its CDN."""
     from bokeh.document import Document
     from panel.io.resources import LOCAL_DIST
     from panel.io.state import set_curdoc

@@ -221,7 +221,7 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
 
 
 def test_a_call_is_one_use_though_it_leads_through_forward(runtime):
-    """Both pin it, since either may be called alone."""
+    """`__call__` and `forward` both pin the model, since either may be called alone."""
     import torch
 
     rt = runtime()

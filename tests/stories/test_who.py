@@ -61,7 +61,7 @@ def becomes(cell, expected) -> bool:
 
 
 def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
-    """Outputs, also a deleted one, a loss with its graph, and the error of a cell."""
+    """The memory is held by outputs, one of them deleted, a loss with its graph, and the error of a cell."""
     assert "No variable or output holds memory" in cell("%gpu who")
     assert cell("import sys; print('torch' in sys.modules)") == "False\n"
     cell("import torch\ndef mib(n): return torch.ones(n * 2**18)")

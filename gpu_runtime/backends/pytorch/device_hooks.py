@@ -105,7 +105,7 @@ class _Transfer:
         return _Transfer, (self.device, self.left_in_place)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments on the first card; notes the device from which they came."""
+        """Returns the arguments on the first card, and records the device from which they came."""
         from accelerate.utils import find_device, send_to_device
 
         self.call.source = find_device([args, kwargs])

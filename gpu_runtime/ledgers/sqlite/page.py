@@ -191,8 +191,8 @@ class SqliteBook(BookStore):
             self._unfinished = page
             self._write_roster(draft.book, draft.packed, page.rev + 1)
         if self._rev_seen_by_others(page) > page.rev:
-            # Also a race lost to an old copy that was just put over the book: its revision may be
-            # the one we know.
+            # The race may also be lost to an old copy that just replaced the book. The revision of
+            # such a copy may be the one that this process knows.
             raise LostRace
         try:
             values = (SCHEMA, draft.body, self.boot, page.rev)
