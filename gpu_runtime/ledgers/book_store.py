@@ -136,6 +136,8 @@ class BookStore:
             return self._look()
         except GrantsClosed as closed:  # it had to take back an unfinished write
             self._wait_for_others(closed)
+        except OSError as error:  # such as a directory that was closed to this user
+            raise files.cannot_write(self.directory, error) from error
 
     def _look(self) -> Page:
         with self._lock:
@@ -168,6 +170,8 @@ class BookStore:
             self._put(page, new)
         except GrantsClosed as closed:
             self._wait_for_others(closed)
+        except OSError as error:
+            raise files.cannot_write(self.directory, error) from error
 
     def _wait_for_others(self, closed: GrantsClosed) -> NoReturn:
         """Raises LostRace a moment later.

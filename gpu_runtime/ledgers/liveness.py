@@ -22,6 +22,7 @@ import struct
 import threading
 import weakref
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -215,12 +216,13 @@ class OwnerFile:
             return False
 
     def release(self, *, remove: bool) -> None:
-        """Drops the lock.
+        """Drops the lock. Never fails.
 
         With `remove` it also removes the file. A file that remains proves this owner's death.
         """
         if remove and self.in_place():
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # the directory was closed to this user
+                self.path.unlink()
         self.close_here()
 
     def close_here(self) -> None:

@@ -200,7 +200,8 @@ class Doorbell(Bell):
 
     def close(self) -> None:
         super().close()
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):  # the directory is gone, or was closed to this user
+            self.path.unlink()
         self.close_here()
 
     def close_here(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import itertools
 import json
 import mmap
 import os
@@ -26,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -310,6 +312,22 @@ class Kernel:
         self.rt.unpin(name)
 
 
+def die_at(line: int) -> None:
+    """Kills this process at the `line`-th line that its threads execute in the ledgers' code."""
+    lines = itertools.count(1)
+
+    def enter(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        return step if "gpu_runtime/ledgers" in frame.f_code.co_filename else None
+
+    def step(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        if event == "line" and next(lines) == line:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step
+
+    threading.settrace(enter)
+    sys.settrace(enter)
+
+
 def be_a_kernel(
     url: str,
     slots: Slots,
@@ -317,7 +335,11 @@ def be_a_kernel(
     seed: int,
     tell: Callable[[str], None],
     forgives: tuple[type[Exception], ...] = (),
+    fuse: int = 0,
 ) -> None:
+    """A kernel that acts until the crowd stops. With a `fuse` it dies at that line of the ledgers' code."""
+    if fuse:
+        die_at(fuse)
     kernel = Kernel(url, slots, slot, seed, tell, forgives)
     while not slots.stopping:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
@@ -381,6 +403,7 @@ class Report(NamedTuple):
 
     seconds: float
     kills: int
+    kills_in_the_ledger: int  # of these; the others are at any time
     stops: int
     served: int
     looks: int
@@ -388,7 +411,8 @@ class Report(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:.0f} s, {self.kills} kills, {self.stops} stops, {self.served} blocks served, "
+            f"{self.seconds:.0f} s, {self.kills} kills ({self.kills_in_the_ledger} in the ledger's code), "
+            f"{self.stops} stops, {self.served} blocks served, "
             f"{self.looks} looks, {len(self.wrong)} wrong"
         )
 
@@ -398,6 +422,10 @@ class Warden:
 
     forgives: tuple[type[Exception], ...] = ()  # further errors that a kernel may get
     damages = False  # whether the book may be damaged at the end
+    # The share of kernels that die by themselves at a line of the ledgers' code, and the last such line. One
+    # transaction has some 300 lines, the opening of a runtime some 3,000.
+    with_fuse = 0.0
+    longest_fuse = 8_000
 
     def __init__(self, url: str, directory: Path, kernels: int, seed: int, calm: float) -> None:
         self.url, self.directory, self.kernels, self.calm = url, directory, kernels, calm
@@ -407,9 +435,11 @@ class Warden:
         self.stopped: dict[int, float] = {}  # slot -> time at which the process is continued
         self.wrong: list[str] = []
         self.heard: dict[Path, int] = {}
-        self.kills = self.stops = 0
+        self.kills = self.kills_in_the_ledger = self.stops = 0
+        self.fused: set[int] = set()  # the pids of those that will die by themselves
 
-    def run(self, seconds: float) -> Report:
+    def run(self, seconds: float, kills: int = 0) -> Report:
+        """Disturbs the crowd for so many `seconds`, or, if given, until so many `kills` are done."""
         began = time.monotonic()
         auditor = self.fork(
             "auditor",
@@ -420,6 +450,8 @@ class Warden:
         for slot in range(1, self.kernels + 1):
             self.start(slot)
         while time.monotonic() - began < seconds and not self.wrong:
+            if kills and self.kills >= kills:
+                break
             time.sleep(self.dice.uniform(0, 2 * self.calm))
             self.disturb()
             self.go_on()
@@ -431,7 +463,8 @@ class Warden:
         looks = int((self.directory / "looks").read_text())
         self.look_for_leftovers()
         served = sum(self.slots.served())
-        return Report(time.monotonic() - began, self.kills, self.stops, served, looks, self.wrong)
+        kills = self.kills, self.kills_in_the_ledger
+        return Report(time.monotonic() - began, *kills, self.stops, served, looks, self.wrong)
 
     def fork(self, name: str, act: Callable[[], None]) -> int:
         sys.stdout.flush()
@@ -463,12 +496,15 @@ class Warden:
 
     def start(self, slot: int) -> None:
         seed = self.dice.getrandbits(32)
+        burns = self.dice.random() < self.with_fuse
+        fuse = self.dice.randint(1, self.longest_fuse) if burns else 0
+        tell = self.teller(f"kernel{slot}")
         self.running[slot] = self.fork(
             f"kernel{slot}",
-            lambda: be_a_kernel(
-                self.url, self.slots, slot, seed, self.teller(f"kernel{slot}"), self.forgives
-            ),
+            lambda: be_a_kernel(self.url, self.slots, slot, seed, tell, self.forgives, fuse),
         )
+        if fuse:
+            self.fused.add(self.running[slot])
 
     def disturb(self) -> None:
         slot = self.dice.choice(list(self.running))
@@ -486,6 +522,15 @@ class Warden:
         _, status = os.waitpid(pid, 0)
         if os.WIFEXITED(status):  # the process had ended by itself before the kill
             self.crashed(pid, status)
+        self.bury(slot, pid)
+
+    def bury(self, slot: int, pid: int) -> None:
+        """Counts a killed process, and removes its log after a last look."""
+        self.hear()
+        for log in self.directory.glob(f"*.{pid}.log"):
+            log.unlink()
+            self.heard.pop(log, None)
+        self.fused.discard(pid)
         self.stopped.pop(slot, None)
         self.slots.clear(slot)
         self.kills += 1
@@ -497,11 +542,18 @@ class Warden:
                 del self.stopped[slot]
 
     def look_for_crashes(self) -> None:
-        for pid in list(self.running.values()):
+        for slot, pid in list(self.running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
+            if ended and self.died_by_its_fuse(pid, status):
+                self.kills_in_the_ledger += 1
+                self.bury(slot, pid)
+                self.start(slot)
+            elif ended:
                 self.crashed(pid, status)
         self.hear()
+
+    def died_by_its_fuse(self, pid: int, status: int) -> bool:
+        return pid in self.fused and os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
     def crashed(self, pid: int, status: int) -> None:
         text = "\n".join(path.read_text()[-6000:] for path in self.directory.glob(f"*.{pid}.log"))
@@ -525,7 +577,7 @@ class Warden:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     left.discard(pid)
-                    if status:
+                    if status and not self.died_by_its_fuse(pid, status):
                         self.crashed(pid, status)
             if left and time.monotonic() > deadline:
                 self.wrong.append(f"pids {sorted(left)} did not end")

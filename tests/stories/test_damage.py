@@ -137,5 +137,5 @@ def test_a_crowd_outlives_a_thousand_faults(tmp_path, seed):
     report, struck = strike(
         tmp_path, kernels=(4, 8, 16, 32)[seed % 4], seconds=60, seed=seed, calm=0.08
     )
-    soak.add(damage_faults=struck.total(), blocks_served_on_a_damaged_book=report.served)
+    soak.add("sqlite", damage_faults=struck.total(), blocks_served_on_a_damaged_book=report.served)
     assert struck.total() > 250 and report.served > 50

@@ -92,7 +92,7 @@ def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(url, tmp_path):
 def test_no_child_of_a_busy_parent_hangs_for_long(url, tmp_path, seed):
     found = run(url, 2500, seed, {"XDG_STATE_HOME": str(tmp_path)})
     assert set(found) == {"ended"}
-    soak.add(forks=found["ended"])
+    soak.add("sqlite" if url.startswith("sqlite") else "redis", forks=found["ended"])
 
 
 class Paused:

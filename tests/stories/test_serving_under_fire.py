@@ -1,4 +1,5 @@
-"""`gpu serve` while its engines are killed at random: every call gets an answer or an error, and nothing is left."""
+"""`gpu serve` while its engines are killed and strangers flood it: every call gets an answer or an error, and nothing
+is left."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -22,6 +26,8 @@ from gpu_runtime import samples  # noqa: E402
 
 from .. import soak  # noqa: E402
 from ..faces.served import Served, free_port, serving  # noqa: E402
+from ..impostor import NOBODY  # noqa: E402
+from ..redis_server import redis_server  # noqa: E402
 
 TOKEN = "o" * 43
 # The first two in workers of llama.cpp's, the third as a server with a port of its own. Two of them fit together.
@@ -33,10 +39,61 @@ MODELS: dict[str, dict[str, str]] = {
 CALLERS = 4
 ENGINES = ("llama_cpp/worker", "llama_cpp.server", "llama-server")
 FAR_FUTURE = 300.0  # seconds after which every call must have ended
+# Another user's process: it guesses tokens, sends requests that do not end, bodies that are announced and do not come,
+# and bytes that are no HTTP. It prints how often, when its input ends.
+FLOOD = """
+import os, random, select, socket, sys
+port, uid = map(int, sys.argv[1:])
+if os.geteuid() == 0:
+    os.setgroups([]); os.setgid(uid); os.setuid(uid)
+heads = [
+    b"GET /v1/models HTTP/1.1\\r\\nHost: a\\r\\nAuthorization: Bearer wrong\\r\\n\\r\\n",
+    b"GET / HTTP/1.1\\r\\n",
+    b"POST /v1/chat/completions HTTP/1.1\\r\\nHost: a\\r\\nContent-Length: 99999999\\r\\n\\r\\n{",
+    os.urandom(300),
+]
+opened, sent = [], 0
+while not select.select([sys.stdin], [], [], 0.002)[0]:
+    one = socket.socket()
+    one.settimeout(5)
+    try:
+        one.connect(("127.0.0.1", port))
+        one.send(random.choice(heads))
+        sent += 1
+    except OSError:
+        pass
+    opened.append(one)
+    if len(opened) > 300:
+        opened.pop(random.randrange(300)).close()
+print(sent)
+"""
+
+
+@contextmanager
+def flooded(server: Served, sent: list[int]) -> Iterator[None]:
+    """Another user floods the server meanwhile. At the end, the number of requests is added to `sent`."""
+    words = [sys.executable, "-c", FLOOD, str(server.port), str(NOBODY)]
+    flood = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield
+        sent.append(int(flood.communicate("\n", timeout=60)[0]))
+    finally:
+        flood.kill()
+        flood.communicate()
 
 
 @pytest.fixture
-def served(tmp_path):
+def ledger(request, tmp_path) -> Iterator[tuple[str, str]]:
+    """The kind of a ledger, and its URL. A test may select it: `indirect`; by default SQLite."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        yield "sqlite", f"sqlite://{tmp_path}/ledger"
+        return
+    with redis_server() as server:
+        yield "redis", server.fresh()
+
+
+@pytest.fixture
+def served(tmp_path, ledger):
     for seed, name in enumerate(MODELS):
         samples.gguf_lm(tmp_path / f"{name}.gguf", seed=seed)
     (tmp_path / "models.json").write_text(
@@ -54,6 +111,7 @@ def served(tmp_path):
         "GPU_DEVICES": "sim:16MiB,host:1GiB",
         "GPU_MEMORY_MAX_PERCENT": "1.0",
         "GPU_CATALOG": str(tmp_path / "models.json"),
+        "GPU_LEDGER": ledger[1],
         "EVICTION_GRACE_SECONDS": "0",
     }
     port = free_port()
@@ -176,6 +234,13 @@ def told(server: Served, path: str, method: str = "GET") -> object:
     return json.loads(answer.body)
 
 
+def until(holds: Callable[[], bool], seconds: float) -> None:
+    """Waits until `holds()`, at most so long."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def put_away(server: Served) -> None:
     """Evicts all models, and checks that they leave nothing."""
     deadline = time.monotonic() + 60
@@ -210,14 +275,25 @@ def opened(server: Served) -> list[str]:
     return sorted(os.readlink(fd) for fd in here.iterdir() if fd.is_symlink())
 
 
-def under_fire(server: Served, seconds: float, warm_seconds: float, growth_mib: int) -> Fire:
-    """Compares the server's resources before and after, without the first seconds, in which threads start."""
+def under_fire(
+    server: Served,
+    seconds: float,
+    warm_seconds: float,
+    growth_mib: int,
+    flood: Callable[[Served], AbstractContextManager[object]] = nullcontext,
+) -> Fire:
+    """Compares the server's resources before and after, without the first seconds, in which threads start.
+
+    `flood(server)` lasts as long as the fire that is measured.
+    """
     Fire(server, warm_seconds).run()
     put_away(server)
     before = holdings(server)
     fire = Fire(server, seconds)
-    fire.run()
+    with flood(server):
+        fire.run()
     put_away(server)
+    until(lambda: holdings(server)["files"] <= before["files"] + 4, 60)  # connections that ended
     after = holdings(server)
     assert fire.unexpected == []
     assert fire.kills and fire.ended["answered"], (fire.kills, fire.ended)
@@ -239,12 +315,28 @@ def test_engines_are_killed_while_clients_call(served):
     under_fire(served, seconds=12, warm_seconds=6, growth_mib=30)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_engines_are_killed_while_another_user_floods_the_server(served):
+    sent: list[int] = []
+    under_fire(served, 10, 5, growth_mib=30, flood=lambda server: flooded(server, sent))
+    assert sent[0] > 500
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
-def test_engines_are_killed_for_minutes(served):
-    """As the test before, for so long that a leak of a few KiB for each call would be visible."""
-    fire = under_fire(served, seconds=300, warm_seconds=60, growth_mib=30)
-    soak.add(engines_killed_under_calls=fire.kills, calls_under_fire=sum(fire.ended.values()))
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ledger", ["sqlite", "redis"], indirect=True)
+def test_engines_are_killed_and_the_server_is_flooded_for_minutes(served, ledger):
+    """As the tests before, for so long that a leak of a few KiB for each call would be visible."""
+    seconds = 300
+    sent: list[int] = []
+    fire = under_fire(served, seconds, 60, 30, flood=lambda server: flooded(server, sent))
+    soak.add(
+        ledger[0],
+        seconds_of_gpu_serve_under_kills_and_floods=seconds,
+        engines_killed_under_calls=fire.kills,
+        calls_under_fire=sum(fire.ended.values()),
+        requests_of_a_flood=sent[0],
+    )
 
 
 def test_the_server_is_killed_and_its_engines_end_with_it(served):

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ import pytest
 from gpu_runtime import Runtime, StillInUse
 from gpu_runtime.units import GIB
 from tests import soak
+from tests.redis_server import redis_server
 
 REPO = Path(__file__).resolve().parents[2]
 HELD = {"here": 9, "there": 9, "small": 3}  # GiB; the first two do not fit beside each other
@@ -155,38 +156,44 @@ def leaks(rt: Runtime) -> str:
     return str({what: found for what, found in problems.items() if found} or "")
 
 
-def in_a_process_of_its_own(directory: Path, interrupts: int, seed: int) -> dict[str, int]:
+def in_a_process_of_its_own(url: str, interrupts: int, seed: int) -> dict[str, int]:
     ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.stories.test_storms",
-            f"sqlite://{directory}/ledger",
-            str(interrupts),
-            str(seed),
-        ],
+        [sys.executable, "-m", "tests.stories.test_storms", url, str(interrupts), str(seed)],
         cwd=REPO,
         env=os.environ | {"PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
-        timeout=60 + interrupts / 10,
+        timeout=60 + interrupts / 5,
     )
     assert ran.returncode == 0, ran.stderr[-6000:]
     print(ran.stdout)
     return json.loads(ran.stdout)
 
 
-def test_a_storm_of_interrupts_leaves_nothing_behind(tmp_path):
-    done = in_a_process_of_its_own(tmp_path, 3000, seed=1)
+@pytest.fixture(params=["sqlite", "redis"])
+def ledger(request, tmp_path) -> Iterator[tuple[str, str]]:
+    """The kind of a ledger, and its URL."""
+    if request.param == "sqlite":
+        yield "sqlite", f"sqlite://{tmp_path}/ledger"
+        return
+    with redis_server() as server:
+        yield "redis", server.fresh()
+
+
+def test_a_storm_of_interrupts_leaves_nothing_behind(ledger):
+    kind, url = ledger
+    done = in_a_process_of_its_own(url, {"sqlite": 3000, "redis": 500}[kind], seed=1)
     assert all(done.values()), done
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(2, 6))
-def test_a_long_storm_of_interrupts_leaves_nothing_behind(tmp_path, seed):
-    done = in_a_process_of_its_own(tmp_path, 10_000, seed)
-    soak.add(interrupts=done["interrupts"])
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_a_long_storm_of_interrupts_leaves_nothing_behind(ledger, seed):
+    kind, url = ledger
+    done = in_a_process_of_its_own(url, 10_000, seed)
     assert all(done.values()), done
+    soak.add(kind, interrupts=done["interrupts"])
 
 
 if __name__ == "__main__":
