@@ -119,7 +119,7 @@ def life(path: Path | str, inode: int = 0) -> Life:
     nothing.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _no_links(path, os.O_RDONLY)
     except OSError:  # a missing file proves nothing
         return Life.UNKNOWN
     try:
@@ -321,8 +321,12 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
         return None
 
 
-def _no_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _no_links(path: Path | str, flags: int) -> int:
+    """A descriptor of the owner's file `path`. Raises OSError if it is a link.
+
+    A pipe in its place would make the opening wait for a writer for ever, so it does not wait.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _rosters(file: IO[bytes]) -> list[Roster]:

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,14 +95,14 @@ class SqliteBook(BookStore):
         """
         name = files.current(self.directory)
         try:
-            stat = os.stat(f"{self.directory}/{name}") if name else None
+            found = os.stat(f"{self.directory}/{name}") if name else None
         except OSError:  # no book yet
             return None
-        if stat is None:
+        if found is None:
             return None
-        if time.time_ns() - stat.st_mtime_ns < SETTLED_NANOSECONDS:
+        if time.time_ns() - found.st_mtime_ns < SETTLED_NANOSECONDS:
             return None
-        return name, stat.st_ino, stat.st_mtime_ns
+        return name, found.st_ino, found.st_mtime_ns
 
     def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
         """Sets the book of `damage` aside and rebuilds it, unless another process has done so.
@@ -152,7 +153,20 @@ class SqliteBook(BookStore):
         except OSError:
             return False
 
+    def _require_plain_journal(self, page: Page) -> None:
+        """Raises DamagedBook if the book's journal is something else than a file.
+
+        SQLite opens the journal at each read. If it is a pipe, SQLite waits for ever.
+        """
+        try:
+            mode = os.lstat(f"{self.directory}/{page.name}-journal").st_mode
+        except OSError:
+            return  # there is none, or SQLite will report the error
+        if not stat.S_ISREG(mode):
+            raise DamagedBook(page.name, page.inode, "its journal is not a file")
+
     def _read(self, page: Page) -> Page:
+        self._require_plain_journal(page)
         try:
             copied = self._connection.execute(COPY, (self.boot, page.rev, SCHEMA)).rowcount
         except FAULTS as error:
@@ -194,6 +208,7 @@ class SqliteBook(BookStore):
             # The race may also be lost to an old copy that just replaced the book. The revision of
             # such a copy may be the one that this process knows.
             raise LostRace
+        self._require_plain_journal(page)
         try:
             values = (SCHEMA, draft.body, self.boot, page.rev)
             written = self._connection.execute(UPDATE, values).rowcount
@@ -240,6 +255,7 @@ class SqliteBook(BookStore):
         self._connection = connection
 
     def _connect(self, page: Page) -> sqlite3.Connection:
+        self._require_plain_journal(page)
         url = f"file:{quote(str(self.directory / page.name))}?mode=rw"
         try:
             # SQLite's own waiting is switched off (time-out 0), because it can starve a writer. backoff.py
