@@ -40,7 +40,7 @@ from .facts import (
     Wait,
 )
 from .ledgers import host_config, open_ledger
-from .ledgers.access import journal_in
+from .ledgers.access import journals_in
 from .ledgers.location import default_url, shared_url, slug_of
 from .owner import (
     acquire,
@@ -150,7 +150,7 @@ class Runtime:
             ledger,
             self.probe,
             self.settings,
-            Journal(journal_in(state) if state else None),
+            Journal(*journals_in(state)) if state else Journal(),
             clock=self._clock,
             wall=self._wall,
             catalogue=self._catalogue,

@@ -1,9 +1,12 @@
 """The access rights of the files in a ledger's directory: for its user alone, or for a group.
 
                           private    shared (by group G, whatever the umask)
-    LEDGER, owners        0700       3770  sticky: nobody removes or replaces another user's file
+    LEDGER, owners,       0700       3770  sticky: nobody removes or replaces another user's file
+    journals
+    journals/UID                     2750  only its user makes files in it
     other directories     0700       2770  new files in them belong to G too
     owners/ID, .map .names 0600      0640  others read it, only its user writes it
+    journals/UID/*.db                0640
     owners/ID.bell        0600       0660  members ring
     all other files       0600       0660  SQLite gives its journal the mode of its database
 
@@ -22,10 +25,12 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import LedgerUnavailable
+from ..private_paths import weak_step
 from .liveness import name_of
 
 if TYPE_CHECKING:
@@ -126,6 +131,12 @@ PRIVATE = Access()
 
 def access_to(directory: Path) -> Access:
     """The access to the ledger that `directory` is, or is a part of."""
+    root = _shared_root(directory)
+    return PRIVATE if root is None else Access((root / MARK).lstat().st_gid)
+
+
+def _shared_root(directory: Path) -> Path | None:
+    """The directory of the shared ledger that `directory` is, or is a part of; None if it is private."""
     for place in (directory, *directory.parents[: _LEVELS - 1]):
         try:
             mark = (place / MARK).lstat()
@@ -133,8 +144,8 @@ def access_to(directory: Path) -> Access:
         except OSError:  # no mark here: look one level up
             continue
         if stat.S_ISREG(mark.st_mode) and mark.st_uid == holder.st_uid:
-            return Access(mark.st_gid)
-    return PRIVATE
+            return place
+    return None
 
 
 def owners_in(directory: Path) -> Path:
@@ -146,15 +157,61 @@ def _beside(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.owners")
 
 
-def journal_in(ledger: Path) -> Path:
-    """The journal's file in the directory `ledger`.
+def state_in(ledger: Path) -> Path:
+    """The directory, for a ledger's directory `ledger`, of what survives a boot and all members write.
 
-    A shared ledger has a directory for it, because any member must be able to remove the files that
-    SQLite puts beside it.
+    A shared ledger has a directory for it, because any member must be able to replace these files, and to
+    remove those that SQLite puts beside them.
     """
-    if access_to(ledger).group is None:
-        return ledger / "journal.db"
-    return ledger / "journal" / "journal.db"
+    return ledger if access_to(ledger).group is None else ledger / "journal"
+
+
+class JournalPlace(NamedTuple):
+    """Where the journals of a ledger are."""
+
+    own: Path  # this user's
+    users: (
+        Path | None
+    )  # has a directory for each user, named by the uid; None: the ledger is private
+
+
+def journals_in(ledger: Path) -> JournalPlace:
+    """The journals of the directory `ledger`.
+
+    In a shared ledger each user has one, in a directory that only this user can write: beside a file that
+    anybody could put a name, SQLite would take that name for its own.
+    """
+    root = _shared_root(ledger)
+    if root is None:
+        return JournalPlace(ledger / "journal.db", None)
+    world = "-".join(ledger.relative_to(root).parts)  # of simulated devices; empty for real ones
+    users = root / "journals"
+    return JournalPlace(users / str(os.geteuid()) / f"{world or 'journal'}.db", users)
+
+
+def make_own_journal(place: JournalPlace) -> None:
+    """Makes this user's journal in a shared ledger, if it does not exist.
+
+    Raises OSError, also if another user could replace it, or has put something else in its place.
+    """
+    assert place.users is not None
+    access, directory = access_to(place.users.parent), place.own.parent
+    access.make_directory(place.users, sticky=True)
+    if not os.path.lexists(directory):
+        draft = place.users / f".new-{secrets.token_hex(4)}"
+        draft.mkdir(0o700)
+        access._open(draft, 0o2750 | stat.S_IFDIR)
+        try:
+            draft.rename(directory)
+        except OSError:
+            draft.rmdir()  # another process of this user has made it
+    weak = weak_step(place.own)
+    if weak:
+        raise PermissionError(errno.EPERM, f"another user could replace it: {weak}", str(place.own))
+    if not os.path.lexists(place.own):
+        with suppress(FileExistsError):  # another process of this user has made it
+            _empty_file(place.own, 0o600)
+            access._open(place.own, 0o640)
 
 
 def require_no_link(db: sqlite3.Connection, path: Path) -> None:

@@ -84,10 +84,10 @@ def _make_ledger(place: Path, gid: int) -> None:
     access.make_file(place / MARK)
     access.open_directory(place, sticky=True)
     of_this_boot = place / boot_id()
-    owners = owners_in(of_this_boot)
-    for made in (place / "journal", of_this_boot, owners):
-        access.make_directory(made, sticky=made == owners)
-        _give_to_root(made, gid, sticky=made == owners)
+    sticky = owners_in(of_this_boot), place / "journals"
+    for made in (place / "journal", of_this_boot, *sticky):
+        access.make_directory(made, sticky=made in sticky)
+        _give_to_root(made, gid, sticky=made in sticky)
     access.make(of_this_boot)
     files.fill_ballast(of_this_boot)
 

@@ -1,13 +1,15 @@
 """The journal: the history of events with their reasons. It also keeps events of earlier boots.
 
-It is one SQLite table to which every owner of a ledger appends; the book has the newest events only.
-Nothing depends on the journal. If it cannot be written, that is logged once.
+It is one SQLite table to which every owner of a ledger appends; the book has the newest events only. In a
+shared ledger each user has a journal of their own, and everybody reads all. Nothing depends on the journal.
+If it cannot be written, that is logged once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import itertools
 import logging
 import sqlite3
@@ -21,8 +23,9 @@ import msgspec
 
 from .. import forks
 from ..facts import Event
-from ..ledgers.access import access_to, require_no_link
+from ..ledgers.access import JournalPlace, access_to, make_own_journal, require_no_link
 from ..ledgers.sqlite import after_fork
+from .users_journals import events_of, journals_of_others
 
 KEPT = 10_000  # events in the file; the oldest are removed first
 EVERY_SECONDS = 1.0
@@ -41,10 +44,20 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path | None = None,
+        users: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Uses the file `path`; None keeps the events in this process. `clock` returns seconds."""
+        """Uses the file `path`; None keeps the events in this process. `clock` returns seconds.
+
+        In a shared ledger, `users` is the directory with the journals of all users.
+        """
         self._path = path
+        self._users = users
+        self._is_ours = (
+            False  # whether the path to the file was checked: only this user can write it
+        )
         self._clock = clock
         self._recent: deque[Event] = deque(maxlen=KEPT)
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
@@ -121,26 +134,39 @@ class Journal:
 
         with self._lock:
             self._write()
+            others = self._of_others(model, since)
             if self._path is not None and not self._broken and self._path.exists():
                 try:
                     with contextlib.closing(self._connect()) as db:
                         # Rows are decoded one by one, only as far back as needed: a full journal
                         # has 10,000 events.
-                        return latest(_stored_events(db, model, since))
+                        return latest(_merged([_stored_events(db, model, since), *others]))
                 except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
                     log.warning("the journal %s cannot be read (%s)", self._path, error)
-            return latest(
+            kept = (
                 event
                 for event in reversed(self._recent)
                 if model in (None, event.model) and event.wall >= since
             )
+            return latest(_merged([kept, *others]))
+
+    def _of_others(self, model: str | None, since: float) -> list[Iterable[Event]]:
+        """The events in the journal of each other user, newest first."""
+        if self._users is None or self._path is None:
+            return []
+        files = journals_of_others(self._users, self._path.name, since)
+        return [events_of(file, model, since) for file in files]
 
     def _connect(self) -> sqlite3.Connection:
         """A connection for one use. It is never kept, so none is carried across a fork."""
         assert self._path is not None
         if not after_fork.is_usable():
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
-        if not self._path.exists():
+        if self._users is not None:
+            if not (self._is_ours and self._path.exists()):
+                make_own_journal(JournalPlace(self._path, self._users))
+                self._is_ours = True
+        elif not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self._path.parent).make_file(self._path)
         db = opened(self._path)
@@ -173,3 +199,10 @@ def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> I
         (model, model, since),
     )
     return (_decode(row[0]) for row in rows)
+
+
+def _merged(sources: list[Iterable[Event]]) -> Iterable[Event]:
+    """The events of all sources, newest first, as each source has them."""
+    if len(sources) == 1:
+        return sources[0]
+    return heapq.merge(*sources, key=lambda event: (event.wall, event.seq), reverse=True)

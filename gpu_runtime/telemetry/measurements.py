@@ -24,7 +24,7 @@ import msgspec
 
 from .. import forks
 from ..facts import Evidence, Measurement, ModelSpec, Value
-from ..ledgers.access import access_to, journal_in
+from ..ledgers.access import access_to, state_in
 
 KEPT = 1000  # models; the oldest measurement is dropped first
 LONGEST = 1 << 20  # bytes; a larger file is not read
@@ -214,8 +214,5 @@ def _with_newest(
 
 
 def measurements_in(ledger: Path) -> Path:
-    """The file of a ledger's measurements, in the directory `ledger`.
-
-    It is in the same directory as the journal, so the same users may write it.
-    """
-    return journal_in(ledger).with_name("measured.json")
+    """The file of a ledger's measurements, for its directory `ledger`."""
+    return state_in(ledger) / "measured.json"

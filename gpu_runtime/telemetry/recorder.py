@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..devices.sampler_client import Figures, boot_seconds
 from ..facts import Book, Moment, Sample, World
-from ..ledgers.access import journal_in
+from ..ledgers.access import state_in
 from ..ledgers.reader import Peek, peek
 from ..scheduler.pressure import views
 from .moments import ChangeFilter, moments_of
@@ -27,7 +27,7 @@ MOST_UNWRITTEN = 5_000  # moments that are held while the file cannot be written
 
 def record_in(directory: Path) -> Record:
     """The history of the ledger whose files of this boot are in `directory`; a reboot keeps it."""
-    return Record(journal_in(directory.parent).with_name("history.db"))
+    return Record(state_in(directory.parent) / "history.db")
 
 
 class Recorder:

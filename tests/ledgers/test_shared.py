@@ -142,18 +142,18 @@ def test_the_first_process_makes_the_files_for_all_whatever_the_umask(box):
         )
     group = grp.getgrnam(GROUP).gr_gid
     of_root = box.ledger / f"{box.boot().name}.owners"
+    journals = box.ledger / "journals"
+    sticky = (box.owners(), box.ledger, box.world(), of_root, journals)
     for path in [box.ledger, *box.ledger.rglob("*")]:
         is_ = path.lstat()
         mode = stat.S_IMODE(is_.st_mode)
         if stat.S_ISLNK(is_.st_mode) or path.name == "ballast":
             continue
-        expected = (
-            (0o3770 if path in (box.owners(), box.ledger, box.world(), of_root) else 0o2770)
-            if stat.S_ISDIR(is_.st_mode)
-            else 0o640
-            if path.parent.suffix == ".owners" and path.suffix != ".bell"
-            else 0o660
-        )
+        only_its_user_writes = path.parent.suffix == ".owners" and path.suffix != ".bell"
+        if stat.S_ISDIR(is_.st_mode):
+            expected = 0o3770 if path in sticky else 0o2750 if path.parent == journals else 0o2770
+        else:
+            expected = 0o640 if only_its_user_writes or journals in path.parents else 0o660
         assert (path, oct(mode), is_.st_gid) == (path, oct(expected), group)
 
 
@@ -227,9 +227,9 @@ def test_links_of_a_member_are_not_followed(box):
     precious.chmod(0o711)
     os.chown(diary, pwd.getpwnam(ANN).pw_uid, -1)
     diary.chmod(0o600)
-    journal = box.world() / "journal" / "journal.db"
-    bob.run(f"os.path.lexists({str(journal)!r}) and os.unlink({str(journal)!r})")
-    assert bob.run(f"os.symlink({str(diary)!r}, {str(journal)!r})") == "None"
+    history = box.world() / "journal" / "history.db"
+    bob.run(f"os.path.lexists({str(history)!r}) and os.unlink({str(history)!r})")
+    assert bob.run(f"os.symlink({str(diary)!r}, {str(history)!r})") == "None"
     book = box.boot() / os.readlink(box.boot() / "CURRENT")
     bob.run(f"os.unlink({str(book)!r})")
     assert bob.run(f"os.symlink({str(diary)!r}, {str(book)!r})") == "None"
@@ -240,6 +240,90 @@ def test_links_of_a_member_are_not_followed(box):
         assert bob.run(f"os.rename({str(taken)!r}, '{box.ledger}/away')").startswith(
             "PermissionError"
         ) is (taken.stat().st_uid != pwd.getpwnam(BOB).pw_uid), taken
+
+
+def journal(box: Box, user: str) -> Path:
+    return box.ledger / "journals" / str(pwd.getpwnam(user).pw_uid) / f"{box.world().name}.db"
+
+
+def test_each_user_has_a_journal_and_all_members_read_all(box):
+    """`rt.why`, `rt.events` and so the console and the routes show what the processes of all users did."""
+    ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB, ranker="5GiB")
+    ann.run("rt.preload('writer')")
+    bob.run("rt.preload('ranker', timeout=20)")
+    for person in (ann, bob):
+        person.run("rt.close()")
+        assert stat.S_IMODE(journal(box, person.user).stat().st_mode) == 0o640
+    ops = box.kernel(OPS)
+    actions = "[(e.model, e.action) for e in rt.why({!r}) if e.action in ('loaded', 'offloaded')]"
+    assert ops.run(actions.format("writer")) == "[('writer', 'offloaded'), ('writer', 'loaded')]"
+    assert ops.run(actions.format("ranker")) == "[('ranker', 'loaded')]"
+    kept = "[e.wall for e in rt._session.journal.tail()]"
+    assert ops.run(f"(lambda walls: (len(walls) > 3, walls == sorted(walls)))({kept})") == (
+        "(True, True)"
+    )
+
+
+def test_no_member_can_change_another_users_journal(box):
+    ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
+    ann.run("(rt.preload('writer'), rt._session.journal.flush())")
+    file = journal(box, ANN)
+    before = file.read_bytes()
+    for attempt in (
+        f"open({str(file)!r}, 'r+b')",
+        f"os.unlink({str(file)!r})",
+        f"open('{file}-journal', 'wb')",
+        f"os.symlink('/tmp', '{file.parent}/x')",
+        f"os.rename({str(file.parent)!r}, '{file.parent}x')",
+        f"os.rename({str(file.parents[1])!r}, '{file.parents[1]}x')",
+    ):
+        assert bob.run(attempt).startswith("PermissionError"), attempt
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("taken_by", ["a directory", "a link", "a file"])
+def test_a_journal_in_a_place_that_another_user_took_is_not_written(box, taken_by):
+    """Bob makes what will be Ann's directory first. Her events stay in memory, and she is told."""
+    bob = box.person(BOB)
+    place, diary = journal(box, ANN).parent, box.root / "diary"
+    diary.mkdir()
+    os.chown(diary, pwd.getpwnam(ANN).pw_uid, -1)
+    take = {
+        "a directory": f"(os.mkdir({str(place)!r}), os.chmod({str(place)!r}, 0o777))",
+        "a link": f"os.symlink({str(diary)!r}, {str(place)!r})",
+        "a file": f"open({str(place)!r}, 'w').close()",
+    }[taken_by]
+    assert "Error" not in bob.run(take)
+    ann = box.kernel(ANN, writer="1GiB")
+    assert ann.run("rt.preload('writer').where") == "'sim:0'"
+    ann.run("rt._session.journal.flush()")
+    assert ann.run("'writer' in [e.model for e in rt.events().itertuples()]") == "True"
+    assert list(diary.iterdir()) == [] and not list(place.glob("*.db"))
+
+
+def test_a_file_that_another_user_made_a_journal_is_not_read(box):
+    """Neither under Ann's uid, nor as a pipe that would never end, nor as a query that would not."""
+    ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
+    ann.run("(rt.preload('writer'), rt._session.journal.flush())")
+    bob.run("rt._session.journal.flush()")
+    own = journal(box, BOB)
+    bob.run(f"own, root = Path({str(own)!r}), Path({str(own.parents[1])!r})")
+    bob.run("own.parent.mkdir(0o750, exist_ok=True)")
+    for uid in (0, 1, pwd.getpwnam(OPS).pw_uid):
+        bob.run(f"(root / '{uid}').mkdir()")
+        bob.run(f"__import__('shutil').copy({str(journal(box, ANN))!r}, root / '{uid}' / own.name)")
+    seen = "len(rt._session.journal.tail())"
+    count = ann.run(seen)
+    assert int(count) > 0
+    bob.run("(own.unlink(missing_ok=True), os.mkfifo(own, 0o640))")
+    assert ann.run(seen) == count
+    endless = (
+        "CREATE VIEW events AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id+1 FROM n) "
+        "SELECT id, 1e12 AS wall, 'm' AS model, 'x' AS body FROM n"
+    )
+    bob.run("(own.unlink(), own.touch(), own.chmod(0o640))")
+    bob.run(f"import sqlite3; db = sqlite3.connect(own); db.execute({endless!r}); db.commit()")
+    assert ann.run(seen) == count
 
 
 def test_init_follows_no_link_of_a_member(box):
