@@ -29,6 +29,10 @@ from .page_parts import Unwritable
 from .sqlite import files
 
 CLOSED_LOOK_SECONDS = 0.1  # between two looks at whether grants are open again
+# Twice the tick of the monitors: within a tick, owners that lost their files, or that we cannot see, put
+# themselves back into a book that was made again.
+REGISTER_SECONDS = 2.0
+TICKS_A_SECOND = 12  # by all idle owners together; with more owners each of them ticks less often
 
 
 class LostRace(Exception):
@@ -410,6 +414,11 @@ class BookStore:
 def _promises(section: Section) -> set[tuple[str, Shares]]:
     """The leases of a section with bytes that were granted and not used yet."""
     return {(lease.name, lease.target) for lease in section.leases if lease.target}
+
+
+def closed_seconds(owners: int) -> float:
+    """How long nothing is granted in a book that was made again, if so many `owners` were in it."""
+    return REGISTER_SECONDS * max(1.0, owners / TICKS_A_SECOND)
 
 
 def boottime() -> float:

@@ -22,7 +22,6 @@ from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Book, Phase, Section, Share
 from gpu_runtime.ledgers import book_store, open_ledger
 from gpu_runtime.ledgers.base import Ledger
-from gpu_runtime.ledgers.redis import page as redis_page
 from gpu_runtime.ledgers.sqlite import page as sqlite_page
 from gpu_runtime.ledgers.sqlite import recovery
 from tests.impostor import NOBODY
@@ -228,7 +227,8 @@ def held_after(url: str, attack: Attack) -> int:
         patch.setattr(book_store, "sleep", sleep)
         patch.setattr(sqlite_page, "boottime", lambda: now[0])
         patch.setattr(recovery, "boottime", lambda: now[0])
-        patch.setattr(redis_page, "REGISTER_SECONDS", REGISTER_SECONDS)
+        if is_redis:
+            patch.setattr(book_store, "REGISTER_SECONDS", REGISTER_SECONDS)
         for kernel in kernels:
             kernel.tick()
         first.take("a", attack.sizes[0])

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUnavailable
-from gpu_runtime.facts import SCHEMA, Share
+from gpu_runtime.facts import SCHEMA, Section, Share
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from tests.redis_server import redis_server
@@ -139,6 +139,25 @@ def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, 
 
     ledger.transact(gives_up)
     assert emptied and names(ledger) == []
+
+
+@pytest.mark.parametrize(("owners", "seconds"), [(1, 2.0), (60, 10.0)])
+def test_the_closed_period_of_a_page_made_again_grows_with_its_owners(
+    new_owner_here, redis, owners, seconds
+):
+    """With more owners each of them ticks less often, so it takes longer until all have registered."""
+    ledger = new_owner_here()
+    others = [replace(ledger.owner, pid=ledger.owner.pid + n) for n in range(1, owners)]
+    sections = {other.id: Section(other) for other in others}
+    put(ledger, "qwen")
+    store = ledger._store
+    book = replace(ledger.read(), sections=ledger.read().sections | sections)
+    store._page = store._page._replace(book=book)
+    redis.cli("FLUSHDB", database=redis.databases)
+    ledger.read()
+    opens = float(redis.cli("HGET", page_of(ledger), "opens", database=redis.databases))
+    now = float(redis.cli("TIME", database=redis.databases).split()[0])
+    assert opens - now == pytest.approx(seconds, abs=1.5)
 
 
 def test_a_flushed_redis_is_rebuilt_from_the_living_owners(

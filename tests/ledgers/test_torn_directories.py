@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_runtime.ledgers import book_store
 from gpu_runtime.ledgers.sqlite import recovery
 from tests import soak
 from tests.redis_server import redis_server
@@ -96,7 +97,7 @@ def test_a_thousand_files_and_keys_of_a_redis_are_torn_away(seed):
 def test_the_test_can_fail(monkeypatch, tmp_path):
     """Without the closed period and without what was last seen, the bytes are granted twice."""
     monkeypatch.setattr(recovery, "_missing", lambda *_: {})
-    monkeypatch.setattr(recovery, "REGISTER_SECONDS", 0.0)
+    monkeypatch.setattr(book_store, "REGISTER_SECONDS", 0.0)
     first, second = (Kernel(f"sqlite://{tmp_path}/ledger") for _ in range(2))
     second.tick()
     first.take("a", 6)

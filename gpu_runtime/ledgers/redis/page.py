@@ -31,7 +31,15 @@ from ...errors import LedgerNewer, LedgerRefused
 from ...facts import SCHEMA, Book
 from ...units import show_bytes
 from ..book_parts import part_of, with_living
-from ..book_store import BookStore, DamagedBook, Draft, GrantsClosed, LostRace, Page
+from ..book_store import (
+    BookStore,
+    DamagedBook,
+    Draft,
+    GrantsClosed,
+    LostRace,
+    Page,
+    closed_seconds,
+)
 from ..decoding import UNREADABLE, decode_roster
 from ..liveness import Life, OwnerFile, life, read_roster
 from ..pages import encoded
@@ -43,7 +51,6 @@ from .scripts import (
     MARKER,
     MOST_BYTES,
     PAGE,
-    REGISTER_SECONDS,
     SEEN_SECONDS,
     HostPage,
     Seen,
@@ -214,6 +221,8 @@ class RedisBook(BookStore):
         rev = max([seen.rev if seen else 0, *roster_revs]) + 1
         any_roster = any(part.sections for _, part in living.values())
         known = seen is not None or self._page is not None or any_roster
+        owners = book.owner_ids() | (self._page.book.owner_ids() if self._page else set())
+        closed = closed_seconds(len(owners)) if known or not is_ours else 0.0
         made = ask(
             "EVAL",
             MAKE,
@@ -226,13 +235,13 @@ class RedisBook(BookStore):
             rev,
             SCHEMA,
             encoded(book, rev),
-            str(REGISTER_SECONDS if known or not is_ours else 0),
+            str(closed),
             socket.gethostname(),
         )
         if made and known:
-            self._log_made(why, book)
+            self._log_made(why, book, closed)
 
-    def _log_made(self, why: str, book: Book) -> None:
+    def _log_made(self, why: str, book: Book, closed: float) -> None:
         log.warning(
             "this host's page in the Redis %s was damaged (%s). Made again from %d living owners, "
             "%d leases; grants continue in %.0f s.",
@@ -240,7 +249,7 @@ class RedisBook(BookStore):
             why,
             len(book.sections),
             sum(1 for _ in book.leases()),
-            REGISTER_SECONDS,
+            closed,
         )
 
     def _foreign(self, why: str) -> Exception:

@@ -22,9 +22,6 @@ MOST_BYTES = 4 << 20  # a larger page was not written by gpu-console
 # page again.
 KEPT_SECONDS = 7 * 86400
 SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen
-# Twice the tick of the monitors. Within a tick, the owners that we cannot see put themselves back
-# into the page.
-REGISTER_SECONDS = 2.0
 
 MARKER = "gpu-console:ledger"  # its presence means that this database is ours
 PAGE = "gpu-console:page:"

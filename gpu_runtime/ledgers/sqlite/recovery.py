@@ -19,7 +19,7 @@ from ...errors import LedgerNewer
 from ...facts import SCHEMA, Book
 from ..access import access_to
 from ..book_parts import part_of, union
-from ..book_store import DamagedBook, boottime
+from ..book_store import DamagedBook, boottime, closed_seconds
 from ..decoding import UNREADABLE, decode_roster
 from ..liveness import Life, Roster, life, life_of, read_roster
 from ..pages import encoded
@@ -27,10 +27,6 @@ from . import files
 from .revision_hint import RevisionHint
 
 log = logging.getLogger("gpu_runtime")
-
-# Twice the tick of the monitors: within a tick, owners that lost their files put themselves back.
-REGISTER_SECONDS = 2.0
-TICKS_A_SECOND = 12  # by all idle owners together; with more owners each of them ticks less often
 
 
 def living_rosters(directory: Path) -> dict[str, Roster]:
@@ -120,10 +116,7 @@ def _from_rosters(directory: Path, name: str, before: Before) -> tuple[Book, int
     book = union([*missing.values(), *found.values()])
     rev = max((roster.rev for roster in rosters.values()), default=0) + 1
     if before.files_lost or len(found) < len(rosters) or missing:
-        seconds = max(
-            REGISTER_SECONDS, REGISTER_SECONDS * len(before.book.sections) / TICKS_A_SECOND
-        )
-        book = replace(book, opens=boottime() + seconds)
+        book = replace(book, opens=boottime() + closed_seconds(len(before.book.sections)))
     return book, rev
 
 
