@@ -38,13 +38,13 @@ def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
     found = []
     try:
         uids = [entry for entry in os.listdir(users) if entry.isascii() and entry.isdecimal()]
-    except OSError:
+    except OSError:  # no user has written one yet
         return []
     for uid in uids:
         path = users / uid / name
         try:
             written = path.lstat()
-        except OSError:
+        except OSError:  # this user has none for these devices
             continue
         if int(uid) != os.geteuid() and written.st_uid == int(uid) and written.st_mtime >= since:
             found.append(path)

@@ -160,8 +160,8 @@ class SqliteBook(BookStore):
         """
         try:
             mode = os.lstat(f"{self.directory}/{page.name}-journal").st_mode
-        except OSError:
-            return  # there is none, or SQLite will report the error
+        except OSError:  # there is none, or SQLite will report the error
+            return
         if not stat.S_ISREG(mode):
             raise DamagedBook(page.name, page.inode, "its journal is not a file")
 
