@@ -25,7 +25,7 @@ from .liveness import Life, OwnerFile, Sight, life, life_of, sight_of, testimony
 from .name_files import NameFiles
 from .notify import Doorbell
 from .sqlite import files
-from .sqlite.backoff import Pace, processor_seconds
+from .sqlite.backoff import Pace
 from .sqlite.writer_queue import WriterQueue, writer_queue_in
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class SharedLedger:
                 # A process that has the turn keeps it until the book is written.
                 if paced and turn is None and (races_lost or self._pace.should_queue):
                     turn = self._wait_for_turn()
-                began = processor_seconds()
+                began = time.monotonic()
                 try:
                     known = self._store.glance() if may_glance else None
                     may_glance = False
@@ -160,7 +160,8 @@ class SharedLedger:
                                 continue
                         self._store.put(page, new)
                     if paced:
-                        self._pace.note_end(processor_seconds() - began, time.monotonic())
+                        now = time.monotonic()
+                        self._pace.note_end(now - began, now)
                     return answer
                 except LostRace:
                     pass  # decide again

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 
 FREE_TURNS = 8  # transactions in a row without a wait
 IN_A_ROW_SECONDS = 0.002
@@ -29,7 +28,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.attempt_seconds = 0.0001  # processor time of an attempt that nothing slowed down
+        self.attempt_seconds = 0.0001  # of an attempt that nothing slowed down
         self._here = threading.local()
         self._crowded_at = _NEVER
 
@@ -74,14 +73,11 @@ class Pace:
         return self.attempt_seconds * (1 + random.uniform(0, most))
 
     def note_end(self, attempt_seconds: float, now: float) -> None:
-        """Records a transaction's end, and its last attempt's processor time (`attempt_seconds`)."""
+        """Records a transaction's end, and how long its last attempt took (`attempt_seconds`)."""
         self._here.ended_at = now
         # Close to the minimum: the mean is dominated by a few attempts that met a cold cache or a
-        # garbage collection.
+        # garbage collection, or waited for a processor. (The processor time of a thread would not
+        # contain that wait, but to read it took 4 ms on a busy machine: the kernel then often gives
+        # the processor to another process.)
         most = min(self.attempt_seconds * 1.02, LONGEST_ATTEMPT_SECONDS)
         self.attempt_seconds = min(attempt_seconds, most)
-
-
-def processor_seconds() -> float:
-    """Processor time of this thread."""
-    return time.thread_time()
