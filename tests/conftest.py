@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,24 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("GPU_CONFIG_FILE", isolation.CONFIG_FILE)
     return monkeypatch
+
+
+@pytest.fixture(scope="session")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], None]:
+    """torch's call that makes each access of a storage raise a sentence; built where torch lacks it."""
+    from tests import storage_mark
+
+    return storage_mark.compiled(tmp_path_factory.mktemp("mark"))
+
+
+@pytest.fixture
+def guards(mark: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages can be marked, as in CUDA builds of torch."""
+    import torch
+
+    from tests import storage_mark
+
+    monkeypatch.setattr(torch._C, storage_mark.NAME, mark, raising=False)
 
 
 # Tests in these places start real processes, browsers or servers.

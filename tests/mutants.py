@@ -45,6 +45,7 @@ ARGUMENTS = ["tests/owner/test_arguments.py", "tests/owner/test_notebook_path.py
 OWNER = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
 
 WHO = ["tests/backends/test_search.py", "tests/backends/test_holders.py"]
+PARKING = ["tests/backends/test_kernel_memory.py"]
 
 
 class Fault(NamedTuple):
@@ -58,6 +59,90 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
+    Fault(
+        "a return does not wait for work on the fresh blocks",
+        "backends/pytorch/kernel_memory",
+        "_rest(cards)  # a fresh block may have been freed while work on it was pending",
+        "pass",
+        PARKING,
+    ),
+    Fault(
+        "a park does not wait for the cards",
+        "backends/pytorch/kernel_memory",
+        "if why := streams.not_at_rest(cards, REST_SECONDS):",
+        "if why := streams.not_at_rest((), REST_SECONDS):",
+        PARKING,
+    ),
+    Fault(
+        "bytes return to blocks of the current stream",
+        "backends/pytorch/kernel_memory",
+        "with streams.on_stream(device, one.stream):",
+        "with streams.on_stream(device, None):",
+        PARKING,
+    ),
+    Fault(
+        "a returned block is recorded on no other stream",
+        "backends/pytorch/kernel_memory",
+        "streams.record(fresh[-1], one.stream, model.streams.get(device, ()))",
+        "streams.record(fresh[-1], one.stream, ())",
+        PARKING,
+    ),
+    Fault(
+        "streams that Python knows are forgotten",
+        "backends/pytorch/kernel_memory",
+        "found[stream.device].add(streams.pointer(stream))",
+        "pass",
+        PARKING,
+    ),
+    Fault(
+        "memory in a private pool is parked",
+        "backends/pytorch/kernel_memory",
+        "if streams.private(addresses, segments):",
+        "if False:",
+        PARKING,
+    ),
+    Fault(
+        "only the first card's tensors are parked",
+        "backends/pytorch/kernel_memory",
+        "return KernelMemory(cards[:1] if cards[0].counted else cards, stillness, governed)",
+        "return KernelMemory(cards[:1], stillness, governed)",
+        PARKING,
+    ),
+    Fault(
+        "after a park the card's cache is kept",
+        "backends/pytorch/kernel_memory",
+        "streams.release_cached(card)",
+        "pass",
+        PARKING,
+    ),
+    Fault(
+        "a failed return keeps its new blocks",
+        "backends/pytorch/kernel_memory",
+        "st.let_go(error)",
+        "pass",
+        PARKING,
+    ),
+    Fault(
+        "a wait for a card has no limit",
+        "backends/pytorch/streams",
+        "if not waiting.wait(seconds):",
+        "if not waiting.wait():",
+        PARKING,
+    ),
+    Fault(
+        "a stuck card gets another waiting thread each time",
+        "backends/pytorch/streams",
+        "if earlier is not None and not earlier.wait(seconds):",
+        "if False:",
+        PARKING,
+    ),
+    Fault(
+        "the copy is not waited for before the exchange",
+        "backends/pytorch/storages",
+        "_copy_all(sources, targets, memories, host, progress)\n        wait()",
+        "_copy_all(sources, targets, memories, host, progress)",
+        PARKING,
+    ),
     Fault(
         "overlook gradients that nobody has read",
         "backends/pytorch/search",

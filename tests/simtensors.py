@@ -104,6 +104,15 @@ def _swap_and_account(one: torch.UntypedStorage, other: torch.UntypedStorage) ->
 
 
 torch.UntypedStorage._swap_data_ptr_ = _swap_and_account
+_resizable = torch.UntypedStorage.resizable
+
+
+def _is_resizable(storage: torch.UntypedStorage) -> bool:
+    """As torch says it; what DLPack brought is not, but the blocks of CUDA's allocator are."""
+    return storage._cdata in _held or _resizable(storage)
+
+
+torch.UntypedStorage.resizable = _is_resizable
 
 
 def placed(size: int, card: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

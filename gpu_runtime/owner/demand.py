@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from ..facts import Lease, PlacementRules
@@ -42,7 +44,22 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
         layout = getattr(resident.backend, "layout", layout)  # an engine may require one
     devices = allowed_devices(session, resident)
     rules = replace(session.settings.placement(), devices=devices, layout=layout)
-    return replace(rules, **resident.spec.placement)
+    rules = replace(rules, **resident.spec.placement)
+    return _bound_to(resident.must_return_to(), rules)
+
+
+def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
+    """The `rules` for what returns with these bytes to each of several cards."""
+    if len(cards) < 2 or not all(cards.values()):
+        return rules
+    return replace(
+        rules,
+        layout="proportional",
+        card_bytes=dict(cards),
+        least_cards=len(cards),
+        most_cards=len(cards),
+        margin_bytes=0,
+    )
 
 
 def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
@@ -52,7 +69,7 @@ def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
     returns only to its own card.
     """
     if bound := resident.must_return_to():
-        return bound
+        return tuple(bound)
     index = session.settings.inference_gpu_index
     if resident.spec.devices or index is None:
         return resident.spec.devices

@@ -58,7 +58,7 @@ def who(
     if "torch" not in sys.modules:
         rows = [_of_lease(resident) for resident in _on_devices(session)]
         return _summed(session, rows, {}, set(), set(), 0, True, time.perf_counter() - began)
-    from ..backends.pytorch.search import Limit
+    from ..backends.pytorch.time_limit import Limit
 
     limit = Limit(seconds, stop=stop)
     storages, whole = _search(session, limit)
@@ -314,7 +314,7 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
 
 
 def _search_keys(session: Session) -> frozenset[int]:
-    from ..backends.pytorch.search import Limit
+    from ..backends.pytorch.time_limit import Limit
 
     return frozenset(_search(session, Limit(SECONDS))[0])
 
@@ -323,7 +323,7 @@ def _named(session: Session, namespace: Namespace) -> list[_Reached]:
     """The names that reach device memory; none before torch is imported."""
     if "torch" not in sys.modules:
         return []
-    from ..backends.pytorch.search import Limit
+    from ..backends.pytorch.time_limit import Limit
 
     limit = Limit(SECONDS)
     return _reach(session, namespace, _search(session, limit)[0], limit)[0]
@@ -347,7 +347,7 @@ def _held_bytes(session: Session) -> int:
     reserved = _allocated(session)[1]
     if not session.probe.simulated or "torch" not in sys.modules:
         return reserved
-    from ..backends.pytorch.search import Limit
+    from ..backends.pytorch.time_limit import Limit
 
     found, _ = _search(session, Limit())
     return reserved + sum(one.bytes for one in found.values())

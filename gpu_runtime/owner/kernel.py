@@ -216,9 +216,8 @@ class Kernel:
             return
         backend = session.backend(NAME)
         if self._handle is None:
-            card = next(device for device in session.probe.devices if not device.is_host)
             self._handle = backend.open(  # type: ignore[attr-defined]
-                card.id, self._stillness, lambda: _governed(session)
+                self._stillness, lambda: _governed(session)
             )
         size = sum(share.bytes for share in backend.measure(self._handle))
         if resident is None and size >= LEAST_BYTES:
@@ -232,7 +231,7 @@ class Kernel:
     def _open(self) -> None:
         """Opens the lease for what was counted."""
         session, handle = self._session, self._handle
-        spec = ModelSpec(NAME, NAME, model_type="kernel", devices=(handle.memory.device,))
+        spec = ModelSpec(NAME, NAME, model_type="kernel", devices=handle.devices)
         resident = KernelResident(spec, session.backend(NAME), session.me, session.clock)
         resident.footprint = lambda: Footprint.of(resident.lease.own_bytes, "measured")
         handle.on_swapped = resident.swapped

@@ -181,11 +181,14 @@ class Resident:
         """When the current use began, as far as it is known."""
         return self.pinned_since if self.pins else self.training.kernel.state.busy_since
 
-    def must_return_to(self) -> tuple[str, ...]:
-        """Ids of the only devices it can return to; empty if it can go anywhere."""
+    def must_return_to(self) -> dict[str, int]:
+        """The only devices it can return to, with its bytes there; empty if it can go anywhere.
+
+        0 bytes: any number.
+        """
         bound = getattr(self.backend, "must_return_to", None)
         if bound is None or self.handle is None or self.place is not Place.AWAY:
-            return ()
+            return {}
         return bound(self.handle)
 
     # -- moving; the caller has reserved the room

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .search import Found, Limit, gradient, graph, plain_tensors, saved_by, saved_in, tracked
+from .search import Found, gradient, graph, plain_tensors, saved_by, saved_in, tracked
+from .time_limit import Limit
 from .torch_model import TorchModel
 
 _LEAVES = frozenset(
@@ -50,7 +51,7 @@ class Graphs:
 
     def __init__(self, limit: Limit) -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            tensors, _, _, _ = tracked(limit)
+            tensors = tracked(limit).tensors
             roots = [node for tensor in tensors for node in graph(tensor)]
             nodes: set[Any] = set()
             for _ in saved_in(roots, nodes, limit):

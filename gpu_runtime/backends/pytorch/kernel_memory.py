@@ -4,6 +4,9 @@ This memory leaves and returns as a whole. The bytes are copied while the kernel
 into C exchanges the data pointers of all storages, at a moment when no thread of the process uses torch.
 Tensors, views, gradients, optimizer state and saved tensors of graphs keep their identity and version.
 
+A card works late. So its work is waited for before the bytes are copied, in both directions, and again
+before the exchange. A card that does not come to rest within REST_SECONDS keeps its memory.
+
 On a simulated card the storages are CPU tensors of at least 1 MiB. Parked bytes count as host memory there
 and stay readable. On a real card a guard replaces them, and every access raises.
 """
@@ -11,6 +14,7 @@ and stay readable. On a real card a guard replaces them, and every access raises
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,28 +31,45 @@ from .search import Found, Place, counted_on, search
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
 
 
+REST_SECONDS = 10.0  # how long the work of a card may take to end
+
+
 class Away(NamedTuple):
     """A storage whose bytes are in host memory."""
 
     storage: torch.UntypedStorage
     copy: torch.Tensor | None  # on a real card its bytes, [nbytes] uint8; else the storage has them
-    stream: int | None  # the CUDA stream that its block on the card belonged to
+    stream: int | None  # the stream that its block on the card belonged to
 
 
 class KernelMemory:
     """The handle of the backend: where the bytes are, and what is away."""
 
     def __init__(
-        self, memory: Memory, stillness: Stillness, governed: Callable[[], Iterable[int]]
+        self,
+        memories: Sequence[Memory],
+        stillness: Stillness,
+        governed: Callable[[], Iterable[int]],
     ) -> None:
-        """`memory` is the card that the tensors count on.
+        """`memories` are the cards that the tensors count on.
 
         `governed` returns the keys (`storage._cdata`) of the storages that belong to models.
         """
-        self.memory, self.stillness, self.governed = memory, stillness, governed
+        self.memories, self.stillness, self.governed = tuple(memories), stillness, governed
         self.on_swapped: Callable[[], None] = lambda: None  # called at once after the exchange
         self.noted: Block | None = None  # the account of bytes that torch allocated
         self.away: tuple[Away, ...] = ()
+        self.streams: dict[torch.device, set[int]] = {}  # those known when the bytes left
+
+    @property
+    def memory(self) -> Memory:
+        """The first card. On simulated cards all tensors count on it."""
+        return self.memories[0]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The ids of the cards."""
+        return tuple(memory.device for memory in self.memories)
 
     @property
     def away_bytes(self) -> int:
@@ -67,11 +88,10 @@ class KernelBackend:
         """Moves bytes between the devices of `probe`."""
         self.probe = probe
 
-    def open(
-        self, device: str, stillness: Stillness, governed: Callable[[], Iterable[int]]
-    ) -> KernelMemory:
-        """The handle of what this process holds on `device`. The other parameters: see KernelMemory."""
-        return KernelMemory(self.probe.place(device), stillness, governed)
+    def open(self, stillness: Stillness, governed: Callable[[], Iterable[int]]) -> KernelMemory:
+        """The handle of what this process holds on its cards. The parameters: see KernelMemory."""
+        cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
+        return KernelMemory(cards[:1] if cards[0].counted else cards, stillness, governed)
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """Nothing: its size is counted, not estimated."""
@@ -101,23 +121,24 @@ class KernelBackend:
         """The bytes by device now. On a simulated card they are noted in its account."""
         if model.away:
             return (Share(HOST, model.away_bytes),)
-        size = self.count(model)
+        sizes = self.count(model)
         if model.memory.counted:
-            _note(model, size)
-        return (Share(model.memory.device, size),)
+            _note(model, sizes[model.memory.device])
+        held = tuple(Share(card, size) for card, size in sizes.items() if size)
+        return held or (Share(model.memory.device, 0),)
 
-    def count(self, model: KernelMemory) -> int:
-        """Bytes on the card of `model` that its process holds beyond its governed models."""
+    def count(self, model: KernelMemory) -> dict[str, int]:
+        """Bytes by card that the process of `model` holds beyond its governed models."""
         if model.memory.counted:
-            return sum(one.bytes for one in self._found(model) if not one.stays)
-        device = model.memory.torch
-        if not torch.cuda.is_initialized():
-            return 0
-        held = int(torch.cuda.memory_stats(device).get("allocated_bytes.all.current", 0))
-        governed = {key for key in model.governed()}
-        if governed:
-            held -= sum(one.bytes for one in search(self._place()).found if one.key in governed)
-        return max(0, held)
+            found, _ = self._found(model)
+            return {model.memory.device: sum(one.bytes for one in found if not one.stays)}
+        held = {card.device: streams.allocated_bytes(card.torch) for card in model.memories}
+        governed = frozenset(model.governed())
+        if governed and any(held.values()):
+            for one in search(self._place()).found:
+                if one.key in governed and one.device in held:
+                    held[one.device] = max(0, held[one.device] - one.bytes)
+        return held
 
     def move(self, model: KernelMemory, shares: Shares) -> None:
         """Moves everything to `shares`, all or nothing.
@@ -136,10 +157,18 @@ class KernelBackend:
         if not swap.can_guard(torch.device(model.memory.torch)):
             raise NotStill("this build of torch can put no guard in the place of its memory")
         mark = model.stillness.mark()
-        found = [one for one in self._found(model) if not one.stays]
-        homes = _homes(found, model.memory)
+        here, known = self._found(model)
+        found = [one for one in here if not one.stays]
+        cards = {one.storage.device for one in found}
+        homes = _homes(found, cards)
+        _rest(cards)
         host = self.probe.place(HOST)
-        copies = st.copied([_bytes(one.storage) for one in found], [host] * len(found), host)
+        copies = st.copied(
+            [_bytes(one.storage) for one in found],
+            [host] * len(found),
+            host,
+            wait=partial(_rest, cards),
+        )
         on_card = not model.memory.counted
         exchange = swap.Exchange()
         away = []
@@ -149,32 +178,49 @@ class KernelBackend:
             else:
                 exchange.put(one.storage, copy.untyped_storage())
             away.append(Away(one.storage, copy if on_card else None, home))
-        del found, copies
+        del here, found, copies
         self._exchange(model, mark, exchange, tuple(away))
-        model.noted = None
+        model.noted, model.streams = None, _streams(known, away, cards)
         del exchange  # the last reference to the old memory
-        _release_cached(model.memory)
+        for card in cards:
+            streams.release_cached(card)
 
     def _return(self, model: KernelMemory) -> None:
         mark = model.stillness.mark()
         noted = None
-        if model.memory.counted:
-            noted = model.memory.allocate(model.away_bytes)
         exchange = swap.Exchange()
-        fresh, sources = [], []
+        fresh: list[torch.Tensor] = []
+        cards = {one.storage.device for one in model.away}
+        try:
+            if model.memory.counted:
+                noted = model.memory.allocate(model.away_bytes)
+            _rest(cards)  # a fresh block may have been freed while work on it was pending
+            self._fill(model, fresh, exchange)
+            _rest(cards)
+            self._exchange(model, mark, exchange, ())
+        except BaseException as error:
+            # The traceback may live for long, and keeps this frame.
+            fresh.clear()
+            del exchange, noted
+            st.let_go(error)
+            raise
+        model.noted = noted
+
+    def _fill(
+        self, model: KernelMemory, fresh: list[torch.Tensor], exchange: swap.Exchange
+    ) -> None:
+        """Begins the copies of all that is away to `fresh` tensors, which are exchanged by `exchange`."""
+        sources = []
         for one in model.away:
             size, device = one.storage.nbytes(), one.storage.device
             with streams.on_stream(device, one.stream):
                 fresh.append(torch.empty(size, dtype=torch.uint8, device=device))
+            streams.record(fresh[-1], one.stream, model.streams.get(device, ()))
             sources.append(_bytes(one.storage) if one.copy is None else one.copy)
-            exchange.put(one.storage, fresh[-1].untyped_storage())
         if sources:
             torch._foreach_copy_(fresh, sources, non_blocking=True)
-        if model.memory.torch.startswith("cuda"):
-            torch.cuda.synchronize(model.memory.torch)
-        del fresh, sources
-        self._exchange(model, mark, exchange, ())
-        model.noted = noted
+        for one, tensor in zip(model.away, fresh, strict=True):
+            exchange.put(one.storage, tensor.untyped_storage())
 
     def _exchange(
         self, model: KernelMemory, mark: object, exchange: swap.Exchange, away: tuple[Away, ...]
@@ -202,6 +248,17 @@ class KernelBackend:
         model.away = ()
         model.noted = None
 
+    def must_return_to(self, model: KernelMemory) -> dict[str, int]:
+        """The bytes that return to each card: a tensor stays on its card."""
+        cards = {torch.device(one.torch): one.device for one in model.memories}
+        sizes: dict[str, int] = {}
+        for one in model.away:
+            card = model.memory.device
+            if not model.memory.counted:
+                card = cards[one.storage.device]
+            sizes[card] = sizes.get(card, 0) + one.storage.nbytes()
+        return sizes
+
     def elsewhere(self, model: KernelMemory) -> tuple[str, ...]:
         """Nothing: the bytes are where they were counted."""
         return ()
@@ -217,22 +274,44 @@ class KernelBackend:
     def _place(self) -> Place:
         return counted_on([self.probe.place(device.id) for device in self.probe.devices])
 
-    def _found(self, model: KernelMemory) -> list[Found]:
-        """The storages on the card of `model` that belong to no governed model."""
+    def _found(self, model: KernelMemory) -> tuple[list[Found], tuple[torch.Stream, ...]]:
+        """The storages on the cards of `model` that belong to no governed model, and all streams."""
         governed = frozenset(model.governed())
-        found = search(self._place(), governed=governed).found
-        return [one for one in found if one.device == model.memory.device]
+        seen = search(self._place(), governed=governed)
+        cards = {one.device for one in model.memories}
+        return [one for one in seen.found if one.device in cards], seen.streams
 
 
-def _homes(found: Sequence[Found], memory: Memory) -> list[int | None]:
+def _rest(cards: Iterable[torch.device]) -> None:
+    """Waits until the cards have done their work. Raises NotStill after REST_SECONDS."""
+    if why := streams.not_at_rest(cards, REST_SECONDS):
+        raise NotStill(why)
+
+
+def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | None]:
     """The stream of each storage's block. Raises NotStill if one is in a private pool."""
-    if not memory.torch.startswith("cuda"):
+    kinds = {card.type: card for card in cards}
+    segments = [segment for card in kinds.values() for segment in streams.segments(card)]
+    if not segments:
         return [None] * len(found)
-    segments = torch.cuda.memory_snapshot()
     addresses = [one.storage.data_ptr() for one in found]
     if streams.private(addresses, segments):
         raise NotStill("a CUDA graph holds some of its memory")
     return streams.homes(addresses, segments)
+
+
+def _streams(
+    known: Iterable[torch.Stream], away: Iterable[Away], cards: Iterable[torch.device]
+) -> dict[torch.device, set[int]]:
+    """The streams by card: those that Python knows, those of the blocks, and the default one."""
+    found = {card: {streams.DEFAULT} for card in cards}
+    for stream in known:
+        if stream.device in found:
+            found[stream.device].add(streams.pointer(stream))
+    for one in away:
+        if one.stream is not None:
+            found[one.storage.device].add(one.stream)
+    return found
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -246,10 +325,3 @@ def _note(model: KernelMemory, size: int) -> None:
     model.noted = None  # freed first: both together may exceed the capacity
     if size:
         model.noted = model.memory.allocate(size, force=True)
-
-
-def _release_cached(memory: Memory) -> None:
-    if memory.torch.startswith("cuda"):
-        torch._C._cuda_clearCublasWorkspaces()
-        with torch.cuda.device(memory.torch):
-            torch.cuda.empty_cache()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...devices.process_memory import Memory
 from ...facts import HOST
 from ...units import MIB
+from .time_limit import Limit
 
 Place = Callable[[torch.UntypedStorage], str]  # the id of the device it counts on; "" for none
 
@@ -67,6 +67,7 @@ class Search(NamedTuple):
 
     found: tuple[Found, ...]
     opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
+    streams: tuple[torch.Stream, ...]  # of any device
     objects: int  # the number of objects that the garbage collector tracks
     nodes: int  # the number of nodes of autograd graphs
     seconds: float
@@ -80,32 +81,6 @@ class Search(NamedTuple):
     def bytes_on(self, device: str) -> int:
         """Bytes of the storages found on `device`."""
         return sum(one.bytes for one in self.found if one.device == device)
-
-
-class Limit:
-    """A limit of time, in seconds from its creation; None is no limit."""
-
-    def __init__(
-        self,
-        seconds: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        stop: Callable[[], bool] | None = None,
-    ) -> None:
-        """The limit is also reached once `stop` returns True."""
-        self._clock, self.began = clock, clock()
-        self._stop = stop
-        self._seconds = float("inf") if seconds is None else seconds
-
-    @property
-    def elapsed_seconds(self) -> float:
-        """Seconds since it was made."""
-        return self._clock() - self.began
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is used up."""
-        stopped = self._stop is not None and self._stop()
-        return stopped or self.elapsed_seconds >= self._seconds
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -124,18 +99,19 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
     """
     limit = limit or Limit()
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        tensors, bare, objects, whole = tracked(limit)
+        seen = tracked(limit)
         nodes: set[Any] = set()
-        everything = list(_with_hidden(tensors, nodes, limit))
-        entries, opaque = _storages(everything, bare, place, governed, limit)
+        everything = list(_with_hidden(seen.tensors, nodes, limit))
+        entries, opaque = _storages(everything, seen.bare, place, governed, limit)
         found = tuple(_judged(entries))
     return Search(
         found,
         tuple(opaque),
-        objects,
+        tuple(seen.streams),
+        seen.objects,
         len(nodes),
         limit.elapsed_seconds,
-        whole and not limit.over,
+        seen.whole and not limit.over,
     )
 
 
@@ -161,31 +137,40 @@ def counted_on(memories: Sequence[Memory]) -> Place:
     return place
 
 
-def tracked(limit: Limit) -> tuple[list[Tensor], list[torch.UntypedStorage], int, bool]:
-    """The tensors and storages that the garbage collector tracks, the number of its objects, and
-    whether there was time for all of them."""
-    kinds = subclasses(Tensor)
-    tensors: list[Tensor] = []
-    bare: list[torch.UntypedStorage] = []
+class Tracked(NamedTuple):
+    """What the garbage collector tracks."""
+
+    tensors: list[Tensor]
+    bare: list[torch.UntypedStorage]  # the storages that have a Python object
+    streams: list[torch.Stream]
+    objects: int  # of any class
+    whole: bool  # there was time for all of them
+
+
+def tracked(limit: Limit) -> Tracked:
+    """The tensors, storages and streams that the garbage collector tracks."""
+    kinds, streams = subclasses(Tensor), subclasses(torch.Stream)
     scripted = _scripted_classes()
-    interesting = kinds | {torch.UntypedStorage} | scripted
+    interesting = kinds | streams | {torch.UntypedStorage} | scripted
     objects = gc.get_objects()
-    count = len(objects)
-    for start in range(0, count, _CHUNK):
+    found = Tracked([], [], [], len(objects), True)
+    for start in range(0, len(objects), _CHUNK):
         if limit.over:
-            return tensors, bare, count, False
+            return found._replace(whole=False)
         chunk = objects[start : start + _CHUNK]
         # In C: type(), never isinstance(), which calls the user's `__class__` properties.
         hits = itertools.compress(chunk, map(interesting.__contains__, map(type, chunk)))
         for one in hits:
             kind = type(one)
             if kind in kinds:
-                tensors.append(one)
+                found.tensors.append(one)
+            elif kind in streams:
+                found.streams.append(one)
             elif kind in scripted:
-                tensors += itertools.chain(one.parameters(), one.buffers())
+                found.tensors.extend(itertools.chain(one.parameters(), one.buffers()))
             else:
-                bare.append(one)
-    return tensors, bare, count, True
+                found.bare.append(one)
+    return found
 
 
 def subclasses(kind: type) -> set[type]:

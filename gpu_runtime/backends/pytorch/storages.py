@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...devices.process_memory import Memory
 from ...units import MIB
+from . import streams
 from .swap import Exchange, can_swap
 
 LEG_BYTES = 64 * MIB  # a load reports its progress, and can be interrupted, this often
@@ -134,6 +135,7 @@ def copied(
     memories: Sequence[Memory],
     host: Memory,
     progress: Callable[[int, int], None] | None = None,
+    wait: Callable[[], None] | None = None,
 ) -> list[Tensor]:
     """Phase one: each of the `sources`, [nbytes] uint8, in its memory and in its own storage.
 
@@ -142,6 +144,7 @@ def copied(
 
     Copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, one call 18.
     `progress` is called after every leg with bytes done and bytes in total; if it raises, the move ends.
+    `wait` returns once the cards have done their work; without it this is waited for without a limit.
     Raises the device's out-of-memory error. On any failure the copies are freed before the caller sees it.
     """
     targets: list[Tensor] = []
@@ -151,9 +154,10 @@ def copied(
             sizes = [sources[i].nbytes for i in places]
             made.update(zip(places, _empty(sizes, memories[places[0]]), strict=True))
         targets += (made.pop(i) for i in range(len(sources)))
-        _synchronise(sources, targets)
+        wait = wait or partial(_synchronise, _cards(sources, targets))
+        wait()
         _copy_all(sources, targets, memories, host, progress)
-        _synchronise(sources, targets)
+        wait()
         return targets
     except BaseException as error:
         targets.clear()
@@ -250,13 +254,16 @@ def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
         yield range(start, len(tensors))
 
 
-def _synchronise(*tensors: Sequence[Tensor]) -> None:
-    """Waits until the cards of these tensors have finished their work."""
-    if not torch.cuda.is_initialized():
-        return
-    cards = {tensor.device for some in tensors for tensor in some if tensor.is_cuda}
+def _cards(*tensors: Sequence[Tensor]) -> set[torch.device]:
+    return {tensor.device for some in tensors for tensor in some if tensor.device.type != "cpu"}
+
+
+def _synchronise(cards: set[torch.device]) -> None:
+    """Waits until these cards have done their work."""
     for card in cards:
-        torch.cuda.synchronize(card)
+        module = streams.module_of(card)
+        if module is not None:
+            module.synchronize(card)
 
 
 # -- phase two: calls into C -----------------------------------------------------------------------

@@ -1,19 +1,62 @@
-"""The CUDA stream that each block of torch's caching allocator belongs to.
+"""The streams and the allocator of a card, by torch's module for its kind, such as `torch.cuda`.
 
 The allocator gives a freed block to the next request on the same stream, without waiting for other
 streams. If bytes returned to a block of another stream, correct side-stream code would find its memory
-overwritten too early. So bytes return to a block of the stream on which they were allocated.
+overwritten too early. So bytes return to a block of the stream on which they were allocated, and all
+other known streams are recorded for the block.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ... import threads
+
 PRIVATE = "it is in a private pool of a CUDA graph"  # why a block cannot leave
+DEFAULT = 0  # the stream that every card has
+
+Segments = Sequence[Mapping[str, Any]]
+
+
+def module_of(device: torch.device | str) -> Any:
+    """torch's module for that kind of device; None for the CPU, and before this process has used it."""
+    kind = torch.device(device).type
+    module = None if kind in ("cpu", "meta") else getattr(torch, kind, None)
+    if module is None or not getattr(module, "is_initialized", bool)():
+        return None
+    return module
+
+
+def segments(device: torch.device | str) -> Segments:
+    """The segments of the allocator for that kind of device, all cards together."""
+    snapshot = getattr(module_of(device), "memory_snapshot", None)
+    return snapshot() if snapshot is not None else ()
+
+
+def allocated_bytes(device: torch.device | str) -> int:
+    """Bytes that the allocator has given out on `device`; 0 before this process has used it."""
+    module = module_of(device)
+    stats = module.memory_stats(device) if module is not None else {}
+    return int(stats.get("allocated_bytes.all.current", 0))
+
+
+def release_cached(device: torch.device | str) -> None:
+    """Gives the card back what its allocator keeps for reuse."""
+    module = module_of(device)
+    if module is None:
+        return
+    if module is torch.cuda:
+        torch._C._cuda_clearCublasWorkspaces()
+    with module.device(device):
+        module.empty_cache()
+
+
+# -- where blocks lie ------------------------------------------------------------------------------
 
 
 def homes(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> list[int | None]:
@@ -24,12 +67,8 @@ def homes(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> li
     >>> homes([520, 9], [{"address": 512, "total_size": 512, "stream": 7}])
     [7, None]
     """
-    spans = sorted((s["address"], s["address"] + s["total_size"], s["stream"]) for s in segments)
-    found: list[int | None] = []
-    for address in addresses:
-        stream = next((at for start, end, at in spans if start <= address < end), None)
-        found.append(stream)
-    return found
+    found = _segments_of(addresses, segments)
+    return [None if segment is None else segment["stream"] for segment in found]
 
 
 def private(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> bool:
@@ -38,16 +77,89 @@ def private(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> 
     >>> private([520], [{"address": 512, "total_size": 512, "segment_pool_id": (0, 1)}])
     True
     """
-    pools = [
-        (segment["address"], segment["address"] + segment["total_size"])
-        for segment in segments
-        if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
-    ]
-    return any(start <= address < end for address in addresses for start, end in pools)
+    pools = [one for one in segments if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return any(segment is not None for segment in _segments_of(addresses, pools))
+
+
+def _segments_of(
+    addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]
+) -> list[Mapping[str, Any] | None]:
+    """For each address its segment: 10,000 addresses in 1,000 segments take 5 ms."""
+    ordered = sorted(segments, key=lambda segment: segment["address"])
+    starts = [segment["address"] for segment in ordered]
+    found: list[Mapping[str, Any] | None] = []
+    for address in addresses:
+        place = bisect.bisect_right(starts, address) - 1
+        segment = ordered[place] if place >= 0 else None
+        if segment is not None and address >= segment["address"] + segment["total_size"]:
+            segment = None
+        found.append(segment)
+    return found
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def pointer(stream: Any) -> int:
+    """The number by which snapshots name a stream: the driver's pointer on CUDA."""
+    return int(getattr(stream, "cuda_stream", stream.stream_id))
+
+
+def stream_at(device: torch.device, stream: int) -> Any:
+    """The stream with that number on `device`."""
+    return module_of(device).ExternalStream(stream, device=device)
 
 
 def on_stream(device: torch.device, stream: int | None) -> contextlib.AbstractContextManager[Any]:
     """A context in which torch allocates for `stream` on `device`; without a stream for the current one."""
-    if device.type != "cuda" or stream is None:
+    module = module_of(device)
+    if module is None or stream is None:
         return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))
+    return module.stream(stream_at(device, stream))
+
+
+def record(tensor: torch.Tensor, home: int | None, streams: Collection[int]) -> None:
+    """The block of `tensor`, which belongs to the stream `home`, may be used on all of the `streams`.
+
+    Freed, it is used again only after their work of then. The work of the stream that copies into the
+    block counts, too.
+    """
+    module = module_of(tensor.device)
+    if module is None:
+        return
+    current = module.current_stream(tensor.device)
+    if pointer(current) != home:
+        tensor.record_stream(current)
+    for stream in streams:
+        if stream not in (home, pointer(current)):
+            tensor.record_stream(stream_at(tensor.device, stream))
+
+
+# -- rest ------------------------------------------------------------------------------------------
+
+_waiting: dict[torch.device, threads.Running] = {}  # a wait whose card has not come to rest yet
+
+
+def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
+    """Waits until the cards have done all their work. Returns why not, after `seconds`; else "".
+
+    torch has no wait with a limit, so a thread of its own waits for each card. If the card never comes to
+    rest, that thread stays, and the next wait for this card starts no other.
+    """
+    for device in devices:
+        module = module_of(device)
+        if module is None:
+            continue
+        earlier = _waiting.get(device)
+        if earlier is not None and not earlier.wait(seconds):
+            return _restless(device, seconds)
+        waiting = threads.start(lambda d=device, m=module: m.synchronize(d))  # type: ignore[misc]
+        _waiting[device] = waiting
+        if not waiting.wait(seconds):
+            return _restless(device, seconds)
+        _waiting.pop(device, None)
+    return ""
+
+
+def _restless(device: torch.device, seconds: float) -> str:
+    return f"{device} has not finished its work within {seconds:g} s"

@@ -222,10 +222,10 @@ class TorchBackend:
                 wrong.append(f"{slot.name} on {slot.tensor.device}")
         return tuple(wrong)
 
-    def must_return_to(self, model: TorchModel) -> tuple[str, ...]:
-        """Ids of the only devices that `model` can return to; empty if it can go anywhere."""
+    def must_return_to(self, model: TorchModel) -> dict[str, int]:
+        """The only devices that `model` can return to, with any bytes (0); empty: it can go anywhere."""
         cards = model.cards_to_return_to()
-        return tuple(self._by_torch_device[card].device for card in cards)
+        return {self._by_torch_device[card].device: 0 for card in cards}
 
     def droppable(self, model: TorchModel) -> bool:
         """False: the weights of `model` exist nowhere else."""

@@ -1,0 +1,293 @@
+"""What a notebook's own code holds leaves and returns on cards that work late (tests/simgpu.py).
+
+A step in the wrong order shows as a wrong value: a copy before the work is done, a return to a block that
+another stream still uses.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gpu_runtime.backends.base import NotStill
+from gpu_runtime.backends.pytorch import kernel_memory, search, streams
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.facts import HOST, Share
+from gpu_runtime.units import MIB
+from tests import simgpu
+
+TO_HOST = (Share(HOST, 1),)
+BACK = (Share("simgpu:0", 1),)
+PARKED = "parked in host memory"
+
+
+class Still:
+    """A kernel in which nothing runs."""
+
+    def __init__(self) -> None:
+        self.at_exchange: Callable[[], str] = lambda: ""
+
+    def why_not(self) -> str:
+        return ""
+
+    def mark(self) -> object:
+        return 0
+
+    def change(self, mark: object, act: Callable[[], None]) -> str:
+        if why := self.at_exchange():
+            return why
+        act()
+        return ""
+
+
+class Kernel:
+    """The backend, and the handle of what this process holds."""
+
+    def __init__(self) -> None:
+        self.backend = open_backend("kernel", simgpu.SimProbe())
+        self.still = Still()
+        self.handle = self.backend.open(self.still, lambda: ())
+
+    def park(self) -> None:
+        self.backend.move(self.handle, TO_HOST)
+
+    def unpark(self) -> None:
+        self.backend.move(self.handle, BACK)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        return {share.device: share.bytes for share in self.backend.measure(self.handle)}
+
+
+@pytest.fixture(autouse=True)
+def _late(guards):
+    gc.collect()
+    assert all(simgpu.used_bytes(card) == 0 for card in range(simgpu.CARDS)), "of another test"
+    with simgpu.late(segment_bytes=2 * MIB):
+        yield
+        gc.collect()
+
+
+@pytest.fixture
+def kernel():
+    return Kernel()
+
+
+def floats(value: float, card: int = 0, count: int = 1024) -> torch.Tensor:
+    """A tensor with its work done."""
+    tensor = torch.full((count,), value, device=f"simgpu:{card}")
+    torch.simgpu.synchronize(card)
+    return tensor
+
+
+def side_stream() -> torch.simgpu.Stream:
+    return torch.simgpu.Stream(0)
+
+
+def test_pending_work_is_done_before_the_bytes_are_copied(kernel):
+    x = floats(1.0)
+    x.add_(1)
+    with torch.simgpu.stream(side := side_stream()):
+        y = floats(5.0)
+        y.mul_(2)
+    kernel.park()
+    assert side.queue.done == side.queue.launched
+    kernel.unpark()
+    assert (x.cpu()[0], y.cpu()[0]) == (2, 10)
+
+
+def test_the_bytes_have_arrived_before_the_exchange_in_both_directions(kernel):
+    x = floats(3.0)
+    queue = simgpu.cards[0].queue(0)
+    seen = []
+
+    def pending() -> str:
+        seen.append(queue.launched - queue.done)
+        return ""
+
+    kernel.still.at_exchange = pending
+    kernel.park()
+    assert kernel.handle.away[0].copy.view(torch.float32)[0] == 3
+    kernel.unpark()
+    assert seen == [0, 0] and simgpu.content_now(x)[0] == 3
+
+
+def test_parked_bytes_raise_what_to_type_and_free_the_card(kernel):
+    x = floats(1.0, count=MIB)
+    view = x[5:]
+    kernel.park()
+    assert simgpu.used_bytes(0) == 0 and simgpu.SimProbe().used()["simgpu:0"] == 0
+    assert kernel.bytes == {HOST: 4 * MIB}
+    for act in (lambda: x + 1, lambda: view.cpu(), lambda: x.data_ptr()):
+        with pytest.raises(RuntimeError, match=PARKED):
+            act()
+    kernel.unpark()
+    assert kernel.bytes == {"simgpu:0": 4 * MIB} and view.cpu()[0] == 1
+
+
+def test_bytes_return_to_blocks_of_their_own_streams(kernel):
+    main = floats(1.0)
+    with torch.simgpu.stream(side := side_stream()):
+        other = floats(2.0)
+    kernel.park()
+    kernel.unpark()
+    segments = torch.simgpu.memory_snapshot()
+    addresses = [main.data_ptr(), other.data_ptr()]
+    assert streams.homes(addresses, segments) == [0, side.stream_id]
+
+
+def reused_early() -> float:
+    """What correct side-stream code reads: its tensor is recorded, parked, returned, used and freed."""
+    kernel, side = Kernel(), side_stream()
+    x = floats(1.0)
+    x.record_stream(side)
+    kernel.park()
+    kernel.unpark()
+    with torch.simgpu.stream(side):
+        y = x + 1
+    del x
+    again = torch.full((1024,), 50.0, device="simgpu:0")
+    torch.simgpu.default_stream(0).synchronize()
+    side.synchronize()
+    del again
+    return float(simgpu.content_now(y)[0])
+
+
+def test_a_returned_block_is_not_reused_under_the_work_of_a_stream_that_it_was_recorded_on():
+    assert reused_early() == 2
+
+
+def test_without_the_record_that_reuse_computes_a_wrong_value(monkeypatch):
+    monkeypatch.setattr(streams, "record", lambda *_: None)
+    assert reused_early() == 51
+
+
+def freed_under_the_copy() -> float:
+    """What returns, if the new block on a side stream was freed while that stream had work on it."""
+    kernel, side = Kernel(), side_stream()
+    with torch.simgpu.stream(side):
+        x = floats(1.0)
+        kernel.park()
+        last = floats(7.0)
+        last.fill_(9.0)  # is not done yet
+        del last
+    kernel.unpark()
+    torch.simgpu.synchronize(0)
+    return float(simgpu.content_now(x)[0])
+
+
+def test_a_return_into_a_block_with_pending_work_waits_for_it():
+    assert freed_under_the_copy() == 1
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["leaving", "returning"])
+def test_a_card_that_does_not_come_to_rest_keeps_everything_as_it_is(kernel, monkeypatch, away):
+    """The wait has a limit, a second attempt starts no second wait, and afterwards all works."""
+    monkeypatch.setattr(kernel_memory, "REST_SECONDS", 0.02)
+    x = floats(4.0)
+    act = kernel.park if away else kernel.unpark
+    if not away:
+        kernel.park()
+    held = simgpu.used_bytes(0)
+    with simgpu.stuck(0) as release:
+        for _ in range(2):
+            with pytest.raises(NotStill, match=r"simgpu:0 has not finished its work within 0.02 s"):
+                act()
+        assert simgpu.used_bytes(0) == held and len(streams._waiting) == 1
+        release()
+    monkeypatch.setattr(kernel_memory, "REST_SECONDS", 10.0)
+    act()
+    if away:
+        kernel.unpark()
+    assert x.cpu()[0] == 4 and not streams._waiting
+
+
+def test_memory_in_a_private_pool_keeps_the_kernel(kernel):
+    with simgpu.private_pool():
+        captured = floats(1.0)
+    with pytest.raises(NotStill, match="a CUDA graph holds some of its memory"):
+        kernel.park()
+    assert captured.cpu()[0] == 1
+
+
+def test_the_tensors_of_two_cards_leave_together_and_return_each_to_its_own(kernel):
+    one, two = floats(1.0, count=MIB), floats(2.0, card=1, count=2 * MIB)
+    two.add_(one.to("simgpu:1", non_blocking=True)[0])  # both cards have work
+    held = kernel.bytes
+    assert held["simgpu:0"] >= 4 * MIB and held["simgpu:1"] >= 8 * MIB
+    kernel.park()
+    assert simgpu.used_bytes(0) == simgpu.used_bytes(1) == 0
+    assert kernel.backend.must_return_to(kernel.handle) == held
+    kernel.unpark()
+    assert kernel.bytes == held
+    assert (str(one.device), str(two.device)) == ("simgpu:0", "simgpu:1")
+    assert (one.cpu()[0], two.cpu()[0]) == (1, 3)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_card_that_is_full_on_the_return_changes_nothing(kernel, full):
+    """All or nothing: also if the other card had room, and while the error is kept."""
+    one, two = floats(1.0, count=MIB), floats(2.0, card=1, count=MIB)
+    kernel.park()
+    with simgpu.limited(**{f"card{full}": 3 * MIB}), pytest.raises(simgpu.SimOutOfMemory) as error:
+        kernel.unpark()
+    assert error.value.__traceback__ is not None
+    assert simgpu.used_bytes(0) == simgpu.used_bytes(1) == 0
+    with pytest.raises(RuntimeError, match=PARKED):
+        one.cpu()
+    kernel.unpark()
+    assert (one.cpu()[0], two.cpu()[0]) == (1, 2)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3, 5])
+def test_an_exchange_that_fails_is_undone_by_exchanging_again(kernel, fails_at):
+    tensors = [floats(float(value)) for value in range(5)]
+    real = torch.UntypedStorage._swap_data_ptr_
+    left = [fails_at]
+
+    def fails(one, other):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return real(one, other)
+
+    for act, before in ((kernel.park, 0), (kernel.unpark, 5)):
+        left[0] = fails_at
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(torch.UntypedStorage, "_swap_data_ptr_", fails)
+            act()
+        assert len(kernel.handle.away) == before
+        act()
+    assert [tensor.cpu()[0] for tensor in tensors] == [0, 1, 2, 3, 4]
+
+
+def test_a_storage_that_stays_keeps_its_segment_and_what_is_free_is_less_than_hoped(kernel):
+    """The lease's bytes left, but the card measures more as used than nothing."""
+    moving = floats(1.0, count=MIB // 16)
+    staying = floats(2.0, count=16)
+    sent = frozenset((staying.untyped_storage()._cdata,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_sent_to_others", lambda: sent)
+        kernel.park()
+    assert simgpu.used_bytes(0) == 64
+    assert simgpu.SimProbe().used()["simgpu:0"] == 2 * MIB
+    assert staying.cpu()[0] == 2
+    kernel.unpark()
+    assert moving.cpu()[0] == 1
+
+
+def test_accounts_go_to_zero_and_return_exactly(kernel):
+    """Over many parks: no block, no segment and no stream's queue is left over."""
+    tensors = [floats(float(n), count=100 * n + 1) for n in range(8)]
+    with torch.simgpu.stream(side_stream()):
+        tensors += [floats(float(n), count=300 * n + 1) for n in range(4)]
+    held = simgpu.used_bytes(0)
+    for _ in range(20):
+        kernel.park()
+        assert (simgpu.used_bytes(0), simgpu.cards[0].reserved_bytes) == (0, 0)
+        kernel.unpark()
+        assert simgpu.used_bytes(0) == held == kernel.bytes["simgpu:0"]
+    assert [t.cpu()[0] for t in tensors] == [*map(float, range(8)), *map(float, range(4))]
