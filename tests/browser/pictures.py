@@ -1,7 +1,7 @@
 """Takes the pictures of the README and the runbooks: `python -m tests.browser.pictures`.
 
 The console's page is the real one, in a real Chromium, in both themes. Its data is made up, so that
-every run gives the same pictures. The notebook's picture shows the stored outputs of runbook 02.
+every run gives the same pictures. The notebooks are run in a real JupyterLab.
 """
 
 from __future__ import annotations
@@ -10,18 +10,29 @@ import sys
 import tempfile
 from pathlib import Path
 
-import nbformat
-from nbconvert import HTMLExporter
-
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.stories.test_views_in_chromium import SCRIPT
 
 from .chromium import BrowserPage, running
+from .lab import LabNotebook, serving_lab
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 IMAGES = NOTEBOOKS / "images"
-SHOWN_CELLS = ("cell-08", "cell-09", "cell-10", "cell-11")  # of runbook 02, in the README
-NOTEBOOK_WIDTH = 690  # pixels, as in the README
+LAB_WIDTH, LAB_HEIGHT = 1180, 640  # pixels
+MENU_HEIGHT, SHOWN_HEIGHT = 28, 545  # the menu is left out, and the status line
+TRAINING = """import torch
+
+torch.manual_seed({seed})
+weights = torch.randn(4, 1024, 2048, requires_grad=True)
+optimizer = torch.optim.Adam([weights])
+losses = []
+
+def step():
+    loss = (weights * torch.linspace(0, 1, 2048)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())"""
 SETTLED_MS = 2500  # until animations have ended and the first history is drawn
 
 
@@ -44,32 +55,55 @@ PICTURES = {
 }  # file -> preparation, height in pixels
 
 
-def notebook(browser, directory: Path, theme: str) -> None:
-    """Takes the picture of some cells of runbook 02, without requests to other hosts."""
-    stored = nbformat.read(NOTEBOOKS / "02_two_models_one_gpu.ipynb", as_version=4)
-    stored.cells = [cell for cell in stored.cells if cell.id in SHOWN_CELLS]
-    html, _ = HTMLExporter(theme=theme).from_notebook_node(stored)
-    file = directory / f"two_models_{theme}.html"
-    file.write_text(html)
-    context = browser.new_context(
-        viewport={"width": NOTEBOOK_WIDTH, "height": 400},
-        color_scheme=theme,
-    )
-    page = context.new_page()
-    page.route("http*://**", lambda route: route.abort())
-    page.goto(file.as_uri())
-    page.add_style_tag(
-        content="body { padding: 8px !important } .jp-Notebook { padding: 0 !important }"
-    )
-    page.screenshot(path=IMAGES / f"two_models_{theme}.png", full_page=True)
-    context.close()
+def cells(seed: int) -> list[str]:
+    """A notebook of plain torch code."""
+    return [
+        "%load_ext gpu\n" + TRAINING.format(seed=seed),
+        *(["for _ in range(20): step()"] * 2),
+        "losses[-1]",
+    ]
+
+
+def notebooks(browser, home: Path) -> None:
+    """Runs both notebooks in turns in JupyterLab, and takes their picture side by side."""
+    settings = {"GPU_DEVICES": "sim:192MiB,host:2GiB", "EVICTION_GRACE_SECONDS": "0"}
+    names = ("train.ipynb", "tune.ipynb")
+    with serving_lab(home, {name: cells(n) for n, name in enumerate(names)}, **settings) as port:
+        opened = [LabNotebook(browser, port, name) for name in names]
+        for number in range(4):
+            for one in opened:
+                one.run(number)
+                one.page.wait_for_timeout(SETTLED_MS)  # until the idle one has left the card
+        for one in opened:
+            one.command("docmanager:save")
+            one.page.wait_for_timeout(SETTLED_MS)
+            one.close()
+        for theme in ("light", "dark"):
+            _side_by_side(browser, port, names, theme)
+
+
+def _side_by_side(browser, port: int, names: tuple[str, str], theme: str) -> None:
+    seen = LabNotebook(browser, port, names[0], viewport={"width": LAB_WIDTH, "height": LAB_HEIGHT})
+    right = {"path": names[1], "options": {"mode": "split-right"}}
+    for command, arguments in (
+        ("apputils:change-theme", {"theme": f"JupyterLab {theme.title()}"}),
+        ("application:toggle-left-area", {}),
+        ("application:toggle-side-tabbar", {"side": "left"}),
+        ("application:toggle-side-tabbar", {"side": "right"}),
+        ("docmanager:open", right),
+    ):
+        seen.command(command, arguments)
+        seen.page.wait_for_timeout(SETTLED_MS)
+    below_menu = {"x": 0, "y": MENU_HEIGHT, "width": LAB_WIDTH, "height": SHOWN_HEIGHT}
+    seen.page.screenshot(path=IMAGES / f"two_notebooks_{theme}.png", clip=below_menu)
+    seen.close()
 
 
 def main() -> None:
     """Takes every picture in both themes."""
     with tempfile.TemporaryDirectory() as directory, running() as browser:
-        for theme in ("light", "dark"):
-            notebook(browser, Path(directory), theme)
+        (Path(directory) / "lab").mkdir()
+        notebooks(browser, Path(directory) / "lab")
         place, port = Path(directory), free_port()
         (place / "views.py").write_text(SCRIPT)
         words = [sys.executable, str(place / "views.py"), str(port)]

@@ -5,22 +5,14 @@ file.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
-import urllib.request
 
 import ipykernel
-import nbformat
 import pytest
 
-from tests.faces.conftest import FOUND_BY_CHILDREN
-from tests.faces.served import end, free_port
-
 from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
+from .lab import TOKEN, serving_lab
 
 pytest.importorskip("playwright")
 pytest.importorskip("jupyterlab")
@@ -34,75 +26,22 @@ CELLS = (
     "%gpu console",
     "import time\nfor _ in range(900):\n    time.sleep(0.1)  # a long cell",
 )
-TOKEN = "a-token-of-this-test-alone"
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     """A JupyterLab on loopback, with the notebook open in Chromium."""
     home = tmp_path_factory.mktemp("lab")
-    (home / "work").mkdir()
-    notebook = home / "work" / "console.ipynb"
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    nbformat.write(
-        nbformat.v4.new_notebook(
-            cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS], metadata=kernel
-        ),
-        notebook,
-    )
-    port = free_port()
-    environment = os.environ | {
-        "HOME": str(home),
-        "JUPYTER_CONFIG_DIR": f"{home}/config",
-        "JUPYTER_DATA_DIR": f"{home}/data",
-        "JUPYTER_RUNTIME_DIR": f"{home}/run",
-        "PYTHONPATH": FOUND_BY_CHILDREN,
-        "GPU_DEVICES": "sim:24GiB,host:64GiB",
-        "GPU_LEDGER": f"sqlite://{home}/ledger",
-        "XDG_STATE_HOME": f"{home}/state",
-    }
-    words = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        "--allow-root",
-        "--ip=127.0.0.1",
-        f"--port={port}",
-        f"--IdentityProvider.token={TOKEN}",
-        f"--ServerApp.root_dir={home}/work",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        "--LabApp.news_url=",
-    ]
-    with (home / "output.txt").open("wb") as out:
-        server = subprocess.Popen(
-            words, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+    with (
+        serving_lab(home, {"console.ipynb": CELLS}, GPU_DEVICES="sim:24GiB,host:64GiB") as port,
+        running() as chromium,
+    ):
+        seen = BrowserPage(
+            chromium, f"http://127.0.0.1:{port}/lab/tree/console.ipynb?token={TOKEN}"
         )
-    try:
-        wait_for_server(f"http://127.0.0.1:{port}/api?token={TOKEN}", server, home / "output.txt")
-        with running() as chromium:
-            seen = BrowserPage(
-                chromium, f"http://127.0.0.1:{port}/lab/tree/console.ipynb?token={TOKEN}"
-            )
-            seen.notebook = notebook
-            yield seen
-            seen.close()
-    finally:
-        server.send_signal(signal.SIGINT)
-        end(server)
-
-
-def wait_for_server(url, server, output):
-    """Waits until the server answers."""
-    until = time.monotonic() + 90
-    while time.monotonic() < until:
-        assert server.poll() is None, output.read_text()
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.1)  # there is no other way to know that another process listens
-    raise AssertionError(output.read_text())
+        seen.notebook = home / "work" / "console.ipynb"
+        yield seen
+        seen.close()
 
 
 def run_next(lab):

@@ -64,7 +64,7 @@ def test_the_first_screen_has_the_commands_and_a_working_cell():
     """What a newcomer needs, before any scrolling."""
     screen = "\n".join(README.splitlines()[:FIRST_SCREEN_LINES])
     assert all(
-        words in screen for words in ("make run", "make test", "%load_ext gpu", "with rt.use(")
+        words in screen for words in ("make run", "make test", "%load_ext gpu", "optimizer.step()")
     )
     assert README.index("<picture>") < README.index("## ")
 

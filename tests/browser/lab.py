@@ -1,0 +1,130 @@
+"""A real JupyterLab on loopback, with notebooks of given cells, for Chromium."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+
+from tests.faces.conftest import FOUND_BY_CHILDREN
+from tests.faces.served import end, free_port
+
+from .chromium import SHOWN_MS, BrowserPage
+
+TOKEN = "a-token-of-these-tests-alone"
+START_SECONDS = 90.0
+_ENDED = re.compile(r"\[\d+\]:")  # the prompt of a cell that has run
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+
+@contextmanager
+def serving_lab(
+    home: Path, notebooks: Mapping[str, Sequence[str]], **settings: str
+) -> Iterator[int]:
+    """A JupyterLab in `home` with `notebooks`, file name -> cells. Yields its port.
+
+    `settings` are added to the environment of its kernels.
+    """
+    (home / "work").mkdir()
+    for name, cells in notebooks.items():
+        made = [nbformat.v4.new_code_cell(cell) for cell in cells]
+        nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=KERNEL), home / "work" / name)
+    settings_file = home / "config/lab/user-settings/@jupyterlab/apputils-extension"
+    settings_file.mkdir(parents=True)
+    quiet = '{"fetchNews": "false", "checkForUpdates": false}'
+    (settings_file / "notification.jupyterlab-settings").write_text(quiet)
+    port = free_port()
+    environment = os.environ | {
+        "HOME": str(home),
+        "JUPYTER_CONFIG_DIR": f"{home}/config",
+        "JUPYTER_DATA_DIR": f"{home}/data",
+        "JUPYTER_RUNTIME_DIR": f"{home}/run",
+        "PYTHONPATH": FOUND_BY_CHILDREN,
+        "GPU_LEDGER": f"sqlite://{home}/ledger",
+        "XDG_STATE_HOME": f"{home}/state",
+        **settings,
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        f"--IdentityProvider.token={TOKEN}",
+        f"--ServerApp.root_dir={home}/work",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--LabApp.news_url=",
+        "--LabApp.expose_app_in_browser=True",
+    ]
+    with (home / "output.txt").open("wb") as out:
+        server = subprocess.Popen(
+            words, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait(f"http://127.0.0.1:{port}/api?token={TOKEN}", server, home / "output.txt")
+        yield port
+    finally:
+        server.send_signal(signal.SIGINT)
+        end(server)
+
+
+def _wait(url: str, server: subprocess.Popen[bytes], output: Path) -> None:
+    """Waits until the server answers."""
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        assert server.poll() is None, output.read_text()
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.1)  # there is no other way to know that another process listens
+    raise AssertionError(output.read_text())
+
+
+class LabNotebook:
+    """One notebook in a page of its own."""
+
+    def __init__(self, browser, port: int, name: str, **context) -> None:
+        url = f"http://127.0.0.1:{port}/lab/workspaces/{name.removesuffix('.ipynb')}/tree/{name}"
+        self.seen = BrowserPage(browser, f"{url}?token={TOKEN}&reset", **context)
+        self.page = self.seen.page
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=3 * SHOWN_MS)
+        self.page.wait_for_selector("text=/Python 3 .* Idle/", timeout=3 * SHOWN_MS)
+
+    def command(self, name: str, arguments: Mapping[str, object] | None = None) -> None:
+        """Runs one of JupyterLab's commands, as its menu does."""
+        self.page.evaluate(
+            "([name, given]) => { window.jupyterapp.commands.execute(name, given) }",
+            [name, dict(arguments or {})],
+        )
+
+    def cell(self, number: int):
+        """A code cell, from 0."""
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
+
+    def run(self, number: int, timeout: float = 90.0) -> str:
+        """Runs a cell as its user does, and returns what it shows once it has ended."""
+        self.cell(number).locator(".cm-content").click()
+        self.page.keyboard.press("Shift+Enter")
+        return self.output(number, timeout)
+
+    def output(self, number: int, timeout: float = 90.0) -> str:
+        """What a cell shows, once it has ended."""
+        prompt = self.cell(number).locator(".jp-InputPrompt", has_text=_ENDED)
+        prompt.wait_for(timeout=1000 * timeout)
+        shown = self.cell(number).locator(".jp-OutputArea-output")
+        return "\n".join(shown.all_inner_texts())
+
+    def close(self) -> None:
+        self.seen.close()
