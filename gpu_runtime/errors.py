@@ -106,8 +106,11 @@ class Deadlock(GpuError):
 class OutOfMemory(GpuError, MemoryError):
     """A device ran out of memory while a model was in use.
 
-    Attributes: device, asked_bytes, holders, report.
+    Attributes: device, asked_bytes, holders, report. `left` are the leases of idle models of this process
+    that left with the end of the block.
     """
+
+    left: Any = ()
 
 
 # -- names and values ------------------------------------------------------------------------------

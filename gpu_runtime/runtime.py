@@ -42,6 +42,7 @@ from .facts import (
 from .ledgers import host_config, open_ledger
 from .ledgers.access import journals_in
 from .ledgers.location import default_url, shared_url, slug_of
+from .notebook import notebook_path
 from .owner import (
     acquire,
     blocks,
@@ -63,7 +64,6 @@ from .owner.history import recorded_events
 from .owner.kernel import Kernel
 from .owner.look_ahead import LookAhead
 from .owner.monitor import Monitor
-from .owner.notebook import notebook_path
 from .owner.operations import ASK_SECONDS
 from .owner.pins import Held
 from .owner.resident import Place

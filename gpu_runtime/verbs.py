@@ -369,8 +369,8 @@ CELL = (  # the arguments of `%%gpu`
     option("--model", "M", "hold this model while the cell runs, under the name `model`", "models"),
     IMPORTANCE_OPTION,
     TIMEOUT,
+    switch("--retry", "run the cell once more after an out-of-memory error, if room was made"),
 )
-
 
 # -- reading and explaining the table ------------------------------------------------------------
 

@@ -136,6 +136,17 @@ class Module(backend_registration._DummyBackendModule):
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         return cards[_index(device)].stats()
 
+    def is_initialized(self) -> bool:
+        return True
+
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
+        card = cards[_index(device)]
+        return {"allocated_bytes": {"all": {"current": card.used_bytes, "peak": card.peak_bytes}}}
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        card = cards[_index(device)]
+        card.peak_bytes = card.used_bytes
+
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         card = cards[_index(device)]
         return card.capacity_bytes - card.reserved_bytes, card.capacity_bytes

@@ -15,6 +15,7 @@ class Blocks(dict[str, tuple[Lease, AnchorRef]]):
     def __init__(self) -> None:
         super().__init__()
         self._numbers = itertools.count(1)
+        self.leased_bytes = 0  # by all blocks until now, those that have ended included
 
     def new_number(self) -> int:
         """The number of the next block."""

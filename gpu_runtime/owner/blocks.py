@@ -169,6 +169,7 @@ def _lease_block(
                 settled_at=session.clock() + unseen_seconds,
             )
             session.blocks[name] = (lease, anchor)
+            session.blocks.leased_bytes += lease.bytes
             granted = True
             return lease
         return session.blocks[name][0]

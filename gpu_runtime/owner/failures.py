@@ -129,7 +129,7 @@ def finish_block(
     if not is_out_of_memory(error) or getattr(error, "report", None):
         return
     report = out_of_memory(session, error)
-    free_memory_after(session, error)
+    report.left = free_memory_after(session, error)
     raise report from error
 
 
@@ -183,18 +183,25 @@ def load_error(
     return explain.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
 
 
-def free_memory_after(session: Session, error: BaseException) -> None:
-    """After an out-of-memory error in a block: evicts own idle models and frees cached blocks."""
+def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ...]:
+    """After an out-of-memory error in a block: evicts own idle models and frees cached blocks.
+
+    Returns the leases that left, as they were before.
+    """
+    left: list[Lease] = []
     traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
     for resident in list(session.residents.values()):
         if resident.place is not Place.HERE or resident.in_use() or resident.lease.keep:
             continue
         try:
             because = "the device ran out of memory while another model was in use."
-            release.evict(session, resident, because)
+            before = resident.lease
+            if release.evict(session, resident, because) is not None:
+                left.append(before)
         except Exception as refused:  # a failed move must not hide the error of the block
             log.debug("%s stays: %s", resident.spec.name, refused)
     session.probe.empty_cache()
+    return tuple(left)
 
 
 def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:

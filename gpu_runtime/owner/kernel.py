@@ -8,71 +8,31 @@ refused and no line of it runs. The `Stillness` of the front end says when a ker
 
 from __future__ import annotations
 
-import gc
-import re
 import sys
-import traceback
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
 from .. import threads
-from ..backends.base import NotStill, Stillness, is_out_of_memory
-from ..errors import CannotGovern, GpuError, StillInUse
-from ..facts import NORMAL, Book, Footprint, LeaseId, ModelSpec, Outcome, lease_title
+from ..backends.base import Stillness, is_out_of_memory
+from ..errors import CannotGovern, GpuError
+from ..facts import LeaseId, Outcome, Share, lease_title
 from ..scheduler import relief
-from ..scheduler.eligibility import reason_to_stay
-from ..units import MIB, parse_bytes, show_bytes, show_seconds
-from . import acquire, failures, operations, release
+from ..units import MIB, show_bytes, show_seconds
+from . import acquire, kernel_names, operations, release
+from .cell_room import CellRoom, forget_frames, make_room
+from .kernel_resident import NAME, Bytes, KernelResident
 from .pins import Anchor, new_anchor
-from .resident import Place, Resident
+from .resident import Place
 from .session import Session, log
 
-NAME = "kernel"
 LEAST_BYTES = MIB  # a kernel that holds less has no lease
 LONGEST_COUNT_SECONDS = 0.05
 COUNT_SHARE = 20  # the next count follows a slow one after so many times its duration
 PARK_AGAIN_SECONDS = 60.0  # an idle kernel that could not be parked is tried again after this time
 SWAPS_A_TURN = 5  # a turn lasts at least this many times what leaving and returning takes
-
-
-class KernelResident(Resident):
-    """What a kernel holds, as a model that leaves and returns whole.
-
-    Unlike a model it may be used while its bytes are copied out. The exchange that follows is made only
-    if it was not used meanwhile.
-    """
-
-    _moving = False
-
-    def begin_moving(self) -> bool:
-        """False if a cell runs, if it is moving already, or if nothing is held."""
-        with self.gate:
-            if self.pins or self.handle is None or self._moving:
-                return False
-            self._moving = True
-        return True
-
-    def swapped(self) -> None:
-        """The bytes have left or returned, but the lease does not show it yet."""
-        with self.gate:
-            self.place = Place.MOVING
-
-    def stay(self) -> None:
-        super().stay()
-        self._moving = False
-
-    def settle_at(self, lease: Any, anchor: Any = None) -> None:
-        super().settle_at(lease, anchor)
-        self._moving = False
-
-    def carry(self, step: Any) -> Any:
-        """Performs the step. Raises StillInUse if something runs, or the kernel was used meanwhile."""
-        try:
-            return super().carry(step)
-        except NotStill as error:
-            raise StillInUse(f"{error}", name=NAME) from None
 
 
 class Kernel:
@@ -81,6 +41,8 @@ class Kernel:
     def __init__(self, session: Session, stillness: Stillness) -> None:
         """`stillness` knows whether anything runs in the kernel that may use its memory."""
         self._session, self._stillness = session, stillness
+        self._room = CellRoom(session)
+        self._cell = ""  # the text of the last cell
         self._handle: Any = None
         self._running: list[Anchor] = []  # one for each cell that runs; they pin the lease
         self._park_next = False  # `park` was called by a cell; done at the cell's end
@@ -98,49 +60,100 @@ class Kernel:
 
     # -- cells
 
-    def begin(self) -> str:
-        """Called before a cell runs: returns what is away, and pins it for the cell.
+    def begin(self, text: str = "") -> str:
+        """Called before the cell `text` runs: returns what is away, and pins it for the cell.
 
+        Room for what this cell took at its peak the last time is requested too, for a bounded time.
         The result is a sentence if something returned. `refused` says why the cell must not run.
         """
         self.refused = ""
-        resident = self.resident
-        if resident is None:
-            return ""
-        anchor = new_anchor()
+        anchor, resident = new_anchor(), self.resident
         news = why = ""
+        stopped = False
         try:
+            wanted = self._before(text) if not self._running else {}
+            if resident is None:
+                self._room.request(None, anchor, wanted)
+                return ""
             self._yield_turn(resident)
-            if not resident.enter(weakref.ref(anchor)):
-                news = self._return(resident, anchor)
+            news = self._obtain(resident, anchor, wanted)
         except KeyboardInterrupt:
-            why = "Its return was interrupted."
+            why, stopped = "Its wait was interrupted.", True
         except Exception as error:  # IPython would ignore it, and run the cell
             why = str(error)
         # For example, the ledger cannot be read. A cell whose memory is on its card runs all the same.
-        if why and not resident.enter(weakref.ref(anchor)):
+        if why and not (resident is None or resident.enter(weakref.ref(anchor))):
             self.refused = f"{self._still_away(resident)} {why}"
-        self._running.append(anchor)
+        elif stopped:
+            self.refused = f"The cell did not run. {why}"
+        if resident is not None:
+            self._running.append(anchor)
         return news
 
-    def _return(self, resident: KernelResident, anchor: Anchor) -> str:
+    def _before(self, text: str) -> Bytes:
+        """What the cell `text` took the last time. Its peak is measured from now on."""
+        self._cell = text
+        if self._handle is not None:
+            self._session.backend(NAME).watch_peaks(self._handle)  # type: ignore[attr-defined]
+        return self._room.wanted(text)
+
+    def _obtain(self, resident: KernelResident, anchor: Anchor, wanted: Bytes) -> str:
+        """Pins the kernel on its cards, with room for what is `wanted` if there is some in time."""
+        if resident.place is Place.HERE:
+            self._room.request(resident, anchor, wanted)
+        if resident.enter(weakref.ref(anchor)):
+            return ""
+        return self._return(resident, anchor, wanted)
+
+    def _return(self, resident: KernelResident, anchor: Anchor, wanted: Bytes) -> str:
         session = self._session
         since, began = resident.lease.away_since, session.clock()
-        acquire.obtain(session, resident, weakref.ref(anchor))
+        who = self._who_had_the_card(resident, since) if since else ""
+        resident.claim(wanted)
+        timeout = self._room.patience_seconds if wanted else None
+        try:
+            acquire.obtain(session, resident, weakref.ref(anchor), timeout=timeout)
+        except GpuError:
+            if not wanted:
+                raise
+            resident.claim({})  # it returns without the room
+            acquire.obtain(session, resident, weakref.ref(anchor))
         self._turn_began = now = session.clock()
         if not since:
             return ""
-        size, away = show_bytes(resident.lease.bytes), show_seconds(began - since)
-        return f"{size} came back from RAM in {show_seconds(now - began)}, after {away} away."
+        size, away = show_bytes(resident.lease.own_bytes), show_seconds(began - since)
+        other = f"{who} had the card for {away}" if who else f"it was away for {away}"
+        return f"{size} came back from RAM in {show_seconds(now - began)}; {other}."
+
+    def _who_had_the_card(self, resident: KernelResident, since: float) -> str:
+        """The largest lease of another process that was used on a card of the kernel's; empty: none."""
+        book, me = self._session.ledger.read(), self._session.me
+        cards = set(resident.must_return_to())
+        found = [
+            lease
+            for lease in book.leases()
+            if lease.owner != me
+            and (lease.pins or lease.last_used >= since)
+            and any(share.device in cards for share in (*lease.shares, *lease.target))
+        ]
+        if not found:
+            return ""
+        largest = max(found, key=lambda lease: lease.bytes)
+        owner = book.owner(largest.owner)
+        named = owner is not None and owner.notebook  # its file, whatever it used the card for
+        return lease_title(replace(largest, kind=NAME) if named else largest, owner)
 
     def _still_away(self, resident: KernelResident) -> str:
         return (
-            f"{show_bytes(resident.lease.bytes)} of this kernel is parked in host memory, so the cell "
+            f"{show_bytes(resident.lease.own_bytes)} of this kernel is parked in host memory, so the cell "
             f"did not run."
         )
 
-    def end(self) -> None:
-        """Called after a cell: ends its pin, and counts what the kernel holds now."""
+    def end(self, text: str = "") -> None:
+        """Called after the cell `text`: ends its pin, and counts what the kernel holds now."""
+        self._cell = self._cell or text  # a first cell runs before there is a Kernel
+        if len(self._running) < 2:
+            claimed_more = self._room.end(self.resident)
         if self._running:
             self._running.pop()
         if self._running:
@@ -150,9 +163,21 @@ class Kernel:
             self._park_again_at = 0.0
             resident.failed_moves = 0
         self.count_when_due(idle=False)
+        if not self._uncounted:
+            self._learn()
+        if claimed_more:
+            self._session.publish()  # others may wait for it
         if self._park_next:
             self._park_next = False
             threads.start(lambda: self.park_quietly("It was parked by hand."))
+
+    def _learn(self) -> None:
+        """Remembers what the cell took at its peak."""
+        text, self._cell = self._cell, ""
+        if text and self._handle is not None:
+            backend: Any = self._session.backend(NAME)
+            peak = backend.peaks(self._handle)
+            self._room.learn(text, {share.device: share.bytes for share in peak})
 
     def _yield_turn(self, resident: KernelResident) -> None:
         """Leaves the card before a cell if another process waits for it and this turn is over.
@@ -217,7 +242,7 @@ class Kernel:
         backend = session.backend(NAME)
         if self._handle is None:
             self._handle = backend.open(  # type: ignore[attr-defined]
-                self._stillness, lambda: _governed(session)
+                self._stillness, lambda: _governed_keys(session), lambda: _governed_shares(session)
             )
         size = sum(share.bytes for share in backend.measure(self._handle))
         if resident is None and size >= LEAST_BYTES:
@@ -231,10 +256,7 @@ class Kernel:
     def _open(self) -> None:
         """Opens the lease for what was counted."""
         session, handle = self._session, self._handle
-        spec = ModelSpec(NAME, NAME, model_type="kernel", devices=handle.devices)
-        resident = KernelResident(spec, session.backend(NAME), session.me, session.clock)
-        resident.footprint = lambda: Footprint.of(resident.lease.own_bytes, "measured")
-        handle.on_swapped = resident.swapped
+        resident = KernelResident(session, handle)
         now = session.clock()
         lease = replace(
             resident.lease,
@@ -256,36 +278,30 @@ class Kernel:
     def make_room(self, error: BaseException) -> str:
         """After a cell that ended with the out-of-memory `error`: garbage and idle leases leave the card.
 
-        Plain code takes memory without a request to the ledger. Returns a sentence for the user; empty if `error`
+        Plain code asks nobody before it takes memory. Returns a sentence for the user; empty if `error`
         is another one. Nothing is run again.
         """
         if not is_out_of_memory(error):
             return ""
-        _clear_frames(error)
-        gc.collect()
+        forget_frames(error)
         self.count_when_due(idle=True)
-        if isinstance(error, GpuError):  # our own error names the processes that hold the memory
+        if isinstance(error, GpuError):  # ours: it says who holds the memory
             return ""
-        session = self._session
-        wanted, freed, left = _bytes_wanted(error), 0, []
-        book, world = session.ledger.read(), session.world(fresh=True)
-        cards = {device.id for device in session.probe.devices if not device.is_host}
-        for lease in sorted(book.leases(), key=lambda lease: lease.last_used):
-            here = sum(lease.bytes_on(card) for card in cards)
-            why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
-            if not here or why or (lease.owner, lease.name) == (session.me, NAME):
-                continue
-            if failures.evict_anywhere(session, lease, "A cell ran out of memory."):
-                freed += here
-                left.append(lease_title(lease, book.owner(lease.owner)))
-            if wanted and freed >= wanted:
-                break
-        session.probe.empty_cache()
-        if not left:
+        freed = make_room(self._session, error)
+        if not freed.titles:
             return "Nothing idle could leave the GPU. Who holds its memory:  %gpu"
-        return (
-            f"{show_bytes(freed)} came free ({', '.join(left)} moved to RAM): run the cell again."
-        )
+        return f"{freed}: run the cell again."
+
+    def make_room_to_retry(self, error: BaseException) -> str:
+        """Makes room after the out-of-memory `error` of a cell that the user allows to run again.
+
+        Returns a sentence if something left; empty if nothing did, or if `error` is another one.
+        """
+        if not is_out_of_memory(error):
+            return ""
+        forget_frames(error)
+        freed = make_room(self._session, error)
+        return f"{freed}: the cell runs again." if freed.titles else ""
 
     # -- parking by hand
 
@@ -305,7 +321,7 @@ class Kernel:
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
     def park_quietly(self, because: str) -> None:
-        """Parks the kernel, unless an attempt failed a moment ago. A failure is logged."""
+        """Parks the kernel, unless it was tried in vain a moment ago. A failure is logged."""
         resident, now = self.resident, self._session.clock()
         if resident is None or now < self._park_again_at:
             return
@@ -319,32 +335,25 @@ class Kernel:
         return LeaseId(self._session.me, NAME)
 
 
-def _clear_frames(error: BaseException) -> None:
-    """Clears the ended frames of `error` and its causes, which would keep their tensors alive."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
-            pending += [current.__cause__, current.__context__]
-
-
-def _bytes_wanted(error: BaseException) -> int:
-    """The bytes that torch could not allocate, by its message; 0 if it does not say."""
-    found = re.search(r"Tried to allocate ([\d.]+ [KMGT]?i?B)", str(error))
-    return parse_bytes(found[1]) if found else 0
-
-
-def _governed(session: Session) -> set[int]:
-    """The keys (`storage._cdata`) of all storages that belong to models of this process."""
+def _governed_keys(session: Session) -> set[int]:
+    """The keys of all storages that belong to models of this process."""
     keys: set[int] = set()
     for resident in list(session.residents.values()):
         groups = getattr(resident.handle, "groups", None)
         if groups is not None:
             keys.update(group.storage._cdata for group in groups())
     return keys
+
+
+def _governed_shares(session: Session) -> Iterator[Share]:
+    """The bytes of the models of this process whose tensors torch allocated here."""
+    for resident in list(session.residents.values()):
+        if resident.place is not Place.HERE or not hasattr(resident.handle, "groups"):
+            continue
+        if resident.postpones_measuring():
+            yield from resident.lease.filled or resident.lease.shares
+        else:
+            yield from resident.backend.measure(resident.handle)
 
 
 def attach(session: Session, stillness: Stillness) -> Kernel:
@@ -397,12 +406,14 @@ def park(session: Session, who: str = "") -> Outcome:
     """Parks the kernel of the notebook or process `who`, or this process's own; see Runtime.park."""
     if not who:
         return _own(session).park()
-    return replace(operations.evict(session, find(session, who), timeout=None), verb="park")
+    return replace(
+        operations.evict(session, kernel_names.find(session, who), timeout=None), verb="park"
+    )
 
 
 def unpark(session: Session, who: str = "") -> Outcome:
     """Brings a parked kernel back to its card; see Runtime.unpark."""
-    target = find(session, who) if who else _own(session)._id()
+    target = kernel_names.find(session, who) if who else _own(session)._id()
     if not who and _own(session).resident is None:
         because = "nothing of this kernel is parked"
         return Outcome(verb="unpark", name=NAME, done=True, because=because, bytes=0)
@@ -419,28 +430,3 @@ def _own(session: Session) -> Kernel:
             why="it is no notebook's kernel",
         )
     return kernel
-
-
-def find(session: Session, who: str) -> LeaseId:
-    """The lease of the kernel of `who`: a notebook's file name, a process id or an owner's id.
-
-    Raises GpuError, which names the existing kernels.
-    """
-    book = session.ledger.read()
-    found = [id for id in book.sections if who in _names_of(book, id)]
-    if len(found) == 1:
-        return LeaseId(found[0], NAME)
-    known = [section.owner.label for id, section in book.sections.items() if section.lease(NAME)]
-    those = f"Kernels with memory of their own: {', '.join(sorted(known)) or 'none'}."
-    if found:
-        raise GpuError(f"{who} is the name of {len(found)} kernels. {those}\n  Use a process id.")
-    raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
-
-
-def _names_of(book: Book, id: str) -> tuple[str, ...]:
-    section = book.sections[id]
-    if section.lease(NAME) is None:
-        return ()
-    owner = section.owner
-    file = owner.notebook.rsplit("/", 1)[-1]
-    return tuple(name for name in (id, str(owner.pid), file, owner.notebook) if name)

@@ -148,8 +148,11 @@ def _evictable(
     """Leases that may leave now and that no elder has recalled. A plain loop, as it runs often."""
     asker, importance = request.lease.owner, request.lease.importance
     recalled = context.recalled
+    own_code = request.lease.kind == "block"
     found = []
     for lease in context.leases:
+        if own_code and lease.kind == "kernel" and lease.owner == asker:
+            continue  # the block runs in this kernel, and needs what the kernel holds
         if reason_to_stay(lease, world, asker=asker, importance=importance):
             continue
         if not lease.on_device:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -26,13 +27,14 @@ from .. import forks
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..ledgers.access import access_to, state_in
 
-KEPT = 1000  # models; the oldest measurement is dropped first
+KEPT = 1000  # models, and cells; the oldest measurement is dropped first
 LONGEST = 1 << 20  # bytes; a larger file is not read
 PATIENCE_SECONDS = 0.2  # the wait for the lock, which a process that was stopped may hold
 # Options for the use of a model. The same bytes are loaded with and without them.
 OF_USE = ("context_length", "sequences", "cache_dtype", "attn_implementation")
 
 log = logging.getLogger("gpu_runtime")
+T = TypeVar("T")
 
 
 class MeasurementFile(Value):
@@ -41,6 +43,8 @@ class MeasurementFile(Value):
     schema: int = 1
     models: dict[str, Measurement] = {}  # in the order of their measurement
     contexts: dict[str, int] = {}  # bytes of a CUDA context, by the card's name
+    # The peak of a notebook's cell in bytes, by the digest of its text, then by card; see cell_peaks.py.
+    cells: dict[str, dict[str, int]] = {}
 
 
 class Measurements:
@@ -64,6 +68,22 @@ class Measurements:
         """Bytes of a CUDA context on a card named `card`; None if none was measured."""
         with self._lock:
             return self._latest().contexts.get(card)
+
+    def cell_peak(self, key: str) -> dict[str, int]:
+        """Bytes on each card that a cell took at its peak the last time; empty if it is unknown."""
+        with self._lock:
+            return dict(self._latest().cells.get(key, {}))
+
+    def remember_cell(self, key: str, peak: dict[str, int]) -> None:
+        """Stores the `peak` of a cell, in bytes by card; an empty one is forgotten. Never fails."""
+
+        def change(content: MeasurementFile) -> MeasurementFile:
+            cells = _with_newest(content.cells, key, peak)
+            if not peak:
+                del cells[key]
+            return msgspec.structs.replace(content, cells=cells)
+
+        self._change(change)
 
     def remember(self, spec: ModelSpec, evidence: Evidence, measurement: Measurement) -> None:
         """Stores the `measurement` of the source with this `evidence`, loaded as `spec` says.
@@ -205,12 +225,10 @@ def key(spec: ModelSpec, evidence: Evidence) -> str:
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
 
 
-def _with_newest(
-    models: dict[str, Measurement], name: str, measurement: Measurement
-) -> dict[str, Measurement]:
-    """`models` with this measurement as the last one, and at most KEPT of them."""
-    others = [(other, known) for other, known in models.items() if other != name]
-    return dict([*others[-KEPT + 1 :], (name, measurement)])
+def _with_newest(entries: dict[str, T], name: str, newest: T) -> dict[str, T]:
+    """`entries` with the `newest` as the last one, and at most KEPT of them."""
+    others = [(other, known) for other, known in entries.items() if other != name]
+    return dict([*others[-KEPT + 1 :], (name, newest)])
 
 
 def measurements_in(ledger: Path) -> Path:

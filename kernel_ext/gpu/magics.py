@@ -39,7 +39,7 @@ OUTPUT = (  # options of every verb
     switch("--json", "as JSON"),
     option("-o --output", "NAME", "also store the answer under this name"),
 )
-CELL_SYNOPSIS = "%%gpu [SIZE] [--model M] [--importance I] [--timeout SECONDS]"
+CELL_SYNOPSIS = "%%gpu [SIZE] [--model M] [--importance I] [--timeout SECONDS] [--retry]"
 # Verbs that act differently in a notebook and in a terminal.
 IN_NOTEBOOK: dict[str, Callable[[Any], Any]] = {"console": lambda rt: rt.console()}
 
@@ -81,6 +81,8 @@ class GpuMagics(Magics):
         """Makes the magics for `shell`; `runtime` returns the runtime, and opens it if necessary."""
         super().__init__(shell)
         self._runtime = runtime
+        # After an out-of-memory error: makes room. Returns a sentence; empty if nothing left.
+        self.make_room: Callable[[BaseException], str] = lambda error: ""
 
     @output_can_be_silenced
     @line_cell_magic
@@ -161,7 +163,8 @@ class GpuMagics(Magics):
     def cell(self, words: list[str], body: str) -> None:
         """Runs the cell `body` with the lease and the model that `words` request.
 
-        At the end, shows the memory that the lease used. Raises UsageError for bad syntax.
+        At the end, shows the memory that the lease used. With `--retry` the cell runs once more after
+        an out-of-memory error, if room was made for it. Raises UsageError for bad syntax.
         """
         from gpu_runtime.rendering import render
 
@@ -172,6 +175,22 @@ class GpuMagics(Magics):
             raise UsageError(f"%%gpu runs a cell; for the verb type:  {MAGIC} {typed}")
         args = parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(words)
         compiled = Compiled(self.shell, body)
+        if not args.retry:
+            return self._run(compiled, args)
+        news = ""
+        try:
+            return self._run(compiled, args)
+        except Exception as error:
+            news = self.make_room(error)
+            if not news:
+                raise
+        self._show(render.hint(news))
+        return self._run(compiled, args)
+
+    def _run(self, compiled: Any, args: argparse.Namespace) -> None:
+        """Runs the `compiled` cell once, with the lease and the model that `args` request."""
+        from gpu_runtime.rendering import render
+
         rt = self._runtime()
         options = {"importance": args.importance, "timeout": args.timeout}
         options = {name: value for name, value in options.items() if value is not None}
@@ -276,6 +295,8 @@ class _Loaded:
         kernel = getattr(shell, "kernel", None)
         can_park = hasattr(kernel, "pre_handler_hook")  # of ipykernel, not of a terminal or a test
         self.parking = Parking(shell, self.open, quiet_line) if can_park else None
+        if self.parking is not None:
+            self.magics.make_room = self.parking.make_room_to_retry
 
     def _add_magics(self) -> None:
         tables = self.shell.magics_manager.magics

@@ -21,6 +21,8 @@ from IPython.core.error import InputRejected
 
 import gpu_runtime
 from gpu_runtime import GpuError
+from gpu_runtime.cell_keys import cell_key, is_remembered
+from gpu_runtime.notebook import notebook_path
 from gpu_runtime.units import MIB
 
 LOOP_SECONDS = 10.0  # the longest wait until the kernel's loop begins the exchange
@@ -71,6 +73,7 @@ class Parking:
         self._lease: Any = None  # the runtime's Kernel, once torch holds something
         self._mark = 0
         self._cells = 0  # the number of cells that run now
+        self._text = ""  # of the outermost cell
         self._in_hook = False  # the main thread waits for its memory
         self._main = threading.main_thread().ident
         self._refusing = _Refusing(self)
@@ -107,11 +110,16 @@ class Parking:
         """Called before a cell, a silent request or a comm callback: brings the bytes back."""
         self._mark += 1
         self._cells += 1
+        text = self._text_of_cell()
+        if self._cells == 1:
+            self._text = text
+        if self._lease is None and text and _took_memory(text):
+            self._attach()  # the kernel was restarted: the peak of this cell is known
         if self._lease is None:
             return
         self._in_hook = True
         try:
-            news = self._lease.begin()
+            news = self._lease.begin(text)
         finally:
             self._in_hook = False
         if news:
@@ -126,11 +134,32 @@ class Parking:
             return
         if self._lease is None and not _holds_memory():
             return
-        with contextlib.suppress(GpuError):  # no ledger: `%gpu` reports why
+        if self._attach():
+            with contextlib.suppress(GpuError):
+                self._lease.end(self._text)
+
+    def _attach(self) -> bool:
+        """Opens the runtime, and its kernel. False if there is no ledger: `%gpu` reports why."""
+        with contextlib.suppress(GpuError):
             rt = self._opens()
             if rt is not self._runtime:
                 self._runtime, self._lease = rt, rt.attach_kernel(self)
-            self._lease.end()
+        return self._lease is not None
+
+    def _text_of_cell(self) -> str:
+        """The text of the cell that is to run; empty for a comm callback."""
+        try:
+            content = self._kernel.get_parent("shell")["content"]
+        except Exception:  # no message is being handled
+            return ""
+        text = content.get("code", "")
+        return text if isinstance(text, str) else ""
+
+    def make_room_to_retry(self, error: BaseException) -> str:
+        """After a `%%gpu --retry` cell that failed: what left, as a sentence; empty: it must not rerun."""
+        if self._lease is None and not self._attach():
+            return ""
+        return self._lease.make_room_to_retry(error)
 
     def after_error(self, error: BaseException) -> None:
         """Called after a cell that failed: if it ran out of memory, idle notebooks and models leave."""
@@ -248,6 +277,11 @@ class _Undisturbed:
 
     def __exit__(self, *_: object) -> None:
         sys.setswitchinterval(self._usual)
+
+
+def _took_memory(text: str) -> bool:
+    """Whether it is known what this cell took when it last ran."""
+    return is_remembered(cell_key(notebook_path(), text))
 
 
 def _holds_memory() -> bool:

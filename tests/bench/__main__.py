@@ -26,6 +26,7 @@ from . import (
     bench_idle,
     bench_imports,
     bench_ledger,
+    bench_parking,
     bench_placement,
     bench_restore,
     bench_serving,
@@ -56,6 +57,31 @@ def imports() -> Iterator[Row]:
             f"≤ {target}×",
             ratio <= target,
         )
+
+
+def parking() -> Iterator[Row]:
+    taken = bench_parking.count_milliseconds()
+    yield Row(
+        "counting what a kernel holds, beginning and end of a cell together, beside 20 models on the card",
+        f"{taken['card']:.2f} ms",
+        "≤ 1 ms",
+        taken["card"] <= 1,
+    )
+    yield Row(
+        f"the same on a simulated card, by a search of {bench_parking.OBJECTS:,} objects; a slow search waits "
+        f"until it costs a twentieth of the time",
+        f"{taken['simulated']:.2f} ms a cell, {taken['simulated, one count']:.0f} ms a search",
+        "≤ 1 ms, ≤ 50 ms",
+        taken["simulated"] <= 1 and taken["simulated, one count"] <= 50,
+    )
+    start = bench_parking.kernel_start_milliseconds()
+    more = start["with"] - start["without"]
+    yield Row(
+        "start of a kernel with `gpu autoload`, against one without",
+        f"{more:+.0f} ms ({start['with']:.0f} against {start['without']:.0f})",
+        "≤ +50 ms",
+        more <= 50,
+    )
 
 
 def use() -> Iterator[Row]:
@@ -360,6 +386,7 @@ def console() -> Iterator[Row]:
 
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "imports": imports,
+    "parking": parking,
     "use": use,
     "fork": fork,
     "admit": admit,

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors units facts arguments options settings forks threads attribution"
     " kernel_activity private_paths tcp_sockets names upcoming_cells"
+    " notebook cell_keys"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -35,6 +36,8 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "options": "safe_text errors arguments",
     "kernel_activity": "facts",
     "names": "",
+    "notebook": "safe_text",
+    "cell_keys": "",
     "upcoming_cells": "facts",
     "settings": "safe_text errors units facts arguments",
     "samples": "errors units",

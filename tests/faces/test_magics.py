@@ -339,6 +339,49 @@ def test_magics_and_shell_lines_work_inside_a_cell(shell, rt):
     assert shell.user_ns["inner"].value.healthy
 
 
+OUT_OF_MEMORY = "raise MemoryError('Tried to allocate 2.00 GiB')"
+
+
+@pytest.fixture
+def room(shell, rt, monkeypatch):
+    """What the front end says after an out-of-memory error, and the errors that it was asked about."""
+    asked, answers = [], []
+
+    def make_room(error):
+        asked.append(type(error))
+        return answers.pop() if answers else ""
+
+    monkeypatch.setattr(magics._loaded[id(shell)].magics, "make_room", make_room)
+    shell.user_ns["tries"] = []
+    return asked, answers
+
+
+def test_a_cell_runs_again_once_if_its_user_allows_it_and_room_was_made(shell, room):
+    asked, answers = room
+    answers.append("12.0 GiB came free (trainer.ipynb stepped aside): the cell runs again.")
+    shown = printed(shell, f"%%gpu --retry\ntries.append(1)\nif len(tries) < 2: {OUT_OF_MEMORY}")
+    assert len(shell.user_ns["tries"]) == 2 and "stepped aside" in shown and "Error" not in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "raises", "room_made", "tries"),
+    [
+        ("--retry", OUT_OF_MEMORY, 1, 2),  # the second failure is the cell's
+        ("--retry", OUT_OF_MEMORY, 0, 1),
+        ("--retry", "raise KeyboardInterrupt", 1, 1),
+        ("", OUT_OF_MEMORY, 1, 1),
+        ("1GiB", OUT_OF_MEMORY, 1, 1),
+    ],
+)
+def test_a_cell_never_runs_again_unasked_without_room_or_twice(
+    shell, room, line, raises, room_made, tries
+):
+    room[1].extend(["1.0 GiB came free"] * room_made)
+    shown = printed(shell, f"%%gpu {line}\ntries.append(1)\n{raises}")
+    assert len(shell.user_ns["tries"]) == tries
+    assert "MemoryError" in shown or "OutOfMemory" in shown or "KeyboardInterrupt" in shown
+
+
 def test_a_cell_can_hold_a_model_under_the_name_model(shell, models):
     """The user's own value of `model` is restored after the cell."""
     shell.user_ns["model"] = "mine"

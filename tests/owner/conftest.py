@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from gpu_runtime import Runtime
+
+from .kernels import Quiet
 
 _books = itertools.count()
 
@@ -43,6 +46,24 @@ def runtime() -> Iterator[Callable[..., Runtime]]:
     yield make
     for rt in made:
         rt.close()
+
+
+@pytest.fixture
+def quiet():
+    return Quiet()
+
+
+@pytest.fixture
+def started(runtime, quiet):
+    """A runtime and its kernel; other tests' tensors are collected first."""
+    gc.collect()
+
+    def start(**settings):
+        settings.setdefault("monitor", False)
+        rt = runtime(**settings)
+        return rt, rt.attach_kernel(quiet)
+
+    return start
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import pytest
@@ -16,66 +15,7 @@ from gpu_runtime.facts import HOST
 from gpu_runtime.units import MIB
 
 from .conftest import claims, fakes
-
-FLOATS = MIB // 4  # of a storage of 1 MiB
-
-
-class Quiet:
-    """A kernel in which nothing runs, unless a test sets otherwise."""
-
-    def __init__(self) -> None:
-        self.reason, self.used = "", 0
-        self.while_copying: Callable[[], None] = lambda: None
-
-    def why_not(self) -> str:
-        return self.reason
-
-    def mark(self) -> object:
-        return self.used
-
-    def change(self, mark: object, act: Callable[[], None]) -> str:
-        self.while_copying()
-        if self.used != mark:
-            return "the kernel was used meanwhile"
-        act()
-        return ""
-
-
-@pytest.fixture
-def quiet():
-    return Quiet()
-
-
-@pytest.fixture
-def started(runtime, quiet):
-    """A runtime and its kernel; other tests' tensors are collected first."""
-    gc.collect()
-
-    def start(**settings):
-        settings.setdefault("monitor", False)
-        rt = runtime(**settings)
-        return rt, rt.attach_kernel(quiet)
-
-    return start
-
-
-def cell(kernel, code=lambda: None):
-    """Runs `code` as a cell of the kernel; returns what the kernel showed before it."""
-    news = kernel.begin()
-    try:
-        code()
-    finally:
-        kernel.end()
-        kernel.catch_up()  # as the monitor does: after a slow count the next count waits
-    return news
-
-
-def own(rt) -> dict[str, int]:
-    """Bytes of the kernel's lease by device."""
-    frame = rt.leases()
-    rows = frame[frame.model == "kernel"]
-    return dict(zip(rows.device, rows.bytes, strict=True))
-
+from .kernels import FLOATS, Quiet, cell, own
 
 # -- counting --------------------------------------------------------------------------------------
 
@@ -409,10 +349,65 @@ def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     other.preload("young")
     cell(kernel)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has …")
-    assert kernel.make_room(error) == "300 MiB came free (old moved to RAM): run the cell again."
+    assert kernel.make_room(error) == "300 MiB came free (old stepped aside): run the cell again."
     assert kernel.make_room(ValueError("no")) == ""
     kernel.make_room(error)
     assert "Nothing idle could leave" in kernel.make_room(error)
+
+
+def test_consent_to_run_again_counts_for_out_of_memory_errors_only(started, runtime, shared_book):
+    """The error may be torch's own, or the report of a block that ran out of memory."""
+    devices = "sim:1GiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
+    other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
+    fakes(other, idle="300MiB")
+    other.preload("idle")
+    assert kernel.make_room_to_retry(ValueError("no")) == ""
+    with pytest.raises(MemoryError) as caught, rt.lease(None):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
+    expected = "300 MiB came free (idle stepped aside): the cell runs again."
+    assert kernel.make_room_to_retry(caught.value) == expected
+    assert kernel.make_room_to_retry(caught.value) == ""
+
+
+def test_an_overdraft_ends_within_3_seconds(started, runtime, shared_book, clock):
+    """Plain code asked nobody. The kernel is idle, and leaves the overfull card."""
+    devices = "sim:64MiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book, clock=clock)
+    other = runtime(devices=devices, ledger=shared_book, monitor=False, clock=clock)
+    fakes(other, m="50MiB")
+    other.preload("m")
+    kept = torch.zeros(16 * FLOATS)
+    cell(kernel)
+    view = other.status().devices[0]
+    assert view.claimed_bytes > view.limit_bytes
+    began = clock()
+    while HOST not in own(rt) and clock() < began + 60:
+        clock.advance(rt.tick())
+    assert HOST in own(rt) and clock() - began <= 3
+    del kept
+
+
+def test_the_line_of_a_return_names_the_other_notebook(started, runtime, shared_book, clock):
+    devices = "sim:64MiB,host:4GiB"
+    settings = {"devices": devices, "ledger": shared_book, "clock": clock}
+    rt, kernel = started(**settings)
+    other = runtime(monitor=False, **settings)
+    other._session.notebook = "/work/trainer.ipynb"
+    kept = torch.zeros(16 * FLOATS)
+    cell(kernel)
+    rt.park()
+    with other.lease("1MiB", purpose="training"):
+        clock.advance(12 * 60)
+        news = cell(kernel)
+    assert (
+        news.endswith("; trainer.ipynb had the card for 12 min.")
+        and "came back from RAM in" in news
+    )
+    rt.park()
+    clock.advance(60)
+    assert cell(kernel).endswith("; it was away for 60 s.")
+    del kept
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -195,3 +195,47 @@ def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(opene
         reply = runs.client.get_shell_msg(timeout=60)
         done |= {reply["parent_header"]["msg_id"]} & set(cells)
     assert "61.0 61.0" in runs.run("print(float(x.min()), float(x.max()))")
+
+
+TAKES_MOST = """import torch
+from gpu_runtime import runtime
+others = [lease for lease in runtime().status().leases() if lease.kind == "kernel"]
+print([lease.where for lease in others if lease.bytes > 60_000_000])
+x = torch.zeros(25_000_000)
+"""
+
+
+def test_a_restarted_kernel_finds_free_what_its_first_cell_takes(opened):
+    """The other notebook has left before the cell's first line, and not because of an overdraft."""
+    open_notebook, _ = opened
+    before = open_notebook("again.ipynb")
+    assert "[]" in before.run(TAKES_MOST)
+    before.close()
+    idle = open_notebook("idle.ipynb")
+    idle.run("import torch; x = torch.ones(25_000_000)")
+    after = open_notebook("again.ipynb")
+    assert "['host']" in after.run(TAKES_MOST)
+    assert "took" in after.run("%gpu why kernel")
+
+
+FAILS_ONCE = """tries.append(1)
+if len(tries) < 2:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90.00 MiB.")
+print("tries", len(tries))
+"""
+
+
+def test_a_cell_runs_again_after_room_was_made_only_with_consent(opened):
+    open_notebook, rt = opened
+    idle = open_notebook("idle.ipynb")
+    needs = open_notebook("needs.ipynb", EVICTION_GRACE_SECONDS="0")
+    needs.run("import torch; tries = []; mine = torch.zeros(1_000_000)")
+    idle.run("import torch; x = torch.ones(25_000_000)")
+    until(lambda: places(rt).get("idle.ipynb") == {"sim:0"}, 10)
+    told = needs.run(FAILS_ONCE)
+    assert "(idle.ipynb stepped aside): run the cell again" in told and "tries" not in told.split()
+    assert "['1']" in needs.run("print([str(len(tries))]); tries = []")
+    assert "came back from RAM" in idle.run("assert float(x.sum()) == 25_000_000")
+    until(lambda: not any(lease.pins for lease in rt.status().leases()), 10)
+    told = needs.run("%%gpu --retry\n" + FAILS_ONCE)
+    assert "(idle.ipynb stepped aside): the cell runs again" in told and "tries 2" in told

@@ -42,6 +42,13 @@ class Away(NamedTuple):
     stream: int | None  # the stream that its block on the card belonged to
 
 
+class Governed(NamedTuple):
+    """The models of this process that are no part of what the kernel's own code holds."""
+
+    keys: Callable[[], Iterable[int]]  # of their storages (`storage._cdata`)
+    shares: Callable[[], Iterable[Share]] = tuple  # their bytes, on whatever device
+
+
 class KernelMemory:
     """The handle of the backend: where the bytes are, and what is away."""
 
@@ -49,17 +56,16 @@ class KernelMemory:
         self,
         memories: Sequence[Memory],
         stillness: Stillness,
-        governed: Callable[[], Iterable[int]],
+        governed: Governed,
     ) -> None:
-        """`memories` are the cards that the tensors count on.
-
-        `governed` returns the keys (`storage._cdata`) of the storages that belong to models.
-        """
+        """`memories` are the cards that the tensors count on; `governed` are the models beside them."""
         self.memories, self.stillness, self.governed = tuple(memories), stillness, governed
         self.on_swapped: Callable[[], None] = lambda: None  # called at once after the exchange
         self.noted: Block | None = None  # the account of bytes that torch allocated
         self.away: tuple[Away, ...] = ()
         self.streams: dict[torch.device, set[int]] = {}  # those known when the bytes left
+        self.last: Shares = ()  # as last counted
+        self.governed_bytes: dict[str, int] = {}  # by card, when the peaks were last reset
 
     @property
     def memory(self) -> Memory:
@@ -88,10 +94,16 @@ class KernelBackend:
         """Moves bytes between the devices of `probe`."""
         self.probe = probe
 
-    def open(self, stillness: Stillness, governed: Callable[[], Iterable[int]]) -> KernelMemory:
-        """The handle of what this process holds on its cards. The parameters: see KernelMemory."""
+    def open(
+        self,
+        stillness: Stillness,
+        keys: Callable[[], Iterable[int]],
+        shares: Callable[[], Iterable[Share]] = tuple,
+    ) -> KernelMemory:
+        """The handle of what this process holds on its cards; `keys` and `shares` as in Governed."""
         cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
-        return KernelMemory(cards[:1] if cards[0].counted else cards, stillness, governed)
+        own = cards[:1] if cards[0].counted else cards
+        return KernelMemory(own, stillness, Governed(keys, shares))
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """Nothing: its size is counted, not estimated."""
@@ -125,20 +137,43 @@ class KernelBackend:
         if model.memory.counted:
             _note(model, sizes[model.memory.device])
         held = tuple(Share(card, size) for card, size in sizes.items() if size)
-        return held or (Share(model.memory.device, 0),)
+        model.last = held or (Share(model.memory.device, 0),)
+        return model.last
 
     def count(self, model: KernelMemory) -> dict[str, int]:
-        """Bytes by card that the process of `model` holds beyond its governed models."""
+        """Bytes by card that the process of `model` holds beyond its governed models.
+
+        On a card these are the allocator's own figures. On a simulated card all tensors are searched.
+        """
         if model.memory.counted:
             found, _ = self._found(model)
             return {model.memory.device: sum(one.bytes for one in found if not one.stays)}
         held = {card.device: streams.allocated_bytes(card.torch) for card in model.memories}
-        governed = frozenset(model.governed())
-        if governed and any(held.values()):
-            for one in search(self._place()).found:
-                if one.key in governed and one.device in held:
-                    held[one.device] = max(0, held[one.device] - one.bytes)
-        return held
+        governed = _by_card(model.governed.shares()) if any(held.values()) else {}
+        return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
+
+    def watch_peaks(self, model: KernelMemory) -> None:
+        """Starts to measure how much torch allocates at most on each card."""
+        if model.memory.counted:
+            return
+        model.governed_bytes = _by_card(model.governed.shares())
+        for card in model.memories:
+            streams.reset_peak(card.torch)
+
+    def peaks(self, model: KernelMemory) -> Shares:
+        """The most bytes on each card since `watch_peaks`, governed models left out.
+
+        A simulated card has no peak: there the result is what was last counted.
+        """
+        if model.away or model.memory.counted:
+            return model.last
+        peak = {share.device: share.bytes for share in model.last}
+        before, now = model.governed_bytes, _by_card(model.governed.shares())
+        for card in model.memories:
+            governed = max(before.get(card.device, 0), now.get(card.device, 0))
+            own = streams.allocated_bytes(card.torch, peak=True) - governed
+            peak[card.device] = max(peak.get(card.device, 0), own)
+        return tuple(Share(card, size) for card, size in peak.items() if size > 0)
 
     def move(self, model: KernelMemory, shares: Shares) -> None:
         """Moves everything to `shares`, all or nothing.
@@ -276,7 +311,7 @@ class KernelBackend:
 
     def _found(self, model: KernelMemory) -> tuple[list[Found], tuple[torch.Stream, ...]]:
         """The storages on the cards of `model` that belong to no governed model, and all streams."""
-        governed = frozenset(model.governed())
+        governed = frozenset(model.governed.keys())
         seen = search(self._place(), governed=governed)
         cards = {one.device for one in model.memories}
         return [one for one in seen.found if one.device in cards], seen.streams
@@ -312,6 +347,13 @@ def _streams(
         if one.stream is not None:
             found[one.storage.device].add(one.stream)
     return found
+
+
+def _by_card(shares: Iterable[Share]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for share in shares:
+        total[share.device] = total.get(share.device, 0) + share.bytes
+    return total
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -38,11 +38,22 @@ def segments(device: torch.device | str) -> Segments:
     return snapshot() if snapshot is not None else ()
 
 
-def allocated_bytes(device: torch.device | str) -> int:
-    """Bytes that the allocator has given out on `device`; 0 before this process has used it."""
+def allocated_bytes(device: torch.device | str, peak: bool = False) -> int:
+    """Bytes that the allocator has given out on `device` now, or at the `peak`.
+
+    0 before this process has used the card. The nested figures cost a tenth of the flat ones.
+    """
     module = module_of(device)
-    stats = module.memory_stats(device) if module is not None else {}
-    return int(stats.get("allocated_bytes.all.current", 0))
+    stats = module.memory_stats_as_nested_dict(device) if module is not None else {}
+    every = stats.get("allocated_bytes", {}).get("all", {})
+    return int(every.get("peak" if peak else "current", 0))
+
+
+def reset_peak(device: torch.device | str) -> None:
+    """Makes the allocator's peak on `device` what is allocated now."""
+    module = module_of(device)
+    if module is not None:
+        module.reset_peak_memory_stats(device)
 
 
 def release_cached(device: torch.device | str) -> None:

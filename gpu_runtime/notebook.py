@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ..safe_text import LONGEST_PATH, printable
+from .safe_text import LONGEST_PATH, printable
 
 
 def notebook_path() -> str:

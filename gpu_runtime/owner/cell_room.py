@@ -1,0 +1,214 @@
+"""Room for a cell of plain code, which asks nobody before it takes memory.
+
+Before a cell runs, the memory that it took at its peak the last time is requested. The wait is bounded, and
+the cell runs in any case. After a cell that ran out of memory, idle notebooks and models leave.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+import weakref
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from ..backends.base import is_out_of_memory
+from ..cell_keys import cell_key
+from ..errors import GpuError
+from ..facts import NORMAL, Footprint, Lease, Phase, PlacementRules, lease_title
+from ..notebook import notebook_path
+from ..scheduler.eligibility import reason_to_stay
+from ..telemetry.cell_peaks import peaks_of_this_user
+from ..telemetry.measurements import Measurements
+from ..units import MIB, parse_bytes, show_bytes
+from . import acquire, failures
+from .kernel_resident import Bytes, KernelResident, exactly
+from .pins import Anchor
+from .resident import Place
+from .session import Session, log
+
+LEAST_BYTES = 8 * MIB  # for less than this, nobody is asked
+WAIT_TURNS = 2  # a cell waits for room as long as so many turns of other notebooks
+CHANGED = 0.01  # a peak that differs by a smaller fraction is not written again
+
+
+class CellRoom:
+    """The peaks of this notebook's cells, and the requests for them."""
+
+    def __init__(self, session: Session) -> None:
+        """For the kernel of `session`. A book in memory keeps the peaks in memory too."""
+        self._session = session
+        lasting = getattr(session.ledger, "directory", None) is not None
+        self._peaks = peaks_of_this_user() if lasting else Measurements()
+        self._leased_bytes = 0  # by blocks of code, before this cell
+        self._block: tuple[str, Anchor] | None = None  # the room of a kernel without a lease
+
+    def wanted(self, text: str) -> Bytes:
+        """Bytes on each card that the cell `text` took at its peak; empty: nothing to request."""
+        self._leased_bytes = self._session.blocks.leased_bytes
+        key = cell_key(notebook_path(), text)
+        if not key or not self._session.settings.enable_memory_governor:
+            return {}
+        peak = self._peaks.cell_peak(key)
+        if not peak:
+            return {}
+        limits = self._session.ledger.read().limits or self._session.limits
+        if any(size > limits.get(card, 0) for card, size in peak.items()):
+            return {}  # no wait would help
+        return peak
+
+    def learn(self, text: str, peak: Bytes) -> None:
+        """Remembers what the cell `text` took. A cell that leased memory asks for itself."""
+        key = cell_key(notebook_path(), text)
+        if not key or self._session.blocks.leased_bytes != self._leased_bytes:
+            return
+        before = self._peaks.cell_peak(key)
+        if before.keys() != peak.keys() or any(
+            abs(size - before[card]) > CHANGED * size for card, size in peak.items()
+        ):
+            self._peaks.remember_cell(key, dict(peak))
+
+    # -- before a cell
+
+    def request(self, resident: KernelResident | None, anchor: Anchor, wanted: Bytes) -> None:
+        """Requests what the cell needs beyond what the kernel holds, and pins the kernel with it.
+
+        Returns without the room when the wait is over, or when the kernel had to leave meanwhile.
+        """
+        session = self._session
+        if self._block is not None:  # a cell that runs another one has its room already
+            return
+        held = {share.device: share.bytes for share in resident.lease.shares} if resident else {}
+        more = {card: size - held.get(card, 0) for card, size in wanted.items()}
+        more = {card: size for card, size in more.items() if size > 0}
+        if sum(more.values()) < LEAST_BYTES:
+            return
+        name = f"room for a cell#{session.blocks.new_number()}"
+        key = session.new_key(f"lease {name}")
+        granted = False
+        try:
+            for lease in self._grants(name, key, more, resident):
+                granted = True
+                if resident is None:
+                    session.blocks[name] = (lease, weakref.ref(anchor))
+                    self._block = (name, anchor)
+                elif resident.enter(weakref.ref(anchor)):
+                    resident.claim(wanted)
+                break
+        except GpuError as error:  # the wait is over, or waiting is useless: the cell runs
+            log.debug("a cell runs without its room: %s", error)
+        finally:
+            session.done_with(key.note)
+            if not granted:
+                session.withdraw(key)
+        if granted:
+            self._note(resident, more)
+
+    def _grants(self, name: str, key: Any, more: Bytes, resident: KernelResident | None) -> Any:
+        """Yields the lease on `more` once it is granted; nothing if the kernel has to leave before."""
+        session = self._session
+        wanted = Lease(session.me, name, kind="block", movable=False)
+        rules = replace(PlacementRules(devices=tuple(more)), **exactly(more))
+        footprint = Footprint.of(sum(more.values()), "measured")
+
+        def is_over() -> bool:
+            return resident is not None and resident.place is not Place.HERE
+
+        for verdict in acquire.grants(
+            session, key, wanted, footprint, rules, self.patience_seconds, is_over
+        ):
+            yield replace(
+                verdict.lease,
+                shares=verdict.lease.target,
+                target=(),
+                phase=Phase.SETTLED,
+                key="",
+                settled_at=session.clock(),
+            )
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a cell waits for room at most."""
+        return WAIT_TURNS * self._session.settings.gpu_park_turn_seconds
+
+    def _note(self, resident: KernelResident | None, more: Bytes) -> None:
+        """Journals the room. The kernel's grown lease takes the place of the request's in one write."""
+        session = self._session
+        size = sum(more.values())
+        lease = resident.lease if resident else Lease(session.me, "kernel", kind="kernel")
+        because = f"The cell took {show_bytes(size)} more than this the last time it ran."
+        session.note(lease, "grown", "cell", because, size=size, device=next(iter(more)))
+
+    def end(self, resident: KernelResident | None) -> bool:
+        """Ends what the cell had claimed beyond what the kernel holds. True if there was anything."""
+        block, self._block = self._block, None
+        if block is not None:
+            self._session.blocks.pop(block[0], None)
+        if resident is None or not resident.claims:
+            return block is not None
+        resident.claim({})
+        return True
+
+
+# -- after a cell that ran out of memory
+
+
+class Freed(NamedTuple):
+    """What left the cards after an out-of-memory error."""
+
+    bytes: int
+    titles: tuple[str, ...]  # of the notebooks and models that left
+
+    def __str__(self) -> str:
+        return f"{show_bytes(self.bytes)} came free ({', '.join(self.titles)} stepped aside)"
+
+
+def make_room(session: Session, error: BaseException) -> Freed:
+    """Idle leases leave the cards until what the out-of-memory `error` names fits.
+
+    Own models that left with the end of the cell's block count too.
+    """
+    gone: tuple[Lease, ...] = getattr(error, "left", ())
+    wanted, freed = bytes_wanted(error), sum(lease.bytes for lease in gone)
+    left = [lease.name for lease in gone]
+    if wanted and freed >= wanted:
+        return Freed(freed, tuple(left))
+    book, world = session.ledger.read(), session.world(fresh=True)
+    cards = {device.id for device in session.probe.devices if not device.is_host}
+    for lease in sorted(book.leases(), key=lambda lease: lease.last_used):
+        here = sum(lease.bytes_on(card) for card in cards)
+        why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
+        if not here or why or (lease.owner == session.me and lease.kind == "kernel"):
+            continue
+        if failures.evict_anywhere(session, lease, "A cell ran out of memory."):
+            freed += here
+            left.append(lease_title(lease, book.owner(lease.owner)))
+        if wanted and freed >= wanted:
+            break
+    session.probe.empty_cache()
+    return Freed(freed, tuple(left))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Clears the ended frames of `error` and its causes, which would keep their tensors alive."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            pending += [current.__cause__, current.__context__]
+    gc.collect()
+
+
+def bytes_wanted(error: BaseException) -> int:
+    """The bytes that torch could not allocate, by the message of `error` or its cause; 0: unknown."""
+    for one in (error, error.__cause__):
+        if one is not None and is_out_of_memory(one):
+            found = re.search(r"Tried to allocate ([\d.]+ ?(?:[KMGT]?i?B)?)", str(one))
+            if found:
+                return parse_bytes(found[1].strip())
+    return 0

@@ -1,0 +1,33 @@
+"""The kernel that a person means: by its notebook, its process id, or its owner's id."""
+
+from __future__ import annotations
+
+from ..errors import GpuError
+from ..facts import Book, LeaseId
+from .kernel_resident import NAME
+from .session import Session
+
+
+def find(session: Session, who: str) -> LeaseId:
+    """The lease of the kernel of `who`: a notebook's file name, a process id or an owner's id.
+
+    Raises GpuError, naming the kernels that there are.
+    """
+    book = session.ledger.read()
+    found = [id for id in book.sections if who in _names_of(book, id)]
+    if len(found) == 1:
+        return LeaseId(found[0], NAME)
+    known = [section.owner.label for id, section in book.sections.items() if section.lease(NAME)]
+    those = f"Kernels with memory of their own: {', '.join(sorted(known)) or 'none'}."
+    if found:
+        raise GpuError(f"{who} is the name of {len(found)} kernels. {those}\n  Use a process id.")
+    raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
+
+
+def _names_of(book: Book, id: str) -> tuple[str, ...]:
+    section = book.sections[id]
+    if section.lease(NAME) is None:
+        return ()
+    owner = section.owner
+    file = owner.notebook.rsplit("/", 1)[-1]
+    return tuple(name for name in (id, str(owner.pid), file, owner.notebook) if name)

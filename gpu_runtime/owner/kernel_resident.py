@@ -1,0 +1,144 @@
+"""The lease of a kernel as a model that leaves its cards and returns to them whole.
+
+A cell that needs more memory than the kernel holds claims it beforehand: the lease then claims more
+than its own bytes, as a model that needs working memory does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..backends.base import NotStill
+from ..errors import StillInUse
+from ..facts import Footprint, Lease, ModelSpec, Part, Share, Shares
+from .resident import Place, Resident
+from .session import Session
+
+NAME = "kernel"
+SPEC = ModelSpec(NAME, NAME, model_type="kernel")
+
+Bytes = Mapping[str, int]  # by the id of a card
+
+
+class KernelResident(Resident):
+    """What a kernel holds, as a model that leaves and returns whole.
+
+    Unlike a model it may be used while its bytes are copied out. The exchange that follows is made only
+    if it was not used meanwhile.
+    """
+
+    _moving = False
+
+    def __init__(self, session: Session, handle: Any) -> None:
+        """`handle` is the backend's."""
+        super().__init__(SPEC, session.backend(NAME), session.me, session.clock)
+        self.claims: Bytes = {}  # what the lease claims for the running cell, at least
+        self.footprint = self._footprint
+        handle.on_swapped = self.swapped
+
+    def _footprint(self) -> Footprint:
+        own = self.lease.own_bytes
+        parts = [Part("weights", own, "measured")]
+        if more := sum(self._claimed().values()) - own:
+            parts.append(Part("room", more, "measured"))
+        return Footprint(tuple(parts))
+
+    # -- leaving and returning
+
+    def begin_moving(self) -> bool:
+        """False if a cell runs, if it is moving already, or if nothing is held."""
+        with self.gate:
+            if self.pins or self.handle is None or self._moving:
+                return False
+            self._moving = True
+        return True
+
+    def swapped(self) -> None:
+        """The bytes have left or returned, but the lease does not show it yet."""
+        with self.gate:
+            self.place = Place.MOVING
+
+    def stay(self) -> None:
+        super().stay()
+        self._moving = False
+
+    def settle_at(self, lease: Lease, anchor: Any = None) -> None:
+        if lease.on_device:
+            lease = claiming(lease, self.claims)
+        super().settle_at(lease, anchor)
+        if not lease.on_device:
+            self.claim({})
+        self._moving = False
+
+    def carry(self, step: Any) -> Shares:
+        """Performs the step. Raises StillInUse if something runs, or the kernel was used meanwhile."""
+        try:
+            return super().carry(step)
+        except NotStill as error:
+            raise StillInUse(f"{error}", name=NAME) from None
+
+    def remeasure(self) -> bool:
+        """Measures again. True if its bytes have changed; what a running cell has claimed stays claimed."""
+        if self.handle is None:
+            return False
+        lease = claiming(
+            replace(self.lease, filled=(), shares=self.backend.measure(self.handle)), self.claims
+        )
+        changed = lease != self.lease
+        self.lease = lease
+        return changed
+
+    # -- what a cell claims
+
+    def claim(self, claims: Bytes) -> None:
+        """From now on the lease claims at least so many bytes of each card, and returns to so many."""
+        self.claims = dict(claims)
+        if self.place is not Place.AWAY:
+            self.lease = claiming(self.lease, self.claims)
+
+    def must_return_to(self) -> dict[str, int]:
+        """The bytes of each card that it needs where it returns; empty if it is not away."""
+        return self._claimed() if self.place is Place.AWAY else {}
+
+    def _claimed(self) -> dict[str, int]:
+        """Bytes that it claims of each card where it is, or to which it will return."""
+        if self.place is Place.AWAY:
+            claimed = dict(self.backend.must_return_to(self.handle))  # type: ignore[attr-defined]
+        else:
+            claimed = {
+                share.device: share.bytes for share in self.lease.filled or self.lease.shares
+            }
+        for card, size in self.claims.items():
+            claimed[card] = max(size, claimed.get(card, 0))
+        return claimed
+
+
+def exactly(claims: Bytes) -> dict[str, Any]:
+    """Fields of PlacementRules by which each card gives exactly its part of `claims`."""
+    count = len(claims)
+    return {
+        "layout": "proportional" if count > 1 else "single",
+        "least_cards": count,
+        "most_cards": count,
+        "card_bytes": dict(claims) if count > 1 else {},
+        "margin_bytes": 0,
+        "overhead": 0.0,
+        "factor": 0.0,
+    }
+
+
+def claiming(lease: Lease, claims: Bytes) -> Lease:
+    """The `lease` with its own bytes, claiming at least `claims` of each card."""
+    own = lease.filled or lease.shares
+    held = {share.device: share.bytes for share in own}
+    claimed = dict(held)
+    for card, size in claims.items():
+        claimed[card] = max(size, claimed.get(card, 0))
+    if claimed == held:
+        return replace(lease, shares=own, filled=(), working_bytes=0)
+    shares = tuple(Share(card, size) for card, size in claimed.items())
+    more = sum(claimed.values()) - sum(held.values())
+    return replace(lease, shares=shares, filled=own, working_bytes=more)

@@ -1,0 +1,48 @@
+"""Kernels for tests: one in which nothing runs, its cells, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpu_runtime.units import MIB
+
+FLOATS = MIB // 4  # of a storage of 1 MiB
+
+
+class Quiet:
+    """A kernel in which nothing runs, unless a test says so."""
+
+    def __init__(self) -> None:
+        self.reason, self.used = "", 0
+        self.while_copying: Callable[[], None] = lambda: None
+
+    def why_not(self) -> str:
+        return self.reason
+
+    def mark(self) -> object:
+        return self.used
+
+    def change(self, mark: object, act: Callable[[], None]) -> str:
+        self.while_copying()
+        if self.used != mark:
+            return "the kernel was used meanwhile"
+        act()
+        return ""
+
+
+def cell(kernel, code=lambda: None, text=""):
+    """Runs `code` as the cell `text` of the kernel; returns what the kernel showed before it."""
+    news = kernel.begin(text)
+    try:
+        code()
+    finally:
+        kernel.end()
+        kernel.catch_up()  # as the monitor does: after a slow count the next one waits
+    return news
+
+
+def own(rt) -> dict[str, int]:
+    """Bytes of the kernel's lease by device."""
+    frame = rt.leases()
+    rows = frame[frame.model == "kernel"]
+    return dict(zip(rows.device, rows.bytes, strict=True))

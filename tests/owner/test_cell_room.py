@@ -1,0 +1,294 @@
+"""Room before a cell: what the cell took at its peak the last time is free when it runs again."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from gpu_runtime import Runtime
+from gpu_runtime.facts import HOST
+from gpu_runtime.telemetry import measurements
+from gpu_runtime.telemetry.measurements import Measurements
+from gpu_runtime.units import GIB, MIB
+from tests import simgpu, storage_mark
+
+from .conftest import claims, fakes
+from .kernels import FLOATS, Quiet, cell, own
+
+BIG = "weights = torch.empty(10 * GIB)"
+
+
+@pytest.fixture
+def two(started, runtime, shared_book):
+    """A kernel whose cell BIG took 10 GiB, and the runtime of another process on the same card."""
+    settings = {"ledger": shared_book, "eviction_grace_seconds": 0.0, "gpu_park_turn_seconds": 0.2}
+    rt, kernel = started(**settings)
+    kernel._room.learn(BIG, {"sim:0": 10 * GIB})
+    other = runtime(**settings)
+    fakes(other, idle="16GiB")
+    other.preload("idle")
+    return rt, kernel, other
+
+
+def on_card(rt) -> int:
+    return claims(rt).get("sim:0", 0)
+
+
+def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
+    """The other notebook's idle model has left, and the kernel's lease claims the room, before a line runs."""
+    rt, kernel, _ = two
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    seen = []
+    cell(kernel, lambda: seen.append((own(rt), claims(rt))), BIG)
+    assert seen[0][0] == {"sim:0": 10 * GIB} and seen[0][1][HOST] == 16 * GIB
+    assert not kernel.refused
+    assert any("the last time" in event.because for event in rt.why("kernel"))
+    del kept
+
+
+def test_afterwards_the_lease_claims_what_is_counted_and_no_more(two):
+    rt, kernel, other = two
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    held = own(rt)
+    cell(kernel, text=BIG)
+    assert own(other) == own(rt) == held
+    del kept
+
+
+def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
+    """After a restart of the kernel its first cell is the one that takes most."""
+    rt, kernel, other = two
+    gc.collect()
+    seen = []
+    cell(kernel, lambda: seen.append(claims(other)), BIG)
+    assert seen[0]["sim:0"] >= 10 * GIB and seen[0][HOST] == 16 * GIB
+    assert on_card(other) < 10 * GIB
+
+
+def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two):
+    """The other model is in use, so nothing leaves."""
+    rt, kernel, other = two
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    with other.use("idle"):
+        ran = []
+        cell(kernel, lambda: ran.append(own(rt)["sim:0"] < GIB), BIG)
+    assert ran == [True] and not kernel.refused and not rt.status().tickets
+    del kept
+
+
+def test_for_a_cell_that_took_more_than_the_card_may_give_nothing_leaves(two):
+    rt, kernel, other = two
+    kernel._room.learn("huge", {"sim:0": 23 * GIB})
+    cell(kernel, text="huge")
+    assert claims(other)["sim:0"] >= 16 * GIB and not kernel.refused
+
+
+def test_an_unknown_cell_requests_nothing(two):
+    rt, kernel, other = two
+    cell(kernel, text="another cell")
+    assert claims(other)["sim:0"] >= 16 * GIB
+
+
+def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
+    """One request for both: else two notebooks could return and wait for each other's room."""
+    rt, kernel, other = two
+    kept = torch.randn(4 * FLOATS)
+    cell(kernel)
+    held = own(rt)["sim:0"]
+    rt.park()
+    seen = []
+    news = cell(kernel, lambda: seen.append(own(rt)), BIG)
+    assert seen == [{"sim:0": 10 * GIB}] and "came back from RAM" in news
+    assert own(rt) == {"sim:0": held}
+    del kept
+
+
+def test_a_parked_kernel_returns_without_the_room_if_there_is_none_in_time(two):
+    rt, kernel, other = two
+    kept = torch.randn(4 * FLOATS)
+    cell(kernel)
+    rt.park()
+    with other.use("idle"):
+        cell(kernel, lambda: None, BIG)
+        assert not kernel.refused and own(rt)["sim:0"] < GIB
+    del kept
+
+
+def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):
+    rt, kernel, other = two
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel._room, "request", stopped)
+    kernel.begin(BIG)
+    assert "did not run" in kernel.refused
+    kernel.end()
+    monkeypatch.undo()
+    cell(kernel)
+    assert not kernel.refused
+
+
+# -- what is remembered ----------------------------------------------------------------------------
+
+
+def test_the_peak_of_a_cell_is_what_it_held_after_its_last_run(started):
+    """CPU tensors have no peak: on a simulated card the count after the cell is remembered."""
+    rt, kernel = started()
+    kept = []
+    cell(kernel, lambda: kept.append(torch.zeros(16 * FLOATS)), "a")
+    assert kernel._room.wanted("a")["sim:0"] == own(rt)["sim:0"]
+    assert kernel._room.wanted(" a\n") and not kernel._room.wanted("b")
+
+
+def test_a_cell_that_leases_memory_by_itself_is_not_remembered(started):
+    rt, kernel = started()
+    kept = []
+
+    def leased():
+        with rt.lease("1GiB"):
+            kept.append(torch.zeros(16 * FLOATS))
+
+    cell(kernel, leased, "a")
+    assert not kernel._room.wanted("a")
+
+
+def test_the_peaks_survive_the_kernel_and_belong_to_the_notebook(tmp_path, monkeypatch):
+    url = f"sqlite://{tmp_path}/ledger"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("JPY_SESSION_NAME", "/work/a.ipynb")
+
+    def opened():
+        return Runtime(devices="sim:24GiB,host:64GiB", ledger=url, monitor=False)
+
+    with opened() as rt:
+        rt.attach_kernel(Quiet())._room.learn(BIG, {"sim:0": 10 * GIB})
+    with opened() as rt:
+        assert rt.attach_kernel(Quiet())._room.wanted(BIG) == {"sim:0": 10 * GIB}
+        monkeypatch.setenv("JPY_SESSION_NAME", "/work/b.ipynb")
+        assert rt.attach_kernel(Quiet())._room.wanted(BIG) == {}
+    written = (tmp_path / "state/gpu-console/cells.json").read_text()
+    assert "torch" not in written and "ipynb" not in written, "digests only"
+
+
+def test_the_number_of_remembered_cells_is_bounded(monkeypatch):
+    monkeypatch.setattr(measurements, "KEPT", 3)
+    known = Measurements()
+    for number in range(5):
+        known.remember_cell(str(number), {"sim:0": number + 1})
+    assert [bool(known.cell_peak(str(number))) for number in range(5)] == [False] * 2 + [True] * 3
+
+
+# -- a card that is really full --------------------------------------------------------------------
+
+
+@pytest.fixture
+def cards(started, monkeypatch, tmp_path_factory):
+    """A runtime and its kernel on the simulated accelerator, which has limits and errors of its own."""
+    mark = storage_mark.compiled(tmp_path_factory.mktemp("mark"))
+    monkeypatch.setattr(torch._C, storage_mark.NAME, mark, raising=False)
+    monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_BYTES", MIB)
+    gc.collect()
+    return started(
+        probe=simgpu.SimProbe(),
+        gpu_memory_max_percent=1.0,
+        cpu_memory_max_percent=1.0,
+        gpu_park_turn_seconds=0.2,
+    )
+
+
+def on(card: int, mib: int) -> torch.Tensor:
+    return torch.zeros(mib * FLOATS, device=f"simgpu:{card}")
+
+
+def peaking() -> None:
+    """Takes 40 MiB for a moment, and keeps nothing."""
+    on(0, 40)
+
+
+def test_a_cell_that_needs_its_peak_again_does_not_run_out_of_memory(cards):
+    """The card of 64 MiB holds an idle model of 40 MiB by then."""
+    rt, kernel = cards
+    kept = on(0, 2)
+    cell(kernel)
+    cell(kernel, peaking, "peaking()")
+    model = torch.nn.Linear(1024, 10 * 1024, bias=False, device="simgpu:0").requires_grad_(False)
+    rt.adopt("idle", model)
+    cell(kernel)
+    with pytest.raises(torch.OutOfMemoryError):
+        cell(kernel, peaking, "another text, so no room is requested")
+    assert rt.here("idle")
+    cell(kernel, peaking, "peaking()")
+    assert not rt.here("idle") and own(rt)["simgpu:0"] == kept.nbytes
+
+
+def test_a_peak_counts_the_kernels_own_bytes_and_no_model(cards):
+    rt, kernel = cards
+    kept = on(0, 2)
+    rt.adopt("model", torch.nn.Linear(1024, 1024, bias=False, device="simgpu:0").eval())
+    cell(kernel)
+    cell(kernel, lambda: on(0, 8), "a")
+    assert kernel._room.wanted("a") == {"simgpu:0": 10 * MIB}
+    del kept
+
+
+# -- several cards ---------------------------------------------------------------------------------
+
+
+def test_the_lease_counts_every_card_and_each_storage_returns_to_its_own(cards):
+    rt, kernel = cards
+    zero, one = on(0, 3).add_(1), on(1, 5).add_(2)
+    cell(kernel)
+    assert own(rt) == {"simgpu:0": 3 * MIB, "simgpu:1": 5 * MIB}
+    assert rt.park().done and own(rt) == {HOST: 8 * MIB}
+    assert (simgpu.used_bytes(0), simgpu.used_bytes(1)) == (0, 0)
+    assert "8.0 MiB came back from RAM" in cell(kernel)
+    assert own(rt) == {"simgpu:0": 3 * MIB, "simgpu:1": 5 * MIB}
+    assert (str(zero.device), str(one.device)) == ("simgpu:0", "simgpu:1")
+    assert float(zero.cpu().sum()) == 3 * FLOATS and float(one.cpu().sum()) == 10 * FLOATS
+    del zero, one
+
+
+def test_a_request_for_either_card_parks_the_whole_kernel(cards, runtime):
+    rt, kernel = cards
+    zero, one = on(0, 3), on(1, 40)
+    cell(kernel)
+    rt.register("elsewhere", backend="fake", size="30MiB", devices=("simgpu:1",))
+    rt.preload("elsewhere", timeout=10)
+    assert own(rt) == {HOST: 43 * MIB}
+    cell(kernel)
+    assert own(rt) == {"simgpu:0": 3 * MIB, "simgpu:1": 40 * MIB} and not rt.here("elsewhere")
+    del zero, one
+
+
+def test_a_cell_that_peaks_on_the_second_card_gets_its_room_there(cards):
+    rt, kernel = cards
+    kept = on(0, 2), on(1, 2)
+    cell(kernel)
+    cell(kernel, lambda: on(1, 40), "second")
+    rt.register("idle", backend="fake", size="50MiB", devices=("simgpu:1",))
+    rt.preload("idle")
+    seen = []
+    cell(kernel, lambda: seen.append(own(rt)), "second")
+    assert seen == [{"simgpu:0": 2 * MIB, "simgpu:1": 42 * MIB}] and not rt.here("idle")
+    del kept
+
+
+def test_a_card_that_is_full_on_the_return_leaves_the_kernel_where_it_is(cards):
+    """All or nothing: the first card's bytes do not return alone."""
+    rt, kernel = cards
+    zero, one = on(0, 3), on(1, 5)
+    cell(kernel)
+    rt.park()
+    with simgpu.limited(card1=MIB):
+        cell(kernel)
+        assert "did not run" in kernel.refused and own(rt) == {HOST: 8 * MIB}
+        assert simgpu.used_bytes(0) == 0
+    cell(kernel)
+    assert not kernel.refused and own(rt)["simgpu:1"] == 5 * MIB
+    del zero, one
