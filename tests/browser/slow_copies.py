@@ -1,0 +1,26 @@
+"""Imported by a kernel: leaving and returning take SWAP_SECONDS together, as of a large notebook."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from gpu_runtime.backends.pytorch import kernel_memory
+
+_EACH_WAY_SECONDS = float(os.environ.get("SWAP_SECONDS", "2")) / 2
+_copied, _return = kernel_memory.st.copied, kernel_memory.KernelBackend._return
+
+
+def _slowly_copied(*arguments: Any) -> Any:
+    time.sleep(_EACH_WAY_SECONDS)  # the kernel may go on, as during a real copy
+    return _copied(*arguments)
+
+
+def _slowly_returned(self: Any, model: Any) -> None:
+    time.sleep(_EACH_WAY_SECONDS)
+    _return(self, model)
+
+
+kernel_memory.st.copied = _slowly_copied
+kernel_memory.KernelBackend._return = _slowly_returned

@@ -1,0 +1,201 @@
+"""The story of the README: two notebooks of plain torch code on one card, in a real JupyterLab.
+
+No cell names `rt`. The simulated card holds one of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from gpu_runtime import Runtime
+from gpu_runtime.facts import HOST
+from tests.nvml_driver import until
+
+from .chromium import CHROMIUM, running
+from .lab import LabNotebook, serving_lab
+
+pytest.importorskip("playwright")
+pytest.importorskip("jupyterlab")
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium"),
+]
+
+DEVICES = "sim:192MiB,host:2GiB"
+NAMES = ("train.ipynb", "tune.ipynb")
+SOAK = bool(os.environ.get("SOAK"))
+RELIEVED_SECONDS = 30.0  # 3 s on a quiet machine
+TRAINING = """import json, torch
+torch.manual_seed({seed})
+weights = torch.randn(4, 1024, 2048, requires_grad=True)  # 32 MiB
+optimizer = torch.optim.Adam([weights])  # and 96 MiB of gradients and state
+losses = []
+def step():
+    loss = (weights * torch.linspace(0, 1, 2048)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())"""
+STEP = "for _ in range(2): step()"
+ROUNDS = 3
+
+
+def alone(seed: int) -> list[float]:
+    """The losses of a notebook that has the card for itself."""
+    here: dict[str, object] = {}
+    exec(TRAINING.format(seed=seed), here)
+    for _ in range(ROUNDS):
+        exec(STEP, here)
+    return here["losses"]
+
+
+class Watch:
+    """Looks at the ledger all the time: how long both notebooks were in full on the card, one of them idle."""
+
+    def __init__(self, rt: Runtime) -> None:
+        self._rt, self._ended = rt, threading.Event()
+        self.longest_seconds = 0.0
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        since = None
+        while not self._ended.wait(0.1):
+            now = time.monotonic()
+            kernels = held(self._rt)
+            both = [size for where, size, _ in kernels.values() if where == "sim:0"]
+            is_idle = any(idle for where, _, idle in kernels.values() if where == "sim:0")
+            over = len(both) == 2 and min(both) >= 120 << 20 and is_idle
+            since = (since or now) if over else None
+            if since is not None:
+                self.longest_seconds = max(self.longest_seconds, now - since)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def held(rt: Runtime) -> dict[str, tuple[str, int, bool]]:
+    """Notebook -> where its own memory is, its bytes, and whether it runs no cell."""
+    return {
+        section.owner.notebook.rsplit("/", 1)[-1]: (
+            lease.where,
+            lease.bytes,
+            not section.busy_since,
+        )
+        for section in rt.status().sections.values()
+        for lease in section.leases
+        if lease.kind == "kernel"
+    }
+
+
+def settled(rt: Runtime) -> bool:
+    """Whether the card is within its limit, and nothing is on its way."""
+    seen = rt.status()
+    moving = any(lease.target or lease.pins for lease in seen.leases())
+    card = seen.devices[0]
+    return not moving and card.claimed_bytes <= card.limit_bytes
+
+
+def wait_until_settled(rt: Runtime) -> None:
+    """Fails after RELIEVED_SECONDS, with what the processes say."""
+    try:
+        until(lambda: settled(rt), RELIEVED_SECONDS)
+    except AssertionError:
+        said = [event.because for event in rt.status().events]
+        raise AssertionError("\n".join([f"{held(rt)}", *said])) from None
+
+
+@contextmanager
+def two(tmp_path, cells, **settings):
+    """Both notebooks, open in JupyterLab, and a runtime that reads their ledger."""
+    notebooks = {name: cells(number) for number, name in enumerate(NAMES)}
+    settings = {"GPU_DEVICES": DEVICES, "EVICTION_GRACE_SECONDS": "0.2", **settings}
+    with (
+        serving_lab(tmp_path, notebooks, **settings) as port,
+        running() as chromium,
+        Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}/ledger", monitor=False) as rt,
+    ):
+        opened = [LabNotebook(chromium, port, name) for name in NAMES]
+        try:
+            yield (*opened, rt)
+        finally:
+            for one in opened:
+                one.close()
+
+
+def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(tmp_path):
+    """Their cells run in turns. Both finish, with the losses of running alone."""
+
+    def cells(number: int) -> list[str]:
+        training = TRAINING.format(seed=number)
+        return ["%load_ext gpu", training, *([STEP] * ROUNDS), "print(json.dumps(losses))"]
+
+    with two(tmp_path, cells) as (train, tune, rt):
+        shown = ""
+        with Watch(rt) as watch:
+            for number in range(2 + ROUNDS):
+                for notebook in (train, tune):
+                    shown += notebook.run(number)
+                    wait_until_settled(rt)
+            losses = [json.loads(one.run(2 + ROUNDS).splitlines()[-1]) for one in (train, tune)]
+        places = {where for where, _, _ in held(rt).values()}
+    assert losses == [alone(0), alone(1)]
+    assert shown.count("came back from RAM") >= 2 and "Error" not in shown
+    assert places == {"sim:0", HOST} and watch.longest_seconds < RELIEVED_SECONDS
+
+
+# -- two Run Alls ----------------------------------------------------------------------------------
+
+CELLS, CELL_SECONDS, SWAP_SECONDS, TURN_SECONDS = (
+    (60, 1.0, 2.0, 30.0) if SOAK else (16, 0.5, 0.4, 4.0)
+)
+WORK = f"import time; time.sleep({CELL_SECONDS}); x.add_(1); done = time.time()"
+FIRST = (
+    "import time, torch, tests.browser.slow_copies\n"
+    "x = torch.zeros(30_000_000); began = time.time()"
+)
+
+
+def run_all_cells(number: int) -> list[str]:
+    """Both hold 114 MiB and work for a fixed time in each cell."""
+    return [
+        "%load_ext gpu",
+        FIRST,
+        *([WORK] * CELLS),
+        "print(began, done, float(x.min()), float(x.max()))",
+    ]
+
+
+@pytest.mark.soak
+def test_two_run_alls_share_the_card_in_turns(tmp_path):
+    """Both advance and finish; a swap costs SWAP_SECONDS. The figures are printed; `make soak` has the issue's."""
+    settings = {"SWAP_SECONDS": f"{SWAP_SECONDS}", "GPU_PARK_TURN_SECONDS": f"{TURN_SECONDS}"}
+    with two(tmp_path, run_all_cells, **settings) as (train, tune, rt):
+        began = time.monotonic()
+        for notebook in (train, tune):
+            notebook.command("notebook:run-all-cells")
+        most = 10 * (CELLS * CELL_SECONDS + 30)
+        ends = [one.output(2 + CELLS, most).split() for one in (train, tune)]
+        wall = time.monotonic() - began
+        actions = rt.events()
+    assert [end[-2:] for end in ends] == [[f"{float(CELLS)}"] * 2] * 2, "each cell ran once"
+    starts, stops = zip(*((float(end[-4]), float(end[-3])) for end in ends), strict=True)
+    assert max(starts) < min(stops), "both advance: none waits until the other has ended"
+    turns = int((actions.action == "offloaded").sum())
+    abandoned = int(actions.because.str.contains("used meanwhile").sum())
+    print(f"wall {wall:.1f} s, {turns} turns, {abandoned} abandoned copies")
+    assert turns >= 2 and abandoned <= turns
+    if SOAK:
+        span = max(stops) - min(starts)
+        assert 1 - 2 * CELLS * CELL_SECONDS / span <= 0.2, f"swapping in {span:.0f} s"
