@@ -25,6 +25,7 @@ from ..facts import ModelSpec, Value
 from .choices import Choices
 from .engines import openai_http
 from .engines.base import EngineAdapter, EngineFailed, require, require_room
+from .engines.long_prompts import MOST_AT_ONCE, require_tokens
 from .engines.registry import adapter_for
 from .health.blame import DECODE_FAILURES, Blame, blame, first_line, is_decode_failure, no_answer
 from .health.breaker import BreakerOpen, Breakers, BreakerState, Permit
@@ -120,6 +121,7 @@ class Gateway:
         )
         self._counts: Counter[str] = Counter()
         self._decode_failures: Counter[str] = Counter()  # in a row, by model
+        self._counts_at_once = asyncio.Semaphore(MOST_AT_ONCE)  # of the tokens of long prompts
         self._http_clients: dict[bool, httpx.AsyncClient] = {}  # by whether they use proxies
         self._calls: set[asyncio.Task[Any]] = set()
         self._streams: WeakSet[Streamed] = WeakSet()
@@ -283,6 +285,7 @@ class Gateway:
         spec = self._rt.spec(choice.model)
         require(call.kind, spec)
         require_room(call, spec)
+        await require_tokens(call, spec, self._counts_at_once)
         importance = spec.importance if call.importance is None else call.importance
         if not spec.keep:
             stack.callback(lambda: self.keep_warm.keep(spec.name, self._stay_warm(call, spec)))

@@ -24,10 +24,11 @@ def characters(body: Mapping[str, Any]) -> int:
     >>> characters({"input": ["a", "bc"], "model": "qwen"})
     3
     """
-    return sum(map(len, _texts(body)))
+    return sum(map(len, texts(body)))
 
 
-def _texts(body: Mapping[str, Any]) -> Iterator[str]:
+def texts(body: Mapping[str, Any]) -> Iterator[str]:
+    """The texts in the prompt, input and messages of a request's `body`."""
     for value in (body.get("prompt"), body.get("input"), *_contents(body.get("messages"))):
         if isinstance(value, str):
             yield value

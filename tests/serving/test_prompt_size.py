@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from types import SimpleNamespace
 
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving import prompt_size
+from gpu_runtime.serving.engines import long_prompts
 from gpu_runtime.serving.engines.base import require_room
 from gpu_runtime.serving.engines.transformers import TransformersAdapter
 from gpu_runtime.serving.prompt_size import CUT_TOKENS, MOST_CHARACTERS, tokens_if_too_many
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.serving.harness import harness
-from tests.serving.loops import in_loop
+from tests.serving.loops import in_loop, settle, until
 
 QWEN = "qwen"
 
@@ -97,6 +99,59 @@ def test_a_prompt_that_fits_is_never_refused(pieces, most):
     finally:
         prompt_size.PIECE_CHARACTERS = before
     assert found <= words(text) + CUT_TOKENS and (not found or words(text) > most)
+
+
+class Words:
+    """A tokenizer: a token for each word. `before` is called before each count."""
+
+    chat_template = None
+
+    def __init__(self, before=lambda: None) -> None:
+        self.before, self.counted = before, 0
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[str]]:
+        self.before()
+        self.counted += 1
+        return {"input_ids": text.split()}
+
+
+@in_loop
+async def test_a_long_prompt_that_cannot_fit_takes_no_turn_of_a_model_whose_tokenizer_is_known():
+    """In its turn, it would keep the model from all others for as long as counting takes."""
+    async with harness(qwen=4) as k:
+        spec, tokenizer = k.rt.spec(QWEN), Words()
+        value = SimpleNamespace(
+            tokenizer=tokenizer, config=SimpleNamespace(max_position_embeddings=20_000)
+        )
+        TransformersAdapter(value, spec)
+        with pytest.raises(Refused, match="its context is 20000 tokens; the prompt has [23]"):
+            await k.chat(QWEN, "a " * 1_000_000)
+        assert k.gateway.state().loads == 0 and tokenizer.counted < 4
+        assert await k.chat(QWEN, "a " * 10_000), "a prompt that fits is answered"
+        before = tokenizer.counted
+        assert await k.chat(QWEN, "short") and tokenizer.counted == before
+
+
+@in_loop
+async def test_counting_before_the_turn_ends_with_the_call():
+    """A caller that hangs up leaves no thread behind that counts on."""
+    counts, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        counts.set()
+        goes_on.wait(10)
+
+    async with harness(qwen=4) as k:
+        tokenizer = Words(wait)
+        long_prompts.remember(k.rt.spec(QWEN), tokenizer, 10**9)
+        call = asyncio.ensure_future(k.chat(QWEN, "a " * 1_000_000))
+        await until(counts.is_set)
+        call.cancel()
+        await settle()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert tokenizer.counted < 4 and k.gateway.state().loads == 0
 
 
 def test_an_embedding_ends_with_its_caller():

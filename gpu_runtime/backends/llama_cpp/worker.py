@@ -164,6 +164,7 @@ class _OurMethods:
     n_ctx: Callable[..., int]
     tokenize: Callable[..., list[int]]
     create_completion: Callable[..., Any]
+    require_wanted: Callable[[], None]  # raises Cancelled if the caller has left
 
     def write(
         self,
@@ -214,6 +215,7 @@ class _OurMethods:
         """
         counted = 0
         for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
+            self.require_wanted()
             piece = prompt[at : at + PIECE_CHARACTERS].encode()
             counted += len(self.tokenize(piece, add_bos=False, special=special))
             if counted - number * CUT_TOKENS > self.n_ctx():
@@ -242,9 +244,13 @@ def _model_class(inbox: Inbox) -> Any:
 
         job = -1
 
-        def eval(self, tokens: Any) -> None:
+        def require_wanted(self) -> None:
+            """Raises Cancelled if the caller has left."""
             if self.job in inbox.cancelled or inbox.closed:
                 raise Cancelled
+
+        def eval(self, tokens: Any) -> None:
+            self.require_wanted()
             super().eval(tokens)
 
     return Model

@@ -15,6 +15,7 @@ from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
 from .llama_cpp import too_long
+from .long_prompts import remember
 from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
 
 DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
@@ -32,6 +33,12 @@ class TransformersAdapter(TextAdapter):
         self.tokenizer = getattr(value, "tokenizer", None)
         if self.tokenizer is None:
             raise cannot(spec.name, "it has no tokenizer", "model")
+        remember(spec, self.tokenizer, self._context())
+
+    def _context(self) -> int:
+        """The most tokens that the model reads; a large number if it names none."""
+        config = getattr(self.value, "config", None)
+        return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
     def template(self) -> str | None:
         """The tokenizer's chat template."""
@@ -72,7 +79,7 @@ class TransformersAdapter(TextAdapter):
         def work(emit: Emit, cancelled: threading.Event) -> None:
             """Makes the prompt and writes the answer, in a thread."""
             limit = max_tokens_of(body)
-            context = int(getattr(self.value.config, "max_position_embeddings", 0) or 1 << 30)
+            context = self._context()
             text = self._text(kind, body, think)
             count = tokens_if_too_many(text, context, self._count, cancelled.is_set)
             if count or cancelled.is_set():

@@ -1,0 +1,56 @@
+"""Counts the tokens of a long prompt before its call waits for the model.
+
+In the model's turn, other calls would wait for the count too. A model's tokenizer is known from its first call
+until the model is gone. Before that, and for an engine with a tokenizer in another process, the tokens are
+counted in the turn, piece by piece (see prompt_size.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ...facts import ModelSpec
+from ..prompt_size import PIECE_CHARACTERS, characters, texts, tokens_if_too_many
+from ..queue.thread_stream import in_thread_until
+from ..requests import Call
+from .llama_cpp import too_long
+from .openai_format import max_tokens_of
+
+MOST_AT_ONCE = 2  # counts, each in a thread that computes without pause
+
+_Known = tuple[ModelSpec, Callable[[], Any], int]
+_known: dict[
+    str, _Known
+] = {}  # by the model's name: its tokenizer, if it still exists, and its context
+
+
+def remember(spec: ModelSpec, tokenizer: Any, context: int) -> None:
+    """Makes `tokenizer` count the prompts of later calls of the model `spec`, which has `context` tokens."""
+    _known[spec.name] = spec, weakref.ref(tokenizer), context
+
+
+async def require_tokens(call: Call, spec: ModelSpec, free: asyncio.Semaphore) -> None:
+    """Refuses (400) a `call` with a long prompt that has more tokens than the context of `spec`.
+
+    `free` limits the counts at once. Counting ends as soon as the result is known, or when the call is cancelled.
+    """
+    known_spec, tokenizer_of, context = _known.get(spec.name, (None, lambda: None, 0))
+    tokenizer = tokenizer_of() if known_spec == spec else None
+    if tokenizer is None or call.kind not in ("chat", "completions"):
+        return
+    if characters(call.body) <= PIECE_CHARACTERS:
+        return
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    text = "".join(texts(call.body))
+    async with free:
+        found = await in_thread_until(
+            lambda cancelled: tokens_if_too_many(text, context, count, cancelled.is_set)
+        )
+    if found:
+        raise too_long(spec.name, found, max_tokens_of(call.body), context)
