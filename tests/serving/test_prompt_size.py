@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving import prompt_size
 from gpu_runtime.serving.engines import long_prompts
@@ -163,3 +165,26 @@ def test_an_embedding_ends_with_its_caller():
     adapter = TransformersAdapter(value, ModelSpec(QWEN, "transformers", model_type="embedding"))
     left.set()
     assert adapter._embed(["text"] * 2048, left) == ([], 0) and read == []
+
+
+def test_the_worker_of_llama_cpp_stops_counting_when_the_caller_has_left(monkeypatch):
+    """It answers nobody else meanwhile."""
+
+    class Llama:
+        counted = 0
+
+        def n_ctx(self) -> int:
+            return 10**9
+
+        def tokenize(self, text: bytes, **_: object) -> list[bytes]:
+            self.counted += 1
+            inbox.cancelled.add(self.job)
+            return text.split()
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    inbox = worker.Inbox()
+    model = worker._model_class(inbox)()
+    model.job = 7
+    with pytest.raises(worker.Cancelled):
+        next(model.write("a " * 1_000_000, add_bos=False, most=1, by_piece=True))
+    assert model.counted == 1
