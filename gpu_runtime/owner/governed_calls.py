@@ -48,6 +48,7 @@ class Governed(Protocol):
 
 
 _governed: weakref.WeakKeyDictionary[Any, Governed] = weakref.WeakKeyDictionary()
+_loading = threading.local()  # the model that this thread loads for a change of its parts
 
 
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
@@ -174,9 +175,19 @@ def _dropped_class(base: type) -> type:
         _load_for_read(self)
         return governed._named_members(self, *args, **kwargs)
 
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        _load_for_change(self, name)
+        governed.__setattr__(self, name, value)
+
+    def delete_attribute(self: Any, name: str) -> None:
+        _load_for_change(self, name)
+        governed.__delattr__(self, name)
+
     body = {
         **_named_like(base),
         "__getattr__": getattribute,
+        "__setattr__": set_attribute,
+        "__delattr__": delete_attribute,
         "_named_members": named_members,
     }
     return type(base.__name__, (governed,), body)
@@ -188,6 +199,26 @@ def _load_for_read(module: Any) -> None:
     if resident is not None and resident.is_dropped() and _lies_on_cpu(module):
         with resident.calling():
             pass
+
+
+def _load_for_change(module: Any, name: str) -> None:
+    """Loads the dropped model of `module` before its tensor or part `name` is replaced or deleted.
+
+    A load fills the tensors that the object had, so afterwards it would find no place for the source's.
+    """
+    has = module.__dict__
+    if not any(name in has.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+        return
+    resident = _governed.get(module)
+    is_loading = getattr(_loading, "resident", None)
+    if resident is None or resident is is_loading or not resident.is_dropped():
+        return
+    _loading.resident = resident
+    try:
+        with resident.calling():
+            pass
+    finally:
+        _loading.resident = is_loading
 
 
 def _lies_on_cpu(module: Any) -> bool:

@@ -54,6 +54,16 @@ def doubled(part: nn.Module) -> None:
         part.weight.data.mul_(2)
 
 
+def replaced(part: nn.Module) -> nn.Module:
+    part.weight = nn.Parameter(part.weight * 2)
+    return part
+
+
+def without_weight(part: nn.Module) -> nn.Module:
+    del part.weight
+    return part
+
+
 def nothing(_: Any) -> None:
     return None
 
@@ -111,6 +121,18 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "register_parameter": lambda m: m.register_parameter("extra", nn.Parameter(torch.ones(1))),
     "compile": nothing, "extra_repr": lambda m: m.extra_repr(), "dump_patches": nothing, "call_super_init": nothing,
     "training": lambda m: m.training,
+    "repr": repr,
+    "iteration": lambda m: [p.sum() for layer in m.model.layers for p in layer.parameters()],
+    "a parameter that is replaced": lambda m: (replaced(m.lm_head), m(IDS).logits)[1],
+    "a parameter that is deleted": lambda m: [p.sum() for p in (without_weight(m.lm_head), m)[1].parameters()],
+    "a part that is replaced": lambda m: (setattr(m, "lm_head", nn.Identity()), m(IDS).logits)[1],
+    "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (IDS,)).logits,
+    "functional_call with other weights": lambda m: torch.func.functional_call(
+        m, {"lm_head.weight": torch.ones(m.config.vocab_size, m.config.hidden_size)}, (IDS,)
+    ).logits,
+    "parameters_to_vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "pruning": lambda m: weights((nn.utils.parametrizations.weight_norm(m.lm_head), m)[1].half()),
     "T_destination": nothing,
     "save_pretrained": None,
 }  # fmt: skip
