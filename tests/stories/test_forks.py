@@ -133,8 +133,15 @@ class Paused:
 @pytest.mark.parametrize(
     "stride", [pytest.param(1, marks=pytest.mark.soak), 37], ids=["each step", "some steps"]
 )
-def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_ledger(rt, stride):
+def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_ledger(url, stride):
     """If the step is inside SQLite, or holds a file for a moment, the fork waits for its end."""
+    with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=url) as rt:
+        forks = fork_at_each_step(rt, stride)
+    soak.add("sqlite" if url.startswith("sqlite") else "redis", forks_at_a_step_of_a_write=forks)
+
+
+def fork_at_each_step(rt: Runtime, stride: int) -> int:
+    """Forks at every `stride`-th line of a write, and returns how often."""
     rt.register("m", backend="fake", size="1GiB")
 
     def write() -> None:
@@ -144,7 +151,8 @@ def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_le
     counting = Paused(write, 0)
     counting.end()
     assert counting.lines > 300
-    for line in range(1, counting.lines, stride):
+    lines = range(1, counting.lines, stride)
+    for line in lines:
         writing = Paused(write, line)
         assert writing.at.wait(30)
         answer = child(lambda: (forks.is_clean(), list(rt.status().sections) != []))
@@ -152,6 +160,7 @@ def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_le
         writing.end()
         assert answer == "(True, True)", f"forked at line {line}"
     assert list(rt.status().leases()) == []
+    return len(lines)
 
 
 def test_a_fork_opens_nothing_until_the_child_uses_the_runtime(rt):
