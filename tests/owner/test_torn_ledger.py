@@ -1,0 +1,70 @@
+"""A runtime whose ledger's files are torn away: each public method returns, or raises an error in words."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pandas  # noqa: F401 - imported here, since another user may not be able to read the interpreter's files
+import pytest
+
+import gpu_runtime.owner.dataframes  # noqa: F401 - as above
+from gpu_runtime import GpuError, Runtime
+from tests.ledgers.tearing import DEEDS, FILES, a_directory, as_nobody, ends_within, harm_a_file
+
+CALLS: tuple[tuple[str, ...], ...] = (
+    ("status",), ("models",), ("leases",), ("events",), ("evictions",), ("history",), ("specs",),
+    ("decisions",), ("doctor",), ("health",), ("fragmentation",), ("who",), ("tick",),
+    ("use", "m"), ("lease", "1GiB"), ("evict", "m"), ("preload", "m"), ("pin", "m"), ("unpin", "m"),
+    ("plan", "m"), ("why", "m"), ("forget", "m"), ("close",),
+)  # fmt: skip
+BESIDE = ["ballast", "sampler.lock", "../journal.db", "../measured.json", "../history.db"]
+
+
+def raw_errors(deed: str, target: str) -> list[str]:
+    """The calls that raised anything but a GpuError, after the deed was done to the target."""
+    found = []
+    logging.disable(logging.WARNING)  # the files are reported as damaged
+    with a_directory() as root, ends_within(60):
+        given = {"ledger": f"sqlite://{root}/ledger", "gpu_config_file": f"{root}/none.toml"}
+        rt, other = (
+            Runtime(devices="sim:8GiB,host:8GiB", monitor=False, **given) for _ in range(2)
+        )
+        for each in (rt, other):
+            each._session.ledger.patience_seconds = 0.2
+        rt.register("m", backend="fake", size="1GiB")
+        rt.preload("m")
+        ours, theirs = (SimpleNamespace(ledger=each._session.ledger) for each in (rt, other))
+        harm_a_file(deed, target, ours, theirs)
+        for name, *arguments in CALLS:
+            try:
+                answer = getattr(rt, name)(*arguments)
+                if name in ("use", "lease"):
+                    with answer:
+                        pass
+            except GpuError:
+                pass
+            except Exception as error:  # noqa: BLE001 - reported
+                found.append(f"{deed} {target}: {name}: {type(error).__name__}: {error}")
+        other.close()
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "target",
+    [
+        "directory",
+        "owners",
+        "journal",
+        "own lock",
+        *(
+            pytest.param(target, marks=pytest.mark.soak)
+            for target in [*FILES, *BESIDE]
+            if target not in ("directory", "owners", "journal", "own lock")
+        ),
+    ],
+)
+def test_no_call_raises_an_error_of_the_system_when_a_file_is_torn_away(target):
+    """As another user: modes have no effect on root. A transaction once raised PermissionError."""
+    assert as_nobody(lambda: [one for deed in DEEDS for one in raw_errors(deed, target)]) == []
