@@ -63,6 +63,7 @@ class Journal:
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
         self._written_at = float("-inf")
         self._lock = forks.awaited(threading.Lock())
+        self._reading_others = forks.awaited(threading.Lock())  # so that no writer waits for it
         self._broken = False
 
     def append(self, events: Iterable[Event]) -> None:
@@ -132,9 +133,10 @@ class Journal:
             wanted = (event for event in events if not actions or event.action in actions)
             return tuple(itertools.islice(wanted, count))[::-1]
 
+        with self._reading_others:
+            others = self._of_others(model, since)
         with self._lock:
             self._write()
-            others = self._of_others(model, since)
             if self._path is not None and not self._broken and self._path.exists():
                 try:
                     with contextlib.closing(self._connect()) as db:
@@ -150,9 +152,9 @@ class Journal:
             )
             return latest(_merged([kept, *others]))
 
-    def _of_others(self, model: str | None, since: float) -> list[Iterable[Event]]:
+    def _of_others(self, model: str | None, since: float) -> list[list[Event]]:
         """The events in the journal of each other user, newest first."""
-        if self._users is None or self._path is None:
+        if self._users is None or self._path is None or not after_fork.is_usable():
             return []
         files = journals_of_others(self._users, self._path.name, since)
         return [events_of(file, model, since) for file in files]

@@ -12,7 +12,6 @@ import logging
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,13 +20,14 @@ from ..facts import Event
 
 MOST_EVENTS = 10_000
 MOST_BYTES = 64 << 20  # a journal of 10,000 events has about 5 MiB
-MOST_STEPS = 20_000_000  # of SQLite in one file: its tables may be anything
+MOST_STEPS = 5_000_000  # of SQLite in one file, a tenth of a second: its tables may be anything
 STEPS_AT_ONCE = 100_000
 ATTEMPTS = 3  # its user may write it while it is copied
 
 log = logging.getLogger("gpu_runtime")
 _decode = msgspec.json.Decoder(Event).decode
 _complained: set[Path] = set()
+_endless: dict[Path, int] = {}  # files in which a query did not end, and when they were written
 
 
 def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
@@ -51,19 +51,26 @@ def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
     return found
 
 
-def events_of(path: Path, model: str | None, since: float) -> Iterator[Event]:
+def events_of(path: Path, model: str | None, since: float) -> list[Event]:
     """The events in another user's file `path`, newest first: of `model` (None: of any), not before `since`.
 
-    Ends early, and logs that once for each file, if the file cannot be read.
+    Empty if the file cannot be read. That is logged once, and a query that did not end is not tried again
+    until the file has changed.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            yield from _read(path, model, since)
-            return
+            stamp = path.stat().st_mtime_ns
+            return [] if _endless.get(path) == stamp else _read(path, model, since)
         except (sqlite3.Error, OSError) as error:
-            if attempt == ATTEMPTS and path not in _complained:
+            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+                _endless[path] = stamp
+            elif attempt < ATTEMPTS:
+                continue  # its user may be writing it
+            if path not in _complained:
                 _complained.add(path)
                 log.warning("the journal %s cannot be read (%s)", path, error)
+            break
+    return []
 
 
 def _read(path: Path, model: str | None, since: float) -> list[Event]:

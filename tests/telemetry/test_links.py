@@ -11,6 +11,7 @@ import pytest
 
 from gpu_runtime.facts import Event, Level, Moment
 from gpu_runtime.ledgers.access import MARK
+from gpu_runtime.telemetry import users_journals
 from gpu_runtime.telemetry.journal import Journal
 from gpu_runtime.telemetry.timeline import Record
 
@@ -71,3 +72,21 @@ def test_without_links_events_and_moments_are_written(ledger):
     _history(ledger / "history.db")
     assert Journal(ledger / "journal.db").tail() == (EVENT,)
     assert Record(ledger / "history.db").between(0.0, 10.0, 5) == (MOMENT,)
+
+
+def test_an_endless_query_in_another_users_journal_ends_and_is_not_tried_again(tmp_path, caplog):
+    """The file's tables may be anything. It is tried again once the file has changed."""
+    other = tmp_path / str(os.geteuid()) / "journal.db"
+    other.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(other)) as db:
+        db.execute(
+            "CREATE VIEW events AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM n) "
+            "SELECT id, 1e12 AS wall, 'm' AS model, 'x' AS body FROM n"
+        )
+        db.commit()
+    for _ in range(3):
+        assert users_journals.events_of(other, None, 0.0) == []
+    assert len(caplog.records) == 1 and other in users_journals._endless
+    other.unlink()
+    Journal(other).append([EVENT])
+    assert users_journals.events_of(other, None, 0.0) == [EVENT]
