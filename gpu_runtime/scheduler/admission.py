@@ -80,7 +80,8 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     # 3. The request is hopeless, or beyond the operator's caps.
     request = _as_measured(request, lease) if lease else request
-    out = drained(book, world)
+    # A model whose tensors all belong to another model takes nothing of a drained card.
+    out = drained(book, world) if request.footprint.bytes else {}
     never = _never_alone(book, request, world, out)
     request = with_layout(request, world, never)
     refusal = quotas.refusal(book, request, world) or hopeless(book, request, world, never)

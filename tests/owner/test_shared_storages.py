@@ -155,3 +155,17 @@ def test_a_model_from_disk_whose_weights_another_uses_is_not_dropped(runtime, tm
     rt.forget("llm")
     with rt.use("head") as head:
         assert torch.equal(head[0].weight, before)
+
+
+def test_a_part_of_a_model_in_use_runs_although_its_card_was_drained(runtime):
+    """The part takes no bytes of its own. A drain in the middle of a block once ended the next call of the whole."""
+    rt = runtime()
+    whole = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
+    rt.adopt("whole", whole)
+    rt.adopt("part", whole[0])
+    with rt.use("whole") as used, torch.no_grad():
+        expected = used(torch.ones(1, 64))
+        for card in [view.device.id for view in rt.status().devices if not view.device.is_host]:
+            rt.drain(card)
+        rt.tick()
+        assert torch.equal(used(torch.ones(1, 64)), expected)
