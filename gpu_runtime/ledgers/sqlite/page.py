@@ -150,7 +150,7 @@ class SqliteBook(BookStore):
         # gets its inode.
         try:
             return os.stat(f"{self.directory}/CURRENT").st_ino == page.inode
-        except OSError:
+        except OSError:  # CURRENT or the file is gone
             return False
 
     def _require_plain_journal(self, page: Page) -> None:
