@@ -146,8 +146,8 @@ class Settings(BaseSettings):
         description="On: models evicted from the GPU move to RAM. Off: they are dropped, if their source "
         "can restore them.",
     )
-    gpu_policy: Literal["lru", "cost_aware"] = Field(
-        "lru", description="Which model is evicted first: lru or cost_aware."
+    gpu_policy: Literal["lru", "cost_aware", "keep_score"] = Field(
+        "keep_score", description="Which model is evicted first: keep_score, lru or cost_aware."
     )
     gpu_placement: Literal["best-fit", "most-free", "fewest-evictions"] = Field(
         "best-fit",
@@ -437,7 +437,7 @@ def _expected(field: str) -> str:
 _SECRET = {"gpu_console_token", "gpu_console_viewer_token"}
 _WORDS = {
     **dict.fromkeys(_SECRET, "text of 16 characters or more, as from `openssl rand -hex 24`"),
-    "gpu_policy": "lru or cost_aware",
+    "gpu_policy": "lru, cost_aware or keep_score",
     "gpu_placement": "best-fit, most-free or fewest-evictions",
     "gpu_split_margin_mb": "a whole number of MiB, such as 512",
     "gpu_fraction_factor": "a number above 0, such as 3",

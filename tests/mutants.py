@@ -295,19 +295,19 @@ FAULTS = [
     Fault("held ignored", "scheduler/eligibility", "    if lease.id in held:\n", "    if False:\n"),
     Fault(
         "victims not pruned",
-        "scheduler/eviction_policy",
+        "scheduler/victims",
         "enumerate(chosen) if index not in spared])",
         "enumerate(chosen)])",
     ),
     Fault(
         "the most important leave first",
-        "scheduler/eviction_policy",
+        "scheduler/victims",
         "(-lease.importance, rank",
         "(lease.importance, rank",
     ),
     Fault(
         "some victims are better than none",
-        "scheduler/eviction_policy",
+        "scheduler/victims",
         "            return chosen\n    return None\n",
         "            return chosen\n    return chosen\n",
     ),

@@ -85,6 +85,7 @@ from .models import (
     ModelSpec,
     Part,
 )
+from .recent_uses import MOST_USES, decode_uses, encode_uses, merged_uses
 from .schedule import CellModels, Schedule, ScheduledModel
 from .snapshot import (
     UNUSUAL,
@@ -134,6 +135,7 @@ __all__ = [
     "Load",
     "MOST_ENTRIES",
     "MOST_EVENTS",
+    "MOST_USES",
     "Measurement",
     "ModelSpec",
     "Moment",
@@ -175,13 +177,16 @@ __all__ = [
     "World",
     "beside",
     "cards_label",
+    "decode_uses",
     "decode_book",
     "encode",
     "ended_label",
     "holder_label",
+    "encode_uses",
     "importance_name",
     "lease_state",
     "lease_title",
+    "merged_uses",
     "one_memory",
     "overdrafts",
     "parse_importance",

@@ -92,6 +92,8 @@ class Lease(Value):
     pinned_since: float = 0.0
     last_used: float = 0.0
     uses: int = 0
+    recent_uses: str = ""  # when it was last used, see `facts.recent_uses`
+    source: str = ""  # digest of its source's content, equal for equal models; empty: unknown
     reload_seconds: float = 0.0
     restore_seconds: float = 0.0
     droppable: bool = False  # its source has exactly the same bytes
@@ -249,6 +251,7 @@ class Ticket(Value):
     arrived: float
     refreshed: float
     importance: int = NORMAL
+    seconds: float = 0.0  # how long its load or restore will take
     need: Shares = ()  # the room that it waits for, on the likeliest card
     places: tuple[str, ...] = ()  # allowed cards, or the target of a move; empty: any card
     # How the need may be divided among these places; empty: it must be on one card.

@@ -19,6 +19,7 @@ from ..facts import HOST, Evidence, Footprint, Measurement, ModelSpec, Shares
 from ..telemetry.measurements import Measurements
 from .resident import Resident
 
+CONTENT_DIGITS = 12  # of a source's fingerprint, to compare sources in the ledger
 _LEAST_INCREASE = 0.01  # a peak that is higher by a smaller fraction is not written again
 
 
@@ -88,6 +89,7 @@ class Sizing:
         device = names.get(shares[0].device, "") if shares else ""
         day = time.strftime("%Y-%m-%d", time.gmtime(self.wall()))
         evidence = self._evidence(resident)
+        resident.content = evidence.fingerprint[:CONTENT_DIGITS]
         known = self.measurements.of(resident.spec, evidence)
         if known is not None and known.peak_bytes is not None and known.resident_bytes == size:
             peak_bytes = max(known.peak_bytes, peak_bytes or 0)

@@ -261,7 +261,7 @@ def obey(session: Session) -> tuple[Order, ...]:
     ) -> tuple[Book, tuple[tuple[Move | Drop, ...], tuple[Order, ...]]]:
         """The book with this owner's recalled leases leaving; its steps and orders."""
         askers = permissions.askers(session, book)
-        after, steps, orders = recall.obey(book, session.me, world, key.text, askers)
+        after, steps, orders = recall.obey(book, session.me, world, key.text, askers, session.rank)
         return after, (steps, orders)
 
     key = session.new_key("obey")

@@ -18,7 +18,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..backends.base import Backend, Progress
-from ..facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
+from ..facts import (
+    Drop,
+    Footprint,
+    Lease,
+    Measurement,
+    ModelSpec,
+    Move,
+    Shares,
+    encode_uses,
+    merged_uses,
+)
 from .governed_calls import govern_calls, release_calls
 from .pins import AnchorRef, Held, called_by, thread_of
 from .training import Training
@@ -82,7 +92,9 @@ class Resident:
         self.training = Training(self.pins)
         self.shares_storages = False  # with other models, see `bases`
         self.last_used = self.pinned_since = 0.0
-        self.uses = self.uses_counted = 0
+        self.uses = self.uses_counted = self._uses_noted = 0
+        self.recent_uses = ""  # when it was used, see `facts.recent_uses`
+        self.content = ""  # digest of its source's content, once it was loaded; empty: unknown
         self.failed_moves = 0  # in a row
         # Not in `lease`: other threads set it, and would write over where the model is by then.
         self.moves_again_at = 0.0
@@ -167,15 +179,24 @@ class Resident:
         if self._was_pinned and not pins:
             self.last_used = self._clock()
         self._was_pinned = bool(pins)
+        if self.uses != self._uses_noted:  # at least once a second while it is used
+            self._uses_noted = self.uses
+            self.note_uses(encode_uses([self.last_used]))
         return replace(
             self.lease,
             pins=pins,
             pinned_since=self._used_since() if pins else 0.0,
             last_used=self.last_used,
             uses=self.uses,
+            recent_uses=self.recent_uses,
+            source=self.content,
             moves_again_at=self.moves_again_at,
             importance=self.lease.importance if pins else self.spec.importance,
         )
+
+    def note_uses(self, recent: str) -> None:
+        """Adds the uses in `recent`, from `encode_uses`, to those it remembers."""
+        self.recent_uses = merged_uses((self.recent_uses, recent), self._clock())
 
     def _used_since(self) -> float:
         """When the current use began, as far as it is known."""

@@ -47,6 +47,7 @@ from .eviction_verdict import make_room
 from .feasibility import hopeless, hopeless_cards
 from .obstacles import twin, wait_for_obstacles
 from .page_entries import free_an_entry, full_for_waiting, needs_entry, page_full
+from .queue import load_seconds
 from .transitions import note
 
 
@@ -185,7 +186,7 @@ def _evict(
     way = cheapest_way(book, request, world, rank, context, alone)
     if way is None:
         return None
-    emptier, wait = make_room(book, request, world, context, way)
+    emptier, wait = make_room(book, request, world, rank, context, way)
     return _enqueue(emptier, request, world, wait, way.candidate.shares)
 
 
@@ -334,7 +335,7 @@ def _enqueue(
     if full_for_waiting(book, request):
         return _refuse(book, request, world, page_full(request))
     old = book.ticket(request.key)
-    ticket = _ticket(request, world, wait, need, old)
+    ticket = _ticket(request, world, wait, need, old, load_seconds(book, request))
     noted = old and old.because
     # One event for each wait, and none while room is only being made.
     if ticket.because and not noted:
@@ -360,6 +361,7 @@ def _ticket(
     wait: Wait,
     need: Shares,
     old: Ticket | None,
+    seconds: float,
 ) -> Ticket:
     """The ticket of a waiting request; `old` is the one that it replaces."""
     now = world.now
@@ -381,6 +383,7 @@ def _ticket(
         arrived=request.arrived,
         refreshed=now,
         importance=request.lease.importance,
+        seconds=seconds,
         need=need,
         places=request.placement.devices,
         layout=request.placement.layout if len(need) > 1 else "",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, World
-from .eviction_policy import victims
+from .victims import victims
 
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
 MOST_TRIED = 12  # up to this many leases, every combination is tried; with more, largest first
@@ -194,6 +194,35 @@ def warm_pool_victims(
         return ()
     pool = warm(book, world, asker=asker, importance=importance, owner=owner)
     return victims({HOST: shortage}, pool, world, rank)
+
+
+def worth_less(
+    book: Book,
+    lease: Lease,
+    host_room: int,
+    world: World,
+    rank: Policy,
+    *,
+    asker: str,
+    importance: int,
+    owner: str = "",
+) -> tuple[Lease, ...]:
+    """Leases in host memory to unload so that `lease` fits there; empty if that is not worth it.
+
+    Each of them is worth less there, by importance and `rank`, than `lease` would be. `host_room` is
+    in bytes; the other parameters are those of `warm`.
+    """
+    shortage = lease.own_bytes - host_room
+    fits_alone = lease.own_bytes <= world.limits.get(HOST, 0)
+    if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
+        return ()
+    moved = replace(lease, shares=(Share(HOST, lease.own_bytes),), filled=())
+    worth = (-lease.importance, rank(moved, world))
+    pool = []
+    for other in warm(book, world, asker=asker, importance=importance, owner=owner):
+        if (-other.importance, rank(other, world)) < worth:
+            pool.append(other)
+    return victims({HOST: shortage}, pool, world, rank) or ()
 
 
 def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:

@@ -14,8 +14,9 @@ from .context import Context
 from .drain import drained
 from .eligibility import can_move, largest_fitting_set, reason_to_stay, warm, warm_pool_victims
 from .eviction_multi import multi_card_ways
-from .eviction_policy import OWNER, eviction_order, fewest_victims, victims_in_order
+from .eviction_policy import with_uses_of_equal_models
 from .splitting import may_split
+from .victims import OWNER, eviction_order, fewest_victims, victims_in_order
 
 MOST_OTHERS = 8  # other ways that are reported with the chosen one
 
@@ -56,6 +57,7 @@ def cheapest_way(
     are recalled only if no other leases can make the room. `context` and `world` are the inputs of
     this decision, `rank` is the eviction policy.
     """
+    rank = with_uses_of_equal_models(rank, context.leases)
     if context.silent:
         way = _cheapest(
             book,

@@ -1,27 +1,23 @@
-"""Which leases are evicted first when room is needed.
+"""The policies: what it is worth to keep a lease where it is. The lowest number leaves first.
 
-Pure: values in, values out. A policy gives each idle lease a number, and the lowest number leaves
-first. Importance always counts before that number. `eligibility` decides which leases may be
-evicted at all.
+Pure: values in, values out. Importance always counts before that number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
 
 from ..errors import BadSetting
-from ..facts import HOST, Lease, Policy, World
+from ..facts import HOST, Lease, Policy, World, decode_uses, merged_uses
 from ..units import GIB
 
-MOST_TRIED = 12  # up to this many leases that might be spared, every set of them is tried
-MOST_LOOKS = 5_000  # steps of a search for the smallest set
-OWNER = (
-    "owner:"  # prefix of a place in `need` that stands for all cards on which an owner has leases
-)
-
-Gain = dict[str, int]  # place -> bytes that one lease frees there
-Gains = Sequence[tuple[Lease, Gain]]
+GB = 10**9
+YOUNGEST_SECONDS = 20.0  # added to the age of a use, so that the newest use does not outweigh all
+LEAST_SECONDS = 0.1  # shorter times of loading are equal: they differ by chance
+DISK_BYTES_PER_SECOND = 1 * GB  # of a load that was never measured
+HOST_BYTES_PER_SECOND = 10 * GB  # of a restore that was never measured
 
 
 def lru(lease: Lease, world: World) -> float:
@@ -44,7 +40,73 @@ def cost_aware(lease: Lease, world: World) -> float:
     return seconds / gib / (1.0 + lease.idle_seconds(world.now))
 
 
-POLICIES: Mapping[str, Policy] = {"lru": lru, "cost_aware": cost_aware}
+def keep_score(lease: Lease, world: World) -> float:
+    """The waiting that keeping this `lease` saves for each GB; the lowest leaves first.
+
+    The sum of 1 / (age + 20 s) over its last 32 uses says how soon it is used again. It is
+    multiplied by the seconds that its next use would wait if it left, and divided by its size.
+    `world` has the time, and whether host memory could hold it.
+
+    Source: hyperbolic caching, Blankstein et al. 2017 (USENIX ATC), with the cost and size of
+    GreedyDual-Size, Cao and Irani 1997.
+    """
+    now = world.now
+    expected = 0.0
+    for used in decode_uses(lease.recent_uses, now) or (lease.last_used,):
+        expected += 1.0 / (max(0.0, now - used) + YOUNGEST_SECONDS)
+    return expected * _seconds_lost(lease, world) / max(lease.own_bytes / GB, 1e-3)
+
+
+def _seconds_lost(lease: Lease, world: World) -> float:
+    """How much longer the next use of this lease takes if it leaves the memory it is in."""
+    reload, restore = seconds_to_load(lease), seconds_to_restore(lease)
+    if lease.on_host:
+        return max(reload - restore, LEAST_SECONDS)
+    if lease.movable and world.rules.offload and lease.own_bytes <= world.limits.get(HOST, 0):
+        return restore
+    return reload
+
+
+def seconds_to_load(lease: Lease) -> float:
+    """How long loading this lease from its source takes: measured, else estimated from its size."""
+    measured = lease.reload_seconds or lease.own_bytes / DISK_BYTES_PER_SECOND
+    return max(measured, LEAST_SECONDS)
+
+
+def seconds_to_restore(lease: Lease) -> float:
+    """How long its return from host memory takes: measured, else estimated from its size."""
+    measured = lease.restore_seconds or lease.own_bytes / HOST_BYTES_PER_SECOND
+    return max(min(measured, seconds_to_load(lease)), LEAST_SECONDS)
+
+
+def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:
+    """The policy `rank`, in which a use of a model counts for all `leases` of equal models.
+
+    A model that three notebooks use is worth three, whichever of them has loaded it.
+    """
+    uses: dict[str, list[str]] = {}
+    for lease in leases:
+        if lease.source and lease.recent_uses:
+            uses.setdefault(lease.source, []).append(lease.recent_uses)
+    shared = {source: texts for source, texts in uses.items() if len(texts) > 1}
+    if not shared:
+        return rank
+
+    def ranked(lease: Lease, world: World) -> float:
+        """The rank of `lease` in this `world`, with the uses of all equal models."""
+        if lease.source not in shared:
+            return rank(lease, world)
+        every_use = merged_uses(shared[lease.source], world.now)
+        return rank(replace(lease, recent_uses=every_use), world)
+
+    return ranked
+
+
+POLICIES: Mapping[str, Policy] = {
+    "lru": lru,
+    "cost_aware": cost_aware,
+    "keep_score": keep_score,
+}
 
 
 def policy(name: str) -> Policy:
@@ -53,291 +115,3 @@ def policy(name: str) -> Policy:
         return POLICIES[name]
     except KeyError:
         raise BadSetting("GPU_POLICY", name, f"one of {', '.join(POLICIES)}") from None
-
-
-def victims(
-    need: Mapping[str, int],
-    idle: Iterable[Lease],
-    world: World,
-    rank: Policy,
-) -> tuple[Lease, ...] | None:
-    """The leases to evict to free `need` bytes on each device; None if all are not enough.
-
-    The least important of the `idle` leases are chosen first, then those with the lowest `rank` in
-    this `world`. Then every lease that is not needed is removed from the set. A key `owner:ID` in
-    `need` stands for all cards on which this owner has leases.
-    """
-    return victims_in_order(need, eviction_order(idle, world, rank))
-
-
-def eviction_order(
-    idle: Iterable[Lease],
-    world: World,
-    rank: Policy,
-) -> list[Lease]:
-    """The `idle` leases in order: by importance, then by `rank` in this `world`, then by name."""
-
-    def key(lease: Lease) -> tuple[int, float, str, str]:
-        return (-lease.importance, rank(lease, world), lease.owner, lease.name)
-
-    return sorted(idle, key=key)
-
-
-# -- the shortest prefix of the order that is enough -----------------------------------------------
-
-
-def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """As `victims`, for leases that are already in order.
-
-    No lease is evicted if the leases before it are enough. Among those, the ones that are not
-    needed stay: as many seconds of loading again as possible, then as many bytes. `need` is bytes
-    by device, or by `owner:ID`; `ordered` is from `eviction_order`.
-    """
-    missing = _missing(need)
-    if not missing:
-        return ()
-    chosen = _first_enough(missing, ordered)
-    if chosen is None:
-        return None
-    if len(chosen) == 1:
-        return (chosen[0][0],)
-    surplus = {place: -size for place, size in missing.items()}
-    spared = _spared(chosen, surplus)
-    return tuple([lease for index, (lease, _) in enumerate(chosen) if index not in spared])
-
-
-def _first_enough(missing: Gain, ordered: Iterable[Lease]) -> list[tuple[Lease, Gain]] | None:
-    """The first leases that free all that is missing; None if all are not enough.
-
-    Their bytes are subtracted from `missing`. A negative number there is then the surplus.
-    """
-    owners = _owners(missing)
-    chosen: list[tuple[Lease, Gain]] = []
-    for lease in ordered:
-        gain = _gain(lease, missing, owners)
-        if not any(gain.values()):
-            continue
-        if len(missing) > 1 and not any([missing[place] > 0 for place in gain]):
-            continue
-        chosen.append((lease, gain))
-        for place, size in gain.items():
-            missing[place] -= size
-        if max(missing.values()) <= 0:
-            return chosen
-    return None
-
-
-def _missing(need: Mapping[str, int]) -> dict[str, int]:
-    return {place: size for place, size in need.items() if size > 0}
-
-
-def _owners(places: Iterable[str]) -> frozenset[str]:
-    """Ids of the owners that are named among these places."""
-    return frozenset([place[len(OWNER) :] for place in places if place.startswith(OWNER)])
-
-
-def _fits_in(gain: Gain, surplus: Gain) -> bool:
-    """Whether the need is still met if the lease with this gain stays."""
-    for place, size in gain.items():
-        if size > surplus[place]:
-            return False
-    return True
-
-
-def _spared(chosen: Gains, surplus: Gain) -> set[int]:
-    """Indices of the leases that need not leave: the set that costs most to load again.
-
-    Of equal sets, the set with the later leases is returned: they are more precious.
-    """
-    last_first = range(len(chosen) - 1, -1, -1)
-    if len(surplus) == 1:  # one device, which is the usual case
-        [(place, most)] = surplus.items()
-        able = [index for index in last_first if chosen[index][1][place] <= most]
-    else:
-        able = [index for index in last_first if _fits_in(chosen[index][1], surplus)]
-    if 2 <= len(able) <= MOST_TRIED:
-        return _most_precious_set(chosen, surplus, able)
-    return _spare_in_turn(chosen, surplus, able)  # too many to try every set, or no choice
-
-
-def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set[int]:
-    """The set of `able` indices that fits into the surplus and costs most to load again."""
-    best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
-
-    def try_from(start: int, seconds: float, size: int, kept: tuple[int, ...]) -> None:
-        """Compares `kept` with the best set, then adds each further index that fits."""
-        nonlocal best
-        if (seconds, size) > best[0]:
-            best = (seconds, size), kept
-        for position in range(start, len(able)):
-            index = able[position]
-            lease, gain = chosen[index]
-            if not _fits_in(gain, surplus):
-                continue
-            for place, freed in gain.items():
-                surplus[place] -= freed
-            more = lease.restore_seconds or lease.reload_seconds
-            try_from(position + 1, seconds + more, size + lease.bytes, (*kept, index))
-            for place, freed in gain.items():
-                surplus[place] += freed
-
-    try_from(0, 0.0, 0, ())
-    return set(best[1])
-
-
-def _spare_in_turn(
-    chosen: Gains,
-    surplus: Gain,
-    able: Iterable[int],
-) -> set[int]:
-    spared = set()
-    for index in able:
-        gain = chosen[index][1]
-        if _fits_in(gain, surplus):
-            spared.add(index)
-            for place, size in gain.items():
-                surplus[place] -= size
-    return spared
-
-
-# -- the smallest set that is enough ---------------------------------------------------------------
-
-
-def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """The smallest set of leases that makes the room; None if there is none.
-
-    Of several such sets, the set with the fewest bytes is returned. No important lease is evicted
-    if less important leases are enough. `need` is bytes by device, or by `owner:ID`. The order of
-    `ordered` decides only between sets that are equal otherwise.
-    """
-    missing = _missing(need)
-    if not missing:
-        return ()
-    able = _least_important_that_do(missing, ordered)
-    if able is None:
-        return None
-    able.sort(key=lambda one: -sum(one[1].values()))
-    return _SmallestSet(able, missing).find()
-
-
-def _least_important_that_do(
-    need: Gain, ordered: Iterable[Lease]
-) -> list[tuple[Lease, Gain]] | None:
-    """The leases of the least important classes that meet the need together; None if all do not."""
-    owners = _owners(need)
-    able: list[tuple[Lease, Gain]] = []
-    missing = dict(need)
-    importance = None
-    for lease in ordered:
-        if lease.importance != importance and max(missing.values()) <= 0:
-            break
-        importance = lease.importance
-        gain = _gain(lease, need, owners)
-        if any(gain.values()):
-            able.append((lease, gain))
-            for place, size in gain.items():
-                missing[place] -= size
-    return able if max(missing.values()) <= 0 else None
-
-
-class _SmallestSet:
-    """A search for the smallest set that meets a need; of equal sets, for the fewest bytes.
-
-    Sets of one lease are tried first, then sets of two, and so on. Leases that free most are tried
-    first. A branch ends when even the largest remaining leases would not be enough. The result is
-    exact, unless the search takes more than MOST_LOOKS steps.
-    """
-
-    def __init__(self, able: Gains, need: Gain) -> None:
-        self.able, self.need = able, need
-        self.looks = 0
-        self.best: tuple[int, tuple[Lease, ...]] | None = None
-        self.sums = {}  # place -> bytes that the first 0, 1, 2, … leases free there
-        for place in need:
-            freed = (gain.get(place, 0) for _, gain in able)
-            self.sums[place] = list(accumulate(freed, initial=0))
-
-    def find(self) -> tuple[Lease, ...]:
-        """The smallest set; if the search takes too long, the largest leases that are enough."""
-        for count in range(1, len(self.able) + 1):
-            self._try_from(0, count, self.need, 0, ())
-            if self.best is not None:
-                return self.best[1]
-            if self.looks > MOST_LOOKS:
-                break
-        largest_first = [lease for lease, _ in self.able]
-        return victims_in_order(self.need, largest_first) or ()
-
-    def _try_from(
-        self,
-        start: int,
-        count: int,
-        left: Mapping[str, int],
-        size: int,
-        taken: tuple[Lease, ...],
-    ) -> None:
-        """Tries all sets of `count` leases from `start` on; those `taken` have `size` bytes."""
-        self.looks += 1
-        if self.looks > MOST_LOOKS:
-            return
-        if count == 1:
-            self._try_last(start, left, size, taken)
-            return
-        for index in range(start, len(self.able) - count + 1):
-            if self._beyond_reach(index, count, left):
-                return
-            lease, gain = self.able[index]
-            after = {place: missing - gain.get(place, 0) for place, missing in left.items()}
-            self._try_from(index + 1, count - 1, after, size + lease.bytes, (*taken, lease))
-
-    def _try_last(
-        self,
-        start: int,
-        left: Mapping[str, int],
-        size: int,
-        taken: tuple[Lease, ...],
-    ) -> None:
-        """Completes the set with one lease: the smallest that is enough, if there is one."""
-        enough = []
-        for lease, gain in self.able[start:]:
-            if all([gain.get(place, 0) >= missing for place, missing in left.items()]):
-                enough.append(lease)
-        if not enough:
-            return
-        smallest = min(enough, key=lambda lease: lease.bytes)
-        total = size + smallest.bytes
-        if self.best is None or total < self.best[0]:
-            self.best = total, (*taken, smallest)
-
-    def _beyond_reach(
-        self,
-        start: int,
-        count: int,
-        left: Mapping[str, int],
-    ) -> bool:
-        """Whether no `count` leases from `start` on can free the bytes that are still missing."""
-        # With one place, the leases are sorted by their gain there, so the next ones are the largest.
-        one_place = len(self.need) == 1
-        for place, missing in left.items():
-            sums = self.sums[place]
-            until = sums[start + count] if one_place else sums[-1]
-            if missing > until - sums[start]:
-                return True
-        return False
-
-
-def _gain(
-    lease: Lease,
-    missing: Mapping[str, int],
-    owners: frozenset[str],
-) -> Gain:
-    """Bytes that this lease would free in each place that needs bytes."""
-    gain: Gain = {}
-    for share in lease.shares:
-        device = share.device
-        if device in missing:
-            gain[device] = gain.get(device, 0) + share.bytes
-        if owners and lease.owner in owners and device != HOST:
-            place = f"{OWNER}{lease.owner}"
-            gain[place] = gain.get(place, 0) + share.bytes
-    return gain

@@ -6,10 +6,23 @@ ticket keeps its place in the queue.
 
 from __future__ import annotations
 
-from ..facts import HOST, Book, Candidate, Drop, Lease, Move, Request, Step, Wait, World, where
+from ..facts import (
+    HOST,
+    Book,
+    Candidate,
+    Drop,
+    Lease,
+    Move,
+    Policy,
+    Request,
+    Step,
+    Wait,
+    World,
+    where,
+)
 from ..units import show_bytes, show_seconds
 from .context import Context
-from .eligibility import eviction_step, mark_leaving
+from .eligibility import eviction_step, mark_leaving, worth_less
 from .eviction import Way
 
 LOOK_AGAIN_SECONDS = 0.1  # until the next try, if a driver is about to free a dead process's memory
@@ -20,13 +33,14 @@ def make_room(
     book: Book,
     request: Request,
     world: World,
+    rank: Policy,
     context: Context,
     way: Way,
 ) -> tuple[Book, Wait]:
     """The `book` with our own victims marked as leaving, and a Wait with steps and recalls.
 
-    `way` is from `cheapest_way`, `request`, `world` and `context` are those of this decision. Other
-    owners see the recall on the ticket of the request.
+    `way` is from `cheapest_way`; `request`, `world`, `rank` and `context` are those of this decision.
+    Other owners see the recall on the ticket of the request.
     """
     shares = way.candidate.shares
     cards = [share.device for share in shares]
@@ -36,7 +50,7 @@ def make_room(
     head = f"{request.lease.name} needs {size}; {where(shares)} {has} {show_bytes(free)} free."
     if not way.leaving:
         return book, _wait_for_what_left(book, world, context, cards, head)
-    eviction = _Eviction(book, request, world, context, where(shares))
+    eviction = _Eviction(book, request, world, rank, context, where(shares))
     for lease in way.warm:
         eviction.unload_from_warm_pool(lease)
     # Leases that need host memory are first.
@@ -82,11 +96,12 @@ class _Eviction:
         book: Book,
         request: Request,
         world: World,
+        rank: Policy,
         context: Context,
         at: str,
     ) -> None:
         self.book, self.request = book, request
-        self.world, self.context = world, context
+        self.world, self.rank, self.context = world, rank, context
         self.at = at  # the cards on which room is made, as text
         self.host_room = context.room_now.get(HOST, 0)
         self.steps: list[Step] = []
@@ -110,10 +125,13 @@ class _Eviction:
         name, size = self.request.lease.name, show_bytes(self.request.footprint.bytes)
         idle = show_seconds(lease.idle_seconds(self.world.now))
         because = f"{name} needs {size} on {self.at}; {lease.name} was idle for {idle}."
+        described = f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle})"
         step = eviction_step(lease, self.host_room, self.world, because=because)
         if isinstance(step, Move):
             self.host_room -= lease.own_bytes
-        described = f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle})"
+        elif self._renew_warm_pool(lease):
+            self.sentences.append(f"{described} is moved to the host in their place.")
+            return
         if lease.owner != self.request.lease.owner:
             self._recall(lease, described)
         elif step is None:
@@ -122,6 +140,26 @@ class _Eviction:
             self._leave(step)
             done = "offloaded to host" if isinstance(step, Move) else "unloaded"
             self.sentences.append(f"{described} is {done}.")
+
+    def _renew_warm_pool(self, lease: Lease) -> bool:
+        """Unloads what is worth less in host memory than this `lease`. False if nothing is."""
+        asker = self.request.lease.owner
+        if lease.owner != asker:  # its owner renews the warm pool
+            return False
+        less = worth_less(
+            self.book,
+            lease,
+            self.host_room,
+            self.world,
+            self.rank,
+            asker=asker,
+            importance=self.request.lease.importance,
+        )
+        if any([other.id in self.context.silent for other in less]):
+            return False
+        for other in less:
+            self.unload_from_warm_pool(other)
+        return bool(less)
 
     def _recall(self, lease: Lease, described: str) -> None:
         self.recalled.append(lease.id)

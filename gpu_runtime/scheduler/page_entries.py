@@ -10,7 +10,7 @@ from ..facts import MOST_ENTRIES, Book, Drop, Lease, Phase, Policy, Refuse, Requ
 from ..units import show_seconds
 from .context import Context
 from .eligibility import mark_leaving, reason_to_stay
-from .eviction_policy import eviction_order
+from .victims import eviction_order
 
 RESERVED = 32  # entries for requests to owners, and as many more for requests that wait
 MOST_LEASES = MOST_ENTRIES - 2 * RESERVED  # entries beyond which no new lease is granted

@@ -1,6 +1,7 @@
 """The order in which waiting requests are served.
 
-Pure. The queue is ordered by importance, then by arrival. Waiting moves a request forward in the
+Pure. The queue is ordered by importance. Of equal requests, the load that serves most waiting users
+per second is first; after 120 s of waiting, arrival decides. Waiting moves a request forward in the
 queue; it never changes which leases the request may evict.
 """
 
@@ -8,8 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from ..facts import IMPORTANCE, Book, Request, Ticket, World
+from msgspec.structs import replace
 
+from ..facts import HOST, IMPORTANCE, Book, Request, Share, Ticket, World
+from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
+
+PATIENCE_SECONDS = 120.0  # a request that has waited longer goes before loads that serve more users
+
+# Importance, whether it has waited less than PATIENCE_SECONDS, negative users per second, arrival, key.
+_Position = tuple[int, int, float, float, str]
 _CLASSES = sorted(IMPORTANCE.values())
 
 
@@ -38,7 +46,8 @@ def aged(
 def queue(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests of the `book`, the next to be served first; aged at `world.now`."""
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
-    waiting.sort(key=lambda ticket: _ticket_position(ticket, world))
+    users = _users(book)
+    waiting.sort(key=lambda ticket: _ticket_position(ticket, users, world))
     return tuple(waiting)
 
 
@@ -53,29 +62,75 @@ def elders(
     """
     if not book.tickets:
         return ()
-    own_position = _position(request.lease.importance, request.arrived, request.key, world)
+    users, wanted = _users(book), request.lease
+    model = (wanted.owner, wanted.name)
+    if book.ticket(request.key) is None:
+        users[model] = users.get(model, 0) + 1
+    seconds = load_seconds(book, request)
+    own = _position(wanted.importance, request.arrived, request.key, users[model], seconds, world)
     found = []
     for ticket in book.tickets:
         if ticket.verb != "use" or ticket.key == request.key:
             continue
-        if awake(ticket, world) and _ticket_position(ticket, world) < own_position:
+        if awake(ticket, world) and _ticket_position(ticket, users, world) < own:
             found.append(ticket)
     return tuple(found)
 
 
-def _ticket_position(ticket: Ticket, world: World) -> tuple[int, float, str]:
-    return _position(ticket.importance, ticket.arrived, ticket.key, world)
+def load_seconds(book: Book, request: Request) -> float:
+    """Seconds that the load or restore of the requested lease will take; 0 for a block of code.
+
+    The `book` says whether it is in host memory.
+    """
+    wanted = request.lease
+    if wanted.kind == "block":
+        return 0.0
+    lease = book.lease(wanted.owner, wanted.name)
+    if lease is not None and lease.on_host:
+        return round(seconds_to_restore(lease), 1)
+    shares = (Share(HOST, request.footprint.bytes),)
+    return round(seconds_to_load(replace(lease or wanted, shares=shares, filled=())), 1)
+
+
+def _users(book: Book) -> dict[tuple[str, str], int]:
+    """The number of requests that wait for each model, by its owner and name."""
+    users: dict[tuple[str, str], int] = {}
+    for ticket in book.tickets:
+        if ticket.verb == "use":
+            model = (ticket.owner, ticket.name)
+            users[model] = users.get(model, 0) + 1
+    return users
+
+
+def _ticket_position(ticket: Ticket, users: dict[tuple[str, str], int], world: World) -> _Position:
+    return _position(
+        ticket.importance,
+        ticket.arrived,
+        ticket.key,
+        users[ticket.owner, ticket.name],
+        ticket.seconds,
+        world,
+    )
 
 
 def _position(
     importance: int,
     arrived: float,
     key: str,
+    users: int,
+    seconds: float,
     world: World,
-) -> tuple[int, float, str]:
-    """The sort key of a request: a lower one is served earlier."""
+) -> _Position:
+    """The sort key of a request: a lower one is served earlier.
+
+    The load that serves most waiting `users` for each of its `seconds` is first. A request that
+    has waited long is before all such loads.
+    """
     waited_seconds = world.now - arrived
-    return aged(importance, waited_seconds, world), arrived, key
+    importance = aged(importance, waited_seconds, world)
+    if waited_seconds > PATIENCE_SECONDS:
+        return importance, 0, 0.0, arrived, key
+    return importance, 1, -users / max(seconds, LEAST_SECONDS), arrived, key
 
 
 def awake(ticket: Ticket, world: World) -> bool:

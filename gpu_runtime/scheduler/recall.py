@@ -23,6 +23,7 @@ from ..facts import (
     Move,
     Owner,
     Phase,
+    Policy,
     Refuse,
     Section,
     Ticket,
@@ -39,6 +40,7 @@ from .eligibility import (
     mark_leaving,
     reason_to_stay,
     warm_pool_victims,
+    worth_less,
 )
 from .eviction_policy import lru
 from .queue import awake
@@ -290,12 +292,13 @@ def obey(
     world: World,
     key: str,
     askers: Mapping[str, Asker] | None = None,
+    rank: Policy = lru,
 ) -> tuple[Book, tuple[Move | Drop, ...], tuple[Order, ...]]:
     """The book with the recalled leases of `owner` leaving, the steps for them, and the orders.
 
     A recalled lease leaves if its grace period is over and the rules allow its eviction for a
     request of that importance. Otherwise it stays; its published pins show the requester why. `key`
-    marks the leaving leases.
+    marks the leaving leases. `rank` says which leases in host memory are worth less than they.
 
     `askers` maps the key of a ticket to the user who wrote it; None: all are trusted. A ticket that is
     missing there was forged, and is ignored. Another user can only have idle models evicted.
@@ -317,7 +320,7 @@ def obey(
         if ticket.verb == "use" and not awake(ticket, world):
             continue  # the requesting process is stopped, so it could not take the room
         for lease in _recalled(book, owner, ticket):
-            for step in _steps_for(book, lease, ticket, host_room, world, asker):
+            for step in _steps_for(book, lease, ticket, host_room, world, asker, rank):
                 if isinstance(step, Move):
                     host_room -= lease.own_bytes
                 book = mark_leaving(book, step, key)
@@ -384,6 +387,7 @@ def _steps_for(
     host_room: int,
     world: World,
     asker: Asker,
+    rank: Policy,
 ) -> tuple[Move | Drop, ...]:
     """The steps that evict this lease for the ticket; empty if the lease stays.
 
@@ -412,14 +416,26 @@ def _steps_for(
     because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
     reason = "evict" if person else "recall"
     step = eviction_step(lease, host_room, world, because=because, reason=reason)
-    if step is not None:
+    if isinstance(step, Move):
         return (replace(step, by=by),)
-    if not person:
-        return ()
+    victims = _host_victims(book, lease, host_room, world) if person and step is None else ()
+    if step is not None:
+        importance = PERSON if person else lease.importance
+        victims = worth_less(
+            book,
+            lease,
+            host_room,
+            world,
+            rank,
+            asker=lease.owner,
+            importance=importance,
+            owner=lease.owner,
+        )
+    if not victims:
+        return (replace(step, by=by),) if step is not None else ()
     # The lease itself follows once these have left host memory.
     because = f"The warm pool is full; {because}"
-    victims = _host_victims(book, lease, host_room, world)
-    return tuple(Drop(warm.id, warm.shares, because, "evict", by) for warm in victims)
+    return tuple(Drop(warm.id, warm.shares, because, reason, by) for warm in victims)
 
 
 def answer(

@@ -559,6 +559,7 @@ def test_a_ticket_keeps_its_place_and_is_refreshed():
             arrived=NOW,
             refreshed=NOW,
             sim0=14,
+            seconds=15.0,
             blocked_since=NOW,
             because="busy (8.0 GiB on sim:0) is in use by pid 2",
         ),

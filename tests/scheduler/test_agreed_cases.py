@@ -5,6 +5,7 @@ otherwise.
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Grant, Load, Phase, Refuse, Share, Snapshot, Wait
 from gpu_runtime.rendering.views import remarks
@@ -224,6 +225,7 @@ def test_a_ticket_for_several_cards_keeps_its_place_on_each():
     page, verdict = decide(page, request("big", 140, layout="balanced", key="k"), world(**TWO))
     assert isinstance(verdict, Wait) and page.ticket("k").need == on(sim0=70, sim1=70)
     assert verdict.blockers == (at(2, "one"), at(2, "two"))
+    page = page.with_ticket(replace(page.ticket("k"), seconds=1.0))  # it loads sooner than `small`
     there = world(**TWO, passing_seconds=0.0)
     _, verdict = decide(page, request("small", 10, by=3, arrived=NOW + 1), there)
     assert isinstance(verdict, Wait) and verdict.ahead == 1

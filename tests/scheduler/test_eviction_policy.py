@@ -7,9 +7,25 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting
-from gpu_runtime.scheduler.eviction_policy import cost_aware, lru, policy, victims
+from gpu_runtime.facts import (
+    HOST,
+    MOST_USES,
+    Share,
+    decode_uses,
+    encode_uses,
+    merged_uses,
+)
+from gpu_runtime.scheduler.eviction_policy import (
+    cost_aware,
+    keep_score,
+    lru,
+    policy,
+    with_uses_of_equal_models,
+)
+from gpu_runtime.scheduler.victims import victims
 from tests.worlds import NOW, lease, size, world
 
 THERE = world(sim0=100, sim1=100)
@@ -31,6 +47,55 @@ def test_cost_aware_evicts_the_lease_that_frees_most_for_the_fewest_seconds():
     assert cost_aware(quick, THERE) == pytest.approx(0.001)
     assert cost_aware(slow, THERE) == pytest.approx(0.3)
     assert cost_aware(fresh, THERE) == pytest.approx(0.1)
+
+
+def test_keep_score_is_the_waiting_that_is_saved_for_each_gb():
+    """Two uses of age 0 and 80 s: 1/20 + 1/100; 12 s of loading again; 2 GB."""
+    roomy, bare = world(sim0=100, host=100), world(sim0=100, host=1)
+    model = lease(
+        "a",
+        sim0="2 GB",
+        recent_uses=encode_uses([NOW, NOW - 80]),
+        reload_seconds=12,
+        restore_seconds=3,
+    )
+    assert keep_score(model, bare) == pytest.approx((1 / 20 + 1 / 100) * 12 / 2)
+    assert keep_score(model, roomy) == pytest.approx((1 / 20 + 1 / 100) * 3 / 2)
+    warm = replace(model, shares=(Share(HOST, 2 * 10**9),))
+    assert keep_score(warm, roomy) == pytest.approx((1 / 20 + 1 / 100) * (12 - 3) / 2)
+
+
+def test_keep_score_of_a_lease_without_measurements_is_estimated_from_its_size():
+    unknown = lease("a", sim0="4 GB", last_used=NOW - 80)
+    assert keep_score(unknown, world(sim0=9, host=1)) == pytest.approx(4 / 4 / 100)
+    assert keep_score(unknown, world(sim0=9, host=9)) == pytest.approx(0.4 / 4 / 100)
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=40), st.lists(st.integers(0, 10**6), max_size=40))
+def test_uses_are_merged_without_counting_one_twice(mine, others):
+    now = 10.0**6
+    text, other = encode_uses(mine), encode_uses(others)
+    both = merged_uses([text, other], now)
+    assert decode_uses(both, now) == tuple(sorted({*mine, *others}))[-MOST_USES:] or (
+        len(set(mine)) > MOST_USES or len(set(others)) > MOST_USES
+    )
+    assert merged_uses([both, text, other, both], now) == both and len(both) <= 160
+
+
+def test_a_time_just_after_now_and_one_of_weeks_ago_are_both_known():
+    now = 2.0**25
+    assert decode_uses(encode_uses([now - 10**6, now + 2]), now) == (int(now) - 10**6, int(now) + 2)
+
+
+def test_a_use_of_an_equal_model_of_another_process_counts():
+    mine = lease("a", sim0=1, recent_uses=encode_uses([NOW - 50]), source="x")
+    theirs = lease("b", by=2, sim1=1, recent_uses=encode_uses([NOW - 10]), source="x")
+    other = lease("c", by=2, sim1=1, recent_uses=encode_uses([NOW - 10]), source="y")
+    rank = with_uses_of_equal_models(keep_score, [mine, theirs, other])
+    alone = keep_score(mine, THERE)
+    assert rank(mine, THERE) == pytest.approx(alone + keep_score(theirs, THERE))
+    assert rank(other, THERE) == keep_score(other, THERE)
+    assert with_uses_of_equal_models(keep_score, [mine, other]) is keep_score
 
 
 def test_a_policy_of_no_such_name_is_a_bad_setting():

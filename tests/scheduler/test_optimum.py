@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.scheduler.eviction_policy import fewest_victims
+from gpu_runtime.scheduler.victims import fewest_victims
 from tests.bench.bench_placement import excess, freed_bytes, lawful, small_worlds, ways_out
 from tests.worlds import book, lease, request, size, world
 

@@ -1,0 +1,52 @@
+"""The times of a model's last uses, as short text that its lease carries.
+
+A time is a whole second, and each second counts once. So two lists are merged without counting a
+use twice, however often they are merged.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from functools import lru_cache
+
+MOST_USES = 32  # uses that are kept; with 3 bytes each, the text has at most 128 characters
+_BYTES = 3
+_SPAN = 1 << (8 * _BYTES)  # seconds, about 194 days: times are known within 97 days of now
+
+
+def encode_uses(seconds: Iterable[float]) -> str:
+    """The text for uses at these `seconds` of the machine's clock. The newest 32 are kept.
+
+    >>> decode_uses(encode_uses([7.9, 3.0, 7.2]), 10.0)
+    (3, 7)
+    """
+    newest = sorted({int(second) for second in seconds})[-MOST_USES:]
+    packed = b"".join([(second % _SPAN).to_bytes(_BYTES, "big") for second in newest])
+    return base64.b64encode(packed).decode()
+
+
+def decode_uses(text: str, now: float) -> tuple[int, ...]:
+    """The seconds of the uses in `text`, the oldest first. `now` is the clock's time in seconds."""
+    now, half = int(now), _SPAN // 2
+    return tuple([now + half - (now + half - second) % _SPAN for second in _unpacked(text)])
+
+
+@lru_cache(maxsize=4096)
+def _unpacked(text: str) -> tuple[int, ...]:
+    packed = base64.b64decode(text)
+    return tuple(
+        int.from_bytes(packed[i : i + _BYTES], "big") for i in range(0, len(packed), _BYTES)
+    )
+
+
+def merged_uses(texts: Iterable[str], now: float) -> str:
+    """The newest uses of all `texts` together. `now` is the clock's time in seconds.
+
+    >>> merged_uses([encode_uses([1, 5]), encode_uses([5, 9])], 10.0) == encode_uses([1, 5, 9])
+    True
+    """
+    different = {text for text in texts if text}
+    if len(different) <= 1:
+        return next(iter(different), "")
+    return encode_uses([second for text in different for second in decode_uses(text, now)])

@@ -1,0 +1,60 @@
+"""The order in which waiting requests are served."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from gpu_runtime.scheduler.queue import PATIENCE_SECONDS, elders, load_seconds, queue
+from tests.worlds import NOW, book, lease, request, ticket, world
+
+THERE = world(sim0=20, host=20)
+
+
+def order(*tickets, now=NOW):
+    page = book(owners=(1, 2, 3), tickets=[replace(ticket, refreshed=now) for ticket in tickets])
+    return [ticket.key for ticket in queue(page, world(sim0=20, now=now))]
+
+
+def test_the_load_that_serves_most_users_for_each_second_is_first():
+    slow = ticket("slow", seconds=30.0, arrived=NOW - 9)
+    quick = ticket("quick", seconds=10.0, arrived=NOW - 5)
+    popular = [ticket("popular", key=f"p{n}", seconds=20.0, arrived=NOW - n) for n in (1, 2, 3)]
+    assert order(slow, quick, *popular) == ["p3", "p2", "p1", "1:quick", "1:slow"]
+
+
+def test_users_of_another_process_load_another_model_and_do_not_count():
+    one = ticket("same", by=1, seconds=10.0, arrived=NOW - 2)
+    two = ticket("same", by=2, seconds=10.0, arrived=NOW - 3)
+    first = ticket("other", seconds=10.0, arrived=NOW - 4)
+    assert order(one, two, first) == ["1:other", "2:same", "1:same"]
+
+
+def test_after_two_minutes_arrival_decides():
+    old = ticket("slow", seconds=60.0, arrived=NOW - PATIENCE_SECONDS - 1, importance="normal")
+    quick = ticket("quick", seconds=1.0, arrived=NOW - PATIENCE_SECONDS + 1, importance="normal")
+    assert order(quick, old)[0] == "1:slow"
+
+
+def test_importance_is_before_everything():
+    assert order(
+        ticket("quick", seconds=0.1),
+        ticket("slow", seconds=90.0, importance="high"),
+    ) == ["1:slow", "1:quick"]
+
+
+def test_a_request_stands_where_its_ticket_would():
+    """The request itself counts as a user of its model."""
+    elder = ticket("a", seconds=10.0, arrived=NOW - 9)
+    page = book(owners=(1, 2), tickets=[elder])
+    assert elders(page, request("b", 8, arrived=NOW), THERE) == ()
+    assert elders(page, request("b", 12, arrived=NOW), THERE) == (elder,)
+    waiting = ticket("b", key="first", seconds=12.0, arrived=NOW - 1)
+    both = book(owners=(1, 2), tickets=[elder, waiting])
+    assert elders(both, request("b", 12, arrived=NOW), THERE) == (waiting,)
+
+
+def test_a_restore_takes_less_than_a_load():
+    measured = dict(reload_seconds=40.0, restore_seconds=2.0)
+    assert load_seconds(book(lease("q", host=9, **measured)), request("q", 9)) == 2.0
+    assert load_seconds(book(lease("q", host=9)), request("q", 9)) == 1.0
+    assert load_seconds(book(), request("q", 9)) == 9.7

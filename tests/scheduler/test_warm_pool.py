@@ -1,0 +1,72 @@
+"""Host memory is ranked: what is worth least there leaves for what has just left a card."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_runtime.facts import Drop, Move, Wait
+from gpu_runtime.scheduler.recall import obey
+from tests.worlds import NOW, ask_until, at, book, decide, lease, owner, request, ticket, world
+
+THERE = world(sim0=20, host=10)
+
+
+def places(page):
+    return {lease.name: lease.where for lease in page.leases()}
+
+
+@pytest.mark.parametrize("holder", [1, 2])
+def test_a_stale_model_leaves_host_memory_for_a_victim(holder):
+    """Otherwise every later victim is dropped, and must be loaded from disk again."""
+    stale = lease("stale", by=holder, host=8, last_used=NOW - 900)
+    page = book(stale, lease("victim", sim0=9, last_used=NOW - 60), owners=(1, 2))
+    page, _ = ask_until(page, request("qwen", 14), THERE)
+    assert places(page) == {"victim": "host", "qwen": "arriving"}
+
+
+def test_a_model_that_is_worth_more_stays_in_host_memory():
+    page = book(lease("warm", host=8, last_used=NOW - 9), lease("old", sim0=9, last_used=NOW - 60))
+    page, _ = ask_until(page, request("qwen", 14), THERE)
+    assert places(page) == {"warm": "host", "qwen": "arriving"}
+
+
+def test_an_important_model_stays_in_host_memory():
+    warm = lease("warm", host=8, last_used=NOW - 900, importance="high")
+    page = book(warm, lease("victim", sim0=9, last_used=NOW - 60))
+    page, _ = ask_until(page, request("qwen", 14, importance="high"), THERE)
+    assert places(page) == {"warm": "host", "qwen": "arriving"}
+
+
+def test_nothing_leaves_host_memory_if_the_victim_does_not_fit_then():
+    page = book(
+        lease("stale", host=2, last_used=NOW - 900),
+        lease("fresh", host=5, last_used=NOW),
+        lease("victim", sim0=9, last_used=NOW - 60),
+    )
+    page, _ = ask_until(page, request("qwen", 14), THERE)
+    assert places(page) == {"stale": "host", "fresh": "host", "qwen": "arriving"}
+
+
+def test_an_owner_that_does_not_answer_does_not_keep_the_victim_on_the_card():
+    """After two seconds the victim is dropped."""
+    stale = lease("stale", by=2, host=8, last_used=NOW - 900)
+    page = book(stale, lease("victim", sim0=9, last_used=NOW - 60), owners=(1, 2))
+    page, first = decide(page, request("qwen", 14), THERE)
+    assert isinstance(first, Wait) and (first.asked, first.steps) == ((at(2, "stale"),), ())
+    later = world(sim0=20, host=10, now=NOW + 3)
+    _, verdict = decide(page, request("qwen", 14), later)
+    assert [type(step) for step in verdict.steps] == [Drop]
+
+
+def test_an_owner_renews_its_own_part_of_the_warm_pool_for_a_recalled_model():
+    recall = ticket("qwen", by=2, sim0=14, recalls=(at(1, "victim"),))
+    page = book(
+        lease("stale", host=8, last_used=NOW - 900),
+        lease("victim", sim0=9, last_used=NOW - 60),
+        owners=(1, 2),
+        tickets=[recall],
+    )
+    after, steps, _ = obey(page, owner(1).id, THERE, "k")
+    assert [(type(step), step.lease) for step in steps] == [(Drop, at(1, "stale"))]
+    _, [step], _ = obey(after.without_lease(owner(1).id, "stale"), owner(1).id, THERE, "k")
+    assert isinstance(step, Move) and step.lease == at(1, "victim")
