@@ -45,6 +45,7 @@ from .ledgers.location import default_url, shared_url, slug_of
 from .notebook import notebook_path
 from .owner import (
     acquire,
+    backtests,
     blocks,
     checkpoints,
     closing,
@@ -601,6 +602,11 @@ class Runtime:
     def why(self, name: str) -> tuple[Event, ...]:
         """The last decisions on the model `name`, the newest first. Raises UnknownModel."""
         return status.why(self._session, name)
+
+    @checked
+    def backtest(self, *files: str | os.PathLike[str], **choices: Any) -> DataFrame:
+        """Replays a history with other policies, cards and RAM; see `owner.backtests.backtest`."""
+        return backtests.backtest(self._session, *files, **choices)
 
     def schedule(self) -> Schedule:
         """The waiting cells of this notebook, the models they use, and what was loaded ahead."""

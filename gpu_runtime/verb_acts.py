@@ -120,6 +120,22 @@ def autoload(rt: Any, args: argparse.Namespace) -> Outcome:
     return autoload.autoload(remove=args.remove)
 
 
+def backtest(rt: Any, args: argparse.Namespace) -> Any:
+    """The table of replays that `args` describe; `rt` may be None if they name the history's files."""
+    from .owner import backtests
+
+    choices = given(args, "days", "policy", "engine", "device", "host")
+    if args.requests or args.models:
+        return backtests.backtest(None, args.requests, args.models, **choices)
+    if rt is not None:
+        return rt.backtest(**choices)
+    from . import runtime
+
+    with runtime() as opened:
+        opened.guest = True
+        return opened.backtest(**choices)
+
+
 def ledger(rt: Any, args: argparse.Namespace) -> Any:
     """The result of setting up a shared ledger in `args.directory`; `rt` is not used."""
     from . import settings

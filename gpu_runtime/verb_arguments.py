@@ -17,6 +17,7 @@ from .units import parse_seconds
 
 LAST_PORT = 65535
 MOST_NUMBER = 2**31 - 1
+MOST_DAYS = 36_500.0
 MOST_USAGE_ERROR = 1000  # characters
 
 
@@ -110,6 +111,17 @@ def seconds(text: str) -> float:
 def rows(text: str) -> int:
     """A number of rows, at least 1. Raises ArgumentTypeError if `text` is anything else."""
     return _whole(text, 1, "a number of rows")
+
+
+def days(text: str) -> float:
+    """A number of days above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < MOST_DAYS:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of days above 0")
+    return number
 
 
 def count(text: str) -> int:

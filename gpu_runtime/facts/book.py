@@ -86,6 +86,9 @@ class Event(Value):
     # because the page must stay small.
     runners_up: tuple[str, ...] = ()
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
+    # Of a lease that left a memory: when it was used (`facts.recent_uses`), and its source's digest.
+    uses: str = ""
+    source: str = ""
 
     def __str__(self) -> str:
         return lines(f"{self.model} {self.action}: {self.because}")

@@ -61,6 +61,7 @@ class Rules(Value):
     # An idle owner that has not acted on a request after this many seconds is unresponsive.
     answer_seconds: float = 2.0
     refresh_seconds: float = 2.0  # a ticket not refreshed for so long is skipped
+    patience_seconds: float = 120.0  # after it, a request goes before loads that serve more users
     ageing_seconds: float = 30.0  # a wait this long is worth one class of importance
     # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models.
     limit_bytes: int | None = None
@@ -133,6 +134,7 @@ class Request(Value):
     placement: PlacementRules = PlacementRules()
     held: tuple[str, ...] = ()  # lease ids that the requesting thread pins
     wait: bool = True  # False: leave no ticket
+    users: int = 1  # callers that wait for the model with this request
 
 
 class Load(Value, tag=True):

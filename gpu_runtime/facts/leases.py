@@ -252,6 +252,7 @@ class Ticket(Value):
     refreshed: float
     importance: int = NORMAL
     seconds: float = 0.0  # how long its load or restore will take
+    users: int = 1  # callers that wait for the model with this request
     need: Shares = ()  # the room that it waits for, on the likeliest card
     places: tuple[str, ...] = ()  # allowed cards, or the target of a move; empty: any card
     # How the need may be divided among these places; empty: it must be on one card.

@@ -1,7 +1,7 @@
 """The times of a model's last uses, as short text that its lease carries.
 
-A time is a whole second, and each second counts once. So two lists are merged without counting a
-use twice, however often they are merged.
+A time is a whole epoch second, so that it means the same after a restart. Each second counts once: two
+lists are merged without counting a use twice, however often they are merged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SPAN = 1 << (8 * _BYTES)  # seconds, about 194 days: times are known within 97 
 
 
 def encode_uses(seconds: Iterable[float]) -> str:
-    """The text for uses at these `seconds` of the machine's clock. The newest 32 are kept.
+    """The text for uses at these epoch `seconds`. The newest 32 are kept.
 
     >>> decode_uses(encode_uses([7.9, 3.0, 7.2]), 10.0)
     (3, 7)
@@ -27,7 +27,7 @@ def encode_uses(seconds: Iterable[float]) -> str:
 
 
 def decode_uses(text: str, now: float) -> tuple[int, ...]:
-    """The seconds of the uses in `text`, the oldest first. `now` is the clock's time in seconds."""
+    """The seconds of the uses in `text`, the oldest first. `now` is in epoch seconds."""
     now, half = int(now), _SPAN // 2
     return tuple([now + half - (now + half - second) % _SPAN for second in _unpacked(text)])
 
@@ -41,7 +41,7 @@ def _unpacked(text: str) -> tuple[int, ...]:
 
 
 def merged_uses(texts: Iterable[str], now: float) -> str:
-    """The newest uses of all `texts` together. `now` is the clock's time in seconds.
+    """The newest uses of all `texts` together. `now` is in epoch seconds.
 
     >>> merged_uses([encode_uses([1, 5]), encode_uses([5, 9])], 10.0) == encode_uses([1, 5, 9])
     True

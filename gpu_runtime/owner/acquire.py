@@ -325,8 +325,17 @@ def _load(
             _abandon(session, resident.spec.name, key, error)
         raise
     session.sizing.learn(resident, shares)
+    _remember_uses(session, resident)
     _settle(session, resident, step.because, reload_seconds=seconds)
     _report_misplaced(session, resident, handle)
+
+
+def _remember_uses(session: Session, resident: Resident) -> None:
+    """Takes over when the model was used before this process first loaded it, from the journal."""
+    if resident.content and not resident.recent_uses:
+        for event in session.journal.tail(1, resident.spec.name, books.ENDED_A_STAY):
+            if event.source == resident.content:
+                resident.note_uses(event.uses)
 
 
 def _report_misplaced(session: Session, resident: Resident, handle: Any) -> None:

@@ -205,7 +205,7 @@ def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call
     `origin` is the factory it was registered with, if any.
     """
     backend = session.backend(spec.backend)
-    resident = Resident(spec, backend, session.me, session.clock, origin)
+    resident = Resident(spec, backend, session.me, session.clock, origin, session.wall)
     resident.others = lambda: list(session.residents.values())
     resident.calling = lambda: acquire.call(session, resident, restore_on_call)
     resident.report_loss = lambda kind, because: failures.record_loss(

@@ -70,8 +70,9 @@ class Resident:
         owner: str,
         clock: Callable[[], float],
         origin: Any = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        """`origin` is the factory it was registered with; `clock` returns seconds."""
+        """`origin` is the factory it was registered with. `clock` returns seconds, `wall` epoch seconds."""
         self.spec = spec
         self.backend = backend
         self.origin = origin
@@ -102,7 +103,7 @@ class Resident:
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet
         self._was_pinned = False
         self._shell: Callable[[], Any] = _nothing  # a weak reference to an earlier load's object
-        self._clock = clock
+        self._clock, self._wall = clock, wall
 
     def pieces(self) -> tuple[int, ...]:
         """Relative sizes of the pieces into which the model may be divided.
@@ -181,7 +182,7 @@ class Resident:
         self._was_pinned = bool(pins)
         if self.uses != self._uses_noted:  # at least once a second while it is used
             self._uses_noted = self.uses
-            self.note_uses(encode_uses([self.last_used]))
+            self.note_uses(encode_uses([self._wall() - (self._clock() - self.last_used)]))
         return replace(
             self.lease,
             pins=pins,
@@ -196,7 +197,7 @@ class Resident:
 
     def note_uses(self, recent: str) -> None:
         """Adds the uses in `recent`, from `encode_uses`, to those it remembers."""
-        self.recent_uses = merged_uses((self.recent_uses, recent), self._clock())
+        self.recent_uses = merged_uses((self.recent_uses, recent), self._wall())
 
     def _used_since(self) -> float:
         """When the current use began, as far as it is known."""

@@ -384,6 +384,7 @@ def _ticket(
         refreshed=now,
         importance=request.lease.importance,
         seconds=seconds,
+        users=request.users,
         need=need,
         places=request.placement.devices,
         layout=request.placement.layout if len(need) > 1 else "",

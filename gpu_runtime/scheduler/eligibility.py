@@ -160,14 +160,16 @@ def warm(
     asker: str,
     importance: int,
     owner: str = "",
+    wanted: str = "",
 ) -> list[Lease]:
     """Leases of the `book` in host memory that may be unloaded now; of one `owner` if given.
 
-    `asker`, `importance` and `world` as in `reason_to_stay`.
+    `asker`, `importance` and `world` as in `reason_to_stay`. The lease with the id `wanted` stays,
+    since it is about to return to a card.
     """
     found = []
     for lease in book.leases():
-        if not lease.on_host or not lease.droppable:
+        if not lease.on_host or not lease.droppable or lease.id == wanted:
             continue
         if owner and lease.owner != owner:
             continue
@@ -185,6 +187,7 @@ def warm_pool_victims(
     asker: str,
     importance: int,
     owner: str = "",
+    wanted: str = "",
 ) -> tuple[Lease, ...] | None:
     """Leases to unload from the warm pool to free `shortage` bytes; None if too few.
 
@@ -192,7 +195,7 @@ def warm_pool_victims(
     """
     if shortage <= 0:
         return ()
-    pool = warm(book, world, asker=asker, importance=importance, owner=owner)
+    pool = warm(book, world, asker=asker, importance=importance, owner=owner, wanted=wanted)
     return victims({HOST: shortage}, pool, world, rank)
 
 
@@ -206,6 +209,7 @@ def worth_less(
     asker: str,
     importance: int,
     owner: str = "",
+    wanted: str = "",
 ) -> tuple[Lease, ...]:
     """Leases in host memory to unload so that `lease` fits there; empty if that is not worth it.
 
@@ -219,7 +223,8 @@ def worth_less(
     moved = replace(lease, shares=(Share(HOST, lease.own_bytes),), filled=())
     worth = (-lease.importance, rank(moved, world))
     pool = []
-    for other in warm(book, world, asker=asker, importance=importance, owner=owner):
+    able = warm(book, world, asker=asker, importance=importance, owner=owner, wanted=wanted)
+    for other in able:
         if (-other.importance, rank(other, world)) < worth:
             pool.append(other)
     return victims({HOST: shortage}, pool, world, rank) or ()

@@ -96,7 +96,7 @@ def _cheapest(
     host_room = context.room_now.get(HOST, 0)
     host_later = host_room
     if not all([lease.droppable for lease in idle]):
-        pool = warm(book, world, asker=asker, importance=importance)
+        pool = warm(book, world, asker=asker, importance=importance, wanted=request.lease.id)
         host_later += sum(lease.bytes for lease in pool)
     found: list[_Priced] = []
     for candidate, leaving in _ways(
@@ -130,6 +130,7 @@ def _cheapest(
         rank,
         asker=asker,
         importance=importance,
+        wanted=request.lease.id,
     )
     others = found[1 : MOST_OTHERS + 1] if request.wait else found[1:]  # a plan shows all ways
     return Way(

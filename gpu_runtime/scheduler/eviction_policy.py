@@ -50,10 +50,9 @@ def keep_score(lease: Lease, world: World) -> float:
     Source: hyperbolic caching, Blankstein et al. 2017 (USENIX ATC), with the cost and size of
     GreedyDual-Size, Cao and Irani 1997.
     """
-    now = world.now
     expected = 0.0
-    for used in decode_uses(lease.recent_uses, now) or (lease.last_used,):
-        expected += 1.0 / (max(0.0, now - used) + YOUNGEST_SECONDS)
+    for age in _ages(lease, world):
+        expected += 1.0 / (age + YOUNGEST_SECONDS)
     return expected * _seconds_lost(lease, world) / max(lease.own_bytes / GB, 1e-3)
 
 
@@ -65,6 +64,12 @@ def _seconds_lost(lease: Lease, world: World) -> float:
     if lease.movable and world.rules.offload and lease.own_bytes <= world.limits.get(HOST, 0):
         return restore
     return reload
+
+
+def _ages(lease: Lease, world: World) -> list[float]:
+    """Seconds since each of its last uses, of which at least one is known."""
+    uses = decode_uses(lease.recent_uses, world.wall)
+    return [max(0.0, world.wall - used) for used in uses] or [lease.idle_seconds(world.now)]
 
 
 def seconds_to_load(lease: Lease) -> float:
@@ -96,7 +101,7 @@ def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:
         """The rank of `lease` in this `world`, with the uses of all equal models."""
         if lease.source not in shared:
             return rank(lease, world)
-        every_use = merged_uses(shared[lease.source], world.now)
+        every_use = merged_uses(shared[lease.source], world.wall)
         return rank(replace(lease, recent_uses=every_use), world)
 
     return ranked

@@ -154,6 +154,7 @@ class _Eviction:
             self.rank,
             asker=asker,
             importance=self.request.lease.importance,
+            wanted=self.request.lease.id,
         )
         if any([other.id in self.context.silent for other in less]):
             return False

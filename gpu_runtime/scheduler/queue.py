@@ -14,9 +14,7 @@ from msgspec.structs import replace
 from ..facts import HOST, IMPORTANCE, Book, Request, Share, Ticket, World
 from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
-PATIENCE_SECONDS = 120.0  # a request that has waited longer goes before loads that serve more users
-
-# Importance, whether it has waited less than PATIENCE_SECONDS, negative users per second, arrival, key.
+# Importance, whether it has waited for less than `patience_seconds`, negative users per second, arrival, key.
 _Position = tuple[int, int, float, float, str]
 _CLASSES = sorted(IMPORTANCE.values())
 
@@ -65,7 +63,7 @@ def elders(
     users, wanted = _users(book), request.lease
     model = (wanted.owner, wanted.name)
     if book.ticket(request.key) is None:
-        users[model] = users.get(model, 0) + 1
+        users[model] = users.get(model, 0) + request.users
     seconds = load_seconds(book, request)
     own = _position(wanted.importance, request.arrived, request.key, users[model], seconds, world)
     found = []
@@ -98,7 +96,7 @@ def _users(book: Book) -> dict[tuple[str, str], int]:
     for ticket in book.tickets:
         if ticket.verb == "use":
             model = (ticket.owner, ticket.name)
-            users[model] = users.get(model, 0) + 1
+            users[model] = users.get(model, 0) + ticket.users
     return users
 
 
@@ -128,7 +126,7 @@ def _position(
     """
     waited_seconds = world.now - arrived
     importance = aged(importance, waited_seconds, world)
-    if waited_seconds > PATIENCE_SECONDS:
+    if waited_seconds >= world.rules.patience_seconds:
         return importance, 0, 0.0, arrived, key
     return importance, 1, -users / max(seconds, LEAST_SECONDS), arrived, key
 

@@ -32,6 +32,8 @@ from .ghosts import ghosts_of, ghosts_of_unread
 
 # Actions of a lease that left its device or the warm pool: evicted, or lost with its engine.
 LEFT = ("offloaded", "unloaded", "lost")
+# Actions whose event keeps when the lease was used.
+ENDED_A_STAY = (*LEFT, "reaped")
 DECISIONS = ("granted", "waiting", "refused")
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 
@@ -82,6 +84,8 @@ def note(
         shares=lease.shares if len(lease.shares) > 1 else (),
         answers=answers,
         seconds=round(seconds, 3) or NEVER,
+        uses=lease.recent_uses if action in ENDED_A_STAY else "",
+        source=lease.source,
     )
     book = replace(book, events=(*book.events[-MOST_EVENTS + 1 :], event), seq=event.seq)
     section = book.sections.get(lease.owner)

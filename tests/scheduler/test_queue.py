@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from gpu_runtime.scheduler.queue import PATIENCE_SECONDS, elders, load_seconds, queue
+from gpu_runtime.facts import Rules
+from gpu_runtime.scheduler.queue import elders, load_seconds, queue
 from tests.worlds import NOW, book, lease, request, ticket, world
 
+PATIENCE_SECONDS = Rules().patience_seconds
 THERE = world(sim0=20, host=20)
 
 

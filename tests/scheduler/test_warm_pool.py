@@ -30,6 +30,16 @@ def test_a_model_that_is_worth_more_stays_in_host_memory():
     assert places(page) == {"warm": "host", "qwen": "arriving"}
 
 
+@pytest.mark.parametrize("droppable", [True, False])
+def test_the_model_that_is_about_to_return_is_not_unloaded(droppable):
+    """It is the least recently used one, and its place in host memory would be just large enough."""
+    wanted = lease("wanted", host=9, last_used=NOW - 900)
+    victim = lease("victim", sim0=14, last_used=NOW - 60, droppable=droppable)
+    page, heard = ask_until(book(wanted, victim), request("wanted", 9), world(sim0=20, host=14))
+    assert page.find(at(1, "wanted")) is not None
+    assert "unloaded from the warm pool" not in " ".join(verdict.because for verdict in heard)
+
+
 def test_an_important_model_stays_in_host_memory():
     warm = lease("warm", host=8, last_used=NOW - 900, importance="high")
     page = book(warm, lease("victim", sim0=9, last_used=NOW - 60))

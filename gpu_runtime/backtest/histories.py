@@ -1,0 +1,185 @@
+"""The history that is replayed: which models were used when, and for how long.
+
+A history comes from two CSV files or from the journal; `docs/guides/backtest.md` describes both. The
+journal does not know how long a use took. Each is taken to last `USE_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import BadSetting
+from ..facts import NORMAL, Event, Lease, decode_uses, parse_importance
+
+GB = 10**9
+USE_SECONDS = 1.0  # of a use in the journal, which knows only when it was
+DISK_BYTES_PER_SECOND = 1 * GB  # of a load that the journal has not measured
+HOST_BYTES_PER_SECOND = 10 * GB  # of a move to or from host memory that it has not measured
+REQUEST_FIELDS = ("t_s", "model", "service_s", "importance")
+MODEL_FIELDS = ("model", "size_gb", "load_s", "restore_s", "offload_s")
+
+
+class HistoryModel(NamedTuple):
+    """A model and what moving it costs."""
+
+    name: str
+    bytes: int
+    load_seconds: float  # from disk to the card
+    restore_seconds: float  # from host memory to the card
+    offload_seconds: float  # from the card to host memory
+
+
+class HistoryRequest(NamedTuple):
+    """One use of a model."""
+
+    seconds: float  # since the history began
+    model: str
+    service_seconds: float  # how long the model is in use
+    importance: int
+
+
+class History(NamedTuple):
+    """The models, and their requests in the order of time."""
+
+    models: dict[str, HistoryModel]
+    requests: tuple[HistoryRequest, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all models together."""
+        return sum(model.bytes for model in self.models.values())
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest model."""
+        return max((model.bytes for model in self.models.values()), default=0)
+
+
+def read_history(requests: str | Path, models: str | Path) -> History:
+    """The history in two CSV files.
+
+    `requests` has the columns t_s, model, service_s, importance; `models` has the columns model,
+    size_gb (10⁹ bytes), load_s, restore_s, offload_s. Raises BadSetting, which names file and line.
+    """
+    known = {model.name: model for model in _rows(models, MODEL_FIELDS, _model)}
+    found = list(_rows(requests, REQUEST_FIELDS, _request))
+    for line, request in enumerate(found, 2):
+        if request.model not in known:
+            raise BadSetting(
+                f"{requests}, line {line}", request.model, f"a model that {models} describes"
+            )
+    found.sort(key=lambda request: request.seconds)
+    return History(known, tuple(found))
+
+
+def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: float) -> History:
+    """The history that the journal's `events` and the present `leases` show, until `wall`.
+
+    `wall` is in epoch seconds. Models of different processes that have one source are one model.
+    """
+    models: dict[str, _Seen] = {}
+    for event in events:
+        if event.action in ("loaded", "restored", "offloaded", "unloaded", "lost", "reaped"):
+            models.setdefault(event.source or event.model, _Seen(event.model)).saw(event)
+    for lease in leases:
+        if lease.kind == "model" and lease.bytes:
+            seen = models.setdefault(lease.source or lease.name, _Seen(lease.name))
+            seen.bytes = max(seen.bytes, lease.own_bytes)
+            seen.uses |= set(decode_uses(lease.recent_uses, wall))
+    known = {}
+    requests = []
+    for seen in models.values():
+        if seen.bytes:
+            model = seen.model(seen.name if seen.name not in known else f"{seen.name}#{len(known)}")
+            known[model.name] = model
+            requests += [
+                HistoryRequest(float(at), model.name, USE_SECONDS, NORMAL) for at in seen.uses
+            ]
+    first = min((request.seconds for request in requests), default=0.0)
+    moved = [request._replace(seconds=request.seconds - first) for request in requests]
+    return History(known, tuple(sorted(moved)))
+
+
+class _Seen:
+    """What the journal shows of one model."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.bytes = name, 0
+        self.uses: set[int] = set()  # epoch seconds
+        self.seconds: dict[str, float] = {}  # action -> the newest duration
+
+    def saw(self, event: Event) -> None:
+        """Adds what `event` shows."""
+        if event.action in ("loaded", "restored"):
+            self.bytes = max(self.bytes, event.bytes)
+            self.uses.add(int(event.wall))
+            if event.seconds:
+                self.seconds[event.action] = event.seconds
+        self.uses |= set(decode_uses(event.uses, event.wall))
+
+    def model(self, name: str) -> HistoryModel:
+        """The model, called `name`, with its durations: measured, else estimated from its size."""
+        by_host = self.bytes / HOST_BYTES_PER_SECOND
+        return HistoryModel(
+            name,
+            self.bytes,
+            self.seconds.get("loaded") or self.bytes / DISK_BYTES_PER_SECOND,
+            self.seconds.get("restored") or by_host,
+            by_host,
+        )
+
+
+def _rows(
+    path: str | Path, fields: tuple[str, ...], parsed: Callable[[dict[str, str]], object]
+) -> Iterator[object]:
+    try:
+        file = open(path, newline="", encoding="utf-8")
+    except OSError as error:
+        raise BadSetting("the history", str(path), f"a file that can be read ({error})") from None
+    with file:
+        reader = csv.DictReader(file)
+        missing = [field for field in fields if field not in (reader.fieldnames or ())]
+        if missing:
+            raise BadSetting(
+                f"the first line of {path}",
+                ",".join(reader.fieldnames or ()),
+                f"the columns {', '.join(fields)}",
+            )
+        for row in reader:
+            try:
+                yield parsed(row)
+            except (ValueError, TypeError, BadSetting) as error:
+                raise BadSetting(f"{path}, line {reader.line_num}", dict(row), str(error)) from None
+
+
+def _model(row: dict[str, str]) -> HistoryModel:
+    size = int(_number(row["size_gb"]) * GB)
+    if size <= 0:
+        raise ValueError("a size_gb above 0")
+    return HistoryModel(
+        row["model"],
+        size,
+        _number(row["load_s"]),
+        _number(row["restore_s"]),
+        _number(row["offload_s"]),
+    )
+
+
+def _request(row: dict[str, str]) -> HistoryRequest:
+    return HistoryRequest(
+        _number(row["t_s"]),
+        row["model"],
+        _number(row["service_s"]),
+        parse_importance(row["importance"]),
+    )
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"a number from 0, not {text}")
+    return number

@@ -1,0 +1,283 @@
+"""The replay of a history: the real scheduler decides, and a virtual clock runs.
+
+One card, and host memory. Requests of one model run together. A model in use cannot leave. What the
+scheduler grants takes the seconds that the history names, in lanes that do one transfer at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from ..facts import (
+    HOST,
+    IMPORTANCE,
+    Book,
+    Device,
+    Drop,
+    Footprint,
+    Lease,
+    Load,
+    Owner,
+    Phase,
+    Policy,
+    Refuse,
+    Request,
+    Rules,
+    Section,
+    Step,
+    Ticket,
+    World,
+    encode_uses,
+    merged_uses,
+)
+from ..scheduler.admission import admit
+from ..scheduler.queue import load_seconds, queue
+from ..scheduler.transitions import perform
+from .histories import History, HistoryRequest
+
+CARD = "card"
+LEAST_IMPORTANT = max(IMPORTANCE.values())
+OWNER = Owner("replay", "replay", 1, 1)
+
+
+class Engine(NamedTuple):
+    """How transfers share the machine."""
+
+    name: str
+    two_lanes: bool  # loads from disk and restores from host memory do not wait for one another
+    patience_seconds: float  # 0: loads in the order of arrival
+
+
+ENGINES = {
+    "plain": Engine("plain", two_lanes=False, patience_seconds=0.0),
+    "full": Engine("full", two_lanes=True, patience_seconds=Rules().patience_seconds),
+}
+
+
+class Result(NamedTuple):
+    """What the replay measured."""
+
+    waits: tuple[float, ...]  # seconds between each request and its start, sorted
+    loads: int
+    restores: int
+    moved_bytes: int
+
+    @property
+    def wait_seconds(self) -> float:
+        """The waiting of all requests together."""
+        return sum(self.waits)
+
+    def percentile(self, fraction: float) -> float:
+        """The waiting, in seconds, that this fraction of the requests does not exceed."""
+        if not self.waits:
+            return 0.0
+        return self.waits[min(len(self.waits) - 1, int(fraction * len(self.waits)))]
+
+
+def replay(
+    history: History, card_bytes: int, host_bytes: int, rank: Policy, engine: Engine
+) -> Result:
+    """What would have happened with this card, host memory, policy (`rank`) and `engine`.
+
+    `card_bytes` is at least the largest model; `host_bytes` may be 0. Raises ValueError if a model
+    of the history does not fit onto the card.
+    """
+    if history.largest > card_bytes:
+        raise ValueError(f"a card of {card_bytes} bytes cannot hold the largest model")
+    return _Replay(history, card_bytes, host_bytes, rank, engine).run()
+
+
+class _Replay:
+    """The state of one replay. The book is the ledger's page; one owner holds every model."""
+
+    def __init__(
+        self, history: History, card_bytes: int, host_bytes: int, rank: Policy, engine: Engine
+    ) -> None:
+        self.models, self.requests = history.models, history.requests
+        self.rank, self.engine = rank, engine
+        limits = {CARD: card_bytes, HOST: host_bytes}
+        devices = tuple(Device(id, size, simulated=True) for id, size in limits.items())
+        rules = Rules(refresh_seconds=float("inf"), patience_seconds=engine.patience_seconds)
+        self.world = World(0.0, 0.0, devices, limits, rules=rules)
+        self.book = Book(devices=devices, limits=limits).with_section(Section(OWNER))
+        self.used: dict[str, tuple[int, float, str]] = {}  # model -> users, last use, last uses
+        self.stale = False  # whether the book has not got `used` yet
+        self.waiting: dict[str, list[HistoryRequest]] = {}
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.serial = 0
+        self.busy: set[str] = set()  # lanes with a transfer
+        self.waits: list[float] = []
+        self.loads = self.restores = self.moved_bytes = 0
+
+    def run(self) -> Result:
+        """Replays all requests, until the last of them has started."""
+        arrivals = deque(self.requests)
+        while arrivals or self.events:
+            if not self.events or (arrivals and arrivals[0].seconds < self.events[0][0]):
+                request = arrivals.popleft()
+                self._advance(request.seconds)
+                self._arrive(request)
+            else:
+                seconds, _, happen = heapq.heappop(self.events)
+                self._advance(seconds)
+                happen()
+        assert not self.waiting, f"never served: {sorted(self.waiting)}"
+        self.waits.sort()
+        return Result(tuple(self.waits), self.loads, self.restores, self.moved_bytes)
+
+    def _advance(self, seconds: float) -> None:
+        self.world = replace(self.world, now=seconds, wall=seconds)
+
+    def _after(self, seconds: float, happen: Callable[[], None]) -> None:
+        self.serial += 1
+        heapq.heappush(self.events, (self.world.now + seconds, self.serial, happen))
+
+    # -- using a model
+
+    def _arrive(self, request: HistoryRequest) -> None:
+        """The request starts at once if its model is on the card, else it waits."""
+        lease = self.book.lease(OWNER.id, request.model)
+        if lease and lease.on_device and lease.phase is Phase.SETTLED:
+            self._start(request)
+            return
+        waiting = self.waiting.setdefault(request.model, [])
+        waiting.append(request)
+        self._queue(request.model)
+        self._decide()
+
+    def _queue(self, model: str) -> None:
+        """Writes the ticket of the users that wait for `model`, if no transfer brings it already."""
+        lease = self.book.lease(OWNER.id, model)
+        if lease is not None and lease.phase is Phase.ARRIVING:
+            return
+        request = self._request(model)
+        old = self.book.ticket(model) or Ticket(
+            model,
+            OWNER.id,
+            "use",
+            model,
+            request.arrived,
+            self.world.now,
+            seconds=load_seconds(self.book, request),
+        )
+        importance = request.lease.importance
+        self.book = self.book.with_ticket(replace(old, users=request.users, importance=importance))
+
+    def _start(self, request: HistoryRequest) -> None:
+        self.waits.append(self.world.now - request.seconds)
+        self._use(request.model, +1)
+        self._after(request.service_seconds, partial(self._end, request.model))
+
+    def _end(self, model: str) -> None:
+        self._use(model, -1)
+        if not self.used[model][0]:
+            self._decide()
+
+    def _use(self, model: str, change: int) -> None:
+        """Counts a user more or less, and the time of the use."""
+        users, _, uses = self.used.get(model, (0, 0.0, ""))
+        now = self.world.now
+        if change > 0:
+            uses = merged_uses((uses, encode_uses([now])), now)
+        self.used[model] = (users + change, now, uses)
+        self.stale = True
+
+    def _publish(self) -> None:
+        """Writes the users and last uses into the book, as each owner does before it decides."""
+        if not self.stale:
+            return
+        self.stale = False
+        leases = []
+        for lease in self.book.sections[OWNER.id].leases:
+            users, last, uses = self.used.get(lease.name, (0, 0.0, ""))
+            if (users, last) != (lease.pins, lease.last_used) and lease.phase is not Phase.ARRIVING:
+                lease = replace(lease, pins=users, last_used=last, recent_uses=uses)
+            leases.append(lease)
+        self.book = self.book.with_section(Section(OWNER, tuple(leases)))
+
+    # -- deciding
+
+    def _decide(self) -> None:
+        """Starts every transfer that the scheduler grants now and that has a lane."""
+        while self.waiting and len(self.busy) < (2 if self.engine.two_lanes else 1):
+            self._publish()
+            if not any(self._try(model) for model in self._in_order()):
+                return
+
+    def _in_order(self) -> list[str]:
+        """The waiting models that have no transfer, as the queue orders them."""
+        moving = {lease.name for lease in self.book.leases() if lease.phase is not Phase.SETTLED}
+        order = queue(self.book, self.world)
+        return [ticket.name for ticket in order if ticket.name not in moving]
+
+    def _try(self, model: str) -> bool:
+        """Asks the scheduler for room for `model`. False if nothing can be done for it now."""
+        lane = self._lane(model)
+        if lane in self.busy:
+            return False
+        request = self._request(model)
+        self.book, verdict = admit(self.book, request, self.world, self.rank)
+        if isinstance(verdict, Refuse):
+            raise AssertionError(verdict.because)
+        if not verdict.steps:
+            return False
+        seconds = sum(self._seconds(step) for step in verdict.steps)
+        self.busy.add(lane)
+        self._after(seconds, partial(self._done, lane, verdict.steps))
+        return True
+
+    def _lane(self, model: str) -> str:
+        if not self.engine.two_lanes:
+            return "any"
+        lease = self.book.lease(OWNER.id, model)
+        return "host" if lease is not None and lease.on_host else "disk"
+
+    def _request(self, model: str) -> Request:
+        """The request of the users that wait for `model`; it is as old as the first of them."""
+        costs, waiting = self.models[model], self.waiting[model]
+        wanted = Lease(
+            OWNER.id,
+            model,
+            importance=min(request.importance for request in waiting),
+            recent_uses=self.used.get(model, (0, 0.0, ""))[2],
+            reload_seconds=costs.load_seconds,
+            restore_seconds=costs.restore_seconds,
+            droppable=True,
+        )
+        footprint = Footprint.of(costs.bytes)
+        return Request(model, wanted, footprint, waiting[0].seconds, users=len(waiting))
+
+    def _seconds(self, step: Step) -> float:
+        """How long the step takes; and it is counted."""
+        costs = self.models[step.lease.partition("/")[2]]
+        if isinstance(step, Drop):
+            return 0.0
+        self.moved_bytes += costs.bytes
+        if isinstance(step, Load):
+            self.loads += 1
+            return costs.load_seconds
+        if step.shares[0].device == HOST:
+            return costs.offload_seconds
+        self.restores += 1
+        return costs.restore_seconds
+
+    def _done(self, lane: str, steps: tuple[Step, ...]) -> None:
+        """The steps have ended: leases are where they go, and users of what arrived start."""
+        self.busy.discard(lane)
+        for step in steps:
+            self.book = perform(self.book, step, self.world)
+            name = step.lease.partition("/")[2]
+            lease = self.book.lease(OWNER.id, name)
+            if lease is None or not lease.on_device:
+                continue
+            idle = replace(lease, pins=0, importance=LEAST_IMPORTANT, droppable=True)
+            self.book = self.book.with_lease(idle)
+            for request in self.waiting.pop(name, ()):
+                self._start(request)
+        self._decide()

@@ -1,0 +1,158 @@
+"""Replays a history for every choice of policy, card, host memory and engine.
+
+`lru` on the plain engine is always there as the reference. `clairvoyant` shows how much is left: it
+knows when each model is used next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from ..errors import BadSetting, BadSize
+from ..facts import Lease, Policy, World
+from ..scheduler.eviction_policy import policy
+from ..units import parse_bytes
+from .histories import History
+from .replay import ENGINES, Result, replay
+
+CLAIRVOYANT = "clairvoyant"
+REFERENCE = ("lru", "plain")
+DEVICES = "80GB,10%,20%,40%"
+HOSTS = "0GB,20%,50%,100%"
+
+
+class Row(NamedTuple):
+    """One replay. Sizes are in bytes, `wait_*` in seconds; `wait_vs_lru` is a ratio."""
+
+    policy: str
+    engine: str
+    device_bytes: int
+    host_bytes: int
+    requests: int
+    wait_s: float
+    wait_p50_s: float
+    wait_p99_s: float
+    loads: int
+    restores: int
+    moved_bytes: int
+    wait_vs_lru: float  # against lru on the plain engine; 1.0 if neither waits
+
+
+def compare(
+    history: History,
+    *,
+    policies: Sequence[str] = ("lru", "cost_aware", "keep_score"),
+    engines: Sequence[str] = ("full",),
+    devices: Sequence[str] = tuple(DEVICES.split(",")),
+    hosts: Sequence[str] = tuple(HOSTS.split(",")),
+) -> Iterator[Row]:
+    """A row for each choice, as each replay ends.
+
+    `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models. A card in
+    percent has at least the bytes of the largest model. Raises BadSetting for an unknown policy or
+    engine, for a size that cannot be read, for a card that is smaller than the largest model, and
+    if the `history` is empty.
+    """
+    if not history.requests:
+        raise BadSetting("the history", "no requests", "at least one use of a model")
+    for name in policies:
+        if name != CLAIRVOYANT:
+            policy(name)
+    for name in engines:
+        if name not in ENGINES:
+            raise BadSetting("engine", name, f"one of {', '.join(ENGINES)}")
+    cards = [_card(text, history) for text in devices]
+    memories = [_bytes(text, history, "host") for text in hosts]
+    for card, memory in product(cards, memories):
+        yield from _rows(history, card, memory, policies, engines)
+
+
+def _rows(
+    history: History, card: int, memory: int, policies: Sequence[str], engines: Sequence[str]
+) -> Iterator[Row]:
+    """The rows of one machine, the reference first."""
+    choices = [REFERENCE, (CLAIRVOYANT, "plain"), *product(policies, engines)]
+    reference = 0.0
+    for name, engine in dict.fromkeys(choices):
+        rank = _clairvoyant(history) if name == CLAIRVOYANT else policy(name)
+        result = replay(history, card, memory, rank, ENGINES[engine])
+        if (name, engine) == REFERENCE:
+            reference = result.wait_seconds
+        yield _row(name, engine, card, memory, result, reference)
+
+
+def _row(name: str, engine: str, card: int, memory: int, result: Result, reference: float) -> Row:
+    waited = result.wait_seconds
+    if reference:
+        ratio = waited / reference
+    else:
+        ratio = 1.0 if not waited else float("inf")
+    return Row(
+        name,
+        engine,
+        card,
+        memory,
+        len(result.waits),
+        round(waited, 3),
+        round(result.percentile(0.50), 3),
+        round(result.percentile(0.99), 3),
+        result.loads,
+        result.restores,
+        result.moved_bytes,
+        round(ratio, 4),
+    )
+
+
+def _card(text: str, history: History) -> int:
+    size = _bytes(text, history, "device")
+    if text.strip().endswith("%"):
+        return max(size, history.largest)
+    if size < history.largest:
+        largest = max(history.models.values(), key=lambda model: model.bytes)
+        raise BadSetting(
+            "device", text, f"at least {largest.bytes / 1e9:.1f}GB, the size of {largest.name}"
+        )
+    return size
+
+
+def _bytes(text: str, history: History, what: str) -> int:
+    """The bytes of a size such as `80GB`, or of a percent of all models."""
+    words = text.strip()
+    try:
+        if words.endswith("%"):
+            share = float(words[:-1]) / 100
+            if share < 0 or share != share or share == float("inf"):
+                raise ValueError
+            return int(history.bytes * share)
+        return parse_bytes(words)
+    except (BadSize, ValueError):
+        raise BadSetting(what, text, "a size such as 80GB, or a percent such as 20%") from None
+
+
+def _clairvoyant(history: History) -> Policy:
+    """The policy by which the model that is used last leaves first."""
+    times: dict[str, list[float]] = {}
+    for request in history.requests:
+        times.setdefault(request.model, []).append(request.seconds)
+
+    def next_use(lease: Lease, world: World) -> float:
+        """The time until the next use of `lease`, negative: the lowest leaves first."""
+        uses: list[float] = times[lease.name]
+        later = bisect_right(uses, world.now)
+        return -(uses[later] - world.now) if later < len(uses) else float("-inf")
+
+    return next_use
+
+
+def split_words(text: str | Iterable[str]) -> tuple[str, ...]:
+    """The words of `text`, which are separated by commas; a sequence is returned as it is.
+
+    >>> split_words("lru, keep_score")
+    ('lru', 'keep_score')
+    """
+    if not isinstance(text, str):
+        return tuple(text)
+    return tuple(word.strip() for word in text.split(",") if word.strip())

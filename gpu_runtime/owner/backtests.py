@@ -1,0 +1,79 @@
+"""Back-tests: a history of uses, replayed with other policies, cards and host memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..backtest import (
+    DEVICES,
+    HOSTS,
+    USE_SECONDS,
+    History,
+    Row,
+    compare,
+    journal_history,
+    read_history,
+    split_words,
+)
+from ..errors import BadSetting
+from .history import recorded_events
+from .session import Session
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+DAY = 86_400.0  # seconds
+DAYS = 7.0
+POLICIES = "lru,cost_aware,keep_score"
+Words = str | Sequence[str]
+
+
+def backtest(
+    session: Session | None,
+    requests: str | os.PathLike[str] | None = None,
+    models: str | os.PathLike[str] | None = None,
+    *,
+    days: float = DAYS,
+    policy: Words = POLICIES,
+    engine: Words = "full",
+    device: Words = DEVICES,
+    host: Words = HOSTS,
+) -> DataFrame:
+    """A table with the waiting that each choice of policy, engine, card and host memory would cause.
+
+    The history is in the CSV files `requests` and `models`; without them it is the journal's of the
+    last `days` days. `policy`, `engine`, `device` and `host` are words in a list or separated by
+    commas. `device` and `host` are sizes such as `80GB`, or percents of the bytes of all models.
+    Columns: those of `backtest.Row`. Raises BadSetting.
+    """
+    from pandas import DataFrame
+
+    if (requests is None) != (models is None):
+        raise BadSetting("backtest", "one file", "both files: requests and models, or neither")
+    if requests is not None and models is not None:
+        history = read_history(os.fspath(requests), os.fspath(models))
+        note = ""
+    else:
+        assert session is not None, "only a runtime has a journal"
+        history = _recorded(session, days)
+        note = f"The journal does not know how long uses took: each counts as {USE_SECONDS:g} s."
+    rows = compare(
+        history,
+        policies=split_words(policy),
+        engines=split_words(engine),
+        devices=split_words(device),
+        hosts=split_words(host),
+    )
+    frame = DataFrame(list(rows), columns=list(Row._fields))
+    if note:
+        frame.attrs["note"] = note
+    return frame
+
+
+def _recorded(session: Session, days: float) -> History:
+    """The history of the last `days` days, from the journal and the leases of now."""
+    wall = session.wall()
+    events = recorded_events(session, since=wall - days * DAY)
+    return journal_history(events, session.ledger.read().leases(), wall)

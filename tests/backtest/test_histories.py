@@ -1,0 +1,91 @@
+"""Histories are read from CSV files and from the journal."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_runtime.backtest import USE_SECONDS, HistoryModel, journal_history, read_history
+from gpu_runtime.errors import BadSetting
+from gpu_runtime.facts import Event, encode_uses
+from tests.worlds import WALL, lease
+
+MODELS = "model,size_gb,load_s,restore_s,offload_s\na,1.5,3,0.5,0.2\nb,2,4,1,1\n"
+REQUESTS = "t_s,model,service_s,importance\n2.5,b,1,high\n0,a,2.5,normal\n"
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(requests=REQUESTS, models=MODELS):
+        (tmp_path / "r.csv").write_text(requests)
+        (tmp_path / "m.csv").write_text(models)
+        return tmp_path / "r.csv", tmp_path / "m.csv"
+
+    return write
+
+
+def test_two_files_are_a_history(files):
+    history = read_history(*files())
+    assert history.models["a"] == HistoryModel("a", 1_500_000_000, 3.0, 0.5, 0.2)
+    assert [(one.seconds, one.model, one.importance) for one in history.requests] == [
+        (0.0, "a", 10),
+        (2.5, "b", 5),
+    ]
+    assert (history.bytes, history.largest) == (3_500_000_000, 2_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("requests", "models", "message"),
+    [
+        ("t_s,model\n", MODELS, r"(?s)first line of .*r.csv.*service_s"),
+        (REQUESTS.replace("2.5,b", "soon,b"), MODELS, r"r.csv, line 2"),
+        (REQUESTS.replace("2.5,b", "-1,b"), MODELS, r"r.csv, line 2"),
+        (REQUESTS.replace("2.5,b", "nan,b"), MODELS, r"r.csv, line 2"),
+        (REQUESTS.replace("high", "huge"), MODELS, r"r.csv, line 2"),
+        (REQUESTS.replace(",b,", ",c,"), MODELS, r"r.csv, line 2.*'c'.*m.csv describes"),
+        (REQUESTS, MODELS.replace("1.5", "0"), r"m.csv, line 2"),
+        (REQUESTS, MODELS + "c,1\n", r"m.csv, line 4"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_its_file_and_line(files, requests, models, message):
+    with pytest.raises(BadSetting, match=message):
+        read_history(*files(requests, models))
+
+
+def test_a_file_that_is_not_there_is_named(files, tmp_path):
+    with pytest.raises(BadSetting, match="nowhere.csv"):
+        read_history(tmp_path / "nowhere.csv", files()[1])
+
+
+def event(model, action, wall, **fields):
+    return Event(1, wall, model, action, "request", "", **fields)
+
+
+def test_the_journal_shows_uses_sizes_and_seconds():
+    events = [
+        event("a", "loaded", WALL - 100, bytes=4, seconds=8.0, source="x"),
+        event("a", "restored", WALL - 50, bytes=4, seconds=1.0, source="x"),
+        event("a", "offloaded", WALL - 20, uses=encode_uses([WALL - 90, WALL - 40]), source="x"),
+        event("a", "refused", WALL - 10),
+    ]
+    still_here = lease("a", by=2, sim0=1, recent_uses=encode_uses([WALL - 5]), source="x")
+    history = journal_history(events, [still_here], WALL)
+    [model] = history.models.values()
+    assert (model.name, model.load_seconds, model.restore_seconds) == ("a", 8.0, 1.0)
+    assert model.bytes == 2**30, "the lease is larger than what was loaded"
+    assert [one.seconds for one in history.requests] == [0.0, 10.0, 50.0, 60.0, 95.0]
+    assert {one.service_seconds for one in history.requests} == {USE_SECONDS}
+
+
+def test_two_models_of_one_name_stay_two():
+    events = [
+        event("a", "loaded", WALL - 9, bytes=4, source="x"),
+        event("a", "loaded", WALL - 8, bytes=6, source="y"),
+    ]
+    assert sorted(model.bytes for model in journal_history(events, [], WALL).models.values()) == [
+        4,
+        6,
+    ]
+
+
+def test_an_empty_journal_is_an_empty_history():
+    assert journal_history([], [], WALL).requests == ()

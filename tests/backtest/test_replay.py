@@ -1,0 +1,107 @@
+"""The replay decides as the scheduler does, and its clock and bytes add up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.backtest import ENGINES, History, HistoryModel, HistoryRequest, replay
+from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.scheduler.eviction_policy import POLICIES, keep_score, lru
+
+GB = 10**9
+NORMAL = IMPORTANCE["normal"]
+
+
+def history(*uses, **sizes):
+    """`history((0, "a"), (20, "b", 5), a=10, b=4)`: seconds, model and seconds of service; GB."""
+    models = {name: HistoryModel(name, gb * GB, gb, gb / 10, gb / 20) for name, gb in sizes.items()}
+    requests = [HistoryRequest(at, model, *(more or (1,)), NORMAL) for at, model, *more in uses]
+    return History(models, tuple(requests))
+
+
+def run(past, card, host=0, rank=lru, engine="plain"):
+    return replay(past, card * GB, host * GB, rank, ENGINES[engine])
+
+
+def test_a_model_is_loaded_once_and_then_it_is_there():
+    result = run(history((0, "a"), (5, "a"), (20, "a"), a=10), 10)
+    assert (result.waits, result.loads, result.restores) == ((0.0, 5.0, 10.0), 1, 0)
+
+
+def test_ten_requests_whose_optimum_is_known():
+    """Two models take turns on a card for one: without host memory each use is a load of 10 s."""
+    turns = history(*((30 * n, "ab"[n % 2]) for n in range(10)), a=10, b=10)
+    bare = run(turns, 10)
+    assert (bare.wait_seconds, bare.loads, bare.moved_bytes) == (100.0, 10, 100 * GB)
+    # Then a use is a restore of 1 s behind an offload of 0.5 s, but for the first load of each.
+    roomy = run(turns, 10, host=20)
+    assert (roomy.loads, roomy.restores) == (2, 8)
+    assert roomy.wait_seconds == pytest.approx(10 + 10.5 + 8 * 1.5)
+
+
+def test_a_model_in_use_does_not_leave():
+    """b waits for the end of a's use, at 10 + 60 s, and then for its own load."""
+    result = run(history((0, "a", 60), (5, "b"), a=10, b=10), 10)
+    assert result.waits == (10.0, 75.0)
+
+
+def test_requests_of_one_model_run_together():
+    result = run(history((0, "a", 60), (1, "a", 60), (2, "a", 60), a=10), 10)
+    assert result.waits == (8.0, 9.0, 10.0) and result.loads == 1
+
+
+def test_a_restore_does_not_wait_for_a_load_in_the_full_engine():
+    """The load of c occupies the disk from 40 s to 70 s; a is in host memory."""
+    uses = ((0, "a"), (20, "b"), (40, "c"), (41, "a"))
+    past = history(*uses, a=10, b=10, c=30)
+    waits = {engine: max(replay_of(past, engine)) for engine in ENGINES}
+    assert waits["plain"] > 30 and waits["full"] <= 31
+
+
+def replay_of(past, engine):
+    return run(past, 40, host=60, engine=engine).waits
+
+
+def test_the_load_with_most_users_is_first_in_the_full_engine():
+    """While a is loaded, one user waits for b and three for c."""
+    uses = ((0, "a"), (1, "b"), (2, "c"), (3, "c"), (4, "c"))
+    past = history(*uses, a=10, b=10, c=10)
+    assert run(past, 30).wait_seconds > run(past, 30, engine="full").wait_seconds
+
+
+def test_a_card_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="largest model"):
+        run(history((0, "a"), a=10), 9)
+
+
+uses = st.lists(
+    st.tuples(st.integers(0, 300), st.sampled_from("abcd"), st.integers(0, 30)),
+    min_size=1,
+    max_size=25,
+)
+
+
+@given(
+    uses,
+    st.integers(10, 40),
+    st.integers(0, 40),
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(ENGINES)),
+)
+def test_every_request_is_served_and_what_moved_is_counted(past, card, host, name, engine):
+    """Every request starts once, never before it arrived; each load and restore moves its bytes."""
+    sizes = dict(a=10, b=7, c=4, d=1)
+    told = history(*sorted(past), **sizes)
+    result = run(told, card, host, POLICIES[name], engine)
+    assert len(result.waits) == len(past) and result.waits[0] >= 0
+    assert result.loads >= len({model for _, model, _ in past})
+    assert result.moved_bytes >= GB * (result.loads + result.restores)
+    assert run(told, card, host, POLICIES[name], engine) == result, "a replay is deterministic"
+
+
+def test_a_card_for_all_models_loads_each_once():
+    past = history(*((n, "abcd"[n % 4]) for n in range(40)), a=10, b=7, c=4, d=1)
+    for rank in (lru, keep_score):
+        assert run(past, 22, rank=rank).loads == 4
