@@ -25,6 +25,7 @@ LONGEST_TEXT = 4096  # characters of text that is not stored, such as a path
 LONGEST_TEMPLATE = 1 << 20  # characters of a chat template
 MOST_TOKENS = 2**27
 MOST_SEQUENCES = 2**16
+MOST_DAYS = 36_500.0  # of a history
 MOST_FACTOR = 1000  # the largest multiple of a model's weights that is leased
 _MOST = 2**31 - 1  # the largest number that is passed to a C library
 
@@ -208,6 +209,20 @@ def _importance(value: Any) -> int:
     return parse_importance(plain(value))
 
 
+def _words(value: Any) -> tuple[str, ...]:
+    """Words in a list, or in a text that separates them by commas."""
+    words = value.split(",") if isinstance(value, str) else _devices(value)
+    found = tuple(_word(word.strip()) for word in words if word.strip())
+    _require(found)
+    return found
+
+
+def _days(value: Any) -> float:
+    days = _number(value)
+    _require(0 < days < MOST_DAYS)
+    return float(days)
+
+
 def _seconds(value: Any) -> float:
     return parse_seconds(plain(value))
 
@@ -277,6 +292,7 @@ SIZE = Rule("a size, such as '8 GiB'", _room)
 TOKENS = Rule("a whole number above 0", whole(1, MOST_TOKENS))
 SEQUENCES = Rule("a whole number above 0", whole(1, MOST_SEQUENCES))
 NUMBER = Rule("a number", _number)
+WORDS = Rule("words in a list, or in a text that separates them by commas", _words)
 OBJECT = Rule("an object", _object)
 LAYERS = Rule("-1 (all), 0 (CPU only) or a number of layers", whole(-1, _MOST))
 
@@ -334,6 +350,13 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "context_length": optional(TOKENS),
     "sequences": optional(SEQUENCES),
     "dtype": optional(DTYPE),
+    "requests": optional(PATH),
+    "models": optional(PATH),
+    "days": Rule("a number of days above 0", _days),
+    "backtest.policy": WORDS,
+    "engine": WORDS,
+    "backtest.device": WORDS,
+    "host": WORDS,
     "file": PATH,
     "format": Rule("yaml, json, or nothing for a dict", _word),
     # the arguments of Runtime itself; its other keywords are settings

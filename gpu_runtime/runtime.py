@@ -21,9 +21,7 @@ from .arguments import checked, read_all
 from .backends.base import Progress, Stillness
 from .catalog.resolve import Catalogued
 from .catalog.store import Catalog
-from .devices.devices_setting import check_index
 from .devices.probe import Probe, open_probe
-from .devices.sampler_client import Sampling
 from .errors import LedgerUnavailable
 from .facts import (
     AllocatorMap,
@@ -39,10 +37,6 @@ from .facts import (
     Snapshot,
     Wait,
 )
-from .ledgers import host_config, open_ledger
-from .ledgers.access import journals_in
-from .ledgers.location import default_url, shared_url, slug_of
-from .notebook import notebook_path
 from .owner import (
     acquire,
     backtests,
@@ -57,25 +51,21 @@ from .owner import (
     kernel,
     lost_owners,
     maintenance,
+    opening,
     operations,
     registry,
     status,
 )
 from .owner.history import recorded_events
 from .owner.kernel import Kernel
-from .owner.look_ahead import LookAhead
 from .owner.monitor import Monitor
 from .owner.operations import ASK_SECONDS
 from .owner.pins import Held
 from .owner.resident import Place
 from .owner.session import Session
-from .scheduler import device_names
 from .scheduler import transitions as books
 from .scheduler.placement import check_policy
 from .settings import Settings
-from .telemetry.journal import Journal
-from .telemetry.measurements import Measurements, measurements_in
-from .telemetry.recorder import record_in
 from .threads import finish
 
 if TYPE_CHECKING:
@@ -132,35 +122,9 @@ class Runtime:
         _runtimes.add(self)
 
     def _open(self) -> None:
-        known = host_config.read(self.settings.gpu_config_file)
-        slug = slug_of(self.probe.devices if self.probe.simulated else ())
-        url = self.settings.gpu_ledger or shared_url(known.ledger, slug) or default_url(slug)
-        ledger = open_ledger(url, notebook=notebook_path())
-        try:
-            self.probe.rename(device_names.names(self.probe.devices, ledger.read()))
-            check_index(self.settings.inference_gpu_index, self.probe.devices)
-        except BaseException:
-            ledger.close()
-            raise
-        directory = getattr(ledger, "directory", None)  # of this boot; the state beside it survives
-        state = directory.parent if directory else None
-        self.probe.follow(directory, url)
-        # Simulated cards are not measured, but their use is recorded too.
-        recorded = bool(directory) and self.probe.simulated
-        self._opened = Session(
-            ledger,
-            self.probe,
-            self.settings,
-            Journal(*journals_in(state)) if state else Journal(),
-            clock=self._clock,
-            wall=self._wall,
-            catalogue=self._catalogue,
-            machine=known,
-            measurements=Measurements(measurements_in(state) if state else None),
-            record=record_in(directory) if directory else None,
-            recording=Sampling(directory, url, simulated=True) if recorded else None,
+        self._opened = opening.open_session(
+            self.settings, self.probe, self._catalogue, clock=self._clock, wall=self._wall
         )
-        self._opened.look_ahead = LookAhead(self._opened)
         if self._wants_monitor:
             self._opened.monitor = Monitor(self.tick, partial(maintenance.rest, self._opened))
 
@@ -604,9 +568,33 @@ class Runtime:
         return status.why(self._session, name)
 
     @checked
-    def backtest(self, *files: str | os.PathLike[str], **choices: Any) -> DataFrame:
-        """Replays a history with other policies, cards and RAM; see `owner.backtests.backtest`."""
-        return backtests.backtest(self._session, *files, **choices)
+    def backtest(
+        self,
+        requests: str | os.PathLike[str] | None = None,
+        models: str | os.PathLike[str] | None = None,
+        *,
+        days: float = 7.0,
+        policy: str | Iterable[str] = backtests.POLICIES,
+        engine: str | Iterable[str] = "full",
+        device: str | Iterable[str] = backtests.DEVICES,
+        host: str | Iterable[str] = backtests.HOSTS,
+    ) -> DataFrame:
+        """Replays a history, and shows how long each choice of policy, card and RAM makes people wait.
+
+        The history is in the CSV files `requests` and `models`; without them, it is the journal's of
+        the last `days` days. The choices are words in a list, or separated by commas: `device` and
+        `host` are sizes such as "80GB", or percents of the bytes of all models. Raises BadSetting.
+        """
+        return backtests.backtest(
+            self._session,
+            requests,
+            models,
+            days=days,
+            policy=policy,
+            engine=engine,
+            device=device,
+            host=host,
+        )
 
     def schedule(self) -> Schedule:
         """The waiting cells of this notebook, the models they use, and what was loaded ahead."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from .arguments import MOST_DAYS
 from .errors import BadSetting, BadSize
 from .facts import IMPORTANCE, parse_importance
 from .safe_text import printable, quoted
@@ -17,7 +18,6 @@ from .units import parse_seconds
 
 LAST_PORT = 65535
 MOST_NUMBER = 2**31 - 1
-MOST_DAYS = 36_500.0
 MOST_USAGE_ERROR = 1000  # characters
 
 
@@ -114,7 +114,7 @@ def rows(text: str) -> int:
 
 
 def days(text: str) -> float:
-    """A number of days above 0."""
+    """A number of days above 0. Raises ArgumentTypeError if `text` is anything else."""
     try:
         number = float(text)
     except ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..backtest import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DAY = 86_400.0  # seconds
 DAYS = 7.0
 POLICIES = "lru,cost_aware,keep_score"
-Words = str | Sequence[str]
+Words = str | Iterable[str]
 
 
 def backtest(

@@ -145,6 +145,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "history": {},
     "decisions": {},
     "plan": {"name_or_size": "qwen"},
+    "backtest": {},
     "why": {"name": "qwen"},
     "apply": {"file": "/no/such.yaml"},
     "inspect": {"name": "qwen"},
