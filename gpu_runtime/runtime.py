@@ -37,6 +37,7 @@ from .facts import (
     Snapshot,
     Wait,
 )
+from .notebook import notebook_path
 from .owner import (
     acquire,
     backtests,

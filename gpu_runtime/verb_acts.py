@@ -129,7 +129,7 @@ def backtest(rt: Any, args: argparse.Namespace) -> Any:
         return backtests.backtest(None, args.requests, args.models, **choices)
     if rt is not None:
         return rt.backtest(**choices)
-    from . import runtime
+    from gpu_runtime import runtime
 
     with runtime() as opened:
         opened.guest = True

@@ -117,7 +117,7 @@ def days(text: str) -> float:
     """A number of days above 0. Raises ArgumentTypeError if `text` is anything else."""
     try:
         number = float(text)
-    except ValueError:
+    except ValueError:  # refused below
         number = 0.0
     if not 0 < number < MOST_DAYS:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of days above 0")

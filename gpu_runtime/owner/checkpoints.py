@@ -169,7 +169,7 @@ def look(pid: int) -> Target | None:
                 process.num_threads(),
                 status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP),
             )
-    except (psutil.Error, OSError):
+    except (psutil.Error, OSError):  # the process has ended meanwhile
         return None
 
 

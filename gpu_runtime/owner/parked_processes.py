@@ -52,7 +52,7 @@ def noted(pid: int, started: int) -> ParkedProcess | None:
         if weak_step(path.parent) or path.stat().st_size > MOST_BYTES:
             return None
         return msgspec.json.decode(path.read_bytes(), type=ParkedProcess)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError):  # there is no note, or it cannot be read
         return None
 
 

@@ -19,6 +19,7 @@ import pytest
 
 import gpu_runtime
 from gpu_runtime import Runtime
+from gpu_runtime.backtest import Row
 from gpu_runtime.catalog.schema import Fields
 from gpu_runtime.owner import dataframes
 from gpu_runtime.serving import requests
@@ -183,6 +184,7 @@ def test_the_columns_of_frames_are_documented():
         "events": dataframes.EVENTS,
         "catalog": dataframes.CATALOG,
         "who": dataframes.HOLDERS,
+        "backtest": list(Row._fields),
         "fragmentation": dataframes.FRAGMENTATION,
     }
 

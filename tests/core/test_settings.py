@@ -24,7 +24,7 @@ DEFAULTS = {
     "GPU_CONFIG_FILE": "/etc/gpu-console/config.toml",
     "ENABLE_MEMORY_GOVERNOR": "true",
     "ENABLE_CPU_OFFLOAD": "true",
-    "GPU_POLICY": "lru",
+    "GPU_POLICY": "keep_score",
     "GPU_PLACEMENT": "best-fit",
     "GPU_SPLIT_MARGIN_MB": "512",
     "GPU_SPLIT_OVERHEAD": "0",

@@ -56,6 +56,7 @@ ANSWERS = {
     ("health",): "healthy",
     ("plan", "llama"): "llama fits once 1 other",
     ("why", "qwen"): "was loaded",
+    ("backtest", "--policy", "lru"): "WAIT VS LRU",
     ("preload", "llama"): "llama is on sim:0",
     ("evict", "qwen"): "14.0 GiB came free",
     ("restore", "llama"): "restore llama: llama is on sim:0",

@@ -194,7 +194,7 @@ def test_which_card_a_model_goes_to(runtime):
 def test_whose_eviction_is_the_fewest(runtime, clock):
     """The two least recently used models are enough, and so is one model that was used later."""
     for placement, leave in (("best-fit", ["old", "older"]), ("fewest-evictions", ["large"])):
-        rt = runtime(gpu_placement=placement, clock=clock, monitor=False)
+        rt = runtime(gpu_placement=placement, policy="lru", clock=clock, monitor=False)
         fakes(rt, older="5GiB", old="5GiB", large="11GiB", new="10GiB")
         for name in ("older", "old", "large"):
             rt.preload(name)

@@ -26,7 +26,7 @@ from gpu_runtime.scheduler.eviction_policy import (
     with_uses_of_equal_models,
 )
 from gpu_runtime.scheduler.victims import victims
-from tests.worlds import NOW, WALL, lease, size, world
+from tests.worlds import NOW, lease, size, world
 
 THERE = world(sim0=100, sim1=100)
 
@@ -55,7 +55,7 @@ def test_keep_score_is_the_waiting_that_is_saved_for_each_gb():
     model = lease(
         "a",
         sim0="2 GB",
-        recent_uses=encode_uses([WALL, WALL - 80]),
+        recent_uses=encode_uses([THERE.wall, THERE.wall - 80]),
         reload_seconds=12,
         restore_seconds=3,
     )
@@ -88,9 +88,9 @@ def test_a_time_just_after_now_and_one_of_weeks_ago_are_both_known():
 
 
 def test_a_use_of_an_equal_model_of_another_process_counts():
-    mine = lease("a", sim0=1, recent_uses=encode_uses([WALL - 50]), source="x")
-    theirs = lease("b", by=2, sim1=1, recent_uses=encode_uses([WALL - 10]), source="x")
-    other = lease("c", by=2, sim1=1, recent_uses=encode_uses([WALL - 10]), source="y")
+    mine = lease("a", sim0=1, recent_uses=encode_uses([THERE.wall - 50]), source="x")
+    theirs = lease("b", by=2, sim1=1, recent_uses=encode_uses([THERE.wall - 10]), source="x")
+    other = lease("c", by=2, sim1=1, recent_uses=encode_uses([THERE.wall - 10]), source="y")
     rank = with_uses_of_equal_models(keep_score, [mine, theirs, other])
     alone = keep_score(mine, THERE)
     assert rank(mine, THERE) == pytest.approx(alone + keep_score(theirs, THERE))

@@ -150,7 +150,7 @@ class SqliteBook(BookStore):
         # gets its inode.
         try:
             return os.stat(f"{self.directory}/CURRENT").st_ino == page.inode
-        except OSError:  # CURRENT or the file is gone
+        except OSError:  # the file is gone, so no page is in force
             return False
 
     def _require_plain_journal(self, page: Page) -> None:
