@@ -11,13 +11,13 @@ from ..devices.sampler_client import Sampling
 from ..ledgers import host_config, open_ledger
 from ..ledgers.access import journals_in
 from ..ledgers.location import default_url, shared_url, slug_of
+from ..notebook import notebook_path
 from ..scheduler import device_names
 from ..settings import Settings
 from ..telemetry.journal import Journal
 from ..telemetry.measurements import Measurements, measurements_in
 from ..telemetry.recorder import record_in
 from .look_ahead import LookAhead
-from ..notebook import notebook_path
 from .session import Session
 
 
