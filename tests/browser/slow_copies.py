@@ -12,9 +12,9 @@ _EACH_WAY_SECONDS = float(os.environ.get("SWAP_SECONDS", "2")) / 2
 _copied, _return = kernel_memory.st.copied, kernel_memory.KernelBackend._return
 
 
-def _slowly_copied(*arguments: Any) -> Any:
+def _slowly_copied(*arguments: Any, **options: Any) -> Any:
     time.sleep(_EACH_WAY_SECONDS)  # the kernel may go on, as during a real copy
-    return _copied(*arguments)
+    return _copied(*arguments, **options)
 
 
 def _slowly_returned(self: Any, model: Any) -> None:
