@@ -1,7 +1,8 @@
-"""A driver with checkpoint calls, without a card: processes of a file, on cards that a probe measures.
+"""A simulated driver with the checkpoint calls, for machines without a card.
 
-`CheckpointDriver` is at once the source of the cards' figures and the file behind the stand-in for cuda-core
-(`tests/cuda_stand_in`). The stand-in runs in a helper process, as the real package does.
+`CheckpointDriver` plays two parts. It reports how full the cards are, and it keeps the file that
+describes the processes for the stand-in for cuda-core (`tests/cuda_stand_in`). The stand-in runs in
+a helper process, as the real package does.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class CheckpointDriver:
     # -- what tests set and read
 
     def process(self, state: str = "running", **cards: int | None) -> subprocess.Popen[bytes]:
-        """A living process with GiB on cards, by number: `process(_0=12)`."""
+        """Starts a living process that holds the given GiB on cards, named by number:
+        `process(_0=12)`.
+        """
         target = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         self._targets.append(target)
         held = {f"GPU-{name[1:]}": size and size * GIB for name, size in cards.items()}
@@ -74,13 +77,13 @@ class CheckpointDriver:
         return target
 
     def forget(self, target: Any) -> None:
-        """Makes it a process that does not use CUDA."""
+        """Makes `target` a process that does not use CUDA."""
         book = self.read()
         del book["processes"][str(target.pid)]
         self._write(book)
 
     def fault(self, **faults: str) -> None:
-        """Makes calls fail: `fault(lock="times out", restore="no memory")`."""
+        """Makes the named calls fail from now on: `fault(lock="times out", restore="no memory")`."""
         book = self.read()
         book["faults"] = faults
         self._write(book)
@@ -89,7 +92,7 @@ class CheckpointDriver:
         return self.read()["processes"][str(target.pid)]["state"]
 
     def calls(self) -> list[str]:
-        """The names of the calls that changed something or tried to, in their order."""
+        """The names of the calls that changed something or tried to, in the order of the calls."""
         return [call.split()[0] for call in self.read()["calls"]]
 
     def read(self) -> dict[str, Any]:

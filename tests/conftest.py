@@ -1,4 +1,8 @@
-"""Common ground of all tests: no settings from outside, no network for models, a state directory of their own."""
+"""Fixtures of all tests.
+
+No test sees settings from outside or downloads a model. The state directory of the tests is new and
+empty.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,9 @@ settings.load_profile("ordinary")
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A MonkeyPatch to set environment variables; no setting is in the environment."""
+    """A MonkeyPatch to set environment variables. The environment contains no setting of
+    gpu-console yet.
+    """
     for name in Settings.model_fields:
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("GPU_CONFIG_FILE", isolation.CONFIG_FILE)
@@ -49,7 +55,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture(scope="session")
 def mark(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], None]:
-    """torch's call that makes each access of a storage raise a sentence; built where torch lacks it."""
+    """torch's call that marks a storage, so that each later access raises an error with a given
+    sentence.
+
+    CPU builds of torch lack the call; for them it is compiled here.
+    """
     from tests import storage_mark
 
     return storage_mark.compiled(tmp_path_factory.mktemp("mark"))
@@ -57,7 +67,7 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], None]
 
 @pytest.fixture
 def guards(mark: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storages can be marked, as in CUDA builds of torch."""
+    """Lets a test mark storages, which otherwise only CUDA builds of torch can do."""
     import torch
 
     from tests import storage_mark
@@ -111,7 +121,9 @@ LONGEST = (
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips files of tests that `-m` deselects: their imports take longer than many of the tests."""
+    """Skips files whose tests `-m` would deselect: importing these files takes longer than many
+    tests.
+    """
     if "not processes" not in config.option.markexpr:
         return None
     here = Path(__file__).parent
@@ -137,7 +149,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """When `item` runs: the longest files first, then other processes and notebooks, then the rest."""
+    """The rank of `item` in the order of a run.
+
+    The longest files run first, then tests with processes and notebooks, then the rest.
+    """
     place = next((i for i, path in enumerate(LONGEST) if item.path.match(f"tests/{path}")), None)
     if place is not None:
         return place
@@ -146,9 +161,10 @@ def _turn(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what collecting imported out of every later garbage collection.
+    """Excludes all objects that the collection of tests imported from later garbage collections.
 
-    Many tests collect garbage to count bytes; with pandas and torch loaded one collection took 0.3 s.
+    Many tests collect garbage to count bytes. With pandas and torch loaded, one collection took 0.3
+    s.
     """
     gc.collect()
     gc.freeze()
@@ -156,14 +172,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_collections() -> None:
-    """Keeps what earlier modules imported out of the garbage collections of this one's tests."""
+    """Excludes the objects that earlier modules imported from this module's garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _empty_cards(_small_collections: None) -> Iterator[None]:
-    """Each module leaves the simulated cards empty, since tests of the next one count their bytes."""
+    """Empties the simulated cards after each module, since tests of the next module count bytes on
+    them.
+    """
     yield
     simgpu = sys.modules.get("tests.simgpu")
     if simgpu is not None and any(map(simgpu.used_bytes, range(simgpu.CARDS))):
@@ -188,7 +206,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _why_no_gpu() -> str:
-    """Why tests marked gpu cannot run here; empty if they can."""
+    """Why tests marked gpu cannot run on this machine. Empty if they can run."""
     try:
         import torch
     except ImportError as error:

@@ -28,14 +28,16 @@ GIB = 2**30
 
 
 def rejected(engine: str, words: list[str]) -> list[str]:
-    """The flags in `words` that are not in the recorded help of `engine`."""
+    """The flags in `words` that the recorded help of `engine` does not contain."""
     known = set((RECORDED / f"{engine}.txt").read_text().splitlines()[1:])
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     return [flag for flag in flags if flag not in known]
 
 
 def option(words: list[str], *names: str) -> str:
-    """The value after one of the flags `names`; empty if there is none."""
+    """The value after the first flag of `names` in the command line. Empty if none of the flags is
+    given.
+    """
     return next((words[i + 1] for i, word in enumerate(words) if word in names), "")
 
 

@@ -26,7 +26,9 @@ class Impostor:
         self._process = process
 
     def heard(self) -> list[str]:
-        """Ends it; what each connection sent, empty ones left out."""
+        """Ends the program and returns what each connection sent. Connections that sent nothing are
+        left out.
+        """
         self._process.terminate()
         lines = self._process.communicate(timeout=20)[0].splitlines()
         return [text for line in lines if (text := json.loads(line))]
@@ -34,7 +36,7 @@ class Impostor:
 
 @contextmanager
 def impostor(port: int, uid: int | None = None) -> Iterator[Impostor]:
-    """An impostor that listens on `port` of 127.0.0.1, as the user `uid`."""
+    """Starts an impostor that listens on `port` of 127.0.0.1, as the user `uid`."""
     words = [sys.executable, __file__, str(port), *([] if uid is None else [str(uid)])]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline().strip() == '""'

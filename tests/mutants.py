@@ -719,7 +719,7 @@ FAULTS = [
 
 
 def trial(fault: Fault) -> str:
-    """Whether it was caught (and by which test), survived, or is stale."""
+    """The result for one fault: caught (and by which test), survived, or stale."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         for part in ("gpu_runtime", "kernel_ext", "tests"):
             shutil.copytree(

@@ -1,7 +1,8 @@
-"""A fake driver under the real NVML binding, and processes whose runtimes use its cards.
+"""A fake driver for the real NVML binding, and processes whose runtimes use the cards of this
+driver.
 
-The library is built once with gcc from `fake_nvml.c`. Its cards are described by a file that a test replaces
-while processes run. Fixtures: `library`, `driver`, `host`; a conftest imports them.
+The library is built once with gcc from `fake_nvml.c`. A file describes its cards. A test replaces
+this file while processes run. A conftest imports the fixtures `library`, `driver` and `host`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Driver:
         self.set()
 
     def set(self, **lines: Any) -> None:
-        """Changes lines: `set(_0_free=5, _0_1_free=4, all_hang=None)`; None removes a line."""
+        """Changes lines of the file: `set(_0_free=5, _0_1_free=4, all_hang=None)`. None removes a
+        line.
+        """
         for key, value in lines.items():
             name = re.sub(r"(\d|^all)_", r"\1.", key.lstrip("_"))
             self.lines.pop(name, None)
@@ -48,7 +51,7 @@ class Driver:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that make a process load the fake library and read this file."""
+        """Environment variables that make a process load the fake library with this driver's file."""
         return {"LD_LIBRARY_PATH": str(self.directory), "FAKE_NVML": str(self.state)}
 
 
@@ -117,28 +120,30 @@ class Kernel:
         assert self.read_answer() == "ready"
 
     def read_answer(self) -> Any:
-        """The answer to the oldest line that has none yet; waits for it."""
+        """Waits for the answer to the oldest line that has no answer yet, and returns it."""
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())
 
     def send(self, line: str) -> None:
-        """Sends an expression or a statement, without waiting for the answer."""
+        """Sends an expression or a statement to the process, without waiting for the answer."""
         assert self.process.stdin
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def evaluate(self, line: str) -> Any:
-        """The value of an expression (None for a statement), or the text of the error."""
+        """Sends a line and returns the value of the expression, None for a statement, or the
+        error's text.
+        """
         self.send(line)
         return self.read_answer()
 
     @property
     def degraded(self) -> str:
-        """Why its runtime is degraded; empty if it is not."""
+        """Why the runtime of the process is degraded. Empty if it is not."""
         return self.evaluate("rt.status().degraded")
 
     def slowest_status_seconds(self, times: int = 20) -> float:
-        """The longest of `times` calls of `rt.status()`, in seconds."""
+        """The longest of `times` calls of `rt.status()` in the process, in seconds."""
         self.evaluate(
             "timed = lambda: [began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]"
         )
@@ -150,7 +155,7 @@ class Kernel:
 
 
 class Host:
-    """One ledger with its kernels and its helper process (the sampler)."""
+    """One ledger, the kernels that use it, and their helper process, which samples the cards."""
 
     def __init__(self, driver: Driver, directory: Path) -> None:
         self.driver, self.url, self.kernels = driver, f"sqlite://{directory}/ledger", list[Kernel]()
@@ -160,12 +165,12 @@ class Host:
         self.sampling = Sampling(self.directory)
 
     def kernel(self, devices: str = "cuda", **environment: str) -> Kernel:
-        """A new kernel on this ledger."""
+        """Starts a kernel that uses this ledger."""
         self.kernels.append(Kernel(self.driver, self.url, devices, **environment))
         return self.kernels[-1]
 
     def helpers(self) -> list[int]:
-        """The pids of this ledger's helpers."""
+        """The pids of the helper processes of this ledger."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
@@ -174,7 +179,7 @@ class Host:
         return found
 
     def figures(self) -> Figures:
-        """The helper's latest sample."""
+        """The latest sample that the helper process wrote."""
         figures = self.sampling.figures()
         assert figures is not None
         return figures
@@ -188,14 +193,16 @@ class Host:
 
 @pytest.fixture
 def host(driver: Driver, tmp_path: Path) -> Iterator[Host]:
-    """A host with an empty ledger; its processes end with the test."""
+    """A host with an empty ledger. Its processes end with the test."""
     made = Host(driver, tmp_path)
     yield made
     made.end()
 
 
 def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> float:
-    """The seconds until `condition()` is true; fails after `seconds`."""
+    """Waits until `condition()` is true and returns the seconds that this took. Fails after
+    `seconds`.
+    """
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, "the condition did not become true"

@@ -1,4 +1,4 @@
-"""A Redis for tests, with its own socket and directory, which are removed with it."""
+"""A Redis server for tests. It has its own socket and directory, which are removed with the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 class RedisServer:
-    """A redis-server that can be killed and started again, with a database for each test."""
+    """A redis-server that a test can kill and start again. Each test gets a database of its own."""
 
     def __init__(self, *options: str) -> None:
         # A short path, because that of a socket is limited to 107 bytes.
@@ -65,7 +65,11 @@ class RedisServer:
         return f"unix://{self.socket}?db={self.databases}"
 
     def fresh(self) -> str:
-        """The URL of a database that another host uses already, so that it may not have lost data."""
+        """The URL of a database that another host uses already.
+
+        A ledger treats an empty database as one that may have lost its data; this database is not
+        empty.
+        """
         url = self.empty()
         self.cli("HSET", "gpu-console:ledger", "schema", "1", database=self.databases)
         return url
@@ -77,7 +81,7 @@ class RedisServer:
 
 @contextmanager
 def redis_server(*options: str) -> Iterator[RedisServer]:
-    """A running server; skips the test if none is installed."""
+    """Starts a server. Skips the test if redis-server is not installed."""
     if not shutil.which("redis-server"):
         pytest.skip("needs redis-server:  apt install redis-server")
     server = RedisServer(*options)

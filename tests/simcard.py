@@ -1,15 +1,18 @@
-"""One card of the simulated accelerator (tests/simgpu.py): its memory, its allocator, and its streams of work.
+"""One card of the simulated accelerator (tests/simgpu.py): its memory, its allocator, and its
+streams of work.
 
-The memory is a region of real pages, and the addresses in it are real. Work is a function that reads and
-writes these addresses. The work of a stream is done in its order, and only when somebody waits for it.
+The memory is a region of real pages, and the addresses in it are real. Work is a function that
+reads and writes these addresses. The work of a stream is done in order, and only when a caller
+waits for it.
 
-The allocator follows torch's caching allocator for CUDA. It takes segments from the card, and cuts blocks
-from them. A segment belongs to one stream and one pool. A freed block is used again by the same stream at
-once, because that stream does its work in order. If the block was recorded on other streams, it is used
-again only after the work that these streams had at the time of the free. A segment can be given back to
-the card only if all of its blocks are free.
+The allocator follows torch's caching allocator for CUDA. It takes segments from the card, and cuts
+blocks from them. A segment belongs to one stream and one pool. The same stream may use a freed
+block again at once, because it does its work in order. A block that was recorded on other streams
+waits: it is used again only after the work that these streams had at the time of the free. A
+segment can be given back to the card only if all of its blocks are free.
 
-Without `caching` a segment has exactly one block, and is given back with it. Nothing here knows tensors.
+Without `caching` a segment has exactly one block, and is given back with this block. This module
+does not know tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _running = threading.RLock()  # one thread does work at a time
 
 
 class Queue:
-    """The work of one stream, in its order."""
+    """The work of one stream, in the order in which it is done."""
 
     def __init__(self, card: int, stream: int) -> None:
         self.card, self.stream = card, stream
@@ -37,13 +40,16 @@ class Queue:
         self.launched = self.done = 0
 
     def launch(self, work: Callable[[], None]) -> int:
-        """Adds `work` at the end; returns its number."""
+        """Adds `work` at the end of the queue and returns its number."""
         self._pending.append(work)
         self.launched += 1
         return self.launched
 
     def run(self, number: int | None = None) -> None:
-        """Does the work up to that number; without one, all of it. Raises what the work raises."""
+        """Does the work up to and including that number; without a number, all of it.
+
+        Raises what the work raises.
+        """
         wanted = self.launched if number is None else number
         with _running:
             while self.done < wanted:
@@ -66,7 +72,7 @@ class Block:
 
     @property
     def state(self) -> str:
-        """As in torch's snapshots."""
+        """The state of the block, in the words of torch's snapshots."""
         if self.size:
             return "active_allocated"
         return "active_pending_free" if self.waits else "inactive"
@@ -81,7 +87,7 @@ class Segment:
 
     @property
     def is_free(self) -> bool:
-        """Whether it can be given back."""
+        """Whether the segment can be given back to the card: no block of it is in use."""
         return all(block.state == "inactive" for block in self.blocks)
 
     def cut(self, block: Block, size: int) -> None:
@@ -93,7 +99,7 @@ class Segment:
         block.span, block.size = span, size
 
     def merge(self) -> None:
-        """Joins free blocks side by side."""
+        """Joins adjacent free blocks."""
         joined: list[Block] = []
         for block in self.blocks:
             last = joined[-1] if joined else None
@@ -112,7 +118,10 @@ class Card:
     """The memory and the streams of one card."""
 
     def __init__(self, index: int, capacity_bytes: int, arena_bytes: int) -> None:
-        """`arena_bytes` are addresses, for segments of any order; `capacity_bytes` is the limit."""
+        """`capacity_bytes` is the limit of the card.
+
+        `arena_bytes` is the range of addresses. It is larger, so that segments fit in any order.
+        """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         self._pages = mmap.mmap(-1, arena_bytes, flags=flags)
         begin = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._pages))
@@ -128,16 +137,16 @@ class Card:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the segments: what the driver shows as used."""
+        """The bytes of all segments, which a driver would show as used."""
         self._sweep()
         return sum(segment.size for segment in self.segments)
 
     def queue(self, stream: int) -> Queue:
-        """The work of that stream."""
+        """The queue of that stream."""
         return self.queues.setdefault(stream, Queue(self.index, stream))
 
     def synchronise(self) -> None:
-        """Does all work of all streams."""
+        """Does all work of all streams of this card."""
         for queue in list(self.queues.values()):
             queue.run()
 
@@ -146,7 +155,9 @@ class Card:
     def allocate(
         self, size: int, stream: int = DEFAULT, pool: tuple[int, int] = SHARED_POOL
     ) -> int:
-        """The address of `size` bytes for that stream. Their content is what was there. Raises Full."""
+        """The address of `size` bytes for that stream. The bytes keep their earlier content. Raises
+        Full.
+        """
         with self._lock:
             self._sweep()
             found = self._cached(size, stream, pool) if self.caching else None
@@ -158,7 +169,7 @@ class Card:
             return block.address
 
     def free(self, address: int) -> None:
-        """The block at that address is free from now on. Garbage collection may call this at any time."""
+        """Frees the block at that address. Garbage collection may call this at any time."""
         self._gone.append(address)
         if self._lock.acquire(blocking=False):
             try:
@@ -168,14 +179,18 @@ class Card:
                 self._lock.release()
 
     def record(self, address: int, stream: int) -> None:
-        """That stream uses the block, too: after a free the block waits for the work of the stream."""
+        """Notes that `stream` uses the block, too: after a free, the block waits for the work of
+        `stream`.
+        """
         with self._lock:
             found = self._places.get(address)
             if found is not None and found[0].stream != stream:
                 found[1].users.add(stream)
 
     def empty_cache(self) -> None:
-        """Gives the segments back that have no block in use. As on CUDA, the card finishes first."""
+        """Gives back the segments without a block in use. As on CUDA, the card first finishes its
+        work.
+        """
         self._sweep()
         if any(block.waits for segment in self.segments for block in segment.blocks):
             self.synchronise()
@@ -186,7 +201,7 @@ class Card:
     _sweeping = False
 
     def _sweep(self) -> None:
-        """Notes what was freed, and what no stream uses any more."""
+        """Records the blocks that were freed, and those whose last stream has finished with them."""
         with self._lock:
             self._sweeping = True
             try:
@@ -211,7 +226,9 @@ class Card:
     def _cached(
         self, size: int, stream: int, pool: tuple[int, int]
     ) -> tuple[Segment, Block] | None:
-        """The smallest free block that is large enough, of the same stream and pool."""
+        """The smallest free block that is large enough, of the same stream and pool. None if there
+        is none.
+        """
         fitting = [
             (block.span, block.address, segment, block)
             for segment in self.segments
@@ -223,7 +240,9 @@ class Card:
         return min(fitting, key=lambda one: one[:2])[2:] if fitting else None
 
     def _grow(self, size: int, stream: int, pool: tuple[int, int]) -> tuple[Segment, Block]:
-        """A new segment, and its one block. Cached memory is given back first if there is no room."""
+        """A new segment and its only block. If the card has no room, cached memory is given back
+        first.
+        """
         wanted = max(size, self.segment_bytes if self.caching else 0)
         if self.reserved_bytes + wanted > self.capacity_bytes:
             self.empty_cache()
@@ -238,7 +257,7 @@ class Card:
         return segment, segment.blocks[0]
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
-        """The ranges of addresses that no segment has."""
+        """The ranges of addresses without a segment."""
         at = self._first
         for segment in self.segments:
             yield at, segment.address
@@ -268,7 +287,7 @@ class Card:
         ]
 
     def stats(self) -> dict[str, int]:
-        """As `torch.cuda.memory_stats()`."""
+        """The counts that `torch.cuda.memory_stats()` would return for this card."""
         reserved = self.reserved_bytes
         return {
             "allocated_bytes.all.current": self.used_bytes,

@@ -80,7 +80,7 @@ _is_late = False
 
 
 def used_bytes(card: int) -> int:
-    """Bytes in use on that card."""
+    """The bytes that are in use on that card."""
     cards[card].reserved_bytes  # noqa: B018 - notes what was freed
     return cards[card].used_bytes
 
@@ -91,7 +91,11 @@ def peak_bytes(card: int) -> int:
 
 
 def leftovers() -> list[str]:
-    """What still holds memory of the cards: bytes of each card, and tensors with the classes that refer to them."""
+    """What still holds memory of the cards.
+
+    Returns the bytes of each card, and the tensors with the classes of the objects that refer to
+    them.
+    """
     found = [
         f"simgpu:{card}: {used_bytes(card)} bytes" for card in range(CARDS) if used_bytes(card)
     ]
@@ -118,7 +122,8 @@ def limited(**capacities: int) -> Iterator[None]:
 
 @contextmanager
 def late(segment_bytes: int = 0) -> Iterator[None]:
-    """Inside the block the cards work late, and their allocators keep freed memory for reuse.
+    """Inside the block the cards do their work late, and their allocators keep freed memory for
+    reuse.
 
     Segments have at least `segment_bytes`, as far as the card has room.
     """
@@ -138,7 +143,9 @@ def late(segment_bytes: int = 0) -> Iterator[None]:
 
 @contextmanager
 def private_pool() -> Iterator[None]:
-    """What this thread allocates inside the block is in the private pool of a captured graph."""
+    """Inside the block this thread allocates from a private pool, as CUDA does for a captured
+    graph.
+    """
     mode.pool = PRIVATE_POOL
     try:
         yield
@@ -148,7 +155,10 @@ def private_pool() -> Iterator[None]:
 
 @contextmanager
 def stuck(card: int, stream: int = DEFAULT) -> Iterator[Callable[[], None]]:
-    """A stream of that card has work that does not end before the block's end, or a call of its value."""
+    """A stream of that card is blocked until the `with` block ends.
+
+    The caller receives a function that releases the stream earlier.
+    """
     released = threading.Event()
     cards[card].queue(stream).launch(lambda: released.wait() and None)
     try:
@@ -159,7 +169,7 @@ def stuck(card: int, stream: int = DEFAULT) -> Iterator[Callable[[], None]]:
 
 
 class SimProbe(Probe):
-    """A probe with these cards. As on a real card, torch allocates their memory."""
+    """A probe that reports these cards. As on a real card, torch allocates their memory."""
 
     def __init__(self, host_bytes: int = 256 * MIB) -> None:
         cards = (
@@ -186,7 +196,7 @@ class SimProbe(Probe):
 
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operator. Its bytes are computed now, or late by the current stream."""
+    """The result of an operator. Its bytes are computed at once, or late by the current stream."""
     leaves, _ = pytree.tree_flatten((args, kwargs))
     _refuse_several_devices(op, leaves)
     here = [leaf for leaf in leaves if is_on_card(leaf)]
@@ -225,7 +235,7 @@ def _refuse_several_devices(op: Any, leaves: list[Any]) -> None:
 
 
 def _queue(card: int) -> Queue:
-    """The work of this thread's current stream on that card."""
+    """The queue of this thread's current stream on that card."""
     return cards[card].queue(mode.streams[card])
 
 
@@ -238,7 +248,7 @@ def _only_views(op: Any) -> bool:
 def _done_now(
     op: Any, args: Any, kwargs: Any, here: list[torch.Tensor], card: int, to_card: bool
 ) -> Any:
-    """The result of an operator, computed by the CPU on the same bytes."""
+    """The result of an operator that is done at once: the CPU computes it on the same bytes."""
     # id of an alias -> the alias, and its tensor
     aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in here}
@@ -274,7 +284,9 @@ def _done_now(
 
 
 def _updated(alias: torch.Tensor, tensor: torch.Tensor, card: int) -> torch.Tensor:
-    """The card's tensor, with the shape and the storage that an operator gave its alias."""
+    """The card's tensor, after it received the shape and the storage that an operator gave its
+    alias.
+    """
     if alias.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
         enlarged = adopted(alias, card)  # the operator enlarged out=
         return shaped(tensor, enlarged.untyped_storage(), alias)
@@ -291,9 +303,10 @@ _WAITS = (  # their results depend on values, or on the state of a generator
 
 
 def _planned(op: Any, args: Any, kwargs: Any) -> tuple[Any, dict[int, torch.Tensor]] | None:
-    """The result of an operator on tensors without bytes, and the operand that each of those stands for.
+    """The result of an operator on tensors without bytes, and the operand that each such tensor
+    stands for.
 
-    None if only the bytes give the result.
+    None if the result can be known only by computing the bytes.
     """
     if any(tag in op.tags for tag in _WAITS):
         return None
@@ -325,7 +338,7 @@ def _planned(op: Any, args: Any, kwargs: Any) -> tuple[Any, dict[int, torch.Tens
 
 
 def _launched(op: Any, args: Any, kwargs: Any, planned: Any, card: int, to_card: bool) -> Any:
-    """The result of an operator whose bytes the current stream computes late."""
+    """The result of an operator whose bytes the current stream computes later."""
     (shapes, _kept), operands = planned
     results: list[tuple[int, Operand | torch.Tensor]] = []  # place in the result, and its memory
     flat, form = pytree.tree_flatten(shapes)
@@ -349,7 +362,11 @@ def _launched(op: Any, args: Any, kwargs: Any, planned: Any, card: int, to_card:
 
 
 def _frozen(leaf: Any, blocking: bool) -> Any:
-    """An operand as work keeps it: addresses on a card, values of the host's tensors."""
+    """An operand in the form that queued work keeps.
+
+    For a card's tensor it is the address. For a tensor of the host it is a copy of the values, if
+    the operator is blocking.
+    """
     if is_on_card(leaf):
         return Operand.of(leaf)
     return leaf.clone() if isinstance(leaf, torch.Tensor) and blocking else leaf
@@ -364,7 +381,7 @@ def _is_operand(leaf: Any) -> bool:
 
 
 def _compute(op: Any, frozen: Any, results: list[tuple[int, Operand | torch.Tensor]]) -> None:
-    """The work of one operator."""
+    """Computes one operator on its operands and writes the results to their memory."""
     # Below autograd and autocast, as where the operator was called.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         args, kwargs = pytree.tree_map(_thawed, frozen, is_leaf=_is_operand)

@@ -19,10 +19,10 @@ _numbers = itertools.count(1)
 
 
 class Stream(torch.Stream):
-    """`torch.simgpu.Stream`: work of one card that is done in order."""
+    """`torch.simgpu.Stream`: a queue of work of one card, which is done in order."""
 
     def __new__(cls, device: Any = 0, stream_id: int | None = None) -> Stream:
-        """A new stream of that card, or the one with that number."""
+        """A new stream of that card, or the stream with the number `stream_id`."""
         number = next(_numbers) if stream_id is None else stream_id
         return super().__new__(
             cls, stream_id=number, device_index=_index(device), device_type=_DEVICE_TYPE
@@ -30,52 +30,52 @@ class Stream(torch.Stream):
 
     @property
     def queue(self) -> Queue:
-        """Its work."""
+        """The queue that holds the work of this stream."""
         return cards[self.device_index].queue(self.stream_id)
 
     def synchronize(self) -> None:
-        """Waits until its work is done."""
+        """Waits until all work of this stream is done."""
         self.queue.run()
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that happens once the work of now is done."""
+        """An event that happens once the work that is now in the stream is done."""
         event = event or Event()
         event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Its later work begins after the event."""
+        """Makes later work of this stream begin only after the event."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Its later work begins after all work that the other stream has now."""
+        """Makes later work of this stream begin only after all work that the other stream has now."""
         self.wait_event(stream.record_event())
 
 
 class Event:
-    """`torch.simgpu.Event`: a place in the work of a stream."""
+    """`torch.simgpu.Event`: a position in the work of a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._place: tuple[Queue, int] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Happens once the work is done that the stream has now."""
+        """Places the event after the work that the stream has now."""
         queue = (stream or module.current_stream()).queue
         self._place = queue, queue.launched
 
     def wait(self, stream: Stream | None = None) -> None:
-        """The later work of the stream begins after this event."""
+        """Makes later work of the stream begin only after this event."""
         if self._place is not None:
             queue, number = self._place
             (stream or module.current_stream()).queue.launch(partial(queue.run, number))
 
     def synchronize(self) -> None:
-        """Waits until it has happened."""
+        """Waits until the event has happened."""
         if self._place is not None:
             self._place[0].run(self._place[1])
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether the event has happened."""
         return self._place is None or self._place[0].done >= self._place[1]
 
 

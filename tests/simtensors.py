@@ -1,4 +1,6 @@
-"""Tensors of the simulated accelerator (tests/simgpu.py): their storages, and how work sees them."""
+"""Tensors of the simulated accelerator (tests/simgpu.py), their storages, and the form in which
+queued work keeps them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _lock = threading.RLock()  # one descriptor serves all threads
 
 
 class Mode(threading.local):
-    """What the calling thread has chosen."""
+    """Settings of the simulation for the calling thread."""
 
     def __init__(self) -> None:
         self.streams = [DEFAULT] * CARDS  # the current stream of each card
@@ -67,7 +69,7 @@ _new_capsule.restype, _new_capsule.argtypes = (
 
 
 class _Held(NamedTuple):
-    """The block of a storage."""
+    """The card's block under a storage."""
 
     card: int
     address: int
@@ -84,8 +86,8 @@ def _storage_freed(storage: int) -> None:
 
 
 def _watch(storage: torch.UntypedStorage) -> None:
-    # Not DLPack's own deleter: it may run while an exception is raised, and Python must not run then.
-    # torch keeps a storage's Python object for as long as the storage exists.
+    # DLPack's own deleter is not used: it may run while an exception is raised, and Python must not
+    # run then. torch keeps a storage's Python object for as long as the storage exists.
     weakref.finalize(storage, _storage_freed, storage._cdata).atexit = False
 
 
@@ -93,7 +95,9 @@ _swap = torch.UntypedStorage._swap_data_ptr_
 
 
 def _swap_and_account(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges two data pointers, as torch does, and what this account knows of the two storages."""
+    """Exchanges two data pointers, as torch does, and the blocks that are recorded for the two
+    storages.
+    """
     with _lock:
         _swap(one, other)
         bytes_of_one, bytes_of_other = _held.pop(one._cdata, None), _held.pop(other._cdata, None)
@@ -108,7 +112,10 @@ _resizable = torch.UntypedStorage.resizable
 
 
 def _is_resizable(storage: torch.UntypedStorage) -> bool:
-    """As torch says it; what DLPack brought is not, but the blocks of CUDA's allocator are."""
+    """Whether a storage can be resized: true for storages of these cards, otherwise torch's answer.
+
+    torch returns False for storages that DLPack made. Storages of CUDA's allocator are resizable.
+    """
     return storage._cdata in _held or _resizable(storage)
 
 
@@ -118,7 +125,7 @@ torch.UntypedStorage.resizable = _is_resizable
 def placed(size: int, card: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """A tensor on that card with a new storage of `size` bytes, for the current stream.
 
-    Its content is what was there. Raises SimOutOfMemory.
+    The bytes keep their earlier content. Raises SimOutOfMemory.
     """
     address = _allocated(size, card) if size else 0
     code, bits = _kind(dtype)
@@ -148,7 +155,7 @@ def _allocated(size: int, card: int) -> int:
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int]:
-    """DLPack's code for a type, and its bits."""
+    """DLPack's code for a type, and the bits of one value."""
     bits = 8 * dtype.itemsize
     if dtype == torch.bool:
         return 6, bits
@@ -175,7 +182,9 @@ def shaped(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tens
 
 
 class Operand(NamedTuple):
-    """A card's tensor as work sees it: an address and a shape. It keeps nothing alive."""
+    """A card's tensor in the form that queued work keeps: an address and a shape. It keeps no
+    object alive.
+    """
 
     address: int
     size: int  # bytes of the storage
@@ -186,7 +195,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Operand:
-        """The operand that this tensor is now."""
+        """The operand for the tensor's present address and shape."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()  # raises for a guard
         view = tensor.storage_offset(), tuple(tensor.size()), tuple(tensor.stride())
@@ -194,7 +203,7 @@ class Operand(NamedTuple):
         return cls(address, size, tensor.dtype, view, tensor.is_conj(), tensor.is_neg())
 
     def alias(self) -> torch.Tensor:
-        """A CPU tensor over these bytes."""
+        """A CPU tensor over the bytes at this address."""
         storage = torch._C._construct_storage_from_data_pointer(self.address, CPU, self.size)
         alias = torch.empty(0, dtype=self.dtype).set_(storage, *self.view)
         alias = alias.conj() if self.conjugated else alias
@@ -205,12 +214,12 @@ CPU = torch.device("cpu")
 
 
 def content_now(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy of what the bytes of a card's tensor are now. Nothing waits for this."""
+    """A CPU copy of the present bytes of a card's tensor. It waits for no work."""
     return Operand.of(tensor).alias().clone()
 
 
 def adopted(result: torch.Tensor, card: int) -> torch.Tensor:
-    """A CPU kernel's new result as a tensor on that card, with a new storage there."""
+    """A card's tensor with a new storage, filled from the result of a CPU kernel."""
     content = result.untyped_storage()
     base = placed(content.nbytes(), card)
     if content.nbytes():

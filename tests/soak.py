@@ -1,4 +1,7 @@
-"""What soaks have done, summed over tests and ledgers, and written to tests/bench/SOAK.md by `make soak`."""
+"""Counts of the attacks that soak runs made, summed over tests and ledgers.
+
+`make soak` writes them to tests/bench/SOAK.md.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Row(NamedTuple):
 
 
 class Done(NamedTuple):
-    """How often it was done: the last time, and in all soaks that held."""
+    """How often an attack was made: in the last soak, and in all soaks that passed."""
 
     last: int
     held: int
@@ -38,14 +41,16 @@ _done: Counter[Row] = Counter()
 
 
 def add(ledger: str, **counts: float) -> None:
-    """Adds counts of what was done on the `ledger` (`sqlite` or `redis`), by name: `kills=512`."""
+    """Adds counts of the attacks on the `ledger` (`sqlite` or `redis`), by name: `kills=512`."""
     shown = {"sqlite": "SQLite", "redis": "Redis"}[ledger]
     for name, count in counts.items():
         _done[Row(name.replace("_", " "), shown)] += round(count)
 
 
 def write(passed: int, failed: int, seconds: float) -> None:
-    """Writes the result of a soak, good or bad. One that failed is not added to what held so far."""
+    """Writes the result of a soak, good or bad. The counts of a failed soak are not added to the
+    total of the passed ones.
+    """
     rows = so_far(RESULTS.read_text() if RESULTS.exists() else "")
     for row, count in _done.items():
         held = rows[row].held if row in rows else 0

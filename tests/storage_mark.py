@@ -1,4 +1,4 @@
-"""The call that marks a storage so that every access raises, for the CPU builds of torch, which lack it."""
+"""The call that marks a storage so that every access raises an error. CPU builds of torch lack it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NAME = "_set_storage_data_ptr_access_error_msg"
 
 
 def compiled(directory: Path) -> Callable[[int, str], None]:
-    """The call, compiled into `directory`; torch's own where it has one. Skips without a compiler."""
+    """The call, compiled into `directory`, or torch's own call if this build has it.
+
+    Skips the test if there is no compiler.
+    """
     if hasattr(torch._C, NAME):
         return getattr(torch._C, NAME)
     compiler = shutil.which("g++") or shutil.which("clang++")

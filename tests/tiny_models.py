@@ -15,7 +15,9 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 
 def hub_cache(home: Path, repository: str, directory: Path) -> None:
-    """Copies the model to the place where a download of `repository` puts it, with `home` as HF_HUB_CACHE."""
+    """Copies the model to the place where a download of `repository` would put it, with `home` as
+    HF_HUB_CACHE.
+    """
     import shutil
 
     folder = home / ("models--" + repository.replace("/", "--"))
@@ -32,7 +34,7 @@ def truncate(path: Path, by: int = 1) -> None:
 
 
 def pickled(directory: Path) -> Path:
-    """A model directory whose weights are a pickle."""
+    """A copy of a model directory whose weights are a pickle file."""
     directory.mkdir()
     (directory / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})

@@ -1,8 +1,8 @@
-"""Builders of books, worlds and requests, each in one line of a test.
+"""Builders of books, worlds and requests, so that a test writes each in one line.
 
-Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is 500 MiB on `cuda:1`, `host=64` is
-host memory. Owners are given by their pids; pid 1 is the requester unless a test sets another. The time
-is always 1000.0 s after boot.
+Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is 500 MiB on `cuda:1`,
+`host=64` is host memory. Owners are given by their pids; pid 1 is the requester unless a test sets
+another. The time is always 1000.0 s after boot.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def owner(pid: int = 1, **fields: Any) -> Owner:
 
 
 def at(pid: int, name: str) -> str:
-    """The id of the lease `name` of the owner `pid`."""
+    """The id of the lease `name` of the owner with this pid."""
     return f"{owner(pid).id}/{name}"
 
 
@@ -77,9 +77,10 @@ def _shares(words: dict[str, Any]) -> tuple[Share, ...]:
 
 
 def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
-    """A droppable model that settled long ago and is idle: `lease("llama", sim0=8, pins=1)`.
+    """A lease of a model that settled long ago and is idle: `lease("llama", sim0=8, pins=1)`.
 
-    `by` is the pid of its owner; `fields` are devices and fields of Lease.
+    Its weights may be dropped, since the source has them. `by` is the pid of its owner. `fields`
+    are devices and fields of Lease.
     """
     shares = _shares(fields)
     if isinstance(fields.get("importance"), str):
@@ -88,7 +89,9 @@ def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
 
 
 def block(name: str = "code", *, by: int = 1, **fields: Any) -> Lease:
-    """Memory that a running cell has leased for its own code; arguments as for `lease`."""
+    """A lease of memory that a running cell has for its own code. The arguments are those of
+    `lease`.
+    """
     return lease(name, by=by, **{"kind": "block", "movable": False, "droppable": False, **fields})
 
 
@@ -102,7 +105,8 @@ def book(
 ) -> Book:
     """The book with these leases, each in its owner's section.
 
-    `owners` are pids of owners without a lease. `residue` is by pid.
+    `owners` are pids of owners without a lease. `residue` has, by pid, the bytes on each device
+    that a process uses beyond its leases.
     """
     pids = {int(lease.owner.split(".")[0]) for lease in leases} | set(owners)
     pids |= {int(ticket.owner.split(".")[0]) for ticket in tickets}
@@ -126,10 +130,11 @@ def world(
     processes: dict[int, int | None] | None = None,
     **words: Any,
 ) -> World:
-    """Devices by their budgets, and rules: `world(sim0=20, host=64, grace_seconds=0)`.
+    """A world with the given budget for each device, and rules: `world(sim0=20, host=64,
+    grace_seconds=0)`.
 
-    `total` is the size of a device, if its budget is less. A `cuda` device is a real one: `free` is what
-    its driver reported at `taken_at`.
+    `total` is the size of a device whose budget is smaller. A `cuda` device is measured: `free` is
+    what its driver reported at `taken_at`.
     """
     if "host" not in words:
         words["host"] = 64
@@ -168,7 +173,7 @@ def request(
     wait: bool = True,
     **fields: Any,
 ) -> Request:
-    """A request for a model of `gib` GiB on one device; with another `layout`, on several."""
+    """A request for a model of `gib` GiB on one device; with another `layout`, on several devices."""
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
     wanted = Lease(owner(by).id, name, **fields)
@@ -193,7 +198,7 @@ def ticket(
     refreshed: float = NOW,
     **fields: Any,
 ) -> Ticket:
-    """A waiting request: `ticket("qwen", by=2, sim0=14)`."""
+    """A request that is waiting in the book: `ticket("qwen", by=2, sim0=14)`."""
     need = _shares(fields)
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
@@ -210,7 +215,7 @@ def ticket(
 
 
 def footprint(backend: Any, spec: Any, origin: Any = None, **known: Any) -> Footprint:
-    """The footprint that the estimate makes from the evidence of `backend`."""
+    """The footprint that `gpu_runtime/estimation` computes from the evidence of `backend`."""
     evidence = backend.evidence(spec, origin)
     return estimate.footprint(
         spec.name, evidence, declared=spec.size, options=spec.options, **known
@@ -221,7 +226,10 @@ def footprint(backend: Any, spec: Any, origin: Any = None, **known: Any) -> Foot
 
 
 def replayed(decision: Callable[[Book], Any], page: Book) -> Any:
-    """The result of `decision`. It must be the same a second time, and on the page as another process reads it."""
+    """The result of `decision`, which must be repeatable.
+
+    The second call must return the same, also on the page as another process would read it.
+    """
     answer = decision(page)
     assert decision(page) == answer, "a decision is pure"
     assert decision(decode_book(encode(page))) == answer, "a page read back decides the same"
@@ -229,7 +237,7 @@ def replayed(decision: Callable[[Book], Any], page: Book) -> Any:
 
 
 def decide(page: Book, wanted: Request, there: World) -> Any:
-    """The result of `admit`, checked by `replayed`."""
+    """The result of `admit`. `replayed` checks that it is repeatable."""
     return replayed(lambda book: admit(book, wanted, there, lru), page)
 
 
@@ -241,9 +249,10 @@ def everyone(page: Book) -> list[str]:
 def ask_until(
     page: Book, wanted: Request, there: World, *, rounds: int = 20
 ) -> tuple[Book, list[Any]]:
-    """The book and the verdicts after repeating the request while all owners obey, for at most `rounds` rounds.
+    """The book and the verdicts after repeating the request for at most `rounds` rounds.
 
-    A tenth of a second passes in each round. A wait for a time ends at once.
+    In each round all owners obey the requests of others, and a tenth of a second passes. A wait for
+    a certain time ends at once.
     """
     verdicts: list[Any] = []
     for _ in range(rounds):
