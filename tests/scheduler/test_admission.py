@@ -1,4 +1,4 @@
-"""The decision tree, branch by branch."""
+"""The decision tree of `admit`, branch by branch. An elder is a request that is ahead in the queue."""
 
 from __future__ import annotations
 
@@ -67,21 +67,25 @@ def test_a_model_on_its_device_is_granted_without_a_step():
 
 
 def test_a_model_on_its_device_is_granted_before_any_elder():
-    """The model needs no more room, so the grant takes no room from an elder."""
+    """The request takes no room from the elder (the request ahead of it): its model is loaded
+    already.
+    """
     page = book(lease("qwen", sim0=8), tickets=[ticket("big", by=2, sim0=20, importance="urgent")])
     after, verdict = decide(page, request("qwen", 8), world(sim0=20))
     assert (after, verdict.steps) == (page, ())
 
 
 def test_a_grant_ends_the_ticket():
-    """This is also so if another thread of the process loaded the model meanwhile."""
+    """The ticket ends also if another thread of the process loaded the model meanwhile."""
     page = book(lease("qwen", sim0=8), tickets=[ticket("qwen", key="k", sim0=8)])
     after, _ = decide(page, request("qwen", 8, key="k"), world(sim0=20))
     assert after == book(lease("qwen", sim0=8))
 
 
 def test_a_verdict_that_was_never_received_is_returned_again():
-    """The stop button may interrupt between the write and the answer (law 9)."""
+    """The stop button may interrupt the caller after the write, before it receives the verdict (law
+    9 in docs/architecture.md).
+    """
     page, first = decide(book(), request("qwen", 8, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 8, key="k"), world(sim0=20, now=NOW + 1))
     assert again == page
@@ -91,7 +95,7 @@ def test_a_verdict_that_was_never_received_is_returned_again():
 
 
 def test_steps_of_an_unreceived_wait_are_returned_again():
-    """Otherwise the leases would be leaving for ever, since no caller has the steps."""
+    """Without the repetition the leases would be leaving for ever, since no caller has the steps."""
     page, first = decide(book(lease("old", sim0=16)), request("qwen", 14, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert again == page
@@ -110,7 +114,9 @@ def test_steps_of_an_unreceived_wait_are_returned_again():
     "phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "being evicted")]
 )
 def test_a_request_waits_for_a_model_that_is_arriving_or_leaving(phase, word):
-    """No second room is reserved: the first reservation is enough."""
+    """The request reserves no second room: the room that is already reserved for the model is
+    enough.
+    """
     going = lease("qwen", host=8, key="another", phase=phase, target=whole("sim:0", 8))
     after, verdict = decide(book(going), request("qwen", 8, key="k"), world(sim0=20))
     assert verdict == Wait(f"qwen is {word}")
@@ -118,7 +124,9 @@ def test_a_request_waits_for_a_model_that_is_arriving_or_leaving(phase, word):
 
 
 def test_two_threads_that_request_one_model_make_room_for_it_once():
-    """Otherwise the second thread would evict other models for bytes that are loaded only once."""
+    """If the second thread also made room, other models would be evicted for bytes that are loaded
+    once.
+    """
     page = book(lease("other", by=2, sim0=15), lease("old", by=3, sim1=10))
     first, heard = decide(page, request("qwen", 14, key="first"), world(sim0=20, sim1=20))
     both, verdict = decide(first, request("qwen", 14, key="second"), world(sim0=20, sim1=20))
@@ -132,7 +140,7 @@ def test_two_threads_that_request_one_model_make_room_for_it_once():
 
 
 def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
-    """The budget is 7,200, a model of 3,000 is resident, and the request is for 9,000."""
+    """The budget is 7,200 MB. A model of 3,000 MB is resident, and the request is for 9,000 MB."""
     page = book(lease("resident", sim0="3000 MB"))
     after, verdict = decide(page, request("big", "9000 MB"), world(sim0="7200 MB"))
     assert verdict == Refuse(
@@ -145,7 +153,9 @@ def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
 
 
 def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
-    """A kept model of 30 is on the only card of 80, and the request is for a whole card."""
+    """The only card has 80 GiB. A kept model of 30 GiB is on it, and the request is for a whole
+    card.
+    """
     dedicated = lease("dedicated", sim0=30, keep=True)
     after, verdict = decide(
         book(dedicated, lease("idle", sim0=10)), request("big", 80), world(sim0=80)
@@ -163,7 +173,7 @@ def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
 
 
 def test_models_pinned_by_the_requesting_thread_count_against_it():
-    """The thread would wait for itself (law 7)."""
+    """The thread cannot wait for the end of its own blocks, so the request is hopeless (law 7)."""
     mine = lease("mine", sim0=12, pins=1)
     _, verdict = decide(book(mine), request("qwen", 10, held=(mine.id,)), world(sim0=20))
     assert (verdict.kind, verdict.holders) == ("nested", (mine.id,))
@@ -190,7 +200,9 @@ def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
 
 
 def test_the_host_has_room_for_either_of_two_leases_but_not_for_both():
-    """Each of them alone could leave. The request needs both to leave, so it would wait for ever."""
+    """Each of the two leases alone could leave. The request needs both to leave, so it would wait
+    for ever.
+    """
     page = book(lease("a", sim0=8, droppable=False), lease("b", sim0=8, droppable=False))
     after, verdict = decide(page, request("qwen", 16), world(sim0=16, host=8))
     assert isinstance(verdict, Refuse) and verdict.holders == (at(1, "a"), at(1, "b"))
@@ -212,8 +224,8 @@ def test_a_device_that_is_not_allowed_does_not_count():
 
 
 def test_a_request_waits_for_a_card_that_can_hold_it_not_the_emptiest():
-    """An earlier version failed here: the ticket held a place on a small card that could never take
-    the model, and small requests starved it on the large card.
+    """In an earlier version the ticket held a place on a small card that could never take the
+    model. Meanwhile small requests took the large card again and again.
     """
     page = book(lease("busy", by=2, sim0=16, pins=1))
     after, verdict = decide(page, request("big", 10, key="k"), world(sim0=20, sim1=8))
@@ -266,7 +278,7 @@ def test_exact_fit_fits():
 
 
 def test_a_model_in_host_memory_moves_back_at_its_measured_size():
-    """The declared size was a guess; the real size was measured at the first load."""
+    """The declared size was only an estimate. The real size was measured at the first load."""
     page = book(lease("qwen", host=6))
     _, verdict = decide(page, request("qwen", 14), world(sim0=8))
     assert bare(verdict.steps) == [Move(at(1, "qwen"), whole(HOST, 6), whole("sim:0", 6))]
@@ -283,7 +295,7 @@ def test_a_served_ticket_is_removed():
 
 
 def test_two_concurrent_requests_one_grant_one_wait():
-    """Two requests of 5,000 compete for 7,200."""
+    """Two requests of 5,000 MB compete for 7,200 MB."""
     there = world(sim0="7200 MB")
     page, first = decide(book(owners=(1, 2)), request("a", "5000 MB", by=1), there)
     page, second = decide(page, request("b", "5000 MB", by=2), there)
@@ -292,7 +304,9 @@ def test_two_concurrent_requests_one_grant_one_wait():
 
 
 def test_what_elders_need_is_set_aside():
-    """Otherwise a stream of small requests would starve a large one."""
+    """A small request must not take bytes that the elder needs; otherwise a stream of small
+    requests would starve a large one.
+    """
     elder = ticket("big", by=2, sim0=14)
     page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[elder])
     _, verdict = decide(page, request("small", 4), world(sim0=20))
@@ -313,7 +327,9 @@ def test_what_elders_need_is_set_aside():
 
 
 def test_a_grant_spends_only_free_bytes():
-    """Leaving bytes are still in use. Before, they counted as free, and a card was overfull by a quarter (law 1)."""
+    """The bytes of a lease that is leaving are still in use. An earlier version counted them as
+    free, and a card was overfull by a quarter (law 1).
+    """
     leaving = lease("old", sim0=12, phase=Phase.LEAVING, key="x", target=whole(HOST, 12))
     _, verdict = decide(book(leaving), request("qwen", 12), world(sim0=20))
     assert verdict == Wait("qwen needs 12.0 GiB; sim:0 has 8.0 GiB free. old is being evicted.")
@@ -339,7 +355,9 @@ def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
 
 
 def test_no_lease_is_evicted_needlessly():
-    """Leases of 10, 15 and 70 are on a card of 100, and 60 are needed: only the lease of 70 leaves."""
+    """The card has 100 GiB, with leases of 10, 15 and 70, and 60 are needed. Only the lease of 70
+    leaves.
+    """
     page = book(
         lease("ten", sim0=10, last_used=1),
         lease("fifteen", sim0=15, last_used=2),
@@ -350,7 +368,9 @@ def test_no_lease_is_evicted_needlessly():
 
 
 def test_other_owners_are_asked_and_evict_their_leases_themselves():
-    """Only the owner moves tensors. The recall is on the requester's ticket and ends with that ticket."""
+    """Only the owner moves tensors. The recall is part of the requester's ticket, and ends with
+    this ticket.
+    """
     page = book(lease("theirs", by=2, sim0=14))
     after, verdict = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert (verdict.asked, verdict.steps) == ((at(2, "theirs"),), ())
@@ -360,7 +380,7 @@ def test_other_owners_are_asked_and_evict_their_leases_themselves():
 
 
 def test_leases_of_other_owners_have_five_seconds_of_grace_and_own_ones_none():
-    """A request of another program must not evict a model between two calls of its owner."""
+    """A request of another program must not evict a model between two calls of the model's owner."""
     just_used = dict(sim0=14, last_used=NOW - 4)
     _, verdict = decide(
         book(lease("theirs", by=2, **just_used)), request("qwen", 14), world(sim0=20)
@@ -372,7 +392,9 @@ def test_leases_of_other_owners_have_five_seconds_of_grace_and_own_ones_none():
 
 
 def test_retry_at_counts_grace_periods_on_other_cards_too():
-    """The nearest card stays busy; the other one becomes free when a grace period ends."""
+    """The lease on the nearest card stays in use. The lease on the other card may leave when its
+    grace ends.
+    """
     page = book(
         lease("busy", by=2, sim0=10, pins=1), lease("theirs", by=2, sim1=14, last_used=NOW - 4)
     )
@@ -389,7 +411,7 @@ def test_a_lease_within_keep_alive_yields_only_to_a_more_important_request():
 
 
 def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
-    """A long idle time or an urgent request does not change that: the next victim leaves instead."""
+    """Neither a long idle time nor an urgent request makes this lease a victim before its time."""
     failed = lease("failed", sim0=14, last_used=1, moves_again_at=NOW + 8)
     after, verdict = decide(book(failed), request("qwen", 14, importance=1), world(sim0=20))
     assert (verdict.steps, verdict.retry_at) == ((), NOW + 8)
@@ -404,7 +426,7 @@ def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
 
 
 def test_a_request_never_displaces_a_more_important_lease():
-    """Waiting changes a request's place in the queue, not which leases it may evict."""
+    """A request that waited long is served earlier, but it may evict no more than before."""
     high = lease("mine", sim0=14, importance="high")
     _, verdict = decide(book(high), request("qwen", 14, arrived=1.0), world(sim0=20))
     assert (verdict.steps, verdict.because) == (
@@ -466,7 +488,7 @@ def test_models_are_offloaded_first_and_unloaded_once_the_host_is_full():
 
 
 def test_host_bytes_are_spent_once():
-    """Two models leave, and the host has room for one."""
+    """Two models leave, and the host has room for only one of them. The other model is dropped."""
     page, verdict = decide(
         book(lease("a", sim0=10), lease("b", sim0=10)), request("q", 20), world(sim0=20, host=15)
     )
@@ -475,7 +497,9 @@ def test_host_bytes_are_spent_once():
 
 
 def test_precious_weights_have_the_first_claim_on_the_host():
-    """Precious weights cannot be dropped; the other model can be loaded again."""
+    """Precious weights exist nowhere else and cannot be dropped. The other model can be loaded
+    again.
+    """
     page = book(
         lease("adopted", sim0=10, droppable=False, last_used=900),
         lease("old", sim0=10, last_used=1),
@@ -489,8 +513,8 @@ def test_precious_weights_have_the_first_claim_on_the_host():
 
 @pytest.mark.parametrize("warm_owner", [1, 2])
 def test_the_warm_pool_makes_room_for_precious_weights(warm_owner):
-    """This is so for any owner of the warm model. Otherwise the request would wait for ever, although it
-    can be served.
+    """The owner of the warm model makes no difference. If the warm model stayed, the request would
+    wait for ever, although it can be served.
     """
     page = book(lease("warm", by=warm_owner, host=8), lease("adopted", sim0=8, droppable=False))
     page, heard = ask_until(page, request("q", 8), world(sim0=8, host=8))
@@ -500,7 +524,9 @@ def test_the_warm_pool_makes_room_for_precious_weights(warm_owner):
 
 
 def test_leases_recalled_by_an_elder_are_not_recalled_twice():
-    """The elder's victims make room for the elder."""
+    """The lease that the elder recalled makes room for the elder. The second request recalls
+    another lease.
+    """
     there = world(sim0=20)
     page = book(lease("a", by=2, sim0=10), lease("b", by=2, sim0=10))
     page, first = decide(page, request("big", 10, key="1"), there)
@@ -521,7 +547,7 @@ def test_a_request_waits_for_a_leaving_lease_and_evicts_no_other():
 
 
 def test_a_model_in_use_is_never_a_victim():
-    """However old and unimportant it is, it stays until its cell ends."""
+    """A model in use stays until its cell ends, however old and unimportant the model is."""
     llama = lease("llama", sim0=8, pins=1, last_used=0)
     _, verdict = admit(book(llama), request("qwen", gib=14), world(sim0=20), lru)
     assert verdict == Wait(
@@ -577,7 +603,9 @@ def test_a_request_that_does_not_wait_leaves_no_ticket():
 
 
 def test_a_full_page_refuses_and_evicts_nothing():
-    """A ticket that cannot be written cannot reserve the room that victims would free."""
+    """The request is refused at once: without a ticket it could not reserve the room that victims
+    free.
+    """
     many = [lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)]
     page = book(lease("old", sim0=10), *many)
     after, verdict = decide(page, request("qwen", 14), world(sim0=20))
@@ -592,7 +620,7 @@ def test_a_full_page_refuses_and_evicts_nothing():
 
 
 def full_page(*more, importance="batch", by=2, **fields):
-    """A page with as many idle models as it holds, and `more`."""
+    """A page with as many idle models as it can hold, in addition to the leases `more`."""
     rest = MOST_LEASES - len(more)
     many = [
         lease(f"m{n}", by=by, host=0, importance=importance, last_used=NOW - 1000 - n, **fields)
@@ -602,7 +630,9 @@ def full_page(*more, importance="batch", by=2, **fields):
 
 
 def test_an_entry_is_evicted_like_bytes():
-    """256 idle `batch` models refused an `urgent` request, although its bytes were free."""
+    """An idle model leaves if the page is full. Before, 256 idle `batch` models made an `urgent`
+    request fail, although enough bytes were free.
+    """
     there = world(sim0=20)
     page, verdict = decide(full_page(), request("qwen", 1, importance=0), there)
     assert isinstance(verdict, Wait) and verdict.asked == (at(2, f"m{MOST_LEASES - 1}"),)
@@ -628,7 +658,9 @@ def test_an_own_idle_model_leaves_the_page_at_once():
 
 
 def test_a_model_on_a_device_leaves_for_the_warm_pool_first_and_then_the_page():
-    """Its owner offloads it on request. The entry is free after the second step."""
+    """The owner offloads the model on request, and then drops it. The entry is free after the
+    second step.
+    """
     there = world(sim0=20)
     idle = lease("idle", by=2, sim0=1, importance="batch", last_used=NOW - 9999)
     page = full_page(idle, importance=-1)
@@ -655,14 +687,14 @@ def test_a_model_on_a_device_leaves_for_the_warm_pool_first_and_then_the_page():
     ],
 )
 def test_an_entry_is_not_evicted_where_bytes_would_not_be(kept):
-    """Weights that exist nowhere else, models in use, kept ones and more important ones stay."""
+    """Models stay if they are in use, kept, more important, or the only copy of their weights."""
     fields = {"importance": "batch"} | kept
     page, verdict = decide(full_page(**fields), request("qwen", 1), world(sim0=20))
     assert verdict.kind == "full" and page.tickets == ()
 
 
 def test_requests_have_entries_that_leases_cannot_take():
-    """A page full of waiting requests still takes an operator's request to an owner."""
+    """An operator can still send a request to an owner when the page is full of waiting requests."""
     idle = lease("idle", by=2, sim0=8)
     tickets = [ticket(f"t{n}", by=1, key=f"1:t{n}") for n in range(MOST_WAITING - 1)]
     page = book(idle, owners=(1, 2), tickets=tickets)
@@ -687,7 +719,9 @@ def test_a_full_page_still_restores_what_it_holds():
 
 
 def test_one_process_s_own_limit_makes_its_own_models_leave_first():
-    """INFERENCE_MEMORY_LIMIT_GB counts the bytes on all cards that remain after possible evictions."""
+    """INFERENCE_MEMORY_LIMIT_GB bounds the bytes of one process on all cards, after possible
+    evictions.
+    """
     page = book(lease("mine", sim0=6), lease("theirs", by=2, sim1=6))
     _, verdict = decide(page, request("qwen", 6), world(sim0=20, sim1=20, limit_bytes=size(10)))
     assert [step.lease for step in verdict.steps] == [at(1, "mine")] and verdict.asked == ()
@@ -705,7 +739,9 @@ def test_a_refusal_by_the_own_limit_has_the_seeds_text():
 
 
 def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
-    """Such a lease cannot leave. If it were not counted, the request would wait for ever."""
+    """A lease that the host has no room for cannot leave. If its bytes were not counted, the
+    request would wait for ever.
+    """
     page = book(lease("adopted", sim0=9, droppable=False), lease("warm", host=2, droppable=False))
     there = world(sim0=10, sim1=10, host=9, limit_bytes=size(12))
     assert decide(page, request("qwen", 4), there)[1].kind == "limit"
@@ -713,7 +749,9 @@ def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
 
 
 def test_a_leaving_lease_counts_as_gone_for_the_own_limit():
-    """Otherwise a second model would be evicted for the room that the first one frees."""
+    """If its bytes still counted, a second model would be evicted for the room that the first one
+    frees.
+    """
     going = lease("going", sim0=6, phase=Phase.LEAVING, key="x")
     there = world(sim0=20, sim1=20, limit_bytes=size(10))
     _, verdict = decide(book(going, lease("mine", sim1=4)), request("qwen", 6), there)
@@ -742,8 +780,8 @@ def test_the_room_is_the_smaller_of_book_and_measurement():
 
 
 def test_bytes_that_the_sample_cannot_have_seen_are_counted():
-    """A lease that settled after the sample, or is still arriving, is not in the driver's figure yet
-    (law 11).
+    """The driver's figure lacks a lease that settled after the sample, or is still arriving (law
+    11).
     """
     there = real(18, taken_at=NOW - 1)
     assert room(book(lease("a", cuda0=4, settled_at=NOW - 2)), there)["cuda:0"] == 16 * GIB
@@ -792,8 +830,8 @@ def test_memory_outside_the_leases_is_named_as_the_reason_to_wait():
 
 
 def test_no_lease_is_evicted_for_bytes_that_left_after_the_sample():
-    """A card is measured once a second. Otherwise each decision between two measurements would evict
-    another model.
+    """A card is measured once a second. Without this rule, each decision between two measurements
+    would evict another model.
     """
     from gpu_runtime.scheduler.transitions import left
 
@@ -880,7 +918,7 @@ def test_the_footprint_of_a_request_is_the_sum_of_its_parts():
 
 
 def test_only_a_few_of_many_leases_in_the_way_are_named():
-    """Sixty-four models in use on one card once made a message of 5,000 letters."""
+    """Sixty-four models in use on one card once made a message of 5,000 characters."""
     crowd = [lease(f"m{n}", sim0=1, pins=1) for n in range(64)]
     _, verdict = admit(book(*crowd), request("qwen", gib=1), world(sim0=64), lru)
     assert verdict.because.endswith("; and 60 more") and verdict.because.count(" is in use") == 4

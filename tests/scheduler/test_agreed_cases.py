@@ -27,7 +27,7 @@ def on(**gib):
 
 
 def settled(verdict, name):
-    """The lease once its load is done, idle."""
+    """The lease `name` once its load is done and the model is idle."""
     shares = {f"sim{share.device[-1]}": share.bytes / GIB for share in verdict.lease.target}
     return lease(name, **shares)
 
@@ -45,7 +45,7 @@ def test_15_on_two_80s_takes_one_card(layout):
     "policy, card", [("best-fit", "sim:0"), ("fewest-evictions", "sim:0"), ("most-free", "sim:1")]
 )
 def test_a_second_15_is_placed_by_policy(policy, card):
-    """`most-free` spreads models over the cards; the other policies keep the second card empty."""
+    """`most-free` spreads models over the cards. The other policies keep the second card empty."""
     _, verdict = decide(
         book(lease("first", sim0=15)), request("second", 15, policy=policy), world(**TWO)
     )
@@ -92,7 +92,7 @@ def test_140_on_two_free_80s_is_70_and_70(layout):
 
 @pytest.mark.parametrize("layout", SPLITS)
 def test_three_cards_the_first_full_and_busy_and_140_takes_the_other_two(layout):
-    """A card that cannot take its part is skipped; it is not the end of the search."""
+    """A card that cannot take its part is skipped, and the search continues with the other cards."""
     page = book(lease("busy", by=2, sim0=80, pins=1))
     _, verdict = decide(page, request("big", 140, layout=layout), world(**THREE))
     assert verdict.lease.target == on(sim1=70, sim2=70)
@@ -185,7 +185,7 @@ MIB_FREE = dict(sim0="24000 MiB", sim1="12000 MiB", host=100)
 
 
 def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
-    """The shares are in proportion to the free bytes less 512 MB on each card."""
+    """Each share is in proportion to the free bytes of its card, less 512 MiB."""
     _, verdict = decide(
         book(), request("big", "30000 MiB", layout="proportional"), world(**MIB_FREE)
     )
@@ -196,7 +196,9 @@ def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
 
 
 def test_35000_on_24000_and_12000_free_is_refused():
-    """36,000 are free in all; without the margins, 34,976 are."""
+    """Both cards together have 36,000 MiB free. Without the margins of 512 MiB, 34,976 MiB are
+    left.
+    """
     _, verdict = decide(
         book(), request("big", "35000 MiB", layout="proportional"), world(**MIB_FREE)
     )
@@ -232,8 +234,8 @@ def test_a_ticket_for_several_cards_keeps_its_place_on_each():
 
 
 def test_a_split_that_evicts_nothing_beats_one_card_that_must_be_emptied():
-    """Ways are ranked by seconds of reloading, then by cards. `auto` never splits a model that one card
-    could hold.
+    """Candidates are ranked by the seconds that reloading the victims takes, then by the number of
+    cards. `auto` never splits a model that one card could hold.
     """
     page = book(lease("a", sim0=50, reload_seconds=9), lease("b", sim1=50, reload_seconds=9))
     _, verdict = decide(page, request("c", 50, layout="balanced"), world(**TWO))

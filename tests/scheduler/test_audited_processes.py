@@ -1,9 +1,10 @@
-"""Several processes, a book, and an auditor that knows the bytes that each process holds.
+"""Several processes, a book, and an auditor that knows the bytes that each process really holds.
 
-Processes request, load, fail, are interrupted, pin, evict, die. After each step the auditor
-compares the book with these bytes: no device is over its budget (law 1), no byte is lost or forgotten
-(laws 3, 6, 9), no model in use was moved (law 4), no precious weights were dropped (law 5). Every
-decision is made twice, and once more on a page that was written and read again.
+The processes request, load, fail, are interrupted, pin, evict and die. After each step the auditor
+compares the book with these bytes. No device is over its budget (law 1 in docs/architecture.md). No
+byte is lost or forgotten (laws 3, 6, 9). No model in use was moved (law 4). No precious weights
+were dropped (law 5). Each decision is repeated, and repeated once more on a page that was written
+and read again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Process:
         return Truth(self.owner, tuple(self.models.values()), tuple(sorted(self.keys)))
 
     def holds(self) -> Counter[str]:
-        """Bytes on each device, at the worst moment of the work in progress."""
+        """The bytes on each device that the process may hold at the worst moment of its work in
+        progress.
+        """
         held: Counter[str] = Counter()
         for model in self.models.values():
             held.update({share.device: share.bytes for share in model.shares})
@@ -140,8 +143,9 @@ class Auditor(RuleBasedStateMachine):
         return World(self.now, WALL + self.now, DEVICES, LIMITS, self.samples, self.rules)
 
     def write(self, process: Process, decision: Any) -> tuple[Book, Any]:
-        """The new page and the answer of one transaction. As in `owner/session.py`, the process publishes
-        its own section first, then decides.
+        """Runs one transaction of `process` and returns the new page and the answer.
+
+        As in `owner/session.py`, the process first publishes its own section and then decides.
         """
         world, truth, old = self.world(), process.truth(), self.book
 
@@ -242,7 +246,9 @@ class Auditor(RuleBasedStateMachine):
         droppable=mostly,
     )
     def cell(self, which: int, name: str, size: int, importance: int, droppable: bool) -> None:
-        """A whole cell, if there is room at once: request, load, use, release."""
+        """A whole cell, if there is room at once: the process requests, loads, uses and releases a
+        model.
+        """
         process = self.pick(which)
         key = self.key(process, f"use {name}")
         process.asking[key] = Request(
@@ -254,7 +260,9 @@ class Auditor(RuleBasedStateMachine):
             process.models[name] = replace(process.models[name], pins=0)
 
     def waiting(self) -> list[tuple[Process, str]]:
-        """The requests that may be repeated: those of processes without a step to do first."""
+        """The requests that may be repeated. A process with a step to do first cannot repeat its
+        requests.
+        """
         return [
             (process, key)
             for process in self.processes.values()
@@ -265,7 +273,7 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting())
     @rule(which=some, received=mostly)
     def ask_again(self, which: int, received: bool) -> None:
-        """Repeats a request; also after a decision whose answer was not received."""
+        """Repeats a request, even if the answer of its last decision was not received."""
         waiting = self.waiting()
         self.send(*waiting[which % len(waiting)], received)
 
@@ -338,8 +346,8 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: any(process.asking for process in self.processes.values()))
     @rule(which=some)
     def interrupt(self, which: int) -> None:
-        """The stop button interrupts at any instruction. The thread and its key are gone; the monitor
-        cleans up later.
+        """The stop button interrupts the process at any instruction. Its thread and the key are
+        gone; the monitor cleans up later.
         """
         asking = [
             (process, key) for process in self.processes.values() for key in sorted(process.asking)
@@ -473,7 +481,10 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: self.models(lambda process, model: model.on_device))
     @rule(which=some)
     def enter(self, which: int) -> None:
-        """`use` of a resident model touches no ledger, even if its eviction was decided just now."""
+        """Enters a block that uses a resident model.
+
+        The ledger is not touched, even if a decision to evict this model was made just before.
+        """
         models = self.models(lambda process, model: model.on_device)
         process, model = models[which % len(models)]
         process.models[model.name] = replace(
@@ -610,7 +621,8 @@ class Auditor(RuleBasedStateMachine):
 
     @rule(freed=mostly)
     def take_sample(self, freed: bool = True) -> None:
-        """A sample as the driver reports it: settled bytes, and none of those that are arriving.
+        """Takes a sample as the driver reports it: it has the settled bytes, but none that are
+        arriving.
 
         The driver frees the bytes of a dead process later, and lists the process until then.
         """
@@ -644,7 +656,7 @@ class Auditor(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_in_the_book(self) -> None:
-        """Laws 3 and 6: no byte is forgotten."""
+        """The book has all bytes that the processes hold (laws 3 and 6)."""
         for process in getattr(self, "processes", {}).values():
             section = self.book.sections[process.id]
             claimed: Counter[str] = Counter()
@@ -671,7 +683,7 @@ class Auditor(RuleBasedStateMachine):
             )
 
     def teardown(self) -> None:
-        """All processes end: the book is empty, to the byte (law 3)."""
+        """Ends all processes. The book must then claim no byte (law 3)."""
         if not hasattr(self, "processes"):
             return
         for process in self.processes.values():
@@ -723,7 +735,7 @@ WEIGHTS = {
     "first", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(50, 400, 50))]
 )
 def test_walks(first):
-    """Fifty walks of sixty steps; a failure names its seed: `walk(SEED)`."""
+    """Fifty walks of sixty steps. A failure names its seed, for `walk(SEED)`."""
     for seed in range(first, first + 50):
         try:
             walk(seed)

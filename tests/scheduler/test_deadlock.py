@@ -1,5 +1,6 @@
-"""Requests that can never be served, found by reduction; and which request may pass another, and for
-how long.
+"""Requests that can never be served, which are found by reduction.
+
+The second part is about the order of the queue: which request may pass another, and for how long.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 
 
 def test_of_two_threads_that_wait_for_each_others_model_the_youngest_is_refused():
-    """The youngest has waited least. The other thread continues once the younger one's block has ended."""
+    """The youngest request has waited least, so it is refused. The other thread continues once the
+    block of the refused thread has ended.
+    """
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -44,8 +47,8 @@ def test_the_elder_of_a_deadlock_goes_on_waiting():
 
 
 def test_a_need_that_another_card_can_meet_is_no_deadlock():
-    """The wait-for graph has a cycle over sim:0. But the user of sim:2 will finish, and then one of the
-    requests fits.
+    """The wait-for graph has a cycle over sim:0. But the thread that uses sim:2 will finish, and
+    then one of the requests fits.
     """
     held = [
         lease("a", sim0=10, pins=1),
@@ -65,8 +68,8 @@ def test_a_need_that_another_card_can_meet_is_no_deadlock():
 
 
 def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
-    """A plain cycle search finds that a and b wait for each other, but the bytes of the third thread are
-    enough for one of them.
+    """A plain search for cycles finds that a and b wait for each other. But the bytes of the third
+    thread are enough for one of them.
     """
     page = book(
         lease("a", sim0=6, pins=1),
@@ -81,8 +84,8 @@ def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
 
 
 def test_no_cycle_of_two_and_yet_a_deadlock():
-    """Each thread holds a third of the card, and two thirds would serve any of them. Two threads are no
-    deadlock; all three together are.
+    """Each of three threads holds a third of the card and needs two thirds. Any two of the threads
+    are no deadlock, but all three are.
     """
     page = book(
         *(lease("m", by=n, sim0=4, pins=1) for n in (1, 2, 3)),
@@ -92,7 +95,7 @@ def test_no_cycle_of_two_and_yet_a_deadlock():
 
 
 def test_a_request_that_holds_nothing_others_could_use_is_not_deadlocked():
-    """The request waits behind the deadlock, and its refusal would help no other request."""
+    """The request waits behind the deadlocked threads. Its refusal would help no other request."""
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -128,7 +131,7 @@ def can_all_finish(
     needs: tuple[tuple[int, frozenset[str]] | None, ...],
     limits: tuple[tuple[str, int], ...],
 ) -> frozenset[int]:
-    """The threads that can finish in some order. A thread without a need finishes by itself."""
+    """The threads that can finish, in the best order. A thread without a need finishes by itself."""
     best: frozenset[int] = frozenset()
     todo, seen = [best], set()
     while todo:
@@ -165,8 +168,8 @@ threads = st.lists(
 @given(threads)
 @example([("sim:0", 6, (6, ())), ("sim:0", 4, (5, ())), ("sim:1", 6, None)])
 def test_reduction_agrees_with_every_order_of_finishing(threads_):
-    """A thread that can finish in some order is never called deadlocked. A thread that cannot finish is
-    found, if it holds bytes that the others could use.
+    """A thread that can finish in some order is never called deadlocked. A thread that cannot
+    finish is found if it holds bytes that the others could use.
     """
     there = world(sim0=10, sim1=10)
     leases, tickets, held, needs = [], [], [], []
@@ -214,7 +217,9 @@ def test_importance_then_arrival():
 
 
 def test_waiting_thirty_seconds_is_worth_one_class():
-    """So every request is served in the end."""
+    """An old request becomes more important than any new one, so every request is served in the
+    end.
+    """
     there = world(sim0=20)
     assert [aged(30, waited, there) for waited in (0, 29.9, 30, 65, 95, 500)] == [
         30,
@@ -244,7 +249,7 @@ def test_a_more_important_request_does_not_wait_for_a_less_important_one():
 
 
 def test_a_stopped_process_is_skipped_not_deleted():
-    """A ticket that was not refreshed for 2 s belongs to a process that would not take the room."""
+    """If a ticket was not refreshed for 2 s, its process is stopped and would not take the room."""
     page = book(tickets=[ticket("big", by=2, sim0=20, refreshed=NOW - 2.1)])
     after, verdict = decide(page, request("small", 4), world(sim0=20))
     assert isinstance(verdict, Grant) and after.tickets == page.tickets
@@ -253,7 +258,9 @@ def test_a_stopped_process_is_skipped_not_deleted():
 
 
 def test_an_elder_blocked_by_a_model_in_use_may_be_passed_for_thirty_seconds():
-    """The elder could not use the room anyway, but requests that pass must not delay it for ever."""
+    """The elder (the request ahead) cannot use the room yet, but passing requests must not delay it
+    for ever.
+    """
     busy = lease("busy", by=3, sim0=10, pins=1)
 
     def passes(seconds):
@@ -266,7 +273,9 @@ def test_an_elder_blocked_by_a_model_in_use_may_be_passed_for_thirty_seconds():
 
 
 def test_a_thread_that_holds_the_model_an_elder_waits_for_may_pass():
-    """Otherwise each would wait for the other: the elder for the bytes, the thread for its turn."""
+    """If the thread could not pass, it would wait for its place behind the elder, and the elder for
+    the bytes of the thread.
+    """
     mine = lease("mine", sim0=4, pins=1)
     page = book(mine, tickets=[ticket("big", by=2, sim0=18)])
     assert isinstance(decide(page, request("more", 4, held=(mine.id,)), world(sim0=20))[1], Grant)

@@ -1,5 +1,5 @@
-"""One name in the book is one physical card, whichever cards a process sees and however its driver
-numbers them.
+"""A name in the book belongs to one physical card, whichever cards a process sees and however its
+driver numbers them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_a_card_that_is_new_to_the_book_gets_a_free_name():
 
 
 def test_an_instance_that_was_created_again_is_another_device():
-    """After a new partitioning the card has other instances at the same positions."""
+    """After a new partitioning, other MIG instances are at the same positions of the card."""
     book = Book(devices=(card("cuda:0.0", "MIG-a"), card("cuda:0.1", "MIG-b")))
     assert names((card("cuda:0.0", "MIG-c"), card("cuda:0.1", "MIG-b")), book) == {
         "cuda:0.0": "cuda:0.2"

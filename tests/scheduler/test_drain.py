@@ -72,8 +72,9 @@ def test_a_model_from_a_drained_card_is_restored_to_another():
 
 
 def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
-    """A person decided the drain, so no grace applies. Leases are offloaded while the host has room, and
-    then dropped; precious weights are offloaded first.
+    """A person decided the drain, so grace, keep_alive and importance do not apply. Leases with
+    precious weights are offloaded first, then the others while the host has room. The rest is
+    dropped.
     """
     page = book(
         lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0),
@@ -134,7 +135,9 @@ def test_a_drain_and_its_end_are_both_events():
 
 
 def test_a_drain_follows_the_card_and_not_its_name():
-    """All owners have ended, and the next owner sees other cards. The drained card then has another name."""
+    """All owners have ended, and the next owner sees other cards. The drained card then has another
+    name, and is still drained.
+    """
     card = Device("cuda:0", 80 * GIB, uuid="GPU-a")
     there = world(cuda0=80)
     page = drain.drain(book(), card, "ann", there)
@@ -145,7 +148,9 @@ def test_a_drain_follows_the_card_and_not_its_name():
 
 
 def test_a_rebuilt_book_has_the_drains_that_its_newest_owner_knew():
-    """One owner ended the drain, and another owner has not written since."""
+    """The newest section counts. One owner ended the drain, and the other owner has not written
+    since.
+    """
     old = book(owners=(1,), drained={"sim:0": ANN, "sim:1": ANN})
     new = book(owners=(2,), drained={"sim:1": ANN})
     assert union([part_of(old, owner(1).id), part_of(new, owner(2).id)]).drained == {"sim:1": ANN}

@@ -40,7 +40,9 @@ def test_lru_is_the_time_of_last_use():
 
 
 def test_cost_aware_evicts_the_lease_that_frees_most_for_the_fewest_seconds():
-    """The score is the seconds to load it again for each GiB, lowered by its idle time."""
+    """The score is the seconds to load the lease again for each GiB that it frees. Idle time lowers
+    the score.
+    """
     quick = lease("quick", sim0=10, restore_seconds=1, reload_seconds=30, last_used=NOW - 99)
     slow = lease("slow", sim0=1, reload_seconds=30, last_used=NOW - 99)
     fresh = lease("fresh", sim0=10, restore_seconds=1, last_used=NOW)
@@ -110,7 +112,7 @@ def test_without_a_need_nothing_is_evicted():
 
 
 def test_if_all_leases_are_not_enough_the_answer_is_none():
-    """If all evictions together are not enough, none of them is useful."""
+    """If all evictions together do not free enough, no lease is evicted."""
     assert victims(gib(sim0=3), [lease("a", sim0=1), lease("b", sim0=1)], THERE, lru) is None
     assert victims(gib(sim0=1), [], THERE, lru) is None
 
@@ -126,7 +128,9 @@ def test_the_most_precious_of_the_chosen_is_spared_first():
 
 
 def test_equal_ranks_are_ordered_by_name():
-    """The same page gives the same victims on every machine."""
+    """With equal ranks the order does not depend on the machine: the same page gives the same
+    victims.
+    """
     one, two = lease("one", sim0=4), lease("two", sim0=4)
     assert victims(gib(sim0=4), [two, one], THERE, lru) == (one,)
 
@@ -175,7 +179,9 @@ def enough(chosen, need):
 
 @given(leases, needs)
 def test_victims_are_enough_and_none_can_be_spared(idle, need):
-    """Law 8. The result is None only if no set of leases is enough."""
+    """The victims are enough, and none of them could stay (law 8 in docs/architecture.md). The
+    result is None only if no set of leases is enough.
+    """
     chosen = victims(need, idle, THERE, lru)
     if chosen is None:
         assert not enough(idle, need)
@@ -187,7 +193,7 @@ def test_victims_are_enough_and_none_can_be_spared(idle, need):
 
 @given(leases, needs)
 def test_importance_comes_before_the_policy(idle, need):
-    """Law 8: if less important leases are enough, no more important one leaves."""
+    """If less important leases are enough, no more important lease leaves (law 8)."""
     chosen = victims(need, idle, THERE, lru)
     if not chosen:
         return
@@ -205,7 +211,7 @@ def test_the_order_in_which_leases_are_listed_does_not_matter(idle, need, random
 
 @given(leases, needs)
 def test_against_every_subset(idle, need):
-    """There are victims if and only if an exhaustive search finds a set."""
+    """There are victims if and only if an exhaustive search finds a set of leases that is enough."""
     subsets = itertools.chain.from_iterable(
         itertools.combinations(idle, n) for n in range(len(idle) + 1)
     )
@@ -215,7 +221,7 @@ def test_against_every_subset(idle, need):
 
 
 def test_of_the_possible_victims_as_much_as_possible_is_spared():
-    """If the newest lease were spared first, 21 would leave; the best set is 20."""
+    """If the newest lease stayed first of all, 21 bytes would leave. The best set has 20."""
     sizes = (("a", 6), ("b", 5), ("c", 4), ("d", 10))
     idle = [lease(name, sim0=gib_, last_used=used) for used, (name, gib_) in enumerate(sizes)]
     assert [gone.name for gone in victims(gib(sim0=20), idle, THERE, lru)] == ["a", "c", "d"]

@@ -1,4 +1,8 @@
-"""Bytes of a dead process on a real card count until its driver shows them free (law 12)."""
+"""Bytes of a dead process on a real card count until the card's driver shows them free (law 12 in
+docs/architecture.md).
+
+The book keeps such bytes as a ghost: the memory that a dead process held.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +41,16 @@ HELD = book(lease("a", by=2, cuda0=40, settled_at=NOW - 100), owners=(1, 2))
 
 
 def test_a_sample_from_before_the_death_frees_nothing():
-    """That sample counted the bytes as used, so the book must not count them as free either."""
+    """That sample counted the bytes as used. If the book counted them as free, they would be
+    granted too early.
+    """
     page = reaped(HELD)
     assert page.claims() == {"cuda:0": size(40)}
     assert room(page, there(40, taken_at=NOW - 1))["cuda:0"] == size(32)
 
 
 def test_bytes_that_came_after_the_sample_are_not_free_when_their_owner_dies():
-    """The sample never counted these bytes, so without the ghost they would be spent twice."""
+    """The sample never counted these bytes. Without the ghost they would be free twice."""
     page = reaped(book(lease("a", by=2, cuda0=40, settled_at=NOW - 0.5), owners=(1, 2)), free=80)
     assert room(page, there(80, taken_at=NOW - 1))["cuda:0"] == size(32)
     assert room(page, there(50, taken_at=NOW - 1))["cuda:0"] == size(10)
@@ -60,7 +66,9 @@ def test_bytes_that_were_arriving_when_their_owner_died_count_in_full():
 
 
 def test_a_sample_from_after_the_death_that_still_lists_the_process_frees_nothing():
-    """A driver needs time to tear a process down: otherwise the card would exceed its budget."""
+    """A driver needs time to free the memory of a process. A grant before that would exceed the
+    card's budget.
+    """
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: size(40)})
     page = ghosts.measure(reaped(HELD), later)
     assert room(page, later)["cuda:0"] == size(32)
@@ -82,7 +90,7 @@ def test_a_process_with_unknown_bytes_is_still_listed(bytes_):
 
 
 def test_unknown_free_memory_makes_a_request_wait():
-    """Unknown is not free, however long ago the process ended."""
+    """Unknown memory is not treated as free, however long ago the process ended."""
     later = there(None, taken_at=NOW + 1, now=NOW + 1)
     page = ghosts.measure(reaped(HELD), later)
     _, verdict = decide(page, request("qwen", 1), later)
@@ -90,7 +98,7 @@ def test_unknown_free_memory_makes_a_request_wait():
 
 
 def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
-    """No lease is evicted for the request either. It waits a moment, with the reason."""
+    """The request waits a moment, with a reason, and no lease is evicted for it."""
     idle = lease("b", by=1, cuda0=10, settled_at=NOW - 100, last_used=0)
     page = reaped(book(*HELD.leases(), idle, owners=(1, 2)), free=30)
     slow = there(30, taken_at=NOW - 0.1, listing={2: size(40)})
@@ -107,7 +115,7 @@ def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
 
 
 def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
-    """If a new process has the pid, the process that had it before is completely gone."""
+    """If a new process has the pid, the dead process that had it before is completely gone."""
     page = reaped(HELD)
     again = page.with_section(
         replace(book(owners=(2,)).sections[DEAD.id], owner=replace(DEAD, started=99))
@@ -116,7 +124,7 @@ def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
 
 
 def test_simulated_cards_and_the_host_have_no_ghosts():
-    """There the book is the measurement, and a dead process holds no memory."""
+    """On these devices the book is the only measurement, and a dead process holds no memory."""
     page = book(lease("a", by=2, sim0=3), lease("b", by=2, host=4), owners=(1, 2))
     assert books.reap(page, [DEAD.id], world(sim0=20)).ghosts == ()
 

@@ -50,7 +50,9 @@ B = 2**-30  # one byte, in the builders' GiB
 
 @st.composite
 def leases(draw: Any, quiet: bool = False) -> list[Lease]:
-    """Leases of three owners. With `quiet`, all are settled and idle, and none is kept."""
+    """Draws leases of three owners. With `quiet`, all leases are settled and idle, and none is
+    kept.
+    """
     made = []
     for n in range(draw(st.integers(0, 7))):
         phase = (
@@ -198,7 +200,7 @@ def decide(situation: tuple[Book, Request, World]) -> tuple[Book, Any]:
 
 @given(situations())
 def test_1_no_grant_takes_a_device_over_its_budget(situation):
-    """A grant spends only bytes that are free now, and no bytes that are still leaving."""
+    """A grant spends only bytes that are free now, and no bytes of leases that are still leaving."""
     page, _, there = situation
     after, verdict = decide(situation)
     assert overdrafts(page, after) == {}
@@ -210,7 +212,9 @@ def test_1_no_grant_takes_a_device_over_its_budget(situation):
 
 @given(situations(), st.integers(0, 30))
 def test_2_facts_are_always_accepted(situation, measured):
-    """Examples are a load that is larger than declared, and the residue of a process."""
+    """Examples of such facts: a load is larger than declared, or a process uses memory beyond its
+    leases.
+    """
     page, verdict = decide(situation)
     wanted = situation[1].lease
     assume(isinstance(verdict, Grant) and verdict.steps)
@@ -225,7 +229,7 @@ def test_2_facts_are_always_accepted(situation, measured):
 
 @given(situations())
 def test_3_bytes_are_conserved(situation):
-    """At its end, by any way, a lease releases exactly the bytes that it took, on every device."""
+    """However a lease ends, it releases exactly the bytes that it took, on every device."""
     page = situation[0]
     after, verdict = decide(situation)
     before, now = page.claims(), after.claims()
@@ -337,8 +341,8 @@ def test_7_no_set_of_victims_could_serve_a_refused_request(situation):
 
 @given(situations(quiet=True), st.sampled_from(["sim:0", "sim:1"]), st.integers(0, 6))
 def test_8_no_victim_can_be_spared(situation, card, more):
-    """The request would not fit if any one victim stayed. No lease that stays is less important than all
-    victims.
+    """If any one victim stayed, the request would not fit. No lease that stays is less important
+    than all victims.
     """
     page, _, there = situation
     there = replace(there, rules=replace(there.rules, limit_bytes=None))
@@ -358,8 +362,8 @@ def test_8_no_victim_can_be_spared(situation, card, more):
 
 @given(situations())
 def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
-    """The request is granted and its load fails; or it waits, its victims fail to leave, and it is
-    withdrawn.
+    """The test has two cases. A granted request's load fails, or a waiting request's victims fail
+    to leave and the request is withdrawn.
     """
     page, wanted, there = situation
     assume(not any(m.key == wanted.key for m in page.leases()) and not page.ticket(wanted.key))
@@ -374,7 +378,11 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
         after = books.withdraw(after, wanted.key)
 
     def without_traces(leases_: Any) -> list[Lease]:
-        """An abandoned restore keeps the reason of the request until its owner publishes."""
+        """The leases without the traces of a request.
+
+        An abandoned restore keeps the importance and times of its request until its owner
+        publishes.
+        """
         return sorted(
             (
                 replace(m, last_used=0, pinned_since=0, importance=0, keep_alive=0, key="")
@@ -389,7 +397,7 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
 
 @given(situations())
 def test_9_every_decision_first_looks_for_its_own_key(situation):
-    """Two equal decisions in a row reserve, recall and evict only once."""
+    """If the same decision is made twice in a row, it reserves, recalls and evicts only once."""
     page, wanted, there = situation
     once, first = decide(situation)
     twice, second = decide((once, wanted, there))
@@ -417,7 +425,7 @@ def test_10_every_verdict_and_event_says_because(situation, rank):
 
 @given(situations())
 def test_a_process_writes_only_its_own_section_and_tickets(situation):
-    """Other processes request, the owner acts: the ledger refuses anything else."""
+    """A process requests on its ticket, and the owner acts. The ledger refuses any other write."""
     after, _ = decide(situation)
     refuse_unlawful(situation[0], after, owner(1).id, lambda _: frozenset())
     for pid in (1, 2, 3):
@@ -475,7 +483,9 @@ def test_12_dead_owners_are_reaped_completely_and_no_others(pid, situation):
 
 @given(situations())
 def test_relief_brings_the_level_down_and_no_further(situation):
-    """`auto`: without its last step a card would still be at a level that requires more."""
+    """With `relief="auto"`, no step is needless: without the last step a card would still be too
+    full.
+    """
     page, _, there = situation
     assume(there.rules.relief == "auto")
     after, steps = relieve(page, owner(1).id, there, lru, "k")
@@ -512,8 +522,10 @@ def test_relief_brings_the_level_down_and_no_further(situation):
 def follow(
     page: Book, wanted: list[Request], there: World, rounds: int
 ) -> tuple[Book, dict[str, Any]]:
-    """Every second each process requests, does its steps, obeys recalls and loads. It uses the model for
-    one round, and ends.
+    """Follows the page for `rounds` seconds.
+
+    In each second every process requests, does its steps, obeys recalls and loads. A process uses
+    its model for one round, and ends.
     """
     answers: dict[str, Any] = {}
     using: list[Lease] = []
@@ -603,7 +615,7 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
 def test_progress_without_models_in_use_a_request_is_granted_or_refused_within_a_few_rounds(
     situation,
 ):
-    """The exception is a more important lease in the way: then the request waits and names that lease."""
+    """The exception is a request that a more important lease blocks. It waits and names this lease."""
     page, wanted, there = situation
     _, answers = follow(page, [wanted], there, rounds=10)
     verdict = answers[wanted.key]
@@ -619,7 +631,7 @@ def test_progress_without_models_in_use_a_request_is_granted_or_refused_within_a
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=5),
 )
 def test_progress_every_one_of_several_is_served_in_the_end(situation, others):
-    """There is no livelock: requests do not evict each other's models for ever, and none starves."""
+    """Requests do not evict each other's models for ever, and no request starves."""
     page, first, there = situation
     page = replace(
         page,

@@ -1,4 +1,8 @@
-"""What a guess may spend: free memory, and own idle models that are used later or never."""
+"""What a look-ahead may spend: free memory, and idle models of the same process that are used later
+or never.
+
+Look-ahead loads the model of a waiting cell while another cell runs.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,15 @@ BECAUSE = f"loaded ahead: {CELL} uses it"
 
 
 def cells(*uses, running=()):
-    """The running cell, which uses these models, and one waiting cell for each of `uses`."""
+    """The running cell, which uses the models `running`, and one waiting cell for each model of
+    `uses`.
+    """
     first = CellModels("cell 1", tuple(running), tuple(running), True)
     return (first, *(CellModels(f"cell {n}", (name,), (name,)) for n, name in enumerate(uses, 2)))
 
 
 def guess(them, name, *uses, gib=10, running=(), room=None, **settings):
-    """The decision to load `name` ahead for a schedule with these `uses`."""
+    """The decision to load `name` ahead, while waiting cells use the models `uses` in this order."""
     order = next_uses(cells(*uses, running=running))
     there = world(**{"sim0": 24, "grace_seconds": 5.0, **(room or {}), **settings})
     return load_ahead(them, request(name, gib), there, lru, order, running, CELL)
@@ -45,7 +51,7 @@ def test_free_memory_is_spent_and_the_reason_is_in_the_book():
 
 
 def test_an_own_idle_model_that_is_used_later_or_never_leaves():
-    """The steps are the caller's; then it decides again, and the room is free."""
+    """The caller does the steps and decides again. By then the room is free."""
     them = book(lease("a", sim0=10, pins=1), lease("old", sim0=10), lease("c", sim0=4))
     after, verdict = guess(them, "b", "b", "c", running=["a"])
     assert isinstance(verdict, Wait) and [step.lease for step in verdict.steps] == [at(1, "old")]
@@ -58,7 +64,7 @@ def test_an_own_idle_model_that_is_used_later_or_never_leaves():
 
 
 def test_a_model_that_is_used_sooner_stays():
-    """Its eviction would be regretted by the very next cell."""
+    """The very next cell would need the evicted model again."""
     them = book(lease("a", sim0=10), lease("b", sim0=10))
     assert guess(them, "c", "a", "b", "c")[1].steps == ()
     after, verdict = guess(them, "c", "a", "c", "b")
@@ -97,7 +103,9 @@ def test_what_can_never_fit_is_not_noted_as_a_refusal():
 
 
 def test_the_host_s_memory_of_another_process_is_not_spent():
-    """An offload that would push others' models out of RAM is not made for a guess."""
+    """The guess may not offload a model if the host would have to drop another process's model for
+    it.
+    """
     precious = lease("mine", sim0=20, droppable=False)
     them = book(precious, lease("warm", by=2, host=10))
     after, verdict = guess(them, "b", "b", room={"host": 20})
@@ -105,7 +113,9 @@ def test_the_host_s_memory_of_another_process_is_not_spent():
 
 
 def test_the_policy_evicts_what_is_used_next_last():
-    """The hint orders own models only; a model of another process has its policy's rank."""
+    """The schedule of the cells orders only the models of this process. A model of another process
+    has its policy's rank.
+    """
     rank = with_next_uses(lru, owner().id, {"soon": 0, "later": 1})
     them = [
         lease("soon", sim0=1, last_used=1.0),
@@ -127,8 +137,8 @@ def test_the_policy_evicts_what_is_used_next_last():
     rooms=st.lists(st.integers(0, 20), min_size=4, max_size=4),
 )
 def test_a_guess_spends_only_what_it_may(them, others_wait, order, spared, gib, rooms):
-    """It evicts no lease of another process, none that the running cell names, and none that is used
-    sooner. It never waits, and a grant spends free bytes only.
+    """A guess evicts no lease of another process, and none that the running cell names or that is
+    used sooner. It leaves no ticket behind, and its grant spends only free bytes.
     """
     by_id = {one.id: one for one in them}  # no two of one name
     waiting = [ticket("x", by=2, sim0=B)] if others_wait else []

@@ -1,5 +1,5 @@
-"""A model that is moved to other cards on request: it uses free bytes only, and counts on both
-devices until the move is done.
+"""A person requests that a model moves to other cards. The move uses free bytes only, and the bytes
+count on both devices until it is done.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def moving(page, *cards, name="qwen", there=FOUR, pieces=(), **rules):
 
 
 def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
-    """Law 1: both places count in full until the move is done. Then only the new place counts, and the
-    event has the reason.
+    """Both places count in full until the move is done (law 1 in docs/architecture.md). Then only
+    the new place counts, and the event has the reason.
     """
     qwen = lease("qwen", sim0=6)
     page, step = moving(book(qwen), "sim:1")
@@ -125,7 +125,7 @@ def test_a_move_to_where_the_model_is_already_does_nothing():
     ],
 )
 def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, kind, told):
-    """Idle models of others stay too: a move evicts nothing."""
+    """Idle models of other processes stay, too, since a move evicts nothing."""
     after, refusal = moving(page, "sim:1", there=there)
     assert after is page
     assert isinstance(refusal, Refuse) and refusal.kind == kind and told in refusal.because
@@ -137,7 +137,9 @@ def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, ki
     st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
 )
 def test_no_move_ever_takes_a_card_over_its_budget(others, own, cards):
-    """This holds for any content of the cards and any division. No byte is lost, also after a refusal."""
+    """The law holds for any content of the cards and any division of the model. No byte is lost,
+    also after a refusal.
+    """
     page = book(
         lease("qwen", sim0=own),
         *(lease(f"m{i}", **{f"sim{card}": gib}) for i, (card, gib) in enumerate(others)),

@@ -17,15 +17,15 @@ from tests.worlds import book, lease, request, size, world
     "policy, bound", [("best-fit", 1.05), ("most-free", 1.05), ("fewest-evictions", 1.05)]
 )
 def test_no_more_bytes_are_freed_than_a_twentieth_beyond_an_exact_optimum(policy, bound):
-    """Two hundred small worlds, in which every set of leases is tried."""
+    """The test tries every set of leases in two hundred small worlds."""
     found = excess(policy, worlds=200, seed=7)
     assert found["bytes"] <= bound
     assert policy != "fewest-evictions" or found["leases"] == 1.0
 
 
 def test_the_optimum_is_found_when_a_greedy_choice_misses_it():
-    """10 are needed, from leases of 9, 6 and 4. A greedy choice takes 9 and 6; the leases 6 and 4 are as
-    few, and free fewer bytes.
+    """The request needs 10, and the leases have 9, 6 and 4. A greedy choice evicts 9 and 6. The
+    leases 6 and 4 are as few, and free fewer bytes.
     """
     page = book(lease("nine", sim0=9), lease("six", sim0=6), lease("four", sim0=4))
     wanted, there = request("new", 10), world(sim0=19)
@@ -44,7 +44,9 @@ def test_the_optimum_is_found_when_a_greedy_choice_misses_it():
     st.integers(0, 20),
 )
 def test_the_fewest_are_the_fewest_on_two_cards_at_once(models, first, second):
-    """The test compares with every set. No important lease leaves if less important ones are enough."""
+    """The test compares the choice with every set of leases. No important lease leaves if less
+    important ones are enough.
+    """
     from itertools import combinations
 
     idle = sorted(
@@ -77,8 +79,8 @@ def test_the_fewest_are_the_fewest_on_two_cards_at_once(models, first, second):
 
 
 def test_the_measure_itself_sees_waste():
-    """The optimum within the laws is never better than the optimum without them, and differs in some
-    world.
+    """The optimum within the laws is never better than the optimum without them, and is worse in
+    some world.
     """
     pairs = [
         (min(map(freed_bytes, lawful(*one))), min(map(freed_bytes, ways_out(*one))))

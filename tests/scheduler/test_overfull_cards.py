@@ -1,4 +1,6 @@
-"""Plain code takes memory without a request to the ledger: idle kernels leave a card that holds too much."""
+"""Plain code takes memory without a request to the ledger. Idle kernels then leave a card that
+holds too much.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices a footprint may use."""
+"""Which devices a model may be placed on, and in which order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def placed(gib, room, **rules):
 
 
 def test_best_fit_takes_the_fullest_card_that_still_has_room():
-    """So large free areas stay available for large models."""
+    """The emptier cards keep their large free areas for large models."""
     assert placed(4, {"a": 20, "b": 5, "c": 10}) == ["b", "c", "a"]
 
 

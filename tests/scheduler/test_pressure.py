@@ -1,4 +1,6 @@
-"""How full a device is, and which leases leave because of it: the numbers of the Semantik governor."""
+"""How full a device is, and which leases leave because of it. The levels are those of the Semantik
+governor.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def test_levels_of_a_16000_mb_card_with_14400_usable(claimed, expected):
 
 
 def test_claimed_40_percent_but_measured_91_percent_is_critical():
-    """A process that never requests can still take memory, so the larger number counts."""
+    """A process that never requests can still take memory. So the larger of the two numbers counts."""
     there = world(cuda0="14400 MB", total={"cuda:0": "16000 MB"}, free={"cuda:0": "1440 MB"})
     [view, _] = views(book(lease("a", cuda0="5760 MB")), there)
     assert (view.level, view.pressure) == (Level.CRITICAL, 0.91)
@@ -133,13 +135,15 @@ def test_high_offloads_leases_idle_for_more_than_30_s_or_drops_them():
 
 
 def test_critical_drops_everything_idle():
-    """The five seconds of grace still apply, as to every background eviction."""
+    """The five seconds of grace still apply, as for every eviction in the background."""
     page = book(idle("a", 5.5, sim0=3), idle("b", 400, sim0=3), idle("c", 4, sim0=4))
     assert leaving(page, always()) == [("Drop", "b"), ("Drop", "a")]
 
 
 def test_critical_does_not_drop_precious_weights():
-    """Law 5 holds at every level."""
+    """Weights that exist nowhere else are never dropped, at any level (law 5 in
+    docs/architecture.md).
+    """
     page = book(idle("adopted", 400, sim0=9, droppable=False))
     assert leaving(page, always()) == [("Move", "adopted")]
     assert leaving(page, always(host=1)) == []
@@ -158,8 +162,10 @@ def test_critical_does_not_drop_precious_weights():
     ids=lambda lease: lease.name,
 )
 def test_leases_that_no_pressure_evicts(guarded):
-    """The lease is in use, kept, in grace, a block of code, or within its keep_alive (which only a more
-    important request may override, and pressure is no request).
+    """The lease is in use, kept, in grace, already leaving, a block of code, or within its
+    keep_alive.
+
+    Only a more important request overrides keep_alive, and pressure is no request.
     """
     assert leaving(book(guarded), always()) == []
     assert leaving(book(guarded, tickets=[ticket("q", by=2, sim0=5)]), world(sim0=10)) == []
@@ -175,8 +181,8 @@ def test_never_means_never():
 
 
 def test_auto_evicts_nothing_while_no_request_waits():
-    """Idle models can be recalled in milliseconds. On real traces, evicting them after a fixed time cost
-    1.6 times the waiting time of LRU.
+    """A request can recall idle models within milliseconds. On real traces, evicting them after a
+    fixed time cost 1.6 times the waiting time of LRU.
     """
     assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10)) == []
 

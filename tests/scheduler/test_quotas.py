@@ -1,5 +1,5 @@
-"""The operator's caps, read from one file and enforced on each user's own requests; one test for
-each cap.
+"""The operator's caps are read from one file and enforced on each user's own requests. Each cap has
+a test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = "/etc/gpu-console/config.toml"
 
 
 def capped(**fields):
-    """A cap on ann, as in her own table."""
+    """A cap on the user ann, as if the file had it in her own table."""
     return Cap(
         "ann", FILE, tables={key.removesuffix("_seconds"): "users.ann" for key in fields}, **fields
     )
@@ -28,7 +28,7 @@ def there(cap, **words):
 
 
 def of(page, **users):
-    """The book with owners' users: `of(page, ann=(1, 2), bob=(3,))`."""
+    """The page, with the given users as the owners of processes: `of(page, ann=(1, 2), bob=(3,))`."""
     for user, pids in users.items():
         for pid in pids:
             section = page.sections[owner(pid).id]
@@ -37,7 +37,7 @@ def of(page, **users):
 
 
 def test_bytes_on_each_device():
-    """The refusal names the cap, although the card has room."""
+    """The card has room, but the user's cap is reached. The refusal names the cap."""
     page = of(book(lease("llama", sim0=16, pins=1)), ann=(1,))
     _, verdict = decide(page, request("qwen", gib=8), there(capped(bytes_per_device=size(20))))
     assert verdict == Refuse(
@@ -51,7 +51,7 @@ def test_bytes_on_each_device():
 
 
 def test_bytes_on_each_device_limit_each_part_of_a_divided_model():
-    """A model in use of another user is on one card, so the cap and the room differ by card."""
+    """bob's model in use is on one card. So ann's cap and the free room differ from card to card."""
     page = of(book(lease("other", by=2, sim0=25, keep=True)), bob=(2,))
     box = there(capped(bytes_per_device=size(20)), sim1=40)
     _, verdict = decide(page, request("qwen", gib=50, layout="auto"), box)
@@ -63,7 +63,7 @@ def test_bytes_on_each_device_limit_each_part_of_a_divided_model():
 
 
 def test_cards_that_hold_more_than_their_budgets_could_give_nothing_to_a_divided_model():
-    """The room is never negative, although facts may overdraw a card."""
+    """Facts may overdraw a card. Its room is then 0, never negative."""
     page = book(lease("a", sim0=50, keep=True), lease("b", sim1=50, keep=True))
     _, verdict = decide(page, request("qwen", gib=60, layout="auto"), world(sim0=40, sim1=40))
     assert isinstance(verdict, Refuse)
@@ -80,8 +80,8 @@ def test_a_capped_card_is_no_reason_not_to_take_another():
 
 
 def test_the_users_own_idle_models_leave_first_in_any_process():
-    """ann's other process is asked to evict. bob's model stays, although it was idle for longer: its
-    eviction would not help.
+    """ann's other process is asked to evict. bob's model stays although it was idle for longer,
+    because ann's cap does not count it.
     """
     page = of(
         book(
@@ -139,7 +139,9 @@ def test_keep():
 
 
 def test_the_longest_lease():
-    """A block's memory is in use, so it stays, but nothing new is granted until it has ended."""
+    """A block's memory stays when its time is over, because it is in use. The user gets no new
+    lease until the block has ended.
+    """
     cap = capped(longest_lease_seconds=3600.0)
     late, early = (
         of(

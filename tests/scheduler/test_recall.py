@@ -1,4 +1,4 @@
-"""Requests of one owner to another, and how the other obeys them."""
+"""How one owner requests something of another owner, and how that owner obeys."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def two(*leases, **fields):
 
 
 def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
-    """Other processes request, and the owner acts. Grace does not apply to a person's request."""
+    """Other processes request, and only the owner acts. Grace does not apply to a person's request."""
     qwen = lease("qwen", sim0=8, last_used=NOW - 1)
     page, verdict = asking(two(qwen), "evict")
     assert verdict == Wait("pid 1 was asked to evict qwen", asked=(qwen.id,))
@@ -114,7 +114,7 @@ def evicting(by=2, of=1, name="qwen"):
     ids=["kept", "block", "precious", "failed"],
 )
 def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because):
-    """A request that can never be met must not wait for its time-out."""
+    """If the request can never be met, the person must not wait for its time-out."""
     page, verdict = asking(two(stays), "evict")
     assert verdict == Refuse(because, kind=kind, holders=(stays.id,)) and page.tickets == ()
     waiting = two(stays, tickets=[evicting()])
@@ -122,7 +122,9 @@ def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because)
 
 
 def test_an_eviction_by_a_person_unloads_the_owners_warm_pool_if_needed():
-    """It takes two rounds: the warm pool is dropped, and then there is room for the precious weights."""
+    """The eviction takes two rounds. First the warm pool is dropped; then the host has room for the
+    precious weights.
+    """
     there = world(sim0=20, host=8)
     page, verdict = asking(
         two(lease("qwen", sim0=8, droppable=False), lease("warm", host=8)), "evict", there=there
@@ -151,7 +153,9 @@ def test_an_owner_whose_process_is_gone_cannot_act():
 
 
 def test_a_full_page_refuses_a_request_to_an_owner():
-    """The ledger would refuse the write; the verdict explains it."""
+    """The ledger would refuse to write another ticket, so the verdict explains why the page is
+    full.
+    """
     page = two(lease("qwen", sim0=8), *(lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)))
     after, verdict = asking(page, "evict")
     assert (after, verdict.kind) == (page, "full")
@@ -258,7 +262,7 @@ def test_a_recall_is_obeyed_with_the_asker_s_name():
     ids=lambda fields: next(iter(fields)),
 )
 def test_a_recall_overrides_no_rule(stays):
-    """A book may be a second old when a ticket is written; the owner decides by its current state."""
+    """The page that the requester saw may be a second old. The owner decides by the present state."""
     page = two(lease("qwen", sim0=8, **stays), tickets=[recalling()])
     assert obeying(page) == (page, (), ())
 
@@ -304,8 +308,8 @@ def test_a_lease_recalled_by_two_moves_once():
 
 
 def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeyed_twice():
-    """In the first case the requester saw the lease in host memory and needs that room. In the second it
-    saw the lease on its device, and the lease has moved since.
+    """In the first case the requester saw the lease in host memory and needs that room. In the
+    second case it saw the lease on its device, and the lease has moved since.
     """
     saw_it_warm = two(lease("qwen", host=8, away_since=NOW - 5), tickets=[recalling()])
     assert [type(s) for s in obeying(saw_it_warm)[1]] == [Drop]
@@ -323,7 +327,7 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
 
 
 def test_a_request_event_names_the_person():
-    """There is one event, even if the requester checks the state many times."""
+    """The requester checks the state many times, but only one event is written."""
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     page, _ = ask(page, wish, THERE)
@@ -337,8 +341,8 @@ def test_a_request_event_names_the_person():
 
 
 def test_the_outcome_event_names_that_person_too():
-    """The event has the name that the requesting process gives, and the process, which the ledger has
-    checked.
+    """The event has the person's name, as the requesting process states it, and that process, which
+    the ledger has checked.
     """
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
@@ -358,7 +362,7 @@ def test_an_answer_is_found_by_its_key_and_names_the_requester():
 
 
 def test_a_declined_request_is_an_event():
-    """For example, a person clicked while the model was in use."""
+    """For example, a person clicks `evict` while the model is in use."""
     wish = replace(asked("evict"), said_by="ann")
     page = declined(two(lease("qwen", sim0=8, pins=1)), wish, THERE, "it is in use")
     assert [(e.action, e.model, e.because, e.by) for e in page.events] == [
@@ -367,7 +371,7 @@ def test_a_declined_request_is_an_event():
 
 
 def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
-    """That owner itself knows what it holds. Its answer is an event, which all can read."""
+    """The owner itself knows what it holds. Its answer is an event, which all processes can read."""
     unread = Quarantined(owner(1), held={}, promised={}, settled_at=0.0, entries=1, why="torn")
     page = replace(book(owners=(2,)), quarantined={unread.owner.id: unread})
     page, verdict = asking(page, "evict")

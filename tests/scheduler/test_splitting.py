@@ -39,7 +39,7 @@ def test_equal_shares_use_the_fewest_cards():
 
 
 def test_the_number_of_cards_divides_the_attention_heads():
-    """Three cards cannot share 32 heads; four can."""
+    """Three cards cannot share 32 attention heads equally. Four cards can."""
     room = dict.fromkeys("abcd", 50)
     found = split(footprint(140, heads=32), room, rules("balanced"), room)
     assert [len(one.shares) for one in found] == [4]
@@ -73,7 +73,9 @@ def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
 
 
 def test_shares_are_in_proportion_to_what_is_free_beyond_the_margin():
-    """24,000 and 12,000 free, 512 left on each: 23,488 to 11,488."""
+    """24,000 and 12,000 bytes are free and 512 stay free on each card. The shares are as 23,488 to
+    11,488.
+    """
     found = divide(
         footprint(30_000), {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512), {}
     )
@@ -116,7 +118,7 @@ def test_a_model_is_cut_between_its_pieces_even_if_the_bytes_alone_fit():
 
 
 def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
-    """A model in host memory has a measured size, but its pieces were only estimated."""
+    """A model in host memory has a measured size, but the sizes of its pieces were only estimated."""
     found = divide(footprint(40, pieces=(10, 10)), {"a": 30, "b": 30}, rules("proportional"), {})
     assert shares(found) == {"a": 20, "b": 20}
 
@@ -132,7 +134,7 @@ def test_whole_cards_are_claimed_whole_and_filled_in_proportion():
 
 
 def test_each_card_of_a_split_takes_an_overhead_if_one_is_set():
-    """Helix's ten percent."""
+    """The overhead of ten percent is the figure of the scheduler Helix."""
     room = {"a": 77, "b": 77}
     found = divide(footprint(140), room, rules("balanced", overhead=0.1), {})
     assert shares(found) == {"a": 77, "b": 77} and [share.bytes for share in found.filled] == [
@@ -143,7 +145,9 @@ def test_each_card_of_a_split_takes_an_overhead_if_one_is_set():
 
 
 def test_no_more_of_a_card_than_was_allowed():
-    """`{0: 20GiB, 1: 10GiB}`: a card that is not named gives nothing."""
+    """The setting allows 20 bytes of one card and 10 of another. A card that the setting does not
+    name gives nothing.
+    """
     room = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
     assert [shares(one) for one in found] == [{"a": 20, "b": 10}]
@@ -206,7 +210,9 @@ def test_a_division_places_every_byte_and_overfills_no_card(
 
 
 def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
-    """Whether any division works: consecutive pieces on consecutive cards, no card without a piece."""
+    """Whether any division works: consecutive pieces on consecutive cards, and no card without a
+    piece.
+    """
     ends = range(1, len(pieces))
     return any(
         all(
@@ -219,7 +225,7 @@ def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
 
 @given(ROOMS, PIECES, st.booleans())
 def test_every_model_that_could_be_divided_is(free, pieces, cut):
-    """The test compares with every set of cards and every cut."""
+    """The test compares the division with every set of cards and every cut."""
     room = {f"sim:{n}": size for n, size in enumerate(free)}
     size, cut_ = sum(pieces), tuple(pieces) if cut else ()
     sets = [
@@ -238,7 +244,9 @@ def test_every_model_that_could_be_divided_is(free, pieces, cut):
 
 @pytest.mark.parametrize("layout", ["balanced", "proportional"])
 def test_seventy_billion_on_eight_cards(layout):
-    """80 layers with embeddings and head, cut between layers, on the fewest cards that suffice."""
+    """The model has 80 layers, embeddings and a head. It is cut between layers, on the fewest cards
+    that suffice.
+    """
     layer, ends = 1711 * 2**20, 2100 * 2**20
     model = footprint(80 * layer + 2 * ends, heads=64, pieces=(ends, *[layer] * 80, ends))
     room = {f"cuda:{n}": 72 * GIB for n in range(8)}

@@ -1,4 +1,4 @@
-"""Changes of the book after a step was done."""
+"""The changes that are made to the book after a step was done."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_grant_is_settled_with_measured_bytes():
 
 
 def test_facts_are_accepted_even_if_they_show_an_overdraft():
-    """The process holds the bytes whether or not they are recorded (law 2)."""
+    """The process holds the bytes whether or not the book has them (law 2 in docs/architecture.md)."""
     before = book(arriving(gib=8), lease("other", sim0=12), limits={"sim:0": size(20)})
     after = books.arrived(before, ME.id, "qwen", whole("sim:0", 11), THERE)
     assert after.claims()["sim:0"] == size(23) and overdrafts(before, after) == {}
@@ -140,14 +140,16 @@ def test_an_unload_is_counted_and_recorded():
 
 @pytest.mark.parametrize("to", [HOST, None])
 def test_a_departure_reported_twice_is_recorded_once(to):
-    """The first answer may have been lost (law 9)."""
+    """The owner reports again if the ledger's first answer was lost (law 9)."""
     shares = whole(to, 8) if to else ()
     once = books.left(book(going()), step(to), shares, THERE)
     assert books.left(once, step(to), shares, THERE) == once
 
 
 def test_a_late_report_of_a_departure_does_not_remove_an_arriving_lease():
-    """The lease was dropped, and another thread is loading the model again."""
+    """Before the report arrives, the lease was dropped and another thread has begun to load the
+    model again.
+    """
     page = book(arriving())
     assert books.left(page, step(None), (), THERE) == page
 
@@ -171,7 +173,7 @@ def test_evictions_are_offloads_and_unloads():
 
 
 def test_totals_outlive_the_processes_that_made_them():
-    """Totals are counts of this boot, so the evictions of an ended kernel still count."""
+    """Totals count events since the boot, so the evictions of a kernel that has ended still count."""
     page = books.left(book(going(), owners=(1, 2)), step(), whole(HOST, 8), THERE)
     assert books.totals(books.resign(page, ME.id)) == books.totals(page)
     assert books.totals(books.reap(page, [ME.id], THERE)) == books.totals(page)
@@ -181,7 +183,7 @@ def test_totals_outlive_the_processes_that_made_them():
 
 
 def test_an_abandoned_load_leaves_the_book_as_it_was():
-    """Law 9: the book is exactly as before."""
+    """After the load is abandoned, the book equals the book before it (law 9)."""
     before = book(lease("other", sim0=2))
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE, "it failed")
@@ -259,7 +261,9 @@ WAITED_FOR = book(
     ],
 )
 def test_a_write_that_helps_no_waiting_request_wakes_none(after):
-    """Otherwise two requests that wait in one process would wake each other for ever."""
+    """If such writes woke requests, two requests that wait in one process would wake each other for
+    ever.
+    """
     assert after != WAITED_FOR and not wakeups.affects_waiters(WAITED_FOR, after)
 
 
@@ -308,7 +312,7 @@ def truth(*leases, keys=(), **fields):
 
 
 def test_nothing_new_writes_nothing():
-    """64 idle kernels publish every second; a write for each would cost a core."""
+    """64 idle kernels publish every second. If each of them wrote, this would cost a core."""
     page = book(lease("a", sim0=1), tickets=[ticket("q", key="t")])
     assert publish(page, truth(lease("a", sim0=1), keys=("t",)), THERE) is page
 
@@ -323,7 +327,9 @@ def test_pins_and_last_use_are_written_by_the_owner():
 
 
 def test_a_decision_in_progress_is_kept_by_its_key():
-    """The owner knows the key before the ledger does, so nothing in progress is withdrawn."""
+    """The owner knows a key before the ledger does. So no lease whose work is in progress is
+    withdrawn.
+    """
     page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t")])
     after = publish(page, truth(lease("old", sim0=8, last_used=5.0), keys=("k", "t")), THERE)
     assert list(after.leases()) == [arriving("new"), going("old", last_used=5.0)]
@@ -331,7 +337,7 @@ def test_a_decision_in_progress_is_kept_by_its_key():
 
 
 def test_entries_that_the_owner_does_not_know_are_withdrawn():
-    """An interrupt can leave a reservation, a departure or a ticket behind (law 9)."""
+    """An interrupt can leave a reservation, a departure or a ticket in the book (law 9)."""
     page = book(
         arriving("new"),
         going("old"),
@@ -352,7 +358,9 @@ def test_a_settled_lease_is_as_its_owner_publishes_it_whatever_its_key():
 
 
 def test_an_arrival_stays_pinned_until_its_owner_has_it():
-    """A new lease is pinned by the process that loads it (law 6)."""
+    """The process that loads a new lease pins it, so that it is not evicted before its first use
+    (law 6).
+    """
     page = publish(book(arriving(host=8)), truth(lease("qwen", host=8, pins=0), keys=("k",)), THERE)
     assert page.find(at(1, "qwen")).pins == 1
 
@@ -404,8 +412,8 @@ def test_dead_owners_are_reaped_completely_and_each_lease_is_an_event():
 
 
 def test_a_dead_or_a_living_owner_may_have_only_a_ticket():
-    """A command has a ticket and no section; the ledger refuses to remove the ticket of a living
-    one.
+    """A command has a ticket and no section. The ledger refuses to remove the ticket of a living
+    process.
     """
     page = replace(book(), tickets=(ticket("q", by=2), ticket("r", by=3)))
     assert [t.name for t in books.reap(page, [owner(2).id], THERE).tickets] == ["r"]
@@ -462,7 +470,9 @@ gibs = st.integers(0, 20)
     st.dictionaries(st.integers(1, 3), gibs.map(lambda n: {"sim:0": n})),
 )
 def test_bytes_are_conserved_however_leases_end(leases, residue):
-    """Law 3: released, reaped or resigned, in any order, every byte is free again."""
+    """Leases are released, reaped or resigned in any order. In the end every byte is free again
+    (law 3).
+    """
     page = book(*leases, owners=(1, 2, 3), residue=residue)
     expected: dict[str, int] = {}
     for share in (share for lease_ in leases for share in lease_.claims()):
@@ -477,7 +487,7 @@ def test_bytes_are_conserved_however_leases_end(leases, residue):
 
 
 def test_default_values_take_no_room_in_the_page():
-    """Every process decodes all sections: a script's section is its name and nothing else."""
+    """Every process decodes all sections. A script's section contains only the script's name."""
     page = publish(Book(), Truth(ME), THERE)
     written = encode(page.sections[ME.id]).decode()
     assert "since" not in written
@@ -496,7 +506,9 @@ def unreadable(pid=2, **fields):
 
 
 def test_bytes_that_nobody_can_describe_are_not_free():
-    """They count as claimed, and as unseen by a sample that was taken before they settled."""
+    """The bytes count as claimed. They also count as missing from a sample that was taken before
+    they settled.
+    """
     there = world(total={"cuda:0": 24}, free={"cuda:0": 24}, cuda0=20, taken_at=NOW - 1)
     page = Book(limits={"cuda:0": size(20)}, quarantined={owner(2).id: unreadable()})
     empty = room(Book(limits=page.limits), there)["cuda:0"]

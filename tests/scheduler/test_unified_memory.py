@@ -1,5 +1,5 @@
-"""A card that shares the machine's memory: it and the host draw on one budget, and offloading frees
-nothing.
+"""A card that shares the machine's memory with the host. Both spend one budget, and offloading
+frees nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.worlds import ask_until, at, book, decide, lease, owner, request, siz
 
 
 def unified(card=90, host=50, total=100, free=100.0, **words):
-    """A machine of 100 GiB: its GPU may use 90, and the warm pool 50."""
+    """A machine of 100 GiB. Its GPU may use 90 GiB, and the warm pool 50 GiB."""
     there = world(
         cuda0=card, host=host, total={"cuda:0": total, HOST: total}, free={"cuda:0": free}, **words
     )
@@ -33,7 +33,9 @@ def unified(card=90, host=50, total=100, free=100.0, **words):
 
 
 def test_bytes_in_host_memory_are_taken_from_the_card_too():
-    """The host uses 50 of 90 GiB: 40 are left on either; the host's own budget is full."""
+    """The warm model in host memory takes 50 of the card's 90 GiB, so 40 are left. The host's own
+    budget of 50 is full.
+    """
     page = book(lease("warm", host=50, movable=True))
     assert room(page, unified(free=50.0)) == {"cuda:0": 40 * GIB, HOST: 0}
     _, verdict = decide(page, request("big", 41, importance="batch"), unified(free=50.0))
@@ -41,12 +43,12 @@ def test_bytes_in_host_memory_are_taken_from_the_card_too():
 
 
 def test_the_smaller_of_budget_and_measurement_counts_over_both():
-    """The machine's other programs use 70 GiB."""
+    """Other programs of the machine use 70 GiB, so 30 GiB are left for the card and the host."""
     assert room(book(), unified(free=30.0)) == {"cuda:0": 30 * GIB, HOST: 30 * GIB}
 
 
 def test_bytes_arriving_on_one_are_not_free_on_the_other():
-    """The bytes may arrive at any moment, and no sample includes them."""
+    """The bytes may arrive at any moment, and no sample has them yet."""
     page = book(lease("coming", target=(Share("cuda:0", 20 * GIB),), phase=Phase.ARRIVING, pins=1))
     assert room(page, unified(free=30.0)) == {"cuda:0": 10 * GIB, HOST: 10 * GIB}
 
@@ -93,7 +95,9 @@ def test_a_card_with_memory_of_its_own_is_as_before():
     st.integers(0, 50),
 )
 def test_no_series_of_grants_exceeds_the_shared_budget(wanted, warm):
-    """Law 1, over the sum of card and host; without a measurement the book is the bound."""
+    """The sum of card and host stays within the budget (law 1 in docs/architecture.md). Without a
+    measurement, only the book limits it.
+    """
     there = unified(free=100.0)
     page = book(lease("warm", host=warm), devices=there.devices, limits=dict(there.limits))
     for number, (gib, droppable) in enumerate(wanted):

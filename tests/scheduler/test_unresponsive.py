@@ -15,12 +15,12 @@ def seen(*leases, tickets, now=NOW):
 
 
 def silent(*leases, tickets, now=NOW):
-    """pid -> since when it has not answered."""
+    """Maps the pid of each silent process to the time since which it has not answered."""
     return {one.owner.pid: one.since for one in unanswered(seen(*leases, tickets=tickets, now=now))}
 
 
 def asks(verb, ago, name="qwen"):
-    """Process 2 sends process 1 a request."""
+    """A ticket with which process 2 requests something of process 1."""
     return ticket(
         at(1, name),
         by=2,
@@ -46,7 +46,7 @@ def test_an_owner_is_silent_since_the_unanswered_request(verb, there):
 
 
 def test_an_owner_is_given_two_seconds():
-    """Its monitor may be busy."""
+    """An owner's monitor may be busy for that long."""
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2)]) == {}
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2.1)]) == {1: NOW - 2.1}
 
@@ -79,7 +79,7 @@ def test_an_owner_that_is_gone_is_not_silent():
 
 
 def test_each_of_several_that_a_request_recalls_answers_for_itself():
-    """The time counts from the recall of these leases, which may be later than the request."""
+    """The time counts from the recall of these leases, which may be later than the request itself."""
     request = ticket(
         "big",
         by=3,
@@ -92,7 +92,7 @@ def test_each_of_several_that_a_request_recalls_answers_for_itself():
 
 
 def test_if_the_requester_is_stopped_no_owner_is_silent():
-    """No owner frees room for a process that would not take it."""
+    """Owners need not free room for a stopped process, which would not take the room."""
     request = ticket(
         "big", by=3, refreshed=NOW - 10, recalls=(at(1, "a"),), recalled_since=NOW - 30
     )
