@@ -1,4 +1,6 @@
-"""Runtimes on simulated devices, which are closed at the end of the test; and a clock that the test sets."""
+"""Fixtures: runtimes on simulated devices, which are closed at the end of the test, and a clock
+that the test sets.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def clock() -> Clock:
 
 @pytest.fixture
 def runtime() -> Iterator[Callable[..., Runtime]]:
-    """Makes runtimes: `runtime()` has a book of its own; with `runtime(ledger=…)` several share a book."""
+    """Makes runtimes.
+
+    Each `runtime()` has a book of its own; runtimes with the same `ledger=…` share a book.
+    """
     made: list[Runtime] = []
 
     def make(**settings: Any) -> Runtime:
@@ -55,7 +60,9 @@ def quiet():
 
 @pytest.fixture
 def started(runtime, quiet):
-    """A runtime and its kernel; other tests' tensors are collected first."""
+    """Makes a runtime and its kernel. Garbage of earlier tests is collected first, so that no other
+    tensors count.
+    """
     gc.collect()
 
     def start(**settings):
@@ -68,7 +75,7 @@ def started(runtime, quiet):
 
 @pytest.fixture
 def shared_book() -> str:
-    """The URL of a book that several runtimes of a test share."""
+    """The URL of a book that several runtimes of the test share."""
     return f"memory:test-{next(_books)}"
 
 
@@ -79,13 +86,13 @@ def fakes(rt: Runtime, **sizes: str) -> None:
 
 
 def where(rt: Runtime) -> dict[str, str]:
-    """The place of each registered model."""
+    """Maps the name of each registered model to its place."""
     frame = rt.models()
     return dict(zip(frame["name"], frame["where"], strict=True))
 
 
 def claims(rt: Runtime) -> dict[str, int]:
-    """Bytes claimed on each device, without zeros."""
+    """The bytes that leases claim on each device. Devices without claims are left out."""
     return {
         view.device.id: view.claimed_bytes for view in rt.status().devices if view.claimed_bytes
     }

@@ -1,4 +1,6 @@
-"""Kernels for tests: one in which nothing runs, its cells, and what it holds."""
+"""Helpers for tests of kernels: a stand-in in which nothing runs, a way to run cells, and the bytes
+of the kernel's lease.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ FLOATS = MIB // 4  # of a storage of 1 MiB
 
 
 class Quiet:
-    """A kernel in which nothing runs, unless a test says so."""
+    """A stand-in for the kernel's activity: nothing runs in it, unless a test sets a reason."""
 
     def __init__(self) -> None:
         self.reason, self.used = "", 0
@@ -31,7 +33,7 @@ class Quiet:
 
 
 def cell(kernel, code=lambda: None, text=""):
-    """Runs `code` as the cell `text` of the kernel; returns what the kernel showed before it."""
+    """Runs `code` as a cell with the source `text`. Returns what the kernel showed before the cell."""
     news = kernel.begin(text)
     try:
         code()
@@ -42,7 +44,7 @@ def cell(kernel, code=lambda: None, text=""):
 
 
 def own(rt) -> dict[str, int]:
-    """Bytes of the kernel's lease by device."""
+    """The bytes of the kernel's lease on each device."""
     frame = rt.leases()
     rows = frame[frame.model == "kernel"]
     return dict(zip(rows.device, rows.bytes, strict=True))

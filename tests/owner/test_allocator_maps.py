@@ -1,4 +1,6 @@
-"""Maps of allocators: published at a slow pace, shown for each process and card, and improved by defrag."""
+"""Maps of the allocators' memory. They are published at a slow pace, shown for each process and
+card, and improved by defrag.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from .conftest import fakes
 
 
 def holes(rt, count: int = 6) -> None:
-    """Leaves every second of these small models on its card, so that parts of segments are unusable for others."""
+    """Loads small models and evicts every second one. The holes between them are too small for
+    other models.
+    """
     fakes(rt, **{f"adapter{index}": "3MiB" for index in range(count)})
     for index in range(count):
         rt.preload(f"adapter{index}")
@@ -32,7 +36,7 @@ def by_pid(frame) -> list[tuple]:
 
 
 def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
-    """Each process makes its own map, and all processes see all maps."""
+    """Each process makes its own map, and all processes can read all maps."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     holes(a)
     fakes(b, qwen="4GiB")
@@ -48,7 +52,7 @@ def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
 
 
 def test_unknown_is_not_zero(runtime, shared_book):
-    """A process that holds memory and has published no map has a row, and all its figures are unknown."""
+    """A process that holds memory but published no map has a row with unknown figures."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(b, qwen="4GiB")
     b.preload("qwen")
@@ -58,7 +62,7 @@ def test_unknown_is_not_zero(runtime, shared_book):
 
 
 def test_the_frame_tells_what_defragmenting_would_give(runtime):
-    """The largest free block stands beside the largest request that would fit."""
+    """The frame has the largest free block and, beside it, the largest request that would fit."""
     rt = runtime(monitor=False)
     holes(rt, 12)  # two segments of 20 MiB
     row = rt.fragmentation().iloc[0]
@@ -76,7 +80,9 @@ def test_the_frame_tells_what_defragmenting_would_give(runtime):
 
 
 def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
-    """The first change is published at once, and later changes together. Without a change, nothing is published."""
+    """The first change is published at once, and later changes together. Nothing is published if
+    nothing changed.
+    """
     rt = runtime(ledger=shared_book, monitor=False, clock=clock)
     fakes(rt, a="1GiB", b="1GiB")
     assert not rt._session.maps.publish()
@@ -91,7 +97,7 @@ def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
 
 
 def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
-    """A training loop allocates all the time. Making maps takes at most 1 % of its time."""
+    """A training loop allocates all the time. Making maps must take at most 1 % of its time."""
     rt = runtime(monitor=False, clock=clock)
     fakes(rt, a="1GiB", b="1GiB")
     times = iter([0.0, 0.5, 1.0, 1.5])
@@ -121,12 +127,14 @@ def test_a_full_disk_hides_the_map_and_harms_nothing_else(runtime, monkeypatch, 
 
 
 def kept_cache(rt, size: str) -> None:
-    """Leaves memory that was used and freed in the allocator's cache."""
+    """Leaves `size` of used and freed memory in the allocator's cache."""
     rt.probe.place("sim:0").allocate(int(size.removesuffix("MiB")) * MIB).free()
 
 
 def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
-    """The process is named by its pid or by one of its models. Its answer has the freed bytes."""
+    """The process is named by its pid or by one of its models. Its answer has the bytes that were
+    freed.
+    """
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="1GiB")
     a.preload("qwen")
@@ -152,7 +160,9 @@ def test_all_processes_are_asked_where_none_is_named(runtime, shared_book):
 
 
 def test_who_is_silent_is_told_and_does_not_hold_up_the_others(runtime, shared_book):
-    """All processes share one time-out. The request stays, and is carried out when that process runs again."""
+    """All processes share one time-out. A request to a stopped process stays, and is carried out
+    when the process runs again.
+    """
     a, b, c = (runtime(ledger=shared_book, monitor=False) for _ in "abc")
     for rt, name in ((a, "qwen"), (b, "llama")):
         fakes(rt, **{name: "1GiB"})
@@ -171,7 +181,9 @@ def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book)
 
 
 def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_book):
-    """This applies to the own process and to others. A defragmentation that frees nothing is no event."""
+    """The event is written for the own process and for others. A defragmentation that frees nothing
+    is no event.
+    """
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="1GiB")
     a.preload("qwen")

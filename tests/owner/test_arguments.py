@@ -1,8 +1,9 @@
-"""Any value for any argument: an error in one sentence, or a book that every process can decode.
+"""Any value may be passed for any argument. The result is an error in one sentence, or a book that
+every process can decode.
 
-Before, an unchecked argument could break all processes. One process wrote it into the book, no other
-could decode that, so the lease vanished and its bytes were granted again. The methods and their
-parameters are found by introspection, so a new parameter without a rule fails here.
+Before, an unchecked argument could break all processes. One process wrote it into the book, and no
+other process could decode it. So its lease vanished, and the bytes were granted again. The tests
+find the methods and parameters by introspection, so a new parameter without a rule fails here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LONGEST_SENTENCE = 1500  # characters
 
 
 class _Failing:
-    """Every special method raises; without a `repr` of its own it could not even be shown."""
+    """An object whose special methods all raise, also `repr`."""
 
     def _fail(self, *_: Any) -> Any:
         raise ZeroDivisionError("a value's own code")
@@ -45,7 +46,7 @@ class _Failing:
 
 
 class _LyingText(str):
-    """Text that compares, hashes and shows itself as it likes."""
+    """Text whose own special methods raise: it cannot be compared, hashed or shown."""
 
     __repr__ = __str__ = __eq__ = __hash__ = __len__ = __iter__ = strip = _Failing._fail  # type: ignore[assignment]
 
@@ -179,7 +180,9 @@ def test_every_public_method_is_tried():
 
 @pytest.mark.parametrize("method", [*PLAIN, "__init__"])
 def test_every_parameter_has_a_rule(method):
-    """Without a rule, `checked` cannot check a parameter. A new parameter needs a line in the table."""
+    """`checked` can check only parameters that have a rule. A new parameter needs a line in the
+    table.
+    """
     function = inspect.unwrap(getattr(Runtime, method))
     assert set(rules_of(function)) == set(parameters(function))
 
@@ -202,14 +205,16 @@ def test_every_option_of_llama_cpp_has_a_rule():
 
 @contextmanager
 def box() -> Iterator[Runtime]:
-    """A runtime on two simulated cards, with a model on one of them."""
+    """A runtime on two simulated cards, with the model `qwen` on one of them."""
     with Runtime(devices=DEVICES, ledger="memory:", monitor=False) as rt:
         prepare(rt)
         yield rt
 
 
 def prepare(rt: Runtime) -> None:
-    """Only `qwen` is registered, it is on a card, and no card is drained."""
+    """Restores the initial state: only `qwen` is registered, it is on a card, and no card is
+    drained.
+    """
     for spec in rt.specs():
         rt.forget(spec.name)
     rt.drain("sim:0", undo=True)
@@ -218,7 +223,9 @@ def prepare(rt: Runtime) -> None:
 
 
 def attempt(rt: Runtime, method: str, arguments: dict[str, Any]) -> Exception | None:
-    """The GpuError of the call; None if it returned. Any other exception fails the test."""
+    """Calls the method. Returns its GpuError, or None if it returned. Any other exception fails the
+    test.
+    """
     try:
         answer = getattr(rt, method)(**arguments)
         if method in ("use", "lease", "on_behalf_of"):
@@ -232,7 +239,9 @@ def attempt(rt: Runtime, method: str, arguments: dict[str, Any]) -> Exception | 
 
 
 def require_lawful(rt: Runtime, error: Exception | None) -> None:
-    """The error is a bounded, printable sentence; the book can be decoded and counts `qwen` once."""
+    """Checks that the error is a bounded, printable sentence, and that the book can be decoded and
+    counts `qwen` once.
+    """
     if error is not None:
         sentence = str(error)
         assert 0 < len(sentence) <= LONGEST_SENTENCE
@@ -248,7 +257,7 @@ def require_lawful(rt: Runtime, error: Exception | None) -> None:
 
 
 def try_value(rt: Runtime, method: str, arguments: dict[str, Any]) -> Exception | None:
-    """The error of the call, after the law was checked; the runtime is prepared again."""
+    """Calls the method, checks the law and restores the runtime. Returns the error of the call."""
     error = attempt(rt, method, arguments)
     require_lawful(rt, error)
     if error is None:
@@ -296,7 +305,9 @@ def test_any_values_of_any_options_are_an_error_or_a_lawful_book(backend, option
 @example(option="x" * MANY)
 @example(option="contxt_length")
 def test_an_option_without_a_rule_is_refused_with_the_nearest_name(option):
-    """Before, `contxt_length=8192` was ignored, and nothing was reserved."""
+    """Before, the misspelt `contxt_length=8192` was ignored, and no memory was reserved for the
+    context.
+    """
     if option in OPTIONS or option in RULES:
         return
     with box() as rt:
@@ -324,7 +335,7 @@ def test_the_nearest_name_is_named():
     ],
 )
 def test_what_has_no_effect_on_a_module_is_refused(argument):
-    """`register("m", module, size="8GiB")` declared nothing."""
+    """Before, `register("m", module, size="8GiB")` was accepted, and the size was ignored."""
     with box() as rt, pytest.raises(BadSetting, match=next(iter(argument))):
         rt.register("m", torch.nn.Linear(4, 4).eval(), **argument)
     with box() as rt:
@@ -345,7 +356,7 @@ def test_every_strange_value_of_every_argument_of_the_runtime_itself(parameter):
 @pytest.mark.thorough
 @pytest.mark.parametrize("setting", sorted(set(Settings.model_fields) - {"gpu_ledger"}))
 def test_every_strange_value_of_every_setting(tmp_path, monkeypatch, setting):
-    """A setting is a keyword of the runtime too."""
+    """Every setting can also be given as a keyword of the runtime."""
     monkeypatch.chdir(tmp_path)
     plain = {"gpu_devices": "sim:1GiB", "ledger": "memory:", "monitor": False}
     for make in FIXED:
@@ -359,7 +370,7 @@ def test_every_strange_value_of_every_setting(tmp_path, monkeypatch, setting):
 
 
 def _named(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Three settings have a shorter name as an argument."""
+    """The arguments, with the shorter keyword for the three settings that have one."""
     short = {"gpu_devices": "devices", "gpu_catalog": "catalog", "gpu_policy": "policy"}
     return {short.get(name, name): value for name, value in arguments.items()}
 
@@ -378,7 +389,7 @@ def _named(arguments: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_no_loose_argument_costs_another_process_its_count(loose):
-    """Five of five such arguments led to an overcommit of the whole card."""
+    """Before, each of these five arguments let other processes overcommit the whole card."""
     with box() as rt:
         error = attempt(rt, "register", {**PLAIN["register"], **loose})
         assert (error is None) == (loose == {"quantization": None})
@@ -405,14 +416,16 @@ def test_an_error_says_what_to_type(call, what_to_type):
 
 
 def test_a_long_value_is_quoted_in_part():
-    """Messages of 300 kB were seen."""
+    """Before, error messages of 300 kB occurred."""
     error = BadSize("x" * MANY)
     assert len(str(error)) < 300
     assert len(str(GpuError("x" * MANY))) == MOST_MESSAGE
 
 
 def test_a_message_can_be_printed_and_stored():
-    """A path of another encoding, or a library's message, may be any text."""
+    """The message contains any text: for example a path of another encoding, or the message of a
+    library.
+    """
     assert str(GpuError("no \udce9.gguf\n  \x1b[31mType this")) == (
         "no \\udce9.gguf\n  \\x1b[31mType this"
     )

@@ -1,6 +1,7 @@
-"""A model that is away answers every entry point of `torch.nn.Module`: it is restored first, or an error says so.
+"""A model that is away (in host memory, or dropped) answers every entry point of `torch.nn.Module`.
 
-Never zeros, never a crash, never a file without weights.
+The model is restored first, or an error explains why not. A call never computes with zeros, never
+crashes, and never writes a file without weights.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def loaded(data: bytes) -> Any:
 
 
 def weights(module: nn.Module) -> list[torch.Tensor]:
-    """The values of all weights, read without any method of the module."""
+    """The values of all weights. They are read without any method of the module."""
     return [
         p.detach().clone()
         for part in module.modules()
@@ -152,7 +153,9 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture
 def governed(runtime, directory):
-    """`governed(away)`: a kept reference to a model, which then was offloaded or dropped."""
+    """`governed(away)` returns the kept reference to a model that was offloaded or dropped after
+    its use.
+    """
 
     def make(away: str, **options: Any) -> nn.Module:
         rt = runtime()
@@ -175,7 +178,9 @@ def plain(directory) -> nn.Module:
 
 
 def test_every_public_name_of_a_module_is_in_the_table():
-    """A new version of torch may have new entry points: decide what they do with a model that is away."""
+    """If a new version of torch adds an entry point, a developer must decide what it does with a
+    model that is away.
+    """
     of_torch = {
         name
         for name in dir(nn.Module)  # other libraries add names of their own, such as `smart_apply`
@@ -210,7 +215,7 @@ def test_hooks_that_are_registered_while_it_is_away_run(governed, away, hook):
 def test_a_model_that_is_away_is_saved_whole_also_over_its_own_source(
     governed, directory, tmp_path, away
 ):
-    """It once wrote 1 KiB over 13.6 MB of weights."""
+    """An earlier version wrote 1 KiB over the source file, which had 13.6 MB of weights."""
     module = governed(away)
     expected = plain(directory).state_dict()
     module.save_pretrained(tmp_path / "copy")
@@ -228,7 +233,7 @@ def test_a_dropped_model_told_not_to_come_back_raises_and_writes_nothing(governe
 
 @pytest.mark.parametrize("way", [saved, pickle.dumps, lambda t: t.numpy(), lambda t: t.add_(1)])
 def test_a_tensor_kept_from_before_a_drop_is_never_written_empty(governed, directory, way):
-    """On real cards each access raises our sentence; see tests/backends/test_swap.py."""
+    """On real cards each access of such a tensor raises our error; see tests/backends/test_swap.py."""
     module = governed("dropped")
     kept = vars(module.lm_head)["_parameters"]["weight"].detach()
     with pytest.raises((RuntimeError, GpuError)):
@@ -239,7 +244,9 @@ def test_a_tensor_kept_from_before_a_drop_is_never_written_empty(governed, direc
 
 
 def test_what_was_set_on_a_model_survives_a_drop_although_nobody_keeps_it(runtime, directory):
-    """Hooks, train mode, generation settings, attributes: the object itself is kept."""
+    """The runtime keeps the module object itself, with its hooks, train mode, generation settings
+    and attributes.
+    """
     rt = runtime()
     rt.register("llm", directory)
     calls = []

@@ -1,4 +1,6 @@
-"""The catalogue: written once, used by name in every process, and never half changed."""
+"""The catalogue of models. A model is written once and used by name in every process. No reader
+sees a half-changed file.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def catalog(place) -> Catalog:
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes a file of models, and returns its path."""
+    """Writes `text` as a file of models and returns its path."""
 
     def write(text: str, name: str = "models.yaml") -> str:
         (tmp_path / name).write_text(text)
@@ -91,7 +93,7 @@ def test_applying_again_changes_only_the_models_that_differ(catalog, file):
 
 
 def test_a_bad_document_changes_nothing_at_all(catalog, file):
-    """The valid models before and after the error are not applied either."""
+    """One entry is invalid. The valid models before and after it are not applied either."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     with pytest.raises(BadDocument) as caught:
@@ -116,7 +118,9 @@ def test_a_note_on_several_models_appears_once(catalog, file):
 
 
 def test_a_chat_template_is_text_or_a_file_beside_the_one_that_names_it(catalog, file, tmp_path):
-    """It is read when the model is looked up, so that every engine gets its text. `thinking` is passed on too."""
+    """The template's file is read when the model is looked up, so that every engine gets the text.
+    `thinking` is passed on, too.
+    """
     (tmp_path / "brief.jinja").write_text("{{ messages[-1].content }}")
     catalog.apply(
         file("""
@@ -194,7 +198,9 @@ written = st.fixed_dictionaries(
     st.sampled_from(["yaml", "json"]),
 )
 def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
-    """From file to catalogue, inspect, and apply elsewhere: every field is unchanged, also unknown ones."""
+    """Models go from a file to the catalogue, through inspect, and to another catalogue. Every
+    field is unchanged, also unknown ones.
+    """
     here = tmp_path_factory.mktemp("trip")
     one, two = (Catalog(Settings.load(gpu_catalog=str(here / name))) for name in ("one", "two"))
     (here / "first.json").write_text(json.dumps({"models": models}))
@@ -221,7 +227,7 @@ def test_inspect_returns_a_copy(catalog, file):
 
 
 def test_a_model_can_be_named_by_its_id(catalog, file):
-    """As in Helix. If two models have the same id, it names neither."""
+    """The field `id` names a model, as in Helix. An id that two models share names neither of them."""
     catalog.apply(
         file(
             "models: [{name: a, id: Org/A, memory: 1}, {name: b, id: Org/B}, {name: c, id: Org/B}]"
@@ -311,7 +317,7 @@ def test_a_newer_catalogue_is_neither_read_nor_overwritten(catalog, place, file)
 
 
 def test_a_failed_write_changes_nothing(catalog, file, monkeypatch):
-    """The disk is full at the last moment."""
+    """The disk is full at the last moment of the write."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     monkeypatch.setattr(
@@ -328,7 +334,9 @@ def test_a_failed_write_changes_nothing(catalog, file, monkeypatch):
 
 
 def test_a_reader_finds_the_old_file_or_the_new_one(catalog, place, file, monkeypatch):
-    """At the moment before the new file replaces the old one, the old one is complete."""
+    """A reader looks just before the new file replaces the old one, and finds the complete old
+    file.
+    """
     catalog.apply(file(DRILLS))
     seen = []
 
@@ -395,7 +403,7 @@ def test_concurrent_applies_of_several_processes_lose_nothing(catalog, place, tm
 
 @pytest.fixture
 def shelf(runtime, place, file):
-    """Makes runtimes that share a catalogue with these models."""
+    """Makes runtimes that share one catalogue, which contains the models of `text`."""
 
     def make(text: str = DRILLS, **settings):
         rt = runtime(catalog=str(place), **settings)
@@ -431,7 +439,7 @@ def test_every_verb_knows_a_catalogued_model_before_it_is_loaded(shelf):
 
 
 def test_reading_registers_no_model_in_this_process(shelf):
-    """plan, why and models change nothing."""
+    """`plan`, `why` and `models` read the catalogue without registering a model."""
     rt = shelf()
     rt.plan("qwen3:8b")
     rt.models()
@@ -439,7 +447,7 @@ def test_reading_registers_no_model_in_this_process(shelf):
 
 
 def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):
-    """A model that another process has loaded has one row, with that owner."""
+    """A model that another process has loaded has one row, which names that process as the owner."""
     one, two = shelf(ledger=shared_book), shelf("", ledger=shared_book)
     one.preload("org/llama")
     two.register("own", backend="fake", size="1GiB")
@@ -453,7 +461,7 @@ def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):
 
 
 def test_a_change_takes_effect_at_the_next_load(shelf, file):
-    """A loaded model does not change."""
+    """A model that is already loaded does not change."""
     rt = shelf()
     rt.preload("qwen3:8b")
     rt.apply(file(DRILLS.replace("14GiB", "12GiB")))
@@ -513,7 +521,7 @@ def test_a_disabled_model_is_refused_and_nothing_is_evicted_for_it(shelf):
 
 
 def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(shelf, monkeypatch):
-    """The error names the package to install. Models on the card stay."""
+    """The error names the package to install. Models on the card stay where they are."""
     monkeypatch.setattr("shutil.which", lambda name: None)
     rt = shelf(DRILLS + "  far: {runtime: ollama, memory: 20GiB}\n")
     rt.preload("qwen3:8b")
@@ -530,7 +538,7 @@ def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(she
 
 @pytest.mark.parametrize("backend", ["tgi", "sglang"])
 def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backend):
-    """It is planned by its declared size, and nothing is evicted for it."""
+    """The plan uses the declared size, and no model is evicted."""
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
     plan = rt.plan("far")
@@ -550,7 +558,9 @@ def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backen
 
 
 def test_a_model_of_unknown_size_needs_a_declared_one(shelf):
-    """The error names its file, which is missing, not the cache that a header would give."""
+    """The error names the model's file, which is missing. It does not ask for the cache's size,
+    which only the file's header would give.
+    """
     with pytest.raises(BadSize, match="there is no .*phi.gguf.*\n.*memory: 8GiB  in the catalogue"):
         shelf("models: {phi: {path: phi.gguf, context_length: 16384}}").plan("phi")
 
@@ -591,7 +601,9 @@ def test_its_cards_are_named_by_index_or_id_and_must_exist(shelf):
     ],
 )
 def test_the_fields_of_placement_decide_its_cards(shelf, fields, shares):
-    """Each override, on three cards of 21.6 GiB. Without shares it is refused."""
+    """Each case is one override on three cards of 21.6 GiB. If no shares are expected, the plan is
+    refused.
+    """
     rt = shelf(f"models: {{m: {{backend: fake, {fields}}}}}", devices="sim:3x24GiB,host:64GiB")
     planned = {share.device: share.bytes / GIB for share in rt.plan("m").shares}
     assert planned == pytest.approx(shares, abs=0.01)
@@ -609,7 +621,9 @@ def test_an_unreadable_catalogue_fails_only_requests_that_need_it(shelf, place, 
 
 
 def test_a_command_does_not_load_a_model_that_would_end_with_it(shelf, shared_book):
-    """It sends a request to the process that has the model. Without one, it shows what to type in a notebook."""
+    """The command sends a request to the process that has the model. If no process has it, the
+    error shows what to type in a notebook.
+    """
     rt, command = shelf(ledger=shared_book), shelf("", ledger=shared_book)
     command.guest = True
     with pytest.raises(NotLoaded, match="%gpu load qwen3:8b"):
@@ -630,7 +644,7 @@ STRANGE = (
 
 @pytest.mark.parametrize("field", sorted({*Fields.model_fields, "x-own"}))
 def test_any_value_of_a_field_is_an_error_or_a_lawful_book(runtime, tmp_path, field):
-    """What the catalogue accepts, the book can store; the error says file, line and field."""
+    """The book can store every value that the catalogue accepts. Other values are printable errors."""
     file = tmp_path / "models.json"
     for value in STRANGE:
         rt = runtime(catalog=str(tmp_path / "catalog"), monitor=False)

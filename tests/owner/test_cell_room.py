@@ -1,4 +1,6 @@
-"""Room before a cell: what the cell took at its peak the last time is free when it runs again."""
+"""Room before a cell. A cell that took much memory the last time finds that memory free when it
+runs again.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ BIG = "weights = torch.empty(10 * GIB)"
 
 @pytest.fixture
 def two(started, runtime, shared_book):
-    """A kernel whose cell BIG took 10 GiB, and the runtime of another process on the same card."""
+    """A kernel that knows that its cell BIG took 10 GiB, and a second runtime with an idle model on
+    the same card.
+    """
     settings = {"ledger": shared_book, "eviction_grace_seconds": 0.0, "gpu_park_turn_seconds": 0.2}
     rt, kernel = started(**settings)
     kernel._room.learn(BIG, {"sim:0": 10 * GIB})
@@ -37,7 +41,9 @@ def on_card(rt) -> int:
 
 
 def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
-    """The other notebook's idle model has left, and the kernel's lease claims the room, before a line runs."""
+    """Before a line of the cell runs, the other notebook's idle model has left and the kernel's
+    lease claims the room.
+    """
     rt, kernel, _ = two
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -60,7 +66,7 @@ def test_afterwards_the_lease_claims_what_is_counted_and_no_more(two):
 
 
 def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
-    """After a restart of the kernel its first cell is the one that takes most."""
+    """After a restart of the kernel it is often the first cell that takes most."""
     rt, kernel, other = two
     gc.collect()
     seen = []
@@ -70,7 +76,7 @@ def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
 
 
 def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two):
-    """The other model is in use, so nothing leaves."""
+    """The other model is in use, so it does not leave."""
     rt, kernel, other = two
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -95,7 +101,9 @@ def test_an_unknown_cell_requests_nothing(two):
 
 
 def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
-    """One request for both: else two notebooks could return and wait for each other's room."""
+    """One request covers the kernel's parked bytes and the room. With two requests, two notebooks
+    could return and wait for each other's room.
+    """
     rt, kernel, other = two
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -138,7 +146,9 @@ def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):
 
 
 def test_the_peak_of_a_cell_is_what_it_held_after_its_last_run(started):
-    """CPU tensors have no peak: on a simulated card the count after the cell is remembered."""
+    """On a simulated card a peak is not measured. So the bytes that the kernel held after the cell
+    are remembered.
+    """
     rt, kernel = started()
     kept = []
     cell(kernel, lambda: kept.append(torch.zeros(16 * FLOATS)), "a")
@@ -189,7 +199,9 @@ def test_the_number_of_remembered_cells_is_bounded(monkeypatch):
 
 @pytest.fixture
 def cards(started, monkeypatch, tmp_path_factory):
-    """A runtime and its kernel on the simulated accelerator, which has limits and errors of its own."""
+    """A runtime and its kernel on the simulated accelerator, whose cards have limits and raise
+    their own errors.
+    """
     mark = storage_mark.compiled(tmp_path_factory.mktemp("mark"))
     monkeypatch.setattr(torch._C, storage_mark.NAME, mark, raising=False)
     monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_BYTES", MIB)
@@ -207,12 +219,12 @@ def on(card: int, mib: int) -> torch.Tensor:
 
 
 def peaking() -> None:
-    """Takes 40 MiB for a moment, and keeps nothing."""
+    """A cell that takes 40 MiB for a moment and keeps nothing."""
     on(0, 40)
 
 
 def test_a_cell_that_needs_its_peak_again_does_not_run_out_of_memory(cards):
-    """The card of 64 MiB holds an idle model of 40 MiB by then."""
+    """Between the two runs of the cell, an idle model of 40 MiB has come to the card of 64 MiB."""
     rt, kernel = cards
     kept = on(0, 2)
     cell(kernel)
@@ -280,7 +292,7 @@ def test_a_cell_that_peaks_on_the_second_card_gets_its_room_there(cards):
 
 
 def test_a_card_that_is_full_on_the_return_leaves_the_kernel_where_it_is(cards):
-    """All or nothing: the first card's bytes do not return alone."""
+    """If the second card is full, the bytes of the first card do not return either."""
     rt, kernel = cards
     zero, one = on(0, 3), on(1, 5)
     cell(kernel)

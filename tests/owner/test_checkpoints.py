@@ -1,4 +1,4 @@
-"""Parking a process that cannot cooperate, on a stand-in for the driver's checkpoint calls."""
+"""Parking a process that runs no code of ours. A stand-in replaces the driver's checkpoint calls."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def unpark(rt, target):
 
 
 def refusal(rt, target) -> str:
-    """Why that process is not parked, in words."""
+    """The message that explains why that process is not parked."""
     with pytest.raises(GpuError) as caught:
         park(rt, target, yes=True)
     return str(caught.value)
 
 
 def free(rt) -> list[int]:
-    """GiB that the driver shows as free on each card."""
+    """The GiB that the driver shows as free on each card."""
     views = [view for view in rt.status().devices if view.device.id != HOST]
     return [view.sample.free_bytes // GIB for view in views]
 
@@ -87,7 +87,9 @@ def test_a_parked_process_gives_its_room_and_gets_it_back(rt, driver):
 
 
 def test_room_is_leased_before_a_return(rt, driver):
-    """A restore that runs out of memory stays stuck, so it waits for a model in use."""
+    """A restore that runs out of memory would leave the process stuck. So the return first waits
+    for room, here until a model is no longer in use.
+    """
     target = driver.process(_0=12)
     park(rt, target, yes=True)
     rt.register("big", backend="fake", size="20GiB", devices="cuda:0")
@@ -102,7 +104,9 @@ def test_room_is_leased_before_a_return(rt, driver):
 
 
 def test_the_room_is_claimed_while_the_driver_restores(rt, driver, monkeypatch):
-    """It counts as not measured until the return ends: nobody else may have it as free memory."""
+    """Until the return ends, the lease counts as unmeasured, so that no other request gets its
+    bytes as free memory.
+    """
     target = driver.process(_0=12)
     park(rt, target, yes=True)
     seen = []
@@ -205,7 +209,7 @@ def test_a_process_without_cuda_is_not_parked(rt, driver):
 
 
 def test_unknown_bytes_are_not_parked(rt, driver):
-    """Then no room could be leased for the return."""
+    """Without the number of bytes, no room could be leased for the return."""
     assert "does not report how much" in refusal(rt, driver.process(_0=None))
 
 
@@ -307,7 +311,9 @@ def test_a_target_that_dies_at_the_lock_is_told(rt, driver):
 
 
 def test_a_refused_checkpoint_is_undone(rt, driver):
-    """CUDA IPC and managed memory cannot be seen beforehand: the driver refuses after the lock."""
+    """CUDA IPC and managed memory cannot be seen beforehand. The driver refuses such a process
+    after it was locked.
+    """
     target = driver.process(_0=1)
     driver.fault(checkpoint="refuses")
     assert "It runs on, with its memory in place" in refusal(rt, target)
@@ -368,7 +374,7 @@ def test_a_process_parked_by_another_tool_is_not_restored_without_its_size(rt, d
 
 
 def test_an_interrupt_is_raised_when_the_call_has_ended(rt, driver, monkeypatch):
-    """Half of a checkpoint would leave the process locked."""
+    """An interrupt in the middle of a checkpoint would leave the process locked."""
     target = driver.process(_0=1)
     call = checkpoint.call
 

@@ -1,4 +1,6 @@
-"""Decisions with their reasons, the other candidates, and the requester."""
+"""The record of decisions: their reasons, the other candidates, and the person or process that
+requested them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
 
 
 def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
-    """All processes read and write the page, so it must be small. The journal is read only on request."""
+    """All processes read and write the page, so it must stay small. The journal has the other
+    candidates, and is read only on request.
+    """
     rt = runtime(devices="sim:8x20GiB,host:64GiB")
     fakes(rt, a="12GiB")
     rt.preload("a")
@@ -104,7 +108,9 @@ def two(runtime, shared_book):
 
 
 def test_what_a_console_asks_is_told_with_the_person_before_it(two):
-    """Each visitor of the console acts in a thread of their own."""
+    """Each visitor of the console acts in a thread of their own, so the event names the right
+    visitor.
+    """
     kernel, console = two
     process = f"{console.status().owner.user}, {console.status().owner.label}"
     ann = f"ann, console ({process})"
@@ -120,7 +126,9 @@ def test_what_a_console_asks_is_told_with_the_person_before_it(two):
 
 
 def test_what_is_done_in_a_notebook_for_somebody_is_told_as_well(runtime):
-    """The console inside a notebook acts on models of its own process."""
+    """The console inside a notebook acts on models of its own process. The event names the person
+    as well.
+    """
     rt = runtime(devices="sim:2x24GiB,host:64GiB")
     fakes(rt, qwen="10GiB")
     ann = f"ann ({rt.status().owner.user}, {rt.status().owner.label})"
@@ -149,7 +157,9 @@ def test_what_a_notebook_does_for_itself_has_nobody_else_to_name(runtime):
 
 
 def test_what_was_asked_in_vain_is_told(two):
-    """The event names the person who clicked. There is one event, although the state was checked several times."""
+    """The request failed. Its one event names the person who clicked, although the state was
+    checked several times.
+    """
     kernel, console = two
     with kernel.use("qwen"), console.on_behalf_of("ann"), pytest.raises(StillInUse):
         console.evict("qwen")

@@ -1,4 +1,6 @@
-"""`drain` from Python: which leases leave at once or later, which users may drain, and how long a drain lasts."""
+"""`drain` from Python: which leases leave at once or later, which users may drain, and how long a
+drain lasts.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_a_device_that_there_is_not_is_named(runtime):
 
 @pytest.fixture
 def as_user(monkeypatch):
-    """Sets the user of the runtimes that are opened from now on, on one ledger in memory."""
+    """`as_user(name)` sets the user of the runtimes that are opened from now on. They share one
+    ledger in memory.
+    """
 
     def become(user):
         def opened(url, **options):

@@ -1,4 +1,4 @@
-"""The possible subjects of a plan, also if they are not registered."""
+"""What can be planned: registered models, and also paths, sizes and names that are not registered."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rt(runtime, tmp_path, monkeypatch):
 
 
 def test_a_path_is_planned_without_registering_it(rt, tmp_path):
-    """The plan is the same as for a registered model, and the path is not registered afterwards."""
+    """The plan is the same as for a registered model. The path is not registered afterwards."""
     tiny_models.causal_lm(tmp_path / "models" / "writer")
     plan = rt.plan("models/writer")
     assert (
@@ -56,13 +56,13 @@ def test_a_name_with_a_size_can_be_planned_with_a_context(rt):
 
 @pytest.mark.parametrize("words", ["14", " 8192 ", "0.5", "1_000"])
 def test_a_size_in_text_needs_a_unit(rt, words):
-    """Before, `plan 14` was a plan for fourteen bytes."""
+    """Before, `plan 14` was taken as a plan for fourteen bytes."""
     with pytest.raises(BadSize, match=f"'{words.strip()} GiB', or '{words.strip()} B' if you mean"):
         rt.plan(words)
 
 
 def test_a_plan_opens_no_torch(tmp_path):
-    """With torch, `gpu plan PATH` in a terminal would take seconds longer."""
+    """Importing torch would make `gpu plan PATH` in a terminal slower by seconds."""
     tiny_models.causal_lm(tmp_path / "m")
     code = (
         "import sys, gpu_runtime; rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:'); "
@@ -103,7 +103,9 @@ def test_a_context_can_be_planned_for_before_anything_is_registered(rt, tmp_path
     ],
 )
 def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
-    """The plan is marked as a guess, and does not advise to load a model that is not here."""
+    """The plan is marked as a guess. It does not advise to load a model that is not on this
+    machine.
+    """
     plan = rt.plan(name)
     assert plan.footprint.bytes == pytest.approx(gib * GIB, rel=1e-6)
     assert parts(plan) == [("weights", "name"), ("margin", "name")]
@@ -111,14 +113,16 @@ def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
 
 
 def test_a_slip_in_a_known_name_is_no_guess(rt):
-    """This is so even if the text contains a size."""
+    """A misspelt name of a known model is an error, even if the text contains a size."""
     fakes(rt, **{"qwen-7B": "14GiB"})
     with pytest.raises(UnknownModel, match="Did you mean qwen-7B"):
         rt.plan("qwem-7B")
 
 
 def test_a_path_that_is_not_there_tells_both_readings(rt, tmp_path):
-    """A text with one slash can be a hub id; a text with two cannot."""
+    """A text with one slash may be a path or a hub id, so the error names both. A text with two
+    slashes can only be a path.
+    """
     with pytest.raises(NotAModel) as error:
         rt.plan("models/writter")
     assert str(error.value) == (
@@ -141,7 +145,9 @@ def test_a_directory_that_holds_no_model_says_what_it_holds(rt, tmp_path):
 
 
 def test_a_gguf_file_can_be_planned(rt, tmp_path):
-    """The weights are from its header. llama.cpp's other memory is calculated if the header shows the model's shape."""
+    """The weights are read from the file's header. llama.cpp's other memory is calculated if the
+    header has the model's shape.
+    """
     import gguf
     import numpy
 
@@ -171,7 +177,9 @@ def test_nothing_is_leased_and_nothing_is_declared_to_be_of_no_bytes(rt, size):
 
 
 def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
-    """The plan shows its place and the effect of a restore. If only the name is known, the error names its process."""
+    """The plan shows the model's place and the effect of a restore. If only the model's name is
+    known, the error names its process.
+    """
     mine, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     fakes(other, qwen="8GiB", llama="4GiB")
     fakes(mine, gemma="1GiB")

@@ -1,4 +1,6 @@
-"""Models that run outside this process, and what becomes of their leases when they fail: real llama.cpp."""
+"""Models that run outside this process, and what happens to their leases when they fail. The tests
+use the real llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def rt(runtime, file):
-    """A card that holds one of two models of 6.4 MiB."""
+    """A runtime with a card that holds only one of two models of 6.4 MiB."""
     rt = runtime(devices="sim:10MiB,host:64MiB", gpu_memory_max_percent=1.0)
     rt.register("phi", str(file))
     return rt
 
 
 def actions(rt, name="phi"):
-    """What was done to it, in order."""
+    """The actions that the journal has for the model `name`, in order."""
     return [event.action for event in rt.why(name)[::-1]]
 
 
@@ -45,7 +47,9 @@ def write(model, tokens=5):
 
 
 def test_a_gguf_file_is_a_model_like_any_other(rt):
-    """Loaded when it is used, measured, with the methods of llama_cpp.Llama; it answers under its own name."""
+    """The model is loaded at its first use and measured. It has the methods of llama_cpp.Llama, and
+    answers under its registered name.
+    """
     with rt.use("phi") as phi:
         told = phi.create_chat_completion(HELLO, max_tokens=4)
         assert (told["model"], told["usage"]["completion_tokens"]) == ("phi", 4)
@@ -57,7 +61,9 @@ def test_a_gguf_file_is_a_model_like_any_other(rt):
 
 
 def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_again(rt, file):
-    """An engine's model cannot be moved, so RAM gets nothing. Code that kept the object continues to use it."""
+    """An engine's model cannot be moved to RAM, so it is dropped and loaded again. Code that kept
+    the model object continues to use it.
+    """
     rt.register("mini", str(file))
     with rt.use("phi") as phi:
         before = write(phi)
@@ -71,7 +77,9 @@ def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_aga
 def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(
     runtime, tmp_path
 ):
-    """The process is killed with -9. The next call loads the model again, in the same block."""
+    """The worker process is killed with SIGKILL. The next call loads the model again, in the same
+    block.
+    """
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
     with rt.use("phi") as phi:
@@ -115,7 +123,9 @@ def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
     ],
 )
 def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_worker(rt, words):
-    """The error is known by its text. The caller's error names the next step."""
+    """A driver's error is recognised by its text. The error that the caller gets names the next
+    step.
+    """
     with rt.use("phi") as phi:
         pid = phi.pid
         with pytest.raises(
@@ -144,7 +154,9 @@ def test_three_decode_failures_in_a_row_are_one_reload(rt):
 
 
 def test_a_call_that_is_refused_costs_nobody_anything(rt):
-    """Too long, of a wrong type, or with words in it that look like a driver's error: the model goes on."""
+    """The call is too long, has an argument of a wrong type, or contains words that look like a
+    driver's error. The model continues to work.
+    """
     with rt.use("phi") as phi:
         pid = phi.pid
         for call in (
@@ -159,7 +171,7 @@ def test_a_call_that_is_refused_costs_nobody_anything(rt):
 
 
 def test_a_stream_that_is_closed_ends_the_generation(runtime, tmp_path):
-    """What nobody reads is not computed, by the worker's own processor time."""
+    """Closing a stream ends the computation. The test compares the processor time of the worker."""
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
     with rt.use("phi") as phi:
@@ -193,7 +205,7 @@ def test_a_model_is_pinned_as_long_as_somebody_reads_its_answer(rt):
 
 
 def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_more(runtime):
-    """The book had room and the card had not."""
+    """The book had enough room, but the card had not."""
     rt = runtime(devices="sim:24GiB,host:64GiB")
     fakes(rt, a="4GiB", b="4GiB")
     rt.preload("a")
@@ -213,7 +225,9 @@ def test_out_of_memory_twice_is_told_with_the_figures(runtime):
 
 
 def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_what_to_do(rt):
-    """Every further call on that context would fail. Leases are returned; workers go on."""
+    """Every later call in that CUDA context would fail, so the leases are returned. Models in
+    workers of their own continue.
+    """
     fakes(rt, a="1MiB", b="1MiB")
     rt.preload("b")
     with (
@@ -253,7 +267,9 @@ def test_an_error_of_the_user_s_own_is_left_alone(runtime):
 
 
 def test_in_process_is_a_choice(rt, file):
-    """Python objects can be given then; and a lost context is the process's."""
+    """In this process a call can pass Python objects. But if the context is lost, the whole process
+    is lost.
+    """
     rt.register("near", str(file), isolated=False)
     with rt.use("near") as near:
         heard = []
@@ -276,7 +292,7 @@ def test_in_process_is_a_choice(rt, file):
 
 
 def test_layers_of_the_model_win_over_the_setting(runtime, file):
-    """gpu_layers: the model's own, else INFERENCE_GPU_LAYERS, else all of them."""
+    """The order is: `gpu_layers` of the model, else INFERENCE_GPU_LAYERS, else all layers."""
     rt = runtime(inference_gpu_layers=1, devices="sim:64MiB,host:64MiB")
     rt.register("some", str(file))
     rt.register("all", str(file), gpu_layers=-1)
@@ -292,7 +308,9 @@ def test_layers_of_the_model_win_over_the_setting(runtime, file):
 
 
 def test_a_model_without_a_layer_on_the_card_takes_nothing_of_it(runtime, file):
-    """gpu_layers=0 asks for the CPU: then the worker sees no card, and the lease is of nothing."""
+    """With `gpu_layers=0` the model runs on the CPU. Its worker sees no card, and its lease claims
+    no bytes.
+    """
     rt = runtime(devices="sim:1MiB,host:64MiB")
     rt.register("slow", str(file), gpu_layers=0)
     with rt.use("slow") as slow:

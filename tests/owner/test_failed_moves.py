@@ -1,4 +1,6 @@
-"""A failed move is the mover's problem: it backs off, is logged once, and fails no other request."""
+"""A failed move delays only the model that failed. Its owner tries again after growing pauses and
+logs the failure once; no other request fails.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ BOX = {"devices": "sim:24GiB,host:64GiB", "eviction_grace_seconds": 0}
 
 
 class Bus:
-    """The moves of one fake model: they fail while `broken`, and are counted."""
+    """A fake model whose moves fail while `broken` is set. It counts the tries."""
 
     def __init__(self, rt: Runtime, name: str, size: str = "10GiB", *, droppable: bool = False):
         self.broken: Exception | None = RuntimeError("the host has no pinned memory left")
@@ -40,7 +42,7 @@ class Bus:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first pause that a test can wait for."""
+    """Shortens the first pause after a failed move, so that a test can wait for its end."""
     monkeypatch.setattr(release, "FIRST_PAUSE_SECONDS", 0.05)
 
 
@@ -153,7 +155,7 @@ def test_a_block_that_runs_out_of_memory_says_that_and_not_what_failed_to_leave(
 
 
 def test_a_failing_model_is_tried_less_and_less_often_and_logged_once(runtime, clock, caplog):
-    """Two hundred tries in eight seconds filled the log and the journal."""
+    """Before, two hundred tries in eight seconds filled the log and the journal."""
     rt = runtime(**BOX, monitor=False, clock=clock)
     bus = Bus(rt, "m")
     rt.drain("sim:0", timeout=0)
@@ -206,7 +208,9 @@ def test_one_failing_model_does_not_keep_the_others_on_a_drained_card(runtime):
 
 
 def test_relief_does_not_drop_what_its_level_only_offloads(runtime, monkeypatch):
-    """At moderate pressure models are offloaded; a failed offload is no reason to unload."""
+    """At moderate pressure models are only offloaded. A failed offload is no reason to unload the
+    model.
+    """
     rt = runtime(**BOX, monitor=False, gpu_relief="always")
     bus = Bus(rt, "m", "17GiB", droppable=True)
     rt._session.residents["m"].last_used -= 400
@@ -264,7 +268,9 @@ def test_a_person_elsewhere_is_refused_with_the_reason_and_not_kept_waiting(two)
 
 @pytest.mark.parametrize("verb", ["move", "preload"])
 def test_an_order_that_fails_with_a_drivers_error_is_answered(runtime, shared_book, verb):
-    """The thread that carried the order out ended, and the requester waited until its time-out."""
+    """Before, the error ended the thread that carried out the order, and the requester waited until
+    its time-out.
+    """
     box = BOX | {"devices": "sim:2x24GiB,host:64GiB"}
     a, b = (runtime(**box, ledger=shared_book) for _ in "ab")
     bus = Bus(a, "m")

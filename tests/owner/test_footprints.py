@@ -1,4 +1,6 @@
-"""Measurements of loads and uses of models, on cards that the tests simulate."""
+"""The memory of models, as measured when they are loaded and used, on cards whose figures the test
+sets.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ HEADER = Evidence(10 * GIB, "safetensors header", fingerprint="f", config=CONFIG
 
 
 class Box:
-    """A probe and a backend with results that the test sets."""
+    """A probe and a backend whose results the test sets."""
 
     def __init__(self, devices=CARDS):
         self.devices, self.held, self.context, self.beyond = devices, {}, {}, {}
@@ -83,7 +85,9 @@ WEIGHTS = ("weights", 10 * GIB, "safetensors header")
 
 
 def test_the_first_model_of_a_process_on_a_card_brings_the_context(box):
-    """The context counts once for each process and card. Later it is residue in the book, and must not count twice."""
+    """The CUDA context counts once for each process and card. Later the book counts it among the
+    process's other memory, so it must not count twice.
+    """
     assert box.parts() == [WEIGHTS, ("context", CONTEXT_BYTES, "typical")]
     box.held = {"cuda:0": 500 * MIB, HOST: 9 * GIB}
     assert box.parts() == [WEIGHTS] == box.parts("cuda:0")
@@ -95,7 +99,9 @@ def test_simulated_cards_have_no_context():
 
 
 def test_a_context_is_believed_when_two_looks_agree(box):
-    """The driver's figures are late. During a load they do not match any moment."""
+    """The driver's figures are late, and wrong during a load. So a figure counts once two
+    measurements in a row agree.
+    """
     for seen, expected in (
         (130, CONTEXT_BYTES),
         (420, CONTEXT_BYTES),
@@ -132,7 +138,7 @@ def test_the_peak_of_a_load_is_remembered(box):
 
 
 def test_a_peak_that_nothing_tells_is_unknown(box):
-    """An unknown peak is not zero, and not the resident bytes."""
+    """Without a measured peak, the peak is unknown: neither zero nor the resident bytes."""
     box.load(9.5)
     assert peak(box) is None and not any(
         "peak" in note for note in box.sizing.footprint(box.resident).notes
@@ -140,7 +146,9 @@ def test_a_peak_that_nothing_tells_is_unknown(box):
 
 
 def test_a_higher_peak_in_use_is_remembered_where_no_other_model_was_used(box):
-    """Otherwise torch's peak could be that of another model. Larger storages belong to this model in any case."""
+    """If another model was used meanwhile, torch's peak could be the other model's. Storages that
+    are larger than the known peak belong to this model in any case.
+    """
     box.beyond = {"cuda:0": 1 * GIB}
     box.load(9)
     box.beyond = {"cuda:0": 4 * GIB}
@@ -168,7 +176,7 @@ def test_a_lower_peak_of_a_later_load_does_not_hide_a_higher_one(box):
 
 
 def test_a_loaded_model_is_as_large_as_it_is_and_keeps_its_room_for_use(box):
-    """The declared size does not matter, and the source may be deleted."""
+    """Once a model is loaded, its declared size does not matter. Its source may even be deleted."""
     box.resident.spec = ModelSpec("qwen", "transformers", "/qwen", size=20 * GIB)
     box.load(9)
     assert box.parts() == [("weights", 9 * GIB, "measured")]

@@ -1,4 +1,6 @@
-"""The use of the devices over the last day: the recorded moments, the moments of a chart, and damaged files."""
+"""The use of the devices over the last day: which moments are recorded, which moments a chart
+shows, and damaged files.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ days = st.lists(
 def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
     tmp_path_factory, rows, most, seconds
 ):
-    """This holds for any number of recorded moments and any limit of the chart."""
+    """The law holds for any number of recorded moments and any limit of the chart."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
     assert record.append(told)
@@ -72,7 +74,7 @@ def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
 
 @given(days)
 def test_thinning_keeps_every_peak_and_forgets_yesterday(tmp_path_factory, rows):
-    """This holds for any times of thinning. Recent moments are not changed."""
+    """The law holds for thinning at any times. Recent moments are not changed."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
     record.append(told)
@@ -89,7 +91,9 @@ def test_thinning_keeps_every_peak_and_forgets_yesterday(tmp_path_factory, rows)
 
 
 def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
-    """Two devices with a dozen leases, a moment every two seconds, written and thinned as the recorder does."""
+    """The record has two devices with a dozen leases and a moment every two seconds. It is written
+    and thinned as the recorder does it.
+    """
     claims = {f"model-{n}@{4000 + n}": n * GIB for n in range(12)}
     for hour in range(25):
         record.append(
@@ -104,7 +108,7 @@ def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
 
 
 def test_a_chart_that_moves_on_does_not_flicker(record):
-    """For the time that two charts have in common, both show the same moments."""
+    """In the time that two charts share, both show the same moments."""
     record.append(moment(WALL - ago, ago * 7919 % 100) for ago in range(3600))
     one, other = (
         [
@@ -118,7 +122,7 @@ def test_a_chart_that_moves_on_does_not_flicker(record):
 
 
 def test_there_is_always_the_moment_of_now(runtime):
-    """It is there even without any record, as in a ledger in memory."""
+    """The chart has a moment of now even without any record, as with a ledger in memory."""
     rt = runtime()
     fakes(rt, qwen="10GiB")
     rt.preload("qwen")
@@ -154,7 +158,9 @@ def test_a_line_of_no_points_is_refused_and_one_of_one_is_now(runtime):
 
 
 def test_real_cards_are_recorded_as_they_were_measured():
-    """Cards are identified by UUID. A card that does not answer has a gap, not a zero."""
+    """Cards are identified by UUID. The chart has a gap for a card that does not answer, not a
+    zero.
+    """
     page = book(
         lease("a", cuda0=4),
         lease("b", cuda1=2),
@@ -190,7 +196,7 @@ def test_real_cards_are_recorded_as_they_were_measured():
 
 
 def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_path):
-    """The recorder has no section in the book and writes nothing there."""
+    """The recorder only reads the book: it has no section there."""
     rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
     fakes(rt, qwen="10GiB")
     rt.preload("qwen")
@@ -209,7 +215,9 @@ def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_pa
 
 
 def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
-    """Another process has locked the file. A limited number of moments is kept until it can be written."""
+    """Another process has locked the file. A limited number of moments is kept until the file can
+    be written.
+    """
     record.append([moment(WALL - 10)])
     keeper = Recorder.__new__(Recorder)
     keeper._record, keeper._unwritten = record, [moment(WALL - 5)]
@@ -274,7 +282,7 @@ def test_a_row_that_says_nothing_is_left_out(record):
 
 
 def test_a_link_is_neither_read_nor_written(record, tmp_path):
-    """In a shared ledger it could lead to a database of ours elsewhere."""
+    """In a shared ledger, another user's link could point to a database of ours in another place."""
     elsewhere = Record(tmp_path / "elsewhere.db")
     elsewhere.append([moment(WALL)])
     record.path.symlink_to(elsewhere.path)
@@ -305,7 +313,9 @@ def test_a_shared_ledgers_history_is_its_groups_and_a_private_ones_nobody_elses(
 
 
 def test_a_reader_who_may_not_write_reads(record):
-    """The file is a copy, or on a read-only mount. No further file is made in its directory."""
+    """The reader's file is a copy, or on a read-only mount. The reader makes no other file in its
+    directory.
+    """
     record.append([moment(WALL)])
     record.path.chmod(0o400)
     record.path.parent.chmod(0o500)

@@ -1,4 +1,4 @@
-"""An idle kernel costs almost nothing, and still notices every change."""
+"""An idle kernel costs almost nothing and still notices every change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ LONG = 64 / LOOKS_PER_SECOND  # seconds between two reads of the book with 64 ke
 
 @pytest.fixture
 def crowd(runtime, shared_book, clock):
-    """Sixty-four kernels with an idle model each; their monitors are ticked by hand."""
+    """Sixty-four kernels with an idle model each. The test calls the ticks of their monitors
+    itself.
+    """
     kernels = [
         runtime(ledger=shared_book, clock=clock, monitor=False, devices="sim:2x100GiB,host:400GiB")
         for _ in range(64)
@@ -35,7 +37,7 @@ def crowd(runtime, shared_book, clock):
 
 
 def counted(monkeypatch, rt):
-    """The transactions that this runtime makes from now on."""
+    """A list that grows with each transaction that this runtime makes from now on."""
     ledger, made = rt._session.ledger, []
     real = ledger.transact
     monkeypatch.setattr(ledger, "transact", lambda decide: made.append(decide) or real(decide))
@@ -56,7 +58,7 @@ def test_a_kernel_among_few_looks_every_second(runtime):
 
 
 def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
-    """Its pin must be in the book within a second."""
+    """The pin of the use must be in the book within a second."""
     rt = crowd[5]
     ledger = rt._session.ledger
     assert rt.tick() == LONG
@@ -75,7 +77,9 @@ def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
 def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(
     crowd, monkeypatch, clock
 ):
-    """The start of a cell wakes a monitor that sleeps long. The monitor then publishes as usual."""
+    """The start of a cell wakes a monitor that sleeps long. The monitor then publishes the cell
+    with its usual transaction.
+    """
     rt = crowd[5]
     kernel = rt._session.activity = Activity(clock)
     kernel.watchers.add(rt._session.cell_began)
@@ -102,7 +106,9 @@ def _told(ledger, rt):
 
 
 def test_nobody_sleeps_long_while_anybody_waits(crowd):
-    """The verdict on a request may change with time alone, and every owner may get a request."""
+    """The verdict on a waiting request may change with time alone, and any owner may be asked to
+    evict.
+    """
     ledger = crowd[0]._session.ledger
     wish = Ticket("k", ledger.owner.id, "use", "big", 0.0, 0.0)
     ledger.transact(lambda book: (book.with_ticket(wish), None))
@@ -113,7 +119,9 @@ def test_nobody_sleeps_long_while_anybody_waits(crowd):
 
 @pytest.mark.parametrize("dead", [6, 40])
 def test_every_death_is_noticed_by_somebody(crowd, dead):
-    """The owner before it in the list notices it at its next tick, and each of the others later."""
+    """The owner before the dead one in the list notices the death at its next tick. Each other
+    owner notices it later.
+    """
     crowd[dead]._session.ledger.close()  # ends without removing its section
     gone = crowd[dead]._session.me
     book = crowd[0]._session.ledger.read()
@@ -137,7 +145,7 @@ def test_a_death_is_noticed_though_the_one_before_it_is_dead_too_or_stopped(crow
 
 
 def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
-    """Two system calls show that it is unchanged. A later write is noticed at once."""
+    """Two system calls show that the book is unchanged. A write is noticed at once."""
     mine, other = (
         open_ledger(f"sqlite://{tmp_path}/ledger"),
         open_ledger(f"sqlite://{tmp_path}/ledger"),
@@ -166,13 +174,17 @@ def _noted(book, count):
 
 
 def _as_if_long_ago(ledger):
-    """Sets the time of the last write to a second ago, since the time of a very recent write is not reliable."""
+    """Sets the time of the last write to a second ago, since the time of a very recent write is not
+    reliable.
+    """
     stat = os.stat(ledger.path)
     os.utime(ledger.path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
 
 
 def test_the_monitor_gets_the_interpreter_promptly_and_gives_it_back():
-    """Otherwise each of the sixty calls of a recall would wait 5 ms for a main thread in a pure-Python loop."""
+    """A pure-Python loop in the main thread keeps the interpreter for 5 ms at a time. Without this
+    rule each of the sixty calls of a recall would wait that long.
+    """
     usual = sys.getswitchinterval()
     with promptly:
         with promptly:
@@ -196,7 +208,9 @@ def test_a_switch_interval_that_the_user_has_set_meanwhile_stays():
 def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     runtime, shared_book, monkeypatch
 ):
-    """The rest of a round, and the journal's file, cost the waiting process some milliseconds."""
+    """The rest of a round, and the journal's file, would cost the waiting process some
+    milliseconds.
+    """
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(a, idle="20GiB")
     a.preload("idle")

@@ -1,4 +1,6 @@
-"""The memory of a notebook's own code is counted, parked and returned. Parking never changes it."""
+"""The memory of a notebook's own code is counted, parked and returned. Parking never changes the
+values.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_a_governed_model_is_not_counted_again(started):
 
 
 def test_the_lease_is_no_model(started):
-    """The lease is listed with its bytes and its notebook, although no code registered or loaded a model."""
+    """The list of leases has the kernel's bytes and notebook, although its code neither registered
+    nor loaded a model.
+    """
     rt, kernel = started()
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -71,7 +75,7 @@ def test_parking_changes_no_value_identity_version_or_random_state(started):
 
 
 def trained(parks: Callable[[], None]) -> list[torch.Tensor]:
-    """The losses and weights of some training, with `parks` called three times a step."""
+    """The losses and weights of a training run in which `parks` is called three times a step."""
     torch.manual_seed(5)
     module = nn.ModuleDict({"lstm": nn.LSTM(256, 256), "head": nn.Linear(256, 1024)})
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -92,7 +96,9 @@ def trained(parks: Callable[[], None]) -> list[torch.Tensor]:
 
 
 def test_training_that_is_parked_in_the_middle_is_the_same_to_the_bit(started):
-    """Weights, gradients, two moments and the saved tensors of live graphs leave and return."""
+    """Weights, gradients, AdamW's two moments and the saved tensors of live graphs are parked and
+    returned.
+    """
     alone = trained(lambda: None)
     rt, kernel = started()
 
@@ -145,7 +151,7 @@ def run(program, park: Callable[[], None]) -> list[torch.Tensor]:
 @settings(max_examples=settings().max_examples // 5)  # each example opens a runtime
 @given(PROGRAM)
 def test_a_random_program_computes_the_same_with_and_without_parks(program):
-    """Law 13: parking changes nothing that a program can compute."""
+    """Parking changes nothing that a program can compute (law 13 in docs/architecture.md)."""
     from gpu_runtime import Runtime
 
     alone = run(program, lambda: None)
@@ -163,7 +169,9 @@ def test_a_random_program_computes_the_same_with_and_without_parks(program):
 
 
 def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
-    """The copy is dropped, and the kernel's memory is unchanged."""
+    """If the kernel is used during the copy, the copy is discarded and the kernel's memory is
+    unchanged.
+    """
     rt, kernel = started()
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -181,7 +189,9 @@ def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
 
 
 def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, caplog):
-    """Its user has done nothing wrong, so no warning appears in the notebook."""
+    """The user's code did nothing wrong, so no warning appears in the notebook. The event names
+    what may use an address.
+    """
     rt, kernel = started()
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -194,7 +204,7 @@ def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, c
 
 
 def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started, runtime):
-    """If the card is full at the return, nothing changes."""
+    """The card is full when the memory should return. The values stay in host memory."""
     rt, kernel = started(devices="sim:256MiB,host:4GiB")
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -232,7 +242,9 @@ def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(start
 
 
 def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, shared_book):
-    """The path is that of a model: a request, the owner's monitor carries it out, and the journal records it."""
+    """The kernel is evicted as a model is. Another process requests, the kernel's monitor evicts,
+    and the journal records it.
+    """
     devices = "sim:64MiB,host:4GiB"
     rt, kernel = started(
         devices=devices, ledger=shared_book, eviction_grace_seconds=0.0, monitor=True
@@ -268,7 +280,9 @@ def test_while_a_cell_runs_the_kernel_is_in_use(started, runtime, shared_book):
 def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
     started, runtime, shared_book, clock
 ):
-    """Under Run All the kernel is never idle. After its turn, its memory leaves before the next cell."""
+    """With "Run All" the kernel is never idle. Once it had its turn of 0.3 s, its memory leaves
+    before the next cell.
+    """
     import threading
 
     devices = "sim:64MiB,host:4GiB"
@@ -340,7 +354,7 @@ def test_a_closed_runtime_leaves_the_tensors_usable(started):
 def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     started, runtime, shared_book
 ):
-    """The bytes that torch requested become free, and no more models leave than needed."""
+    """The bytes that torch requested become free, and no more models leave than necessary."""
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
@@ -356,7 +370,7 @@ def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
 
 
 def test_consent_to_run_again_counts_for_out_of_memory_errors_only(started, runtime, shared_book):
-    """The error may be torch's own, or the report of a block that ran out of memory."""
+    """The error may be torch's own error, or the report of a block that ran out of memory."""
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
@@ -371,7 +385,7 @@ def test_consent_to_run_again_counts_for_out_of_memory_errors_only(started, runt
 
 
 def test_an_overdraft_ends_within_3_seconds(started, runtime, shared_book, clock):
-    """Plain code asked nobody. The kernel is idle, and leaves the overfull card."""
+    """Plain code took memory without a request. The idle kernel then leaves the overfull card."""
     devices = "sim:64MiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, clock=clock)
     other = runtime(devices=devices, ledger=shared_book, monitor=False, clock=clock)

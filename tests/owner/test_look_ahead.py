@@ -1,4 +1,4 @@
-"""Models of waiting cells are loaded while the running cell still runs."""
+"""Look-ahead loads the models of waiting cells while the running cell still runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ GIB = 2**30
 
 @pytest.fixture
 def notebook():
-    """Sets the upcoming cells: in `notebook("a", "b c")` the running cell uses a, and the next one b and c."""
+    """Sets the cells of the notebook.
+
+    With `notebook("a", "b c")` the running cell uses a, and the next cell uses b and c.
+    """
     current: list[tuple[CellModels, ...]] = [()]
     upcoming.read_by(lambda known, governed: current[0])
 
@@ -38,7 +41,7 @@ def notebook():
 
 
 def step(rt, cells):
-    """One step of look-ahead, in this thread."""
+    """Runs one step of look-ahead in the calling thread."""
     ahead = rt._session.look_ahead
     ahead.follow(cells)
     return ahead.load_next(cells)
@@ -93,7 +96,7 @@ def test_no_other_process_evicts_anything_for_a_guess(runtime, notebook, shared_
 
 
 def test_a_real_request_may_have_the_room_of_a_guess_at_once(runtime, notebook, shared_book):
-    """A guess has no grace time."""
+    """A model that was loaded ahead has no grace time."""
     rt = runtime(ledger=shared_book)
     other = runtime(ledger=shared_book)
     fakes(rt, b="20GiB")
@@ -150,7 +153,9 @@ def test_a_model_that_fails_to_load_is_tried_once_and_disturbs_nothing(runtime, 
 
 
 def test_the_policy_follows_the_schedule(runtime, notebook):
-    """A real request evicts the model that the schedule needs last, not the least recently used model."""
+    """A real request evicts the model that the schedule needs last, even if another model was used
+    longer ago.
+    """
     rt = runtime(devices="sim:24GiB,host:64GiB")
     fakes(rt, a="10GiB", b="10GiB", c="10GiB")
     rt.preload("a")
@@ -175,7 +180,7 @@ def test_a_change_of_the_cells_wakes_the_thread(runtime, notebook):
 def test_the_thread_is_started_again_after_it_ended_with_any_exception(
     runtime, notebook, monkeypatch
 ):
-    """A user's factory may raise SystemExit, and the interpreter may have no thread to spare."""
+    """A user's factory may raise SystemExit, or the system may refuse to start a thread."""
     rt = runtime()
     fakes(rt, b="1GiB")
     ahead, started = rt._session.look_ahead, []

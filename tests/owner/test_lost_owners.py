@@ -1,4 +1,6 @@
-"""A process that nothing proves alive or dead: what it holds is named, and a person may end it."""
+"""A lost process: nothing proves that it lives or that it is dead. Its memory is shown with its
+name, and a person may end it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PID = str(os.getpid())
 
 @pytest.fixture
 def pair(runtime, tmp_path):
-    """A runtime that looks, and one with a model whose lock file was replaced."""
+    """Two runtimes. The first one only looks; the second one has a model, and its lock file was
+    replaced.
+    """
     here, lost = (runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False) for _ in "ab")
     fakes(lost, qwen="14GiB")
     lost.preload("qwen")
@@ -29,7 +33,7 @@ def pair(runtime, tmp_path):
 
 
 def test_what_a_lost_process_holds_is_named_and_stays(pair):
-    """Its memory may be in use: without `force` nothing is ended."""
+    """The memory of the lost process may be in use. Without `force` it is not ended."""
     here, lost = pair
     assert here.reap() == 0
     named = here.evict(PID, lost=True)

@@ -1,4 +1,4 @@
-"""Models over several cards and from card to card, through the runtime that users hold."""
+"""Models on several cards and moves between cards, through the public methods of the runtime."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_move_switches_a_models_card_and_says_why(runtime):
 
 
 def test_a_move_may_go_over_several_cards_and_come_back(runtime):
-    """Its bytes are on the cards of its shares, also in the allocators. The count of each card is exact."""
+    """The bytes are on the cards of the model's shares, also in the allocators. The count of each
+    card is exact.
+    """
     rt = runtime(devices=FOUR)
     fakes(rt, qwen="6GiB")
     rt.preload("qwen")
@@ -167,7 +169,7 @@ def llama(tmp_path):
 
 @pytest.fixture
 def accelerated(runtime):
-    """A runtime whose four cards torch knows as four devices."""
+    """A runtime with four cards, which torch knows as four devices."""
     from tests import simgpu
 
     return runtime(
@@ -176,7 +178,9 @@ def accelerated(runtime):
 
 
 def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerated, llama):
-    """No card can hold the whole model. A call on a kept reference first restores it, perhaps to other cards."""
+    """No single card can hold the whole model. A call on a kept reference first restores the model,
+    perhaps to other cards.
+    """
     import torch
 
     from tests import simgpu
@@ -221,7 +225,9 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
 
 
 def test_a_call_is_one_use_though_it_leads_through_forward(runtime):
-    """`__call__` and `forward` both pin the model, since either may be called alone."""
+    """Both `__call__` and `forward` pin the model, since either may be called alone. A call counts
+    as one use.
+    """
     import torch
 
     rt = runtime()

@@ -1,4 +1,6 @@
-"""Measurements are kept over a reboot, count only for the same source, and never cause an error."""
+"""Measurements of models outlast a reboot and count only for the same source. They never cause an
+error.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_a_file_too_large_to_be_ours_is_not_read(path, caplog):
 
 
 def test_where_it_cannot_be_written_it_is_remembered_in_this_process(tmp_path, caplog):
-    """A full disk, or another file of that name, is logged once."""
+    """The file cannot be written: the disk is full, or a file has the directory's name. This is
+    logged once.
+    """
     (tmp_path / "file").write_text("")
     known = Measurements(tmp_path / "file" / "measured.json")
     for _ in range(2):
@@ -150,7 +154,7 @@ def test_the_file_does_not_grow_without_end(path, monkeypatch):
 
 @pytest.fixture
 def box(runtime, tmp_path):
-    """A runtime on a ledger that stays after its end; the next call makes the user's next kernel."""
+    """Each call opens a runtime on the same ledger file, as the user's next kernel would."""
     return lambda: runtime(
         devices="sim:64MiB,host:64MiB",
         ledger=f"sqlite://{tmp_path}/ledger",
@@ -163,7 +167,7 @@ def weights(plan):
 
 
 def test_the_next_kernel_goes_by_what_the_first_one_measured(box, tmp_path):
-    """The plan names the measurement as its source, until the files change."""
+    """Until the model's files change, the plan names the earlier measurement as its source."""
     directory = tiny_models.causal_lm(tmp_path / "writer")
     with box() as rt:
         rt.register("writer", directory)
@@ -199,7 +203,9 @@ def test_a_declared_size_wins_over_what_was_measured(box, tmp_path):
 
 
 def test_what_a_factory_made_is_known_again_by_its_own_registration_alone(box):
-    """A live Python object has no fingerprint."""
+    """A live Python object has no fingerprint, so another registration does not get its
+    measurement.
+    """
     import torch
 
     rt = box()

@@ -1,4 +1,6 @@
-"""The notebook of a kernel: each front end publishes it differently, some only after the kernel has started."""
+"""The path of a kernel's notebook. Each front end publishes it differently, and some only after the
+kernel has started.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_what_is_no_path_is_not_taken_for_one(names):
 
 
 def test_a_path_that_comes_late_is_taken_up(names, runtime):
-    """The monitor publishes it within a second, and then all processes see it."""
+    """The monitor publishes a path that becomes known later within a second. Then all processes see
+    it.
+    """
     rt = runtime(monitor=False)
     rt.register("a", backend="fake", size="1GiB")
     rt.preload("a")
@@ -70,7 +74,9 @@ def require_decodable(owner):
 
 @pytest.mark.parametrize("path", [LATIN_1, "/" + "d" * 5000 + "/train.ipynb", "a\0\x1b[31m\n"])
 def test_any_path_enters_the_owner_record_as_bounded_text(names, monkeypatch, path):
-    """One Latin-1 byte in a path made the whole page undecodable, and its leases vanish."""
+    """Before, one Latin-1 byte in a path made the whole page undecodable, and all leases of the
+    page vanished.
+    """
     names["__session__"] = path
     assert len(notebook_path()) <= LONGEST_PATH
     require_decodable(describe_self(notebook=notebook_path()))
@@ -86,7 +92,9 @@ def test_the_name_of_the_file_is_still_readable(names):
 
 @pytest.mark.parametrize("name", ["jos\udce9", "j" * 5000])
 def test_any_user_enters_the_owner_record_as_bounded_text(monkeypatch, name):
-    """A directory service may give a user any name; who reads the record proves the same name."""
+    """A directory service may give a user any name. The readers of the record check the user by the
+    same name.
+    """
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=name))
     owner = describe_self()
     require_decodable(owner)
@@ -96,7 +104,7 @@ def test_any_user_enters_the_owner_record_as_bounded_text(monkeypatch, name):
 
 
 def test_a_program_of_any_name_may_lease(runtime, monkeypatch):
-    """A block is named after the program, if no purpose is given."""
+    """Without a purpose, a block is named after the program."""
     monkeypatch.setattr("sys.argv", [os.fsdecode(b"caf\xe9.py")])
     rt = runtime(monitor=False)
     with rt.lease("1GiB"):
@@ -119,7 +127,9 @@ sys.stdin.read()
 
 
 def test_a_notebook_of_any_name_keeps_its_bytes(tmp_path):
-    """Another process did not see its lease, and was granted the same bytes again."""
+    """Before, another process did not see this notebook's lease, and was granted the same bytes
+    again.
+    """
     ledger = f"sqlite://{tmp_path}/ledger"
     environment = {**os.environb, b"JPY_SESSION_NAME": b"/home/jos\xe9/caf\xe9.ipynb"}
     environment[b"GPU_LEDGER"] = ledger.encode()

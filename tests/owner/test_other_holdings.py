@@ -1,4 +1,6 @@
-"""`who` of another process: asked through the ledger, with names for its own user only."""
+"""`who` for another process. The question goes through the ledger, and only the process's own user
+gets names of variables.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from .test_kernel import Quiet
 
 @pytest.fixture
 def pair(runtime, shared_book, clock):
-    """An asking runtime, and a kernel that runs no cell now."""
+    """A runtime that asks, and a kernel that runs no cell now."""
     asks = runtime(ledger=shared_book, monitor=False)
     other = runtime(ledger=shared_book)
     activity = Activity(clock)
@@ -65,7 +67,7 @@ def test_an_own_process_by_its_own_id_needs_no_request(runtime):
 
 
 def test_while_a_cell_runs_its_variables_are_not_searched(pair, monkeypatch):
-    """The search counts references, which the running cell changes."""
+    """The search counts references, which a running cell would change."""
     asks, other = pair
     fakes(other, qwen="4GiB")
     other.preload("qwen")
@@ -114,7 +116,9 @@ def test_a_parked_kernel_answers_and_stays_parked(pair):
 
 
 def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
-    """An operator gets only figures, and the names of models, which the book has in any case."""
+    """Another user, such as an operator, gets only figures and the names of models, which the book
+    has in any case.
+    """
     _, other = pair
     session = other._session
     mine = other_holdings.holdings.Holder
@@ -173,7 +177,9 @@ def test_a_stopped_process_is_named_at_once(pair, monkeypatch):
 
 
 def test_a_process_of_an_older_version_does_not_answer(pair, monkeypatch):
-    """It does not know the request, and leaves it on its ticket. The request ends with the wait."""
+    """A process of an older version does not know the request and does not answer it. The request
+    ends when the asking process stops waiting.
+    """
     asks, other = pair
     fakes(other, qwen="4GiB")
     other.preload("qwen")

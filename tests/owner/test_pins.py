@@ -29,7 +29,7 @@ def rt(runtime: Callable[..., Runtime]) -> Runtime:
 
 
 class Delegate:
-    """A context manager of a library, which calls the one that it was given."""
+    """A library's context manager that forwards both calls to the context manager `held`."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -52,7 +52,9 @@ def by_hand(held: Any) -> tuple[Any, Any]:
 
 
 def of_the_class(held: Any) -> tuple[Any, Any]:
-    """Enters a block as PEP 343 defines the `with` statement."""
+    """Enters and leaves a block through the methods of its class, as PEP 343 defines the `with`
+    statement.
+    """
     kind = type(held)
     return lambda: kind.__enter__(held), lambda: kind.__exit__(held, None, None, None)
 
@@ -102,7 +104,7 @@ DEEDS = {
 
 
 def in_use(rt: Runtime) -> int:
-    """Pins of the model, and blocks."""
+    """The number of pins of the model, and of open blocks."""
     session = rt._session
     blocks = [anchor for _, anchor in session.blocks.values() if anchor() is not None]
     return len(session.residents["m"].pins) + len(blocks)
@@ -111,8 +113,9 @@ def in_use(rt: Runtime) -> int:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_block_is_held_from_its_entry_to_its_exit_in_whatever_way_it_is_entered(rt, deed, way):
-    """Before, a pin that was entered by hand lasted until the object was collected. If `__exit__` was read
-    first, there was no pin at all."""
+    """Before, the pin of a block that was entered by hand lasted until the object was collected. If
+    `__exit__` was looked up first, there was no pin at all.
+    """
     held = DEEDS[deed](rt)
     gc.disable()
     try:
@@ -217,9 +220,10 @@ WATCHED = {
 
 
 def stopped_at(instruction: int, act: Callable[[], object]) -> BaseException | None:
-    """Acts, with a KeyboardInterrupt at that instruction of the block and of `pins.py`.
+    """Calls `act` and raises a KeyboardInterrupt at the given instruction of the block or of
+    `pins.py`.
 
-    Returns the error, frames and all, or None if the act ended sooner.
+    Returns the error with its frames, or None if `act` ended before that instruction.
     """
     left = instruction
 
@@ -247,7 +251,7 @@ def stopped_at(instruction: int, act: Callable[[], object]) -> BaseException | N
 
 @pytest.mark.parametrize("act", [plain, kept_in_a_variable, with_an_error])
 def test_an_interrupt_at_any_instruction_of_a_with_block_leaves_no_pin(rt, act):
-    """This holds even while the notebook keeps the error with all its frames."""
+    """No pin is left even while the notebook keeps the error with all its frames."""
     instruction = 0
     gc.disable()
     try:
@@ -262,7 +266,9 @@ def test_an_interrupt_at_any_instruction_of_a_with_block_leaves_no_pin(rt, act):
 
 @pytest.mark.parametrize("way", [by_hand, stacked, delegated, generated])
 def test_an_interrupt_of_a_wrapped_block_leaves_a_pin_at_most_as_long_as_its_frames(rt, way):
-    """If `__exit__` is never called, our code cannot run before the error is dropped."""
+    """If `__exit__` is never called, the pin ends when the error and its frames are dropped. None
+    of our code runs before that.
+    """
 
     def act() -> None:
         enter, leave = way(rt.use("m"))

@@ -1,4 +1,7 @@
-"""The state of a process, from what is seen of it and what it has written; and what a waiter is told."""
+"""The state of a process, and the message for a caller that waits for it.
+
+The state follows from what is seen of the process and from what it wrote into the book.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ USED = Section(OWNER, leases=(Lease(OWNER.id, "qwen", last_used=70.0, settled_at
     ],
 )
 def test_the_state_of_a_process(section, sight, silent_since, expected):
-    """What is seen now counts more than what the process wrote before."""
+    """What is seen of the process now counts more than what it wrote before."""
     assert presence(section, sight, silent_since) == expected
 
 
 def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(
     runtime, shared_book, monkeypatch
 ):
-    """It was 7 s without a word."""
+    """Before, the caller waited 7 s without any message."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(a, qwen="14GiB")
     fakes(b, llama="14GiB")

@@ -1,4 +1,6 @@
-"""Two threads, or the stop button, at the worst moment. A stress test has found each of these cases."""
+"""Two threads or the stop button act at the worst moment. A stress test has found each of these
+cases.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def in_threads(*acts) -> list[threading.Thread]:
 
 
 def until(true, rt: Runtime) -> None:
-    """Waits until `true` returns True. It checks at every notification."""
+    """Waits until `true()` is true. It is checked at every notification. Fails after 100 checks."""
     for _ in range(100):
         if true():
             return
@@ -32,7 +34,9 @@ def until(true, rt: Runtime) -> None:
 
 
 def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
-    """It requested the model during the other load. Before, it then got the same verdict for ever."""
+    """The second thread requested the model while the first one loaded it. Before, the second
+    thread then got the same verdict for ever.
+    """
     rt, begun, go = runtime(), threading.Event(), threading.Event()
 
     def slow(verb):
@@ -52,7 +56,9 @@ def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
 
 
 def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeypatch):
-    """The model is installed by then. Dropping its bytes would leave an empty model that counts as loaded."""
+    """At this moment the model is already installed. If its bytes were dropped, an empty model
+    would count as loaded.
+    """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     resident = rt._session.residents["m"]
@@ -91,7 +97,9 @@ def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime,
 
 
 def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtime, monkeypatch):
-    """The object of the first load is kept for the reload. It must not keep the bytes as well."""
+    """The runtime keeps the object of the first load for the reload. This object must not keep the
+    bytes as well.
+    """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     rt.preload("m")
@@ -113,8 +121,9 @@ def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtim
 
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
-    """The thread for the move never started. Its closure was kept with the error and referred to the key, so the
-    room stayed reserved."""
+    """The thread for the move never started. Before, the kept error referred to the move's closure
+    and so to its key, and the room stayed reserved.
+    """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     rt.preload("m")
@@ -133,7 +142,9 @@ def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
 
 
 def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch):
-    """Users press the stop button twice. A ticket that could not be withdrawn at once is withdrawn at the next tick."""
+    """Users press the stop button twice. A ticket that could not be withdrawn at once is withdrawn
+    at the next tick.
+    """
     rt = runtime(monitor=False)
     fakes(rt, m="14GiB", other="14GiB")
 
@@ -162,7 +173,7 @@ def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch
 
 
 def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
-    """The console's button evicts once. After that, the model may return and stay."""
+    """The console's button evicts the model once. After that, the model may return and stay."""
     asker, owner = (
         runtime(ledger=shared_book, eviction_grace_seconds=0, monitor=False) for _ in range(2)
     )
@@ -179,8 +190,11 @@ def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
 
 
 def stopped_at(call: int, act) -> BaseException | None:
-    """Calls `act`, and raises a KeyboardInterrupt at the entry of our `call`-th function. Returns the error with its
-    frames, or None if `act` ended before that."""
+    """Calls `act` and raises a KeyboardInterrupt when it enters the `call`-th function of
+    gpu_runtime.
+
+    Returns the error with its frames, or None if `act` ended before that.
+    """
     left = call
 
     def trace(frame, event, _):
@@ -208,7 +222,9 @@ def stopped_at(call: int, act) -> BaseException | None:
 def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monitor_has_looked(
     runtime, deed
 ):
-    """This holds even while the notebook keeps the error: the `finally` that releases a key can be interrupted too."""
+    """The `finally` that releases a key can be interrupted, too. Nothing is left even while the
+    notebook keeps the error.
+    """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB", n="3GiB")
     deeds = {

@@ -1,4 +1,6 @@
-"""Real models with real forward passes: a move to RAM or disk and back must not change their results."""
+"""Real models with real forward passes. A move to RAM or to disk and back must not change their
+results.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def directories(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["llm", "tied", "embedding", "reranker"])
 def test_a_model_answers_bit_for_bit_the_same_after_every_journey(runtime, directories, kind):
-    """The moves are device → host → device, and device → disk → device."""
+    """The model goes from the device to the host and back, and from the device to disk and back."""
     rt = runtime()
     rt.register(kind, directories[kind])
     with rt.use(kind) as module:
@@ -121,7 +123,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_weight_changed_in_place_is_never_lost(runtime, directories, change):
-    """Weights that differ from the source are not dropped; the model is offloaded to the host."""
+    """Weights that differ from their source are never dropped. The model is offloaded to the host
+    instead.
+    """
     rt = runtime()
     rt.register("llm", directories["llm"])
     with rt.use("llm") as module, torch.no_grad():
@@ -185,7 +189,9 @@ def test_an_adopted_module_is_counted_moved_and_never_dropped(runtime):
 
 
 def test_training_goes_on_after_journeys_as_if_there_had_been_none(runtime):
-    """Gradients, AdamW's state and BatchNorm's statistics are moved too. The result equals that of an unmoved copy."""
+    """Gradients, AdamW's state and BatchNorm's statistics are moved, too. The result equals that of
+    a copy that was never moved.
+    """
     rt = runtime()
     moved, stayed = mlp(), mlp()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (moved, stayed)]

@@ -1,4 +1,8 @@
-"""Room for a model's use: asked for at registration, claimed as long as it is on a device, never carried anywhere."""
+"""Room for a model's use, such as its KV cache.
+
+The room is requested when the model is registered. It is claimed while the model is on a device,
+and is never moved with the weights.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +24,22 @@ ASKED = dict(context_length=256, sequences=8)
 
 @pytest.fixture
 def rt(runtime, tmp_path):
-    """A card of 64 MiB and a model of half a MiB, with about eight for its use."""
+    """A runtime with a card of 64 MiB and a model of half a MiB, which needs about 8 MiB for its
+    use.
+    """
     rt = runtime(devices="sim:64MiB,host:64MiB")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     return rt
 
 
 def sizes(rt, name="writer"):
-    """What the plan says: weights, and room for use."""
+    """The planned bytes of the weights, and of the room for use."""
     footprint = rt.plan(name).footprint
     return footprint.bytes - footprint.working_bytes, footprint.working_bytes
 
 
 def test_the_room_survives_settling(rt):
-    """What was reserved is kept; the weights are those that were measured."""
+    """When the load is done, the reserved room stays claimed. The weights count as measured."""
     promised, room = sizes(rt)
     assert room > 4 * promised
     rt.preload("writer")
@@ -68,7 +74,7 @@ def test_in_host_memory_there_is_none_of_it_and_it_is_asked_for_again_on_the_way
 
 
 def test_it_goes_to_another_card_with_its_room(runtime, tmp_path):
-    """And leaves none behind."""
+    """The room on the first card is free after the move."""
     rt = runtime(devices="sim:2x64MiB,host:64MiB")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     rt.preload("writer")
@@ -94,7 +100,7 @@ def test_nobody_else_is_given_the_room(runtime, shared_book, tmp_path):
 
 
 def test_weights_that_grow_leave_the_room_as_it_is(rt):
-    """Gradients are the model's own bytes; the cache needs its room beside them."""
+    """Gradients are bytes of the model itself. The KV cache still needs its room beside them."""
     weights, room = sizes(rt)
     with rt.use("writer") as model:
         model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
@@ -106,7 +112,9 @@ def test_weights_that_grow_leave_the_room_as_it_is(rt):
 
 
 def test_a_declared_size_is_claimed_whole_where_a_context_is_asked_for(runtime, tmp_path):
-    """Without a requested context the declared size was a guess, and the measured size replaces it."""
+    """If no context is requested, the declared size is only an estimate, and the measured size
+    replaces it.
+    """
     rt = runtime(devices="sim:64MiB,host:64MiB")
     directory = tiny_models.causal_lm(tmp_path / "writer")
     rt.register("whole", directory, size="20MiB", context_length=256)
@@ -125,7 +133,9 @@ SHARES = st.lists(st.integers(1, 10**12), min_size=1, max_size=4).map(
 
 @given(SHARES, st.integers(0, 10**12), SHARES)
 def test_a_lease_claims_what_was_measured_and_its_room_to_the_byte(measured, room, later):
-    """The claim stays the same after repeated measurements, and for any size that was estimated at first."""
+    """The claim is the same after repeated measurements, and for any size that was estimated at
+    first.
+    """
     promised = Lease("1", "m", target=beside(later, room), working_bytes=room, phase=Phase.ARRIVING)
     for now in (measured, measured, later):
         promised = promised.holding(now)

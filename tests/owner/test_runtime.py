@@ -1,4 +1,6 @@
-"""The runtime as a researcher uses it: models that replace each other, helpful errors, and a correct book."""
+"""The runtime as a researcher uses it: models that replace each other, helpful errors, and a
+correct book.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from .conftest import claims, fakes, where
 
 
 def test_two_models_that_do_not_fit_together_take_turns(runtime):
-    """The main case: the idle model is offloaded to RAM automatically, and restored when it is used."""
+    """This is the main case. The idle model is offloaded to RAM automatically, and restored when it
+    is used.
+    """
     rt = runtime()
     fakes(rt, qwen="14GiB", llama="10GiB")
     for name in ("qwen", "llama", "qwen"):
@@ -85,7 +89,9 @@ def test_nested_blocks_hold_both_models(runtime):
 
 
 def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
-    """Another thread moves its bytes. A model that does not fit beside it is refused at once."""
+    """Another thread moves the model's bytes, but the block holds the model. So a second claim that
+    does not fit beside it is refused at once.
+    """
     rt = runtime()
     fakes(rt, qwen="14GiB", llama="9GiB")
     rt.preload("qwen")
@@ -99,7 +105,9 @@ def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
 
 
 def test_the_runtime_of_the_process_is_one_and_can_be_asked_for_again(monkeypatch):
-    """`gpu_runtime.runtime` is this function, although a submodule has the same name."""
+    """`gpu_runtime.runtime` is the function, although a submodule has the same name. A second call
+    returns the same runtime.
+    """
     monkeypatch.setenv("GPU_LEDGER", "memory:")
     import gpu_runtime
     from gpu_runtime.runtime import Runtime
@@ -121,7 +129,9 @@ def test_a_hopeless_request_evicts_nothing(runtime):
 
 @pytest.mark.parametrize("ledger", ["memory:", "sqlite"])
 def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
-    """Before, two waiting threads of one process read the book 6,000 times a second: each woke the other."""
+    """Before, two waiting threads of one process read the book 6,000 times a second, because each
+    woke the other.
+    """
     rt = runtime(
         monitor=False, ledger=ledger if ledger == "memory:" else f"sqlite://{tmp_path}/ledger"
     )
@@ -247,7 +257,7 @@ def test_many_threads_on_a_small_card_lose_nothing(runtime):
 
 
 def broken(error):
-    """An origin for a fake model: the load raises `error` after its bytes were allocated."""
+    """An origin of a fake model. Its load raises `error` after the bytes were allocated."""
 
     def hook(verb):
         if verb == "load":
@@ -278,7 +288,9 @@ def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
 
 
 def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holders(runtime):
-    """The device is measured and the request decided again, once. Then the error names the holders."""
+    """The device is measured and the request is decided a second time. Then the error names the
+    models that hold memory.
+    """
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     with rt.use("a"):
@@ -297,7 +309,9 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
 
 
 def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
-    """The book was wrong about the card. Idle models leave it, and the second try has enough room."""
+    """The card had less room than the book. The idle model leaves, and the second try has enough
+    room.
+    """
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     rt.preload("a")
@@ -307,7 +321,9 @@ def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
 
 
 def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_declared_size(runtime):
-    """The likeliest cause is then a declared size that is too small."""
+    """All other models have left the card. Then the likeliest cause is that the declared size is
+    too small.
+    """
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     rt.preload("a")
@@ -323,7 +339,9 @@ def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_decla
 
 
 def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
-    """Its size is known from its earlier load."""
+    """The model's size is known from its earlier load, so the error does not doubt the declared
+    size.
+    """
     rt = runtime()
     fakes(rt, a="5GiB")
     rt.preload("a")
@@ -346,7 +364,7 @@ def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
 def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
     runtime, monkeypatch, said, advised
 ):
-    """After such an error, every call on the card fails in this process."""
+    """After such an error of the driver, every call on the card fails in this process."""
     rt = runtime()
     fakes(rt, m="3GiB")
 
@@ -379,7 +397,7 @@ def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, mo
 
 
 def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
-    """Published pins may be a second old, so they are checked again before a move."""
+    """Published pins may be a second old. So the owner checks its pins again before a move."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     with rt.use("m"):
@@ -410,7 +428,7 @@ def test_a_failing_move_leaves_the_model_where_it_is(runtime):
 
 
 def strike_during(seconds: float, act: Callable[[], None]) -> None:
-    """Interrupts `act`, again and again, at ever other instructions; more than 100 times."""
+    """Calls `act` and interrupts it again and again at changing instructions, more than 100 times."""
     interrupts = 0
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -440,7 +458,9 @@ def _enter(held: Any) -> None:
 
 
 def test_an_interrupted_block_of_code_is_not_listed(runtime):
-    """An interrupt that strikes as the block ends skips its tidying: 185 of 172,600 stayed in this process's list."""
+    """An interrupt at the end of a block skips the clean-up. Before, 185 of 172,600 interrupted
+    blocks stayed in this process's list.
+    """
     rt = runtime(monitor=False)
     block = rt.lease("3GiB")
     leave = block.__exit__  # as the interpreter does before it enters a block
@@ -462,7 +482,9 @@ def test_no_block_survives_its_end_however_often_the_stop_button_strikes(runtime
 
 
 def test_no_pin_survives_its_block_however_often_the_stop_button_strikes(runtime):
-    """Interrupts at random instructions of entering, using and leaving a block: afterwards nothing is in use."""
+    """Interrupts strike at random instructions while blocks are entered, used and left. Afterwards
+    no model is in use.
+    """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     rt.preload("m")
@@ -673,7 +695,9 @@ def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
 
 
 def test_urgent_for_one_block_is_not_urgent_for_ever(runtime, shared_book):
-    """Before, the lease kept the importance of the block that had loaded it, and no request could evict it."""
+    """Before, the lease kept the importance of the block that had loaded it, and no request could
+    evict the model.
+    """
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")
     fakes(b, llama="14GiB")
@@ -727,7 +751,7 @@ def test_a_name_that_several_hold_is_ambiguous_and_an_unknown_one_is_named(runti
 
 
 def test_a_name_that_two_runtimes_of_one_process_hold_is_named_by_the_owner(runtime, shared_book):
-    """Their process id is the same, so `qwen@PID` names neither."""
+    """Both runtimes have the same process id, so `qwen@PID` names neither model."""
     a, b, c = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "abc")
     for rt in (a, b):
         fakes(rt, qwen="3GiB")
@@ -769,7 +793,7 @@ def test_closing_gives_everything_back(runtime, shared_book):
     ],
 )
 def test_the_table_of_levels_applied_to_the_letter(runtime, clock, sizes, level, leaves):
-    """The card has 16,000 MB, of which 14,400 are usable; `GPU_RELIEF=always` is set."""
+    """The card has 16,000 MB, of which 14,400 MB are usable. `GPU_RELIEF=always` is set."""
     rt = runtime(devices="sim:16000MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
     fakes(rt, **sizes)
     with rt.use("a"):
@@ -919,7 +943,7 @@ def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tm
 
 
 def test_what_a_verb_answers_can_be_printed(runtime):
-    """`print` in a script shows sentences, not the fields of the value."""
+    """`print` of an answer shows sentences, not the fields of the value."""
     rt = runtime()
     fakes(rt, qwen="14GiB")
     done = rt.preload("qwen")
@@ -978,7 +1002,9 @@ def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
 
 
 def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_book, monkeypatch):
-    """With many events, the journal is written once a second. The book has them at once."""
+    """With many events, the journal is written only once a second. The book has them at once, so
+    the history reads both.
+    """
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="3GiB")
     a.preload("qwen")
@@ -988,7 +1014,9 @@ def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_bo
 
 
 def test_only_the_first_registration_writes_the_book(runtime, shared_book):
-    """All processes read the book, so names are in a file of their own. Before, with 4,000 models, each took 1.1 ms."""
+    """All processes read the book, so the models' names are in a separate file. Before, each
+    registration of 4,000 models took 1.1 ms.
+    """
     rt, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     fakes(rt, first="1GiB")
     before = other._session.ledger.read()
@@ -1001,7 +1029,9 @@ def test_only_the_first_registration_writes_the_book(runtime, shared_book):
 
 
 def test_a_full_page_is_emptied_for_a_model_and_by_an_operator(runtime, shared_book, monkeypatch):
-    """256 idle `batch` models refused an `urgent` request, and the operator's evict too."""
+    """Before, 256 idle `batch` models made an `urgent` request fail, and the operator's evict as
+    well.
+    """
     monkeypatch.setattr("gpu_runtime.scheduler.page_entries.MOST_LEASES", 3)
     here, other = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in range(2))
     for name in "abc":

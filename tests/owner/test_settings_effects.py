@@ -93,7 +93,7 @@ def test_the_catalogue_and_what_its_models_leave_unsaid(runtime, tmp_path):
 @proves("inference_gpu_layers")
 @pytest.mark.parametrize("layers", [0, -1])
 def test_layers_on_the_cpu_do_not_simulate_the_cards(runtime, monkeypatch, layers):
-    """A model with layers of its own, or of another backend, still uses the GPU."""
+    """A model with its own number of layers, or of another backend, still uses the GPU."""
     from gpu_runtime.devices import drivers
 
     looked = []
@@ -192,7 +192,9 @@ def test_which_card_a_model_goes_to(runtime):
 
 @proves("gpu_placement")
 def test_whose_eviction_is_the_fewest(runtime, clock):
-    """The two least recently used models are enough, and so is one model that was used later."""
+    """The policy `fewest-evictions` evicts the one model that was used later, although the two
+    least recently used models would be enough as well.
+    """
     for placement, leave in (("best-fit", ["old", "older"]), ("fewest-evictions", ["large"])):
         rt = runtime(gpu_placement=placement, policy="lru", clock=clock, monitor=False)
         fakes(rt, older="5GiB", old="5GiB", large="11GiB", new="10GiB")
@@ -204,7 +206,9 @@ def test_whose_eviction_is_the_fewest(runtime, clock):
 
 @proves("gpu_split_margin_mb")
 def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
-    """Each card has 20 GiB. With the margin, a part may take 19.5 GiB; without it, nearly all."""
+    """Each card has 20 GiB. With the margin, a part may take 19.5 GiB; without the margin, nearly
+    all of the card.
+    """
     for margin, granted in ((512, False), (0, True)):
         rt = runtime(
             devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_split_margin_mb=margin
@@ -215,7 +219,9 @@ def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
 
 @proves("gpu_split_overhead")
 def test_what_each_card_of_a_split_takes_beyond_its_part(runtime):
-    """With Helix's ten percent, 15 GiB on each of two cards claim 16.5 GiB, also after the load."""
+    """With Helix's ten percent, a model of 15 GiB on each of two cards claims 16.5 GiB on each,
+    also after the load.
+    """
     rt = runtime(devices="sim:2x20GiB,host:64GiB", gpu_split_overhead=0.1)
     rt.register("big", backend="fake", size="30GiB", layout="balanced")
     rt.preload("big")
@@ -226,7 +232,9 @@ def test_what_each_card_of_a_split_takes_beyond_its_part(runtime):
 
 @proves("gpu_fraction_factor")
 def test_ndif_s_factor_in_the_place_of_the_estimate(runtime):
-    """2 GiB claim 6 GiB, which is a small part of the card. 8 GiB would claim 24 GiB, so they claim the whole card."""
+    """The factor is 3. A model of 2 GiB claims 6 GiB. A model of 8 GiB would claim 24 GiB, more
+    than the card, so it claims the whole card.
+    """
     rt = runtime(
         devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_fraction_factor=3
     )
@@ -276,7 +284,7 @@ def test_when_pressure_evicts(runtime, clock):
     ],
 )
 def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
-    """At CRITICAL, MODERATE and HIGH, the model stays until its idle time is over."""
+    """At the levels CRITICAL, MODERATE and HIGH, the model stays until its idle time is over."""
     rt = runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False)
     fakes(rt, a=size)
     rt.preload("a")
@@ -306,7 +314,7 @@ def test_how_often_pressure_is_checked(runtime, clock):
 
 @proves("gpu_trust_remote_code")
 def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
-    """The directory has a configuration and a class with code of its own."""
+    """The model's directory has a configuration that names a class, and the class's own code."""
     from tests import tiny_models
 
     directory = tiny_models.causal_lm(tmp_path / "own")

@@ -1,4 +1,4 @@
-"""A model over several cards, from the plan to the bytes on each card, with fake models."""
+"""A model over several cards, from the plan to the bytes on each card. The models are fake."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_what_one_card_holds_is_not_divided_unless_it_says_so(runtime):
 
 
 def test_where_only_the_margin_is_in_the_way_it_is_named(runtime):
-    """Two cards of 128 MiB could hold 180 MiB, but not with the margin of half a GiB for each card's driver."""
+    """Two cards of 128 MiB could hold 180 MiB. The margin of half a GiB for the driver on each card
+    makes that impossible.
+    """
     rt = runtime(devices="sim:2x128MiB,host:1GiB", gpu_memory_max_percent=1.0, monitor=False)
     rt.register("big", backend="fake", size="180MiB", layout="proportional")
     with pytest.raises(
@@ -51,7 +53,7 @@ def test_where_only_the_margin_is_in_the_way_it_is_named(runtime):
 
 
 def test_a_restore_chooses_other_cards_where_the_old_ones_are_taken(runtime):
-    """A model that was on cards 0 and 1 is restored to 2 and 3, again with equal shares."""
+    """The model was on cards 0 and 1. It is restored to 2 and 3, again with equal shares."""
     rt = runtime(**FOUR)
     rt.register("big", backend="fake", size="140GiB", layout="balanced")
     rt.register("pinned", backend="fake", size="80GiB", devices=("sim:0",), keep=True)
@@ -71,7 +73,9 @@ def test_a_restore_chooses_other_cards_where_the_old_ones_are_taken(runtime):
 
 
 def test_a_whole_card_stays_whole_and_only_its_model_moves(runtime):
-    """No other model is placed there, although 40 of the 80 GiB are unused. On the host the model takes 40 GiB."""
+    """Only 40 of the 80 GiB are in use, but no other model is placed on the card. On the host the
+    model takes 40 GiB.
+    """
     rt = runtime(devices="sim:80GiB,host:100GiB", gpu_memory_max_percent=1.0, monitor=False)
     rt.register("alone", backend="fake", size="40GiB", layout="whole", keep=True)
     fakes(rt, small="10GiB")

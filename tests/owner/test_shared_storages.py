@@ -1,4 +1,6 @@
-"""Two models over one set of weights: counted once, moved together, never under a call, never lost."""
+"""Two models that share one set of weights. The weights are counted once, moved together, never
+moved during a call, and never lost.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_a_factory_that_returns_the_users_own_module_never_costs_its_weights(run
 
 
 def test_two_factories_of_one_module_are_two_names_of_its_weights(runtime):
-    """Either name may be forgotten: the other still restores the module when it is called."""
+    """If one name is forgotten, a call of the other model still restores the module."""
     rt, mine = runtime(), backbone()
     before = answer(mine)
     for name in ("one", "two"):
@@ -70,7 +72,7 @@ def test_two_factories_of_one_module_are_two_names_of_its_weights(runtime):
 
 @pytest.fixture
 def heads(runtime):
-    """A runtime with two models over one backbone, both loaded, and what they answer."""
+    """A runtime with two loaded models over one backbone, and the results that they compute."""
     rt, body = runtime(), backbone()
     one, two = Head(body).eval(), Head(body).eval()
     expected = answer(one), answer(two)

@@ -9,7 +9,9 @@ from .conftest import fakes
 
 
 def test_a_snapshot_tells_what_a_grant_may_spend_and_by_which_rules(runtime):
-    """The number is the same as in the next decision. The snapshot also has the thresholds and the reserve."""
+    """The snapshot's number is the one that the next decision uses. The snapshot also has the
+    thresholds and the reserve.
+    """
     rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=0.9, monitor=False)
     fakes(rt, qwen="8GiB")
     rt.preload("qwen")
@@ -19,7 +21,7 @@ def test_a_snapshot_tells_what_a_grant_may_spend_and_by_which_rules(runtime):
 
 
 def test_room_that_cannot_be_seen_is_unknown_and_says_why(runtime, monkeypatch):
-    """The driver of this card does not answer, so the room is neither shown as zero nor as free."""
+    """The driver of this card does not answer. So the room is shown neither as zero nor as free."""
     rt = runtime(monitor=False)
     devices = tuple(
         device if device.is_host else type(device)("cuda:0", device.total_bytes, "card", "GPU-1")

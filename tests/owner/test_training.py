@@ -1,4 +1,8 @@
-"""When a module in training is in use: in a cell while it runs, elsewhere from `forward` to the end of the step."""
+"""When a module in training counts as in use.
+
+In a notebook it is in use while a cell runs. Elsewhere it is in use from `forward` to the end of
+the optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 
 @pytest.fixture
 def cell():
-    """`cell()` starts a cell; it ends with the test."""
+    """`cell()` starts a cell, which ends with the test."""
     yield lambda: activity.began("a cell")
     activity.ended("a cell")
     activity.forget()
@@ -24,7 +28,9 @@ def cell():
 
 @pytest.fixture
 def trained(runtime):
-    """A runtime, its resident of a module in training that is on the card, and the optimizer."""
+    """A runtime, the record of a module in training, the module itself, which is on the card, and
+    its optimizer.
+    """
     rt = runtime()
     module = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -72,7 +78,9 @@ def test_outside_a_cell_it_is_in_use_from_forward_to_the_end_of_the_step(trained
 
 
 def test_gradients_without_a_graph_keep_it_until_the_step(trained):
-    """`m(x).sum().backward()` ends the graph at once; gradients are clipped, then the optimizer steps."""
+    """`m(x).sum().backward()` ends the graph at once. The module stays in use until the optimizer
+    has used the gradients.
+    """
     _, resident, module, optimizer = trained
     module(X).sum().backward()
     assert resident.in_use()
@@ -88,7 +96,9 @@ def test_a_forward_without_gradients_leaves_nothing_behind(trained):
 
 
 def test_the_one_who_trains_may_evict_by_hand(trained, cell):
-    """The eviction is in its own cell, while a loss waits. The bytes return for the backward pass."""
+    """The person evicts in the cell that trains, while a loss waits for its backward pass. The
+    bytes return for that pass.
+    """
     rt, _, module, optimizer = trained
     cell()
     loss = module(X).sum()
@@ -114,7 +124,9 @@ def test_a_step_that_fails_pins_nothing(trained):
 
 
 def test_gradients_are_measured_by_the_thread_that_trains(trained, monkeypatch):
-    """The monitor's thread read a gradient that the autograd engine was replacing: SIGSEGV."""
+    """Before, the monitor's thread read a gradient that the autograd engine was replacing, and the
+    process died of SIGSEGV.
+    """
     rt, resident, module, optimizer = trained
     weights, measure, measured = resident.lease.bytes, resident.backend.measure, []
     monkeypatch.setattr(
