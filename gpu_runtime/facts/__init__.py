@@ -85,7 +85,7 @@ from .models import (
     ModelSpec,
     Part,
 )
-from .recent_uses import MOST_USES, decode_uses, encode_uses, merged_uses
+from .recent_uses import MOST_USES, decode_uses, encode_uses, expected_use, merged_uses
 from .schedule import CellModels, Schedule, ScheduledModel
 from .snapshot import (
     UNUSUAL,
@@ -183,6 +183,7 @@ __all__ = [
     "ended_label",
     "holder_label",
     "encode_uses",
+    "expected_use",
     "importance_name",
     "lease_state",
     "lease_title",

@@ -33,6 +33,19 @@ def decode_uses(text: str, now: float) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
+def expected_use(text: str, now: int, youngest: float) -> float:
+    """The sum of 1 / (age + `youngest`) over the uses in `text`; 0 if it is empty. Ages are in seconds.
+
+    `now` is in epoch seconds. The result is remembered: a decision needs it several times.
+    """
+    total = 0.0
+    for second in _unpacked(text):
+        age = (now - second) % _SPAN
+        total += 1.0 / ((age if age < _SPAN // 2 else 0) + youngest)
+    return total
+
+
+@lru_cache(maxsize=4096)
 def _unpacked(text: str) -> tuple[int, ...]:
     packed = base64.b64decode(text)
     return tuple(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from ..errors import BadSetting
-from ..facts import HOST, Lease, Policy, World, decode_uses, merged_uses
+from ..facts import HOST, Lease, Policy, World, expected_use, merged_uses
 from ..units import GIB
 
 GB = 10**9
@@ -50,38 +50,32 @@ def keep_score(lease: Lease, world: World) -> float:
     Source: hyperbolic caching, Blankstein et al. 2017 (USENIX ATC), with the cost and size of
     GreedyDual-Size, Cao and Irani 1997.
     """
-    expected = 0.0
-    for age in _ages(lease, world):
-        expected += 1.0 / (age + YOUNGEST_SECONDS)
-    return expected * _seconds_lost(lease, world) / max(lease.own_bytes / GB, 1e-3)
+    size = lease.own_bytes
+    expected = expected_use(lease.recent_uses, int(world.wall), YOUNGEST_SECONDS)
+    if not expected:
+        expected = 1.0 / (lease.idle_seconds(world.now) + YOUNGEST_SECONDS)
+    if lease.on_device and lease.movable and world.rules.offload:
+        goes_to_host = size <= world.limits.get(HOST, 0)
+    else:
+        goes_to_host = False
+    if goes_to_host:
+        lost = seconds_to_restore(lease, size)
+    else:
+        lost = seconds_to_load(lease, size)
+        if lease.on_host:
+            lost = max(lost - seconds_to_restore(lease, size), LEAST_SECONDS)
+    return expected * lost / max(size / GB, 1e-3)
 
 
-def _seconds_lost(lease: Lease, world: World) -> float:
-    """How much longer the next use of this lease takes if it leaves the memory it is in."""
-    reload, restore = seconds_to_load(lease), seconds_to_restore(lease)
-    if lease.on_host:
-        return max(reload - restore, LEAST_SECONDS)
-    if lease.movable and world.rules.offload and lease.own_bytes <= world.limits.get(HOST, 0):
-        return restore
-    return reload
+def seconds_to_load(lease: Lease, size: int) -> float:
+    """How long loading the `size` bytes of this lease takes: measured, else estimated."""
+    return max(lease.reload_seconds or size / DISK_BYTES_PER_SECOND, LEAST_SECONDS)
 
 
-def _ages(lease: Lease, world: World) -> list[float]:
-    """Seconds since each of its last uses, of which at least one is known."""
-    uses = decode_uses(lease.recent_uses, world.wall)
-    return [max(0.0, world.wall - used) for used in uses] or [lease.idle_seconds(world.now)]
-
-
-def seconds_to_load(lease: Lease) -> float:
-    """How long loading this lease from its source takes: measured, else estimated from its size."""
-    measured = lease.reload_seconds or lease.own_bytes / DISK_BYTES_PER_SECOND
-    return max(measured, LEAST_SECONDS)
-
-
-def seconds_to_restore(lease: Lease) -> float:
-    """How long its return from host memory takes: measured, else estimated from its size."""
-    measured = lease.restore_seconds or lease.own_bytes / HOST_BYTES_PER_SECOND
-    return max(min(measured, seconds_to_load(lease)), LEAST_SECONDS)
+def seconds_to_restore(lease: Lease, size: int) -> float:
+    """How long the return of its `size` bytes from host memory takes: measured, else estimated."""
+    measured = lease.restore_seconds or size / HOST_BYTES_PER_SECOND
+    return max(min(measured, seconds_to_load(lease, size)), LEAST_SECONDS)
 
 
 def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from msgspec.structs import replace
-
-from ..facts import HOST, IMPORTANCE, Book, Request, Share, Ticket, World
+from ..facts import IMPORTANCE, Book, Request, Ticket, World
 from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
 # Importance, whether it has waited for less than `patience_seconds`, negative users per second, arrival, key.
@@ -83,11 +81,10 @@ def load_seconds(book: Book, request: Request) -> float:
     wanted = request.lease
     if wanted.kind == "block":
         return 0.0
-    lease = book.lease(wanted.owner, wanted.name)
-    if lease is not None and lease.on_host:
-        return round(seconds_to_restore(lease), 1)
-    shares = (Share(HOST, request.footprint.bytes),)
-    return round(seconds_to_load(replace(lease or wanted, shares=shares, filled=())), 1)
+    lease = book.lease(wanted.owner, wanted.name) or wanted
+    size = request.footprint.bytes
+    seconds = seconds_to_restore if lease.on_host else seconds_to_load
+    return round(seconds(lease, size), 1)
 
 
 def _users(book: Book) -> dict[tuple[str, str], int]:
