@@ -50,12 +50,12 @@ from .owner import (
     drain,
     holdings,
     kernel,
-    lost_owners,
     maintenance,
     opening,
     operations,
     registry,
     status,
+    unproven_owners,
 )
 from .owner.history import recorded_events
 from .owner.kernel import Kernel
@@ -384,7 +384,7 @@ class Runtime:
         Raises StillInUse, UnknownModel, AmbiguousName, Busy, NotAllowed, GpuError.
         """
         if lost:
-            return lost_owners.evict(self._session, str(name), force=force)
+            return unproven_owners.evict(self._session, str(name), force=force)
         return operations.evict(self._session, name, timeout=timeout, wait=wait)
 
     @checked

@@ -420,7 +420,7 @@ def _expected(field: str) -> str:
     """The expected kind of value of a setting, in words.
 
     >>> _expected("gpu_policy"), _expected("cpu_memory_max_percent")
-    ('lru or cost_aware', 'a number from 0 to 1, such as 0.5')
+    ('lru, cost_aware or keep_score', 'a number from 0 to 1, such as 0.5')
     """
     if field in _WORDS:
         return _WORDS[field]

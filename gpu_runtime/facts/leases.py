@@ -1,4 +1,7 @@
-"""Owners, leases, tickets, and the section of the book that each owner writes."""
+"""Owners, leases, tickets, and the section of the book that each owner writes.
+
+The table `rt.leases()` is built in `gpu_runtime/owner/tables.py`.
+"""
 
 from __future__ import annotations
 

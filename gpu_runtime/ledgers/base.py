@@ -1,4 +1,9 @@
-"""The protocol that every ledger follows. No ledger is implemented here."""
+"""The protocol that every ledger follows. No ledger is implemented here.
+
+To add a ledger, write a class with these methods below `gpu_runtime/ledgers/`. Open it for its URL
+in `open_ledger` in `gpu_runtime/ledgers/__init__.py`, and test it with
+`tests/ledgers/test_contract.py`.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ import logging
 import time
 from functools import partial
 
-from msgspec.structs import replace
-
 from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
 from ..facts import Book, Drop, LeaseId, Level, Move, Outcome, World
@@ -17,6 +15,7 @@ from ..scheduler.pressure import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
 from . import (
+    dead_owners,
     defragment,
     kernel,
     migrate,
@@ -49,7 +48,7 @@ def tick(session: Session, notebook: str = "") -> float:
     session.orders.intersection_update([ticket.key for ticket in book.tickets])
     if book.tickets:  # first: another process waits
         _start_orders(session)
-    reap_neighbours(session, book)
+    dead_owners.reap_neighbours(session, book)
     session.limit_torch(book, session.world())  # the leases of other owners may have changed
     remeasure(session)
     log_overstays(session)
@@ -134,24 +133,6 @@ def quiet(session: Session, book: Book) -> bool:
     if book.drained and drain.has_leases_on_drained(book, session.me, world):
         return False
     return books.publish(book, session.truth(), world) is book
-
-
-def reap_neighbours(session: Session, book: Book) -> int:
-    """Removes dead owners from the book. Returns the number of removed owners.
-
-    Each call checks two owners: the next one in the list of owners, and another one in rotation. So
-    every owner is checked at every tick of the owner before it. (When each of 64 owners checked all
-    others, that cost 7 % of a core.)
-    """
-    row = sorted(book.sections.keys() | {ticket.owner for ticket in book.tickets} | {session.me})
-    me = row.index(session.me)
-    session.reap_turn += 1
-    near = {row[(me + 1) % len(row)], row[(me + 1 + session.reap_turn) % len(row)]}
-    sections = {id: section for id, section in book.sections.items() if id in near}
-    tickets = tuple(ticket for ticket in book.tickets if ticket.owner in near)
-    if session.ledger.dead(replace(book, sections=sections, tickets=tickets)):
-        return session.reap()
-    return 0
 
 
 def vacate(session: Session) -> None:

@@ -178,7 +178,7 @@ def specs(session: Session) -> tuple[Any, ...]:
 
 def models(session: Session) -> DataFrame:
     """Every model that is registered here or held by any owner."""
-    from . import dataframes
+    from . import tables
 
     book, world = session.look()
     residents = list(session.residents.values())
@@ -193,50 +193,50 @@ def models(session: Session) -> DataFrame:
         for resident in residents
         if not resident.catalogued and resident.lease.kind == "model"
     ]
-    return dataframes.models(
+    return tables.models(
         registered, book.sections, session.me, sizes, world.now, session.catalogue.specs()
     )
 
 
 def catalog(session: Session) -> DataFrame:
     """The models of the catalogue. Raises CatalogUnavailable, BadDocument."""
-    from . import dataframes
+    from . import tables
 
-    return dataframes.catalog(session.catalogue.catalog.specs())
+    return tables.catalog(session.catalogue.catalog.specs())
 
 
 def who(session: Session, process: str = "") -> DataFrame:
     """Which names of this process, or of another `process`, hold its device memory."""
-    from . import dataframes, holdings, other_holdings
+    from . import holdings, other_holdings, tables
 
     if session.guest and not process:
         raise GpuError("a command holds no memory. Name a notebook or a process:  gpu who NOTEBOOK")
     found = other_holdings.who(session, process) if process else holdings.who(session)
-    return dataframes.holders(found)
+    return tables.holders(found)
 
 
 def leases(session: Session) -> DataFrame:
     """Who holds what on which device, one row a share."""
-    from . import dataframes
+    from . import tables
 
     book, world = session.look()
-    return dataframes.leases(permissions.proven_sections(session, book), world.now)
+    return tables.leases(permissions.proven_sections(session, book), world.now)
 
 
 def events(found: tuple[Event, ...]) -> DataFrame:
     """The events as a table."""
-    from . import dataframes
+    from . import tables
 
-    return dataframes.events(found)
+    return tables.events(found)
 
 
 def fragmentation(session: Session) -> DataFrame:
     """What each process's allocator holds on each card; unknown where a process publishes nothing."""
-    from . import dataframes
+    from . import tables
 
     book, _ = session.look()
     sections = {session.me: Section(session.owner)} | permissions.proven_sections(session, book)
-    return dataframes.fragmentation(session.maps.all(book), sections, snapshot(session).devices)
+    return tables.fragmentation(session.maps.all(book), sections, snapshot(session).devices)
 
 
 def allocator_maps(session: Session) -> tuple[AllocatorMap, ...]:

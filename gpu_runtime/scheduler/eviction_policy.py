@@ -1,6 +1,9 @@
 """The policies: what it is worth to keep a lease where it is. The lowest number leaves first.
 
 Pure: values in, values out. Importance always counts before that number.
+
+To add a policy, write a function here and add it to POLICIES. Then add its name to the setting
+`gpu_policy`, and to the words for that setting in `_WORDS`, both in `gpu_runtime/settings.py`.
 """
 
 from __future__ import annotations

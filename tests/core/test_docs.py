@@ -21,7 +21,7 @@ import gpu_runtime
 from gpu_runtime import Runtime
 from gpu_runtime.backtest import Row
 from gpu_runtime.catalog.schema import Fields
-from gpu_runtime.owner import dataframes
+from gpu_runtime.owner import tables
 from gpu_runtime.serving import requests
 from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
@@ -179,13 +179,13 @@ def test_the_columns_of_frames_are_documented():
     """In their order."""
     rows = re.findall(r"^\| `rt\.(\w+)\(\)`.*? \| (.*) \|$", page("reference/python"), re.MULTILINE)
     assert {name: columns.split(", ") for name, columns in rows} == {
-        "models": dataframes.MODELS,
-        "leases": dataframes.LEASES,
-        "events": dataframes.EVENTS,
-        "catalog": dataframes.CATALOG,
-        "who": dataframes.HOLDERS,
+        "models": tables.MODELS,
+        "leases": tables.LEASES,
+        "events": tables.EVENTS,
+        "catalog": tables.CATALOG,
+        "who": tables.HOLDERS,
         "backtest": list(Row._fields),
-        "fragmentation": dataframes.FRAGMENTATION,
+        "fragmentation": tables.FRAGMENTATION,
     }
 
 

@@ -19,7 +19,7 @@ CHILD = """
 import os, sys, fcntl, struct, time
 from pathlib import Path
 import pandas
-import gpu_runtime.runtime, gpu_runtime.owner.dataframes, gpu_runtime.ledgers.sqlite.ledger, gpu_runtime.backends.fake
+import gpu_runtime.runtime, gpu_runtime.owner.tables, gpu_runtime.ledgers.sqlite.ledger, gpu_runtime.backends.fake
 from gpu_runtime import Runtime
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
 from gpu_runtime.ledgers import open_ledger

@@ -1,6 +1,13 @@
 """The engines that have a recipe, and the module of each.
 
-To add an engine, write its recipe module (see `recipe.Recipe`) and add one line to `RECIPES`.
+To add an engine, write its recipe module (see `recipe.Recipe`) and add one line to `RECIPES`. The
+name of the engine also belongs in these tables; lower layers cannot import this module:
+
+- `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
+- `BACKENDS` in `gpu_runtime/catalog/schema.py`: the words that a manifest may use for the engine;
+- `CONCURRENCY` in `gpu_runtime/serving/gateway.py`, if the engine computes several calls at once;
+- `TENSOR_PARALLEL` in `gpu_runtime/facts/labels.py`, if each layer is computed on all its cards;
+- `LAYERED` in `gpu_runtime/backends/registry.py`, if some layers may stay on the CPU.
 """
 
 from __future__ import annotations
@@ -18,5 +25,5 @@ RECIPES = {  # name of the backend -> its module in this package
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe module of the engine `name`. Raises KeyError for an unknown one."""
+    """The recipe module of the engine `name`. Raises KeyError if no engine has that name."""
     return importlib.import_module(f".{RECIPES[name]}", __package__)  # type: ignore[return-value]

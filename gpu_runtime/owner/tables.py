@@ -1,8 +1,9 @@
-"""The tables that notebooks use, as pandas DataFrames with fixed columns: leases, models, events.
+"""The tables that notebooks use: pandas DataFrames of leases, models, events and so on.
 
-To add a column to `rt.leases()`, add it to LEASES and to `leases` here.
+Each table has fixed columns. To add a column to `rt.leases()`, add its name to LEASES and its value
+to `_shares`, which builds the rows.
 
-pandas is imported when the first frame is made.
+pandas is imported when the first table is made.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def models(
 ) -> DataFrame:
     """Every model that is registered here (`specs`), held by any owner, or in the catalogue.
 
-    `sections` are the book's, `me` is this owner's id, `sizes` maps names to bytes, and `now` is in
-    seconds of CLOCK_BOOTTIME. A model of the catalogue (`catalogued`) that an owner holds has that
-    owner's row only. Columns: MODELS.
+    `sections` are the sections of the book by owner id. `me` is the id of this owner. `sizes` maps
+    the names of models to bytes. `now` is in seconds of CLOCK_BOOTTIME. If an owner holds a model
+    of the catalogue (`catalogued`), the table has only that owner's row for it. Columns: MODELS.
     """
     held = {
         (section.owner.id, lease.name): (section.owner, lease)
@@ -87,9 +88,9 @@ def _on_disk(spec: ModelSpec, size: int | None, owner: str) -> list[Any]:
 
 
 def catalog(specs: Iterable[ModelSpec]) -> DataFrame:
-    """The catalogue's models (`specs`). `state` is `ready`, `disabled`, or what is missing.
+    """A table of the catalogue's models (`specs`). Columns: CATALOG.
 
-    Columns: CATALOG.
+    The column `state` is `ready`, `disabled`, or what is missing.
     """
     rows = [
         [
@@ -111,7 +112,7 @@ def catalog(specs: Iterable[ModelSpec]) -> DataFrame:
 def leases(sections: Mapping[str, Section], now: float) -> DataFrame:
     """The leases as a table with one row for each share. Columns: LEASES.
 
-    `sections` are the book's by owner id, `now` is in seconds of CLOCK_BOOTTIME.
+    `sections` are the sections of the book by owner id. `now` is in seconds of CLOCK_BOOTTIME.
     """
     rows = [
         row
@@ -146,7 +147,10 @@ def _shares(owner: Owner, lease: Lease, now: float) -> list[list[Any]]:
 
 
 def events(rows: Iterable[Event]) -> DataFrame:
-    """The events in `rows`; `time` is time-zone aware, in UTC. Columns: EVENTS."""
+    """A table of the events in `rows`. Its column `time` is time-zone aware, in UTC.
+
+    Columns: EVENTS.
+    """
     import pandas
 
     frame = _frame(
@@ -163,10 +167,13 @@ def fragmentation(
 ) -> DataFrame:
     """The memory that each process's allocator holds on each card. Columns: FRAGMENTATION.
 
-    `maps` are the published ones, `sections` the book's by owner id, `views` the devices. A process
-    that publishes no map has a row of unknowns. `fragmentation_bytes` are reserved and not
-    allocated. Of these `inactive_bytes` can be used again by the process itself, `releasable_bytes`
-    also by others after `defrag`, and `largest_free_bytes` is the largest single piece.
+    `maps` are the allocator maps that processes publish. `sections` are the sections of the book by
+    owner id. `views` are the devices. A process that publishes no map has a row in which these
+    columns are empty.
+
+    `fragmentation_bytes` are reserved and not allocated. Three columns describe these bytes. The
+    process itself can use `inactive_bytes` again. Other processes can use `releasable_bytes` after
+    `defrag`. `largest_free_bytes` is the largest single piece.
     """
     cards = {view.device.id: view for view in views if not view.device.is_host}
     known: dict[tuple[str, str], AllocatorMap | None] = {
@@ -191,7 +198,7 @@ def fragmentation(
 
 
 def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
-    """The columns from allocated_bytes to largest_request_bytes; unknown without a map."""
+    """The columns from allocated_bytes to largest_request_bytes. Without a map all values are None."""
     if map is None:
         return [None] * 10
     unused = map.reserved_bytes - map.allocated_bytes
@@ -211,7 +218,10 @@ def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
 
 
 def holders(found: Holdings) -> DataFrame:
-    """A table of the names that hold device memory. Its `attrs` have the sums of `found`. Columns: HOLDERS."""
+    """A table of the names that hold device memory. Columns: HOLDERS.
+
+    The table's `attrs` have the other fields of `found`, which are sums.
+    """
     rows = [[getattr(row, column) for column in HOLDERS] for row in found.holders]
     frame = _frame(rows, HOLDERS, {"bytes": "int64", "alone_bytes": "int64"})
     sums = (name for name in found.__struct_fields__ if name != "holders")

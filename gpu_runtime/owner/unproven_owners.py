@@ -1,7 +1,9 @@
-"""Owners that nothing proves alive or dead, and their removal by a person who knows.
+"""Owners that nothing proves alive or dead. A person who knows that one has ended can remove it.
 
-Such an owner's lock file is missing or is another one, and its process is in another container or
-hidden. Nobody removes it by itself, because its memory may be in use.
+The lock file of such an owner is missing or was replaced, and its process runs in another container
+or is hidden. No process removes such an owner automatically, because its memory may be in use.
+Messages call these processes lost. Owners that are proven dead are removed by
+`dead_owners.reap_neighbours` with `scheduler/transitions.reap`.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ from .session import Session
 
 
 def evict(session: Session, process: str, *, force: bool) -> Outcome:
-    """What the lost process holds; with `force`, what came free as its leases ended.
+    """What the lost process holds. With `force`, its leases end; the result has the freed bytes.
 
-    `process` is its pid. Raises GpuError if it is not lost, NotAllowed.
+    `process` is the pid of the lost process, as text; a leading `@` is ignored.
+
+    Raises GpuError if no lost process has that pid. Raises NotAllowed, only with `force`, if this
+    user neither runs that process nor is an operator.
     """
     book = session.ledger.read()
     lost = _lost(session, book, process)
@@ -41,12 +46,12 @@ def evict(session: Session, process: str, *, force: bool) -> Outcome:
 
 
 def _without(session: Session, book: Book, ids: list[str], world: World, said_by: str) -> Book:
-    """The book without those of `ids` that have not been proven alive meanwhile."""
+    """The book without the owners `ids`. An owner that was proven alive meanwhile stays."""
     return books.reap(book, session.ledger.dead(book).intersection(ids), world, said_by)
 
 
 def _lost(session: Session, book: Book, process: str) -> list[Section]:
-    """The sections of the lost process. Raises GpuError if there is none of that pid."""
+    """The sections of the lost `process`. Raises GpuError if no lost process has that pid."""
     unknown = session.ledger.unknown(book)
     sections = [section for id, section in book.sections.items() if id in unknown]
     found = [section for section in sections if str(section.owner.pid) == process.removeprefix("@")]
@@ -69,7 +74,7 @@ def _what_it_holds(section: Section) -> str:
 
 
 def _require_allowed(session: Session, section: Section) -> None:
-    """Raises NotAllowed unless this user runs that process, or is an operator."""
+    """Raises NotAllowed unless this session's user runs the lost process or is an operator."""
     mine, owner = session.owner.user, section.owner
     if owner.user == mine or permissions.asker(session, mine).operator:
         return
