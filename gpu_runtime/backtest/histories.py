@@ -1,7 +1,7 @@
 """The history that is replayed: which models were used when, and for how long.
 
 A history comes from two CSV files or from the journal; `docs/guides/backtest.md` describes both. The
-journal does not know how long a use took. Each is taken to last `USE_SECONDS`.
+journal does not record how long a use took, so every use is assumed to last `USE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL_FIELDS = ("model", "size_gb", "load_s", "restore_s", "offload_s")
 
 
 class HistoryModel(NamedTuple):
-    """A model and what moving it costs."""
+    """A model with its bytes, and the seconds that loading, restoring and offloading take."""
 
     name: str
     bytes: int
@@ -43,7 +43,7 @@ class HistoryRequest(NamedTuple):
 
 
 class History(NamedTuple):
-    """The models, and their requests in the order of time."""
+    """All models of a history, and their uses in chronological order."""
 
     models: dict[str, HistoryModel]
     requests: tuple[HistoryRequest, ...]
@@ -79,7 +79,8 @@ def read_history(requests: str | Path, models: str | Path) -> History:
 def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: float) -> History:
     """The history that the journal's `events` and the present `leases` show, until `wall`.
 
-    `wall` is in epoch seconds. Models of different processes that have one source are one model.
+    `wall` is in epoch seconds. If several processes loaded models from the same source, the history
+    counts them as one model.
     """
     models: dict[str, _Seen] = {}
     for event in events:
@@ -113,7 +114,7 @@ class _Seen:
         self.seconds: dict[str, float] = {}  # action -> the newest duration
 
     def saw(self, event: Event) -> None:
-        """Adds what `event` shows."""
+        """Updates the model's uses, bytes and durations from `event`."""
         if event.action in ("loaded", "restored"):
             self.bytes = max(self.bytes, event.bytes)
             self.uses.add(int(event.wall))
@@ -122,7 +123,11 @@ class _Seen:
         self.uses |= set(decode_uses(event.uses, event.wall))
 
     def model(self, name: str) -> HistoryModel:
-        """The model, called `name`, with its durations: measured, else estimated from its size."""
+        """The model under the name `name`.
+
+        A load or a restore that was never measured is estimated from the model's size. The
+        duration of an offload is always estimated.
+        """
         by_host = self.bytes / HOST_BYTES_PER_SECOND
         return HistoryModel(
             name,

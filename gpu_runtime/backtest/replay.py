@@ -1,7 +1,8 @@
 """The replay of a history: the real scheduler decides, and a virtual clock runs.
 
-One card, and host memory. Requests of one model run together. A model in use cannot leave. What the
-scheduler grants takes the seconds that the history names, in lanes that do one transfer at a time.
+The replayed machine has one card and host memory. Requests for the same model run at the same time.
+A model in use is never evicted. Each granted transfer takes the seconds that the history gives. A
+transfer occupies a lane, and each lane does one transfer at a time.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class Result(NamedTuple):
 
     @property
     def wait_seconds(self) -> float:
-        """The waiting of all requests together."""
+        """The sum of the waiting times of all requests."""
         return sum(self.waits)
 
     def percentile(self, fraction: float) -> float:
-        """The waiting, in seconds, that this fraction of the requests does not exceed."""
+        """The waiting time in seconds that the given `fraction` of the requests does not exceed."""
         if not self.waits:
             return 0.0
         return self.waits[min(len(self.waits) - 1, int(fraction * len(self.waits)))]
@@ -83,7 +84,7 @@ class Result(NamedTuple):
 def replay(
     history: History, card_bytes: int, host_bytes: int, rank: Policy, engine: Engine
 ) -> Result:
-    """What would have happened with this card, host memory, policy (`rank`) and `engine`.
+    """The measured result of a replay with this card, host memory, policy (`rank`) and `engine`.
 
     `card_bytes` is at least the largest model; `host_bytes` may be 0. Raises ValueError if a model
     of the history does not fit onto the card.
@@ -94,7 +95,7 @@ def replay(
 
 
 class _Replay:
-    """The state of one replay. The book is the ledger's page; one owner holds every model."""
+    """The state of one replay. Its book has a single owner, which holds every model."""
 
     def __init__(
         self, history: History, card_bytes: int, host_bytes: int, rank: Policy, engine: Engine
@@ -141,7 +142,7 @@ class _Replay:
     # -- using a model
 
     def _arrive(self, request: HistoryRequest) -> None:
-        """The request starts at once if its model is on the card, else it waits."""
+        """Starts the `request` at once if its model is on the card; otherwise the request waits."""
         lease = self.book.lease(OWNER.id, request.model)
         if lease and lease.on_device and lease.phase is Phase.SETTLED:
             self._start(request)
@@ -152,7 +153,7 @@ class _Replay:
         self._decide()
 
     def _queue(self, model: str) -> None:
-        """Writes the ticket of the users that wait for `model`, if no transfer brings it already."""
+        """Writes a ticket for the requests that wait for `model`, unless a transfer loads it."""
         lease = self.book.lease(OWNER.id, model)
         if lease is not None and lease.phase is Phase.ARRIVING:
             return
@@ -180,7 +181,7 @@ class _Replay:
             self._decide()
 
     def _use(self, model: str, change: int) -> None:
-        """Counts a user more or less, and the time of the use."""
+        """Adds `change` (1 or -1) to the users of `model`, and records the time of this use."""
         users, _, uses = self.used.get(model, (0, 0.0, ""))
         now = self.world.now
         if change > 0:
@@ -189,7 +190,10 @@ class _Replay:
         self.stale = True
 
     def _publish(self) -> None:
-        """Writes the users and last uses into the book, as each owner does before it decides."""
+        """Writes the users and the last uses of all models into the book.
+
+        A real owner also does this before each of its decisions.
+        """
         if not self.stale:
             return
         self.stale = False
@@ -211,7 +215,7 @@ class _Replay:
                 return
 
     def _in_order(self) -> list[str]:
-        """The waiting models that have no transfer, as the queue orders them."""
+        """The models that wait and have no running transfer, in the order of the queue."""
         moving = {lease.name for lease in self.book.leases() if lease.phase is not Phase.SETTLED}
         order = queue(self.book, self.world)
         return [ticket.name for ticket in order if ticket.name not in moving]
@@ -239,7 +243,10 @@ class _Replay:
         return "host" if lease is not None and lease.on_host else "disk"
 
     def _request(self, model: str) -> Request:
-        """The request of the users that wait for `model`; it is as old as the first of them."""
+        """One request for `model` on behalf of all its waiting users.
+
+        The request is as old as the request of the user who has waited longest.
+        """
         costs, waiting = self.models[model], self.waiting[model]
         wanted = Lease(
             OWNER.id,
@@ -254,7 +261,7 @@ class _Replay:
         return Request(model, wanted, footprint, waiting[0].seconds, users=len(waiting))
 
     def _seconds(self, step: Step) -> float:
-        """How long the step takes; and it is counted."""
+        """The seconds that `step` takes. The step is also added to the counters of the result."""
         costs = self.models[step.lease.partition("/")[2]]
         if isinstance(step, Drop):
             return 0.0
@@ -268,7 +275,10 @@ class _Replay:
         return costs.restore_seconds
 
     def _done(self, lane: str, steps: tuple[Step, ...]) -> None:
-        """The steps have ended: leases are where they go, and users of what arrived start."""
+        """Ends the `steps` of the transfer in `lane`.
+
+        The leases are now at their destinations, and the waiting users of loaded models start.
+        """
         self.busy.discard(lane)
         for step in steps:
             self.book = perform(self.book, step, self.world)

@@ -1,7 +1,7 @@
 """Replays a history for every choice of policy, card, host memory and engine.
 
-`lru` on the plain engine is always there as the reference. `clairvoyant` shows how much is left: it
-knows when each model is used next.
+The policy `lru` with the plain engine is always replayed as the reference. The policy `clairvoyant`
+knows when each model is used next, so it shows how much a better policy could still gain.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compare(
     devices: Sequence[str] = tuple(DEVICES.split(",")),
     hosts: Sequence[str] = tuple(HOSTS.split(",")),
 ) -> Iterator[Row]:
-    """A row for each choice, as each replay ends.
+    """Yields one row for each combination of the choices, as soon as its replay has ended.
 
     `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models. A card in
     percent has at least the bytes of the largest model. Raises BadSetting for an unknown policy or
@@ -73,7 +73,7 @@ def compare(
 def _rows(
     history: History, card: int, memory: int, policies: Sequence[str], engines: Sequence[str]
 ) -> Iterator[Row]:
-    """The rows of one machine, the reference first."""
+    """The rows for one card size and one host memory size, with the reference row first."""
     choices = [REFERENCE, (CLAIRVOYANT, "plain"), *product(policies, engines)]
     reference = 0.0
     for name, engine in dict.fromkeys(choices):
@@ -133,13 +133,13 @@ def _bytes(text: str, history: History, what: str) -> int:
 
 
 def _clairvoyant(history: History) -> Policy:
-    """The policy by which the model that is used last leaves first."""
+    """A policy that evicts the model whose next use is farthest in the future."""
     times: dict[str, list[float]] = {}
     for request in history.requests:
         times.setdefault(request.model, []).append(request.seconds)
 
     def next_use(lease: Lease, world: World) -> float:
-        """The time until the next use of `lease`, negative: the lowest leaves first."""
+        """The negated seconds until the next use of `lease`; the lowest rank is evicted first."""
         uses: list[float] = times[lease.name]
         later = bisect_right(uses, world.now)
         return -(uses[later] - world.now) if later < len(uses) else float("-inf")

@@ -31,7 +31,7 @@ WORDS = {
     RELEASABLE: "inactive, released by defrag",
     RELEASED: "released",
 }
-# The colours of Okabe and Ito, as in all other views. An empty one is drawn as a pattern only.
+# The colours of Okabe and Ito, as in all other views. A kind without a colour is drawn as a pattern.
 COLOURS = {
     ALLOCATED: "#0072b2",
     PENDING: "#cc79a7",
@@ -39,7 +39,8 @@ COLOURS = {
     RELEASABLE: "#f0e442",
     RELEASED: "",
 }
-# Drawn first to last. Bytes in use are last, as they may be drawn wider than they are.
+# The kinds in the order of drawing. Bytes in use are drawn last and on top, because a small block
+# in use is drawn wider than its true size.
 _ORDER = (RELEASED, RELEASABLE, STUCK, PENDING, ALLOCATED)
 MIDDLING = 20 * MIB  # torch's segment for blocks of 1 to 10 MiB, and the page of an expandable one
 MOST_ROWS = 16
@@ -47,7 +48,7 @@ CELLS = 400  # pieces that are visible in a row; narrower ones are joined with t
 
 
 class Mapped(NamedTuple):
-    """The maps of all processes, each with a title."""
+    """The allocator maps of all processes, each map with a title."""
 
     maps: tuple[AllocatorMap, ...]
     titles: tuple[str, ...]
@@ -78,7 +79,7 @@ class MapPiece(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """The outline of a segment's stretch in a row."""
+    """The outline of the part of a segment that lies in one row."""
 
     row: int
     left: float
@@ -95,7 +96,7 @@ class Picture(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Bytes that are drawn as one piece: a block, or several neighbours."""
+    """Bytes that are drawn as one piece. They are one block or several neighbouring blocks."""
 
     start: int
     sizes: tuple[int, ...]  # bytes of each kind, in the order of KINDS
@@ -104,7 +105,7 @@ class _Stretch(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All its bytes."""
+        """The bytes of all kinds in this stretch."""
         return sum(self.sizes)
 
     def with_next(self, other: _Stretch) -> _Stretch:
@@ -115,10 +116,10 @@ class _Stretch(NamedTuple):
 
 
 def picture(map: AllocatorMap, cells: int = CELLS) -> Picture:
-    """The `map` as at most 16 rows, of `cells` pieces each; without rows if the map is empty.
+    """The `map` as at most 16 rows of `cells` pieces each. An empty map has no rows.
 
-    A row stands for 20 MiB (torch's middle size of segment). If the map is too large for that, a row
-    stands for 32 MiB, 64 MiB, and so on.
+    A row stands for 20 MiB, which is the middle one of torch's segment sizes. If the map then has
+    more than 16 rows, a row stands for 32 MiB, 64 MiB, and so on.
     """
     total = sum(segment.bytes for segment in map.segments)
     if not total:
@@ -158,7 +159,10 @@ def verdict(map: AllocatorMap) -> str:
 
 
 def _inactive_future(stuck: int, releasable: int) -> str:
-    """The end of a sentence: what defrag does with inactive bytes. `stuck` are in segments in use."""
+    """The end of a sentence, which states what defrag does with the inactive bytes.
+
+    `stuck` bytes are in segments that are partly in use. `releasable` bytes are in free segments.
+    """
     if not stuck:
         return "defrag releases them"
     if not releasable:
@@ -185,7 +189,7 @@ _KIND_OF_STATE = {  # the other states are inactive: STUCK or RELEASABLE
 
 
 def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
-    """For each block of the segment: its bytes of each kind, and the number of joined blocks."""
+    """Yields, for each block of the segment, the bytes of each kind and the count of joined blocks."""
     whole = not segment.in_use and segment.kind != "private"
     for block in segment.blocks:
         pages = segment.kind == "expandable" and block.bytes >= 2 * MIDDLING
@@ -197,7 +201,9 @@ def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretch]:
-    """The stretches: single blocks, and neighbours that are together smaller than `least` bytes.
+    """Yields the stretches of all segments.
+
+    A stretch is a single block, or several neighbours that together have less than `least` bytes.
 
     Blocks of a large segment are not joined with blocks of another segment.
     """
@@ -227,7 +233,7 @@ def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretc
 
 
 def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
-    """The pieces of a stretch: it is cut at the ends of rows, and its kinds are stacked.
+    """Yields the pieces of a stretch. It is cut at the ends of rows, and its kinds are stacked.
 
     Bytes in use are drawn at least `least` bytes wide, since a few of them can keep a whole segment
     from being released.
@@ -322,7 +328,10 @@ def _box(
 
 
 def _paths(drawn: Picture) -> Iterator[str]:
-    """One path for each kind, and one for all outlines. Thousands of elements would be slow."""
+    """Yields one path for each kind, and one path for all outlines.
+
+    A separate element for each piece would be slow, since a picture can have thousands of pieces.
+    """
     for kind, pieces in itertools.groupby(drawn.pieces, lambda piece: piece.kind):
         fill = f"url(#{_HATCH[kind]})" if kind in _HATCH else COLOURS[kind]
         boxes = "".join(
@@ -379,8 +388,7 @@ _MARKS = {ALLOCATED: "█", PENDING: "▓", STUCK: "░", RELEASABLE: "·", RELE
 def as_text(map: AllocatorMap, title: str) -> str:
     """The `map` in characters, under its `title`.
 
-    A cell shows the kind of most of its bytes. In a cell with `▒`, some bytes are in use and most are
-    not.
+    A cell shows the kind of most of its bytes. In a cell with `▒`, a minority of the bytes is in use.
     """
     drawn = picture(map, _CELLS)
     lines = [title, verdict(map)]

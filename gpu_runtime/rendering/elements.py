@@ -1,12 +1,12 @@
-"""The HTML elements of every page: style, colours, bars and tables. Pure.
+"""The HTML elements of every page: style, colours, bars and tables. This module is pure.
 
-The colours are those of Okabe and Ito, which colour-blind people can distinguish; a model has the
+The colours are those of Okabe and Ito, which colour-blind people can distinguish. A model has the
 same colour everywhere. Nothing here is random, so that executed notebooks can be compared. Every
 name given by a person or a file is escaped.
 
-JupyterLab removes the style sheet from a notebook that it does not trust yet, and keeps inline
-styles. So colours, widths and alignment are inline; the sheet has only optional rules. If both are
-removed, tables remain.
+JupyterLab removes the style sheet from a notebook that it does not trust yet, but keeps inline
+styles. So colours, widths and alignment are inline, and the sheet has only optional rules. If a
+frontend removes both, the reader still sees plain tables.
 
 Source: Okabe & Ito 2008, Color Universal Design.
 """
@@ -44,7 +44,7 @@ def style() -> str:
 
 
 def page(*parts: str) -> str:
-    """The `parts`, which are HTML, with the style sheet; its rules apply inside them only."""
+    """The HTML `parts` together with the style sheet, whose rules apply inside these parts only."""
     return f'{style()}<div class="gpuc">{"".join(parts)}</div>'
 
 
@@ -62,7 +62,7 @@ class Look(NamedTuple):
 
 
 def look(name: str) -> Look:
-    """The colour and texture of the model `name`; they depend on the name only."""
+    """The colour and texture of the model `name`, which depend only on the name."""
     number = zlib.crc32(name.encode()) >> 8  # the low bits of short names are often equal
     colour = COLOURS[number % len(COLOURS)]
     ink = "#ffffff" if colour in _DARK_COLOURS else "#000000"
@@ -100,7 +100,7 @@ def with_code(sentence: str) -> str:
 
 
 def simulated(snapshot: Snapshot) -> str:
-    """A badge if the devices of the `snapshot` are simulated; else empty."""
+    """A badge if the devices of the `snapshot` are simulated, otherwise an empty text."""
     return '<span class="gpuc-badge">simulated</span>' if snapshot.simulated else ""
 
 

@@ -1,4 +1,7 @@
-"""The table of `who`: which name holds which device memory, for people. Pure."""
+"""The table that the verb `who` shows: which Python names hold which device memory.
+
+This module is pure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _PARTS = (  # key of the sums -> words
 
 
 def table(frame: Any) -> Any:
-    """The DataFrame `frame` of `rt.who()`, which shows itself with sizes for people.
+    """The DataFrame `frame` of `rt.who()` as a table whose sizes are written for people.
 
     Selections and sorted copies of it are plain DataFrames.
     """
@@ -105,7 +108,7 @@ def _used(rows: list[list[str]]) -> list[int]:
 
 
 def sentences(sums: Mapping[str, Any]) -> list[str]:
-    """What `sums` explain, in sentences; and whether the search was partial."""
+    """Sentences that explain `sums`, and a sentence if the search was incomplete."""
     if not sums:
         return []
     parts = [f"{show_bytes(sums[key])} {words}" for key, words in _PARTS if sums[key]]

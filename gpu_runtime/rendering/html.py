@@ -1,4 +1,4 @@
-"""Facts as HTML pages: a snapshot, a plan, and the other answers. Pure.
+"""Renders facts as HTML pages: a snapshot, a plan, and the other answers. This module is pure.
 
 The elements (bars, tables, colours) are in `elements.py`; the sentences are in `words.py`.
 """

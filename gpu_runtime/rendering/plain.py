@@ -19,7 +19,7 @@ def as_json(value: Any) -> str:
     text = json.dumps(plain(value), indent=2, ensure_ascii=False)
     if text.replace("\n", "").isprintable():
         return text
-    # What could control a terminal is written as an escape, which means the same in JSON.
+    # Characters that could control a terminal are written as escapes; JSON readers decode them.
     return "".join(
         one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text
     )
@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def _fact(value: Value) -> dict[str, Any]:
-    """The fields of a fact. For a step of a plan, the field `step` names its kind."""
+    """The fields of `value`. If it is a step of a plan, the field `step` names the kind of step."""
     fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if not value.__struct_config__.tag:
         return fields

@@ -27,7 +27,7 @@ class Progress:
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Shows the load of the model `name`; `clock` returns seconds, and limits the redraws."""
+        """Shows the load of the model `name`. The redraws are limited by `clock`, in seconds."""
         self.title = f"loading {views.clean(name)}"
         self._clock = clock
         self._drawn_at = float("-inf")
@@ -35,7 +35,7 @@ class Progress:
         self.begun = False
 
     def __call__(self, done_bytes: int, all_bytes: int) -> None:
-        """Shows that `done_bytes` of `all_bytes` are loaded; at most every 0.1 s."""
+        """Shows that `done_bytes` of `all_bytes` are loaded, at most once every 0.1 s."""
         self.done_bytes, self.all_bytes, self.begun = done_bytes, all_bytes, True
         now = self._clock()
         if now - self._drawn_at >= REDRAW_SECONDS:
@@ -59,7 +59,7 @@ class Progress:
         raise NotImplementedError
 
     def settle(self, failed: bool) -> None:
-        """Shows the final state; `failed` if the load raised an error."""
+        """Shows the final state. `failed` is True if the load raised an error."""
         raise NotImplementedError
 
     def line(self, note: str) -> str:
@@ -75,7 +75,7 @@ class NotebookProgress(Progress):
     count = 0  # displays made so far, for their ids, which are not saved in the notebook
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """As Progress, for the model `name` with the `clock`."""
+        """Shows the load of the model `name`. The redraws are limited by `clock`, in seconds."""
         super().__init__(name, clock)
         self._handle: Any = None
 
@@ -95,7 +95,10 @@ class NotebookProgress(Progress):
             self._handle.update(picture)
 
     def settle(self, failed: bool) -> None:
-        """Shows a full bar. If the load `failed`, the bar is empty: its last progress is random."""
+        """Shows a full bar, or an empty bar if the load `failed`.
+
+        The progress at the failure is random, and executed notebooks must be comparable.
+        """
         self.done_bytes = 0 if failed else self.all_bytes
         self.draw("stopped" if failed else f"{show_bytes(self.all_bytes)}, done")
 
@@ -106,7 +109,10 @@ class TerminalProgress(Progress):
     def __init__(
         self, name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """As Progress, for the model `name` with the `clock`; `stream` defaults to standard error."""
+        """Shows the load of the model `name` on `stream`, which defaults to standard error.
+
+        The redraws are limited by `clock`, in seconds.
+        """
         super().__init__(name, clock)
         self._stream = sys.stderr if stream is None else stream
 

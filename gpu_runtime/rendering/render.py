@@ -1,6 +1,6 @@
 """Wraps the result of a verb in an object that shows itself: as text, as HTML, or as JSON.
 
-Pure: a result goes in, and an object comes out that Jupyter, a terminal or a program can show.
+This module is pure. Jupyter, a terminal or a program can show the returned object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EMPTY = {
 class Shown:
     """A value with its text and its HTML.
 
-    Its attributes are those of the value: `(%gpu plan qwen).granted`.
+    The attributes of the value are also attributes of this object: `(%gpu plan qwen).granted`.
     """
 
     def __init__(self, value: Any, as_text: Callable[[], str], as_html: Callable[[], str]) -> None:
@@ -36,7 +36,7 @@ class Shown:
         self._text, self._html = lambda: lines(as_text()), as_html
 
     def __getattr__(self, name: str) -> Any:
-        # A display hook looks for private methods; it must not find those of the value.
+        # A display hook looks for private methods. It must not find the private methods of the value.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.value, name)
@@ -85,7 +85,7 @@ def shown(
 
 
 def _shown_by_type(value: Any, prompt: str) -> Shown | None:
-    """The value in its wrapper, if its type alone decides how it is shown; else None."""
+    """The wrapped value if its type alone decides how the value is shown, otherwise None."""
     if isinstance(value, Snapshot):
         return Shown(value, lambda: text.status(value, prompt), lambda: html.status(value))
     if isinstance(value, Health):
@@ -124,7 +124,10 @@ def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
 
 
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
-    """The `value` of a `verb` as its face shows it: maps with titles from `rt`, tables of `who`."""
+    """The `value` that a `verb` returned, prepared for display.
+
+    Allocator maps get their titles from `rt`. The DataFrame of `who` gets sizes for people.
+    """
     if verb == "who":
         return holders.table(value)
     if verb == "fragmentation" and isinstance(value, tuple):
@@ -144,7 +147,7 @@ def _maps(value: allocator_map.Mapped, prompt: str) -> Shown:
 
 
 def block_report(block: Any) -> Shown:
-    """The memory that a leased `block` used at its peak, and how much more it holds at its end."""
+    """A report on a leased `block`: its peak memory, and the memory it still holds at its end."""
     return Shown(
         block,
         lambda: text.block(block),

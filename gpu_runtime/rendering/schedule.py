@@ -11,7 +11,7 @@ NOTHING = "No cell waits that uses a model. Run All, then look again:  %gpu next
 
 
 def as_text(schedule: Schedule) -> str:
-    """The models of the `schedule` as an aligned table, and what became of earlier guesses."""
+    """The models of the `schedule` as an aligned table, and the results of earlier predictions."""
     if not schedule.models:
         return "\n".join([NOTHING, *_notes(schedule)])
     rows = [_row(model) for model in schedule.models]
@@ -19,7 +19,7 @@ def as_text(schedule: Schedule) -> str:
 
 
 def as_html(schedule: Schedule) -> str:
-    """The same as HTML."""
+    """The models of the `schedule` as an HTML table, and the results of earlier predictions."""
     notes = [elements.line(elements.esc(note), soft=True) for note in _notes(schedule)]
     if not schedule.models:
         return elements.page(elements.line(elements.with_code(NOTHING)), *notes)
@@ -32,7 +32,7 @@ def _row(model: ScheduledModel) -> tuple[str, str, str, str]:
 
 
 def _state(model: ScheduledModel) -> str:
-    """What happens with the model, in words."""
+    """A short text on what the schedule does with `model`."""
     if model.running:
         return "used by the running cell"
     if model.ahead:
@@ -47,7 +47,7 @@ def _state(model: ScheduledModel) -> str:
 
 
 def _notes(schedule: Schedule) -> list[str]:
-    """How earlier guesses ended, and whether look-ahead is off."""
+    """Sentences on how earlier predictions ended, and on whether look-ahead is off."""
     notes = []
     if schedule.mode == "never":
         notes.append("Look-ahead is off (GPU_PREFETCH=never).")

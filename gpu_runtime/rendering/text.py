@@ -1,4 +1,7 @@
-"""Facts as aligned text, for a terminal and for the text output in a notebook's file. Pure."""
+"""Renders facts as aligned text, for a terminal and for the text output in a notebook's file.
+
+This module is pure.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,10 @@ def _past(snapshot: Snapshot) -> list[str]:
 
 
 def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
-    """The hint while nothing is loaded. It begins with `prompt`; `registered` are known models."""
+    """The text that `status` shows while nothing is loaded: a command to type.
+
+    The command begins with `prompt`. If models are `registered`, the command uses one of them.
+    """
     if registered:
         return (
             f"Nothing is loaded. Registered here: {clean(', '.join(registered))}. Load one:  "
@@ -155,7 +161,7 @@ def _short(legend: list[str]) -> list[str]:
 
 
 def width(text: str) -> int:
-    """Columns of a terminal that the `text` takes."""
+    """The number of terminal columns that `text` occupies."""
     return sum(map(_character_width, text))
 
 
@@ -166,9 +172,9 @@ def _character_width(character: str) -> int:
 
 
 def shorten(text: str, longest: int = LONGEST) -> str:
-    """The `text`; if it has over `longest` characters, its middle is removed.
+    """The `text` with at most `longest` characters. The middle of a longer text is removed.
 
-    The ends stay, since both ends of a name distinguish it from other names.
+    Both ends are kept, because either end can distinguish a name from other names.
 
     >>> shorten("Qwen/Qwen3-Embedding-0.6B", 15)
     'Qwen/Qw…ng-0.6B'
@@ -252,7 +258,7 @@ def outcome(done: Outcome) -> str:
 
 
 def applied(done: Applied) -> str:
-    """The result `done` of applying a file of models, with notes on fields without effect."""
+    """The result `done` of applying a file of models, with notes on fields that had no effect."""
     return "\n".join([applied_head(done), *(f"  {clean(note)}" for note in done.notes)])
 
 
@@ -264,7 +270,7 @@ def applied_head(done: Applied) -> str:
 
 
 def block(used: Any) -> str:
-    """The memory that a leased cell `used`. None is unknown, never zero."""
+    """The memory that a leased cell `used`. A value of None is shown as unknown, never as zero."""
     leased = f"on {used.device.id}"
     if used.bytes:
         leased = f"{show_bytes(used.bytes)} leased {leased}"

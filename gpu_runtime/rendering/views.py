@@ -1,7 +1,7 @@
-"""A Snapshot as bars and rows, which text and HTML share.
+"""Turns a Snapshot into bars and rows, from which both the text and the HTML are made.
 
-Pure. This module decides which facts a bar or a row shows. Sentences are in `words.py`; the layout
-is in `text.py` and `html.py`.
+This module is pure. It decides which facts a bar or a row shows. Sentences are in `words.py`, and
+the layout is in `text.py` and `html.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BarSegment(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One device, from empty to full."""
+    """The bar of one device: its segments, its limit and its scale."""
 
     device: Device
     segments: tuple[BarSegment, ...]
@@ -73,7 +73,10 @@ class Bar(NamedTuple):
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the bar's full length: the device's, or more if it is overdrawn."""
+        """The bytes that the full length of the bar stands for.
+
+        They are the bytes of the device, or the bytes in use if those are more.
+        """
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
 
@@ -137,7 +140,10 @@ def _bytes_on(shares: Iterable[Share], device: str) -> int:
 
 
 def strangers_bytes(view: DeviceView) -> int:
-    """Bytes in use without a lease on the device in `view`; 0 if the driver does not report them."""
+    """The bytes that are in use without a lease on the device in `view`.
+
+    The result is 0 if the driver does not report the bytes in use.
+    """
     if view.stranger_bytes is not None:
         return view.stranger_bytes
     return max(0, (view.measured_bytes or 0) - view.claimed_bytes)
@@ -228,7 +234,11 @@ def _measured_remark(view: DeviceView) -> list[str]:
 
 
 def holdings(snapshot: Snapshot) -> list[Holding]:
-    """The rows of the `snapshot`: leases by device and size, then residues, then other programs."""
+    """The rows of the table of holders for the `snapshot`.
+
+    First come the leases by device and size, then the bytes that owners hold beyond their leases,
+    then other programs.
+    """
     order = {view.device.id: place for place, view in enumerate(snapshot.devices)}
 
     def by_device_and_size(lease: Lease) -> tuple[int, int, str]:
@@ -256,7 +266,7 @@ def _holding(snapshot: Snapshot, lease: Lease) -> Holding:
 
 
 def _residues(snapshot: Snapshot) -> Iterator[Holding]:
-    """Bytes that owners hold beyond their leases."""
+    """Yields a row for each owner that holds bytes beyond its leases."""
     for section in snapshot.sections.values():
         for device, size in section.residue.items():
             if size:
@@ -278,7 +288,7 @@ def _stranger(size: int | None, device: str, program: str) -> Holding:
 
 
 def _program(stranger: Stranger) -> str:
-    """`python, bob, pid 4121`, as far as it is known."""
+    """The known facts about a program without a lease, such as `python, bob, pid 4121`."""
     parts = (stranger.command, stranger.user, f"pid {stranger.pid}")
     return ", ".join(clean(part) for part in parts if part)
 
@@ -297,7 +307,7 @@ def _marks(lease: Lease) -> Iterator[str]:
 
 
 def holder(snapshot: Snapshot, owner_id: str) -> str:
-    """The name of the process `owner_id`, for readers in the process that made the `snapshot`."""
+    """The name of the process `owner_id`, as shown in the process that made the `snapshot`."""
     if owner_id == snapshot.owner.id:
         return THIS_PROCESS
     section = snapshot.sections.get(owner_id)

@@ -1,6 +1,6 @@
 """Sentences about the queue, past events and plans, for text, HTML and the console.
 
-Pure. `facts/labels.py` has the labels inside a sentence (state, holder, cards).
+This module is pure. The labels inside a sentence (state, holder, cards) are in `facts/labels.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ _EVENT_PHRASES = {
 
 
 def event_phrase(event: Event) -> str:
-    """The `event` without its reason: `was loaded, 14.0 GiB on sim:0`. The subject is the model."""
+    """The `event` as a phrase without its subject and its reason: `was loaded, 14.0 GiB on sim:0`.
+
+    The caller puts the name of the model in front.
+    """
     phrase = _EVENT_PHRASES.get(event.action, event.action)
     if not event.bytes:
         phrase = phrase.split(",")[0].replace(" {bytes}", "")
@@ -112,9 +115,10 @@ def counters(snapshot: Snapshot) -> str:
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
-    """Sentences to show first.
+    """Sentences about faults, which are shown before everything else.
 
-    The governor of the `snapshot` is off, an owner's section cannot be read, or the monitor fails.
+    The faults in a `snapshot` are a governor that is off, an owner's section that cannot be read,
+    and a monitor that fails.
     """
     found = []
     if not snapshot.governed:
@@ -128,7 +132,7 @@ def alarms(snapshot: Snapshot) -> list[str]:
 
 
 def events_to_show(events: Sequence[Event]) -> list[Event]:
-    """The `events` without grants whose load or restoration is listed too."""
+    """The `events`, without each grant whose load or restore is also in the list."""
     arrived = {
         (event.model, event.owner, event.because)
         for event in events
@@ -142,7 +146,10 @@ def events_to_show(events: Sequence[Event]) -> list[Event]:
 
 
 def host_title(snapshot: Snapshot) -> str:
-    """The machine of a `snapshot`, and how long its owners have not updated its book."""
+    """The name of a `snapshot`'s machine.
+
+    If the owners there have not updated their book for a while, the text includes how long.
+    """
     if not snapshot.host:
         return f"{clean(snapshot.owner.host) or 'this host'} (this host)"
     if snapshot.seen_seconds <= QUIET_SECONDS:
@@ -174,15 +181,15 @@ def _plan_subject(plan: Plan) -> str:
 
 
 def _is_size(plan: Plan) -> bool:
-    """Whether the plan is for a number of bytes; its name is then like `a lease of 2.0 GiB`."""
+    """Whether the plan is for a number of bytes, with a name such as `a lease of 2.0 GiB`."""
     return plan.name.startswith("a lease")
 
 
 def how_to_do_it(plan: Plan, subject: str, prompt: str) -> str:
-    """The command that does what the `plan` shows, as typed after `prompt`; or why it would fail.
+    """A sentence with the command that carries out the `plan`, or the reason why it would fail.
 
-    `subject` is the text that the plan was requested for. The result is empty if there is no such
-    command.
+    The command begins with `prompt`. `subject` is the text that the plan was requested for. The
+    result is empty if no command can carry out the plan.
     """
     if plan.obstacle:
         return f"It would not be loaded: {clean(plan.obstacle)}."
@@ -197,7 +204,7 @@ def how_to_do_it(plan: Plan, subject: str, prompt: str) -> str:
 def step_sentence(snapshot: Snapshot, step: Step) -> str:
     """One `step` in words: `move llama (8.0 GiB) from sim:0 to host`.
 
-    Another process's lease is shown with its holder, as the `snapshot` has it.
+    If the lease belongs to another process, the sentence names its holder from the `snapshot`.
     """
     owner_id, _, name = step.lease.partition("/")
     of_holder = "" if owner_id == snapshot.owner.id else f" of {holder(snapshot, owner_id)}"
@@ -226,7 +233,7 @@ def others_considered(plan: Plan) -> list[tuple[str, str]]:
 
 
 def on_cards(plan: Plan) -> str:
-    """The cards of the `plan`, such as ` · GPUs: 0,1`, if the plan uses several; else empty."""
+    """The cards of the `plan`, such as ` · GPUs: 0,1`. Empty if the plan uses a single card."""
     return f" · {plan.cards}" if len(plan.shares) > 1 else ""
 
 
@@ -239,7 +246,7 @@ _PARTS = {
 
 
 def needs(plan: Plan) -> str:
-    """The bytes that the `plan` needs in total; with their source if there is one part only."""
+    """The total bytes that the `plan` needs. If the footprint has one part, its source is added."""
     if plan.footprint is None:
         return ""
     total = show_bytes(plan.footprint.bytes)

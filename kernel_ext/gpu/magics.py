@@ -1,7 +1,7 @@
-"""The magics `%gpu` and `%%gpu`: read the line, call the runtime, return a value that shows itself.
+"""A new verb is added in `gpu_runtime/verbs.py`, which defines all verbs.
 
-`gpu_runtime.verbs` defines the verbs, so a new verb is added there. This module has only the code
-that IPython needs.
+This module defines the magics `%gpu` and `%%gpu`. They read the typed line, call the runtime, and
+return a value that shows itself. Only the code that IPython needs is here.
 """
 
 from __future__ import annotations

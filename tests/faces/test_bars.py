@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels.data import bar_columns, bars, device_facts
+from gpu_panels.data import bar_columns, bars, device_words
 from gpu_panels.palette import PLAIN, Palette
 from hypothesis import given
 from hypothesis import strategies as st
@@ -236,38 +236,38 @@ def test_the_reserve_is_at_the_end_of_a_measured_card():
 def test_free_memory_in_words(room, blind, words):
     """None means unknown, never 0."""
     assert (
-        device_facts.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind))
+        device_words.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind))
         == words
     )
 
 
 def test_a_figure_that_the_driver_does_not_report_is_left_out():
     view = samples.unmeasured.devices[0]
-    assert "not measured" in device_facts.facts(samples.unmeasured, view)
+    assert "not measured" in device_words.facts(samples.unmeasured, view)
     assert not any(
-        "°C" in fact or " W" in fact for fact in device_facts.facts(samples.unmeasured, view)
+        "°C" in fact or " W" in fact for fact in device_words.facts(samples.unmeasured, view)
     )
     hot = replace(view, sample=replace(view.sample, temperature_celsius=61.0, power_watts=240.0))
-    assert {"37 % busy", "61 °C", "240 W"} <= set(device_facts.facts(samples.unmeasured, hot))
+    assert {"37 % busy", "61 °C", "240 W"} <= set(device_words.facts(samples.unmeasured, hot))
 
 
 def test_the_host_counts_its_warm_models():
-    assert "1 warm model" in device_facts.facts(samples.busy, samples.busy.devices[1])
+    assert "1 warm model" in device_words.facts(samples.busy, samples.busy.devices[1])
 
 
 def test_a_drained_card_shows_the_person_and_the_time():
-    assert device_facts.notices(samples.drained, samples.drained.devices[1]) == [
+    assert device_words.notices(samples.drained, samples.drained.devices[1]) == [
         "drained by ann 10 min ago: it takes no new leases"
     ]
     view = replace(samples.busy.devices[0], drained=Drain("<b>", samples.WALL))
-    assert device_facts.notices(samples.busy, view)[0].startswith("drained by <b>")
+    assert device_words.notices(samples.busy, view)[0].startswith("drained by <b>")
 
 
 def test_a_simulated_card_among_real_ones_is_labelled():
     """Where all cards are simulated, the status bar shows it once."""
     view = samples.busy.devices[0]
-    assert "simulated" in device_facts.notices(replace(samples.busy, simulated=False), view)
-    assert device_facts.notices(samples.busy, view) == []
+    assert "simulated" in device_words.notices(replace(samples.busy, simulated=False), view)
+    assert device_words.notices(samples.busy, view) == []
 
 
 def test_a_small_device_has_an_axis_in_mib():

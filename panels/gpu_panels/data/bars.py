@@ -30,7 +30,7 @@ from gpu_runtime.rendering.views import (
 from gpu_runtime.units import show_bytes
 
 from ..palette import label_of
-from .device_facts import room_words
+from .device_words import room_words
 from .names import notebook_name, process_name
 from .row_parts import lasting
 

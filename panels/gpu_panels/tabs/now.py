@@ -15,7 +15,7 @@ from gpu_runtime.rendering.words import alarms
 from ..actions import Actions
 from ..charts.bar_chart import BarChart
 from ..charts.history_chart import HistoryChart
-from ..data import device_facts, history
+from ..data import device_words, history
 from ..data.bar_columns import BarColumns, bar_columns, labels
 from ..data.bars import DeviceBar, bars
 from ..data.history import HistoryColumns
@@ -46,9 +46,9 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
         f'<span class="pill" style="background:{style.colour};color:{style.ink}">'
         f"{esc(level_word(view.level))}</span>"
     )
-    free, *rest = device_facts.facts(snapshot, view)
+    free, *rest = device_words.facts(snapshot, view)
     notices = ""
-    for n, notice in enumerate(device_facts.notices(snapshot, view)):
+    for n, notice in enumerate(device_words.notices(snapshot, view)):
         is_drained = view.drained is not None and n == 0
         kind = "badge drained" if is_drained else "badge"
         notices += f'<span class="{kind}">{esc(notice)}</span>'

@@ -1,4 +1,8 @@
-"""The texts beside a device's bar: free memory, use, measurements, notices."""
+"""The texts beside a device's bar: free memory, use, measurements, notices.
+
+This module computes no totals. The totals of a device are computed in `scheduler.pressure.views`
+and `scheduler.transitions.totals`. They reach the console through `owner.status.snapshot`.
+"""
 
 from __future__ import annotations
 
