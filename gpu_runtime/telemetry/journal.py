@@ -25,6 +25,7 @@ from .. import forks
 from ..facts import Event
 from ..ledgers.access import JournalPlace, access_to, make_own_journal, require_no_link
 from ..ledgers.sqlite import after_fork
+from ..ledgers.sqlite.files import has_plain_journal
 from .users_journals import events_of, journals_of_others
 
 KEPT = 10_000  # events in the file; the oldest are removed first
@@ -183,6 +184,8 @@ def opened(path: Path) -> sqlite3.Connection:
     # In a shared ledger, a link could lead to a database of ours elsewhere.
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(path))
+    if not has_plain_journal(str(path)):
+        raise OSError(errno.EINVAL, "its journal is not a file", str(path))
     db = sqlite3.connect(path, timeout=0.5)
     try:
         require_no_link(db, path)

@@ -129,8 +129,7 @@ class Measurements:
             found = self._path.lstat()
             stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
             if stamp != self._stamp:
-                _require_plausible(found)
-                self._content, self._stamp = _decode(self._path.read_bytes()), stamp
+                self._content, self._stamp = _decode(_content_of(self._path)), stamp
         except FileNotFoundError:
             pass  # nothing was measured yet
         except msgspec.MsgspecError as error:  # the next write replaces it
@@ -181,12 +180,17 @@ class Measurements:
 _decode = msgspec.json.Decoder(MeasurementFile).decode
 
 
-def _require_plausible(found: os.stat_result) -> None:
-    """Raises OSError if a file with this status is not one of ours."""
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
-    if found.st_size > LONGEST:
-        raise OSError(errno.EFBIG, "it is too large to be ours")
+def _content_of(path: Path) -> bytes:
+    """The bytes of the file. Raises OSError if it is not one of ours."""
+    # In a shared ledger a member may put a pipe there at any time; the opening must not wait for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if found.st_size > LONGEST:
+            raise OSError(errno.EFBIG, "it is too large to be ours")
+        return file.read()
 
 
 def _lock_within(fd: int, seconds: float) -> None:

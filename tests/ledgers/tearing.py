@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,10 +144,26 @@ class Kernel:
 
 def harm_a_file(deed: str, target: str, me: Kernel, other: Kernel) -> None:
     """Does the deed to the target. What is not there, or cannot be done, stays undone."""
+    with suppress(OSError):
+        path = _path_of(target, me, other)
+        if deed == "rename":
+            path.rename(path.with_name(f"{path.name}.away"))
+        elif deed == "chmod":
+            path.chmod(0)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=deed.startswith("replace"))
+        if deed.startswith("replace by "):
+            REPLACE[deed.removeprefix("replace by ")](path)
+
+
+def _path_of(target: str, me: Kernel, other: Kernel) -> Path:
+    """The file that `target` names. Raises OSError."""
     directory = me.ledger.directory
     owners, current = directory / "owners", directory / "CURRENT"
     book = directory / (os.readlink(current) if current.is_symlink() else "no book")
-    path = {
+    return {
         "directory": directory,
         "ledger": directory.parent,
         "owners": owners,
@@ -157,19 +173,6 @@ def harm_a_file(deed: str, target: str, me: Kernel, other: Kernel) -> None:
         "other lock": owners / other.ledger.owner.id,
         "own bell": owners / f"{me.ledger.owner.id}.bell",
     }.get(target, directory / target)
-    try:
-        if deed == "rename":
-            path.rename(path.with_name(f"{path.name}.away"))
-        elif deed == "chmod":
-            path.chmod(0)
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-        if deed.startswith("replace by "):
-            REPLACE[deed.removeprefix("replace by ")](path)
-    except OSError:
-        pass
 
 
 def harm_a_key(deed: str, target: str, me: Kernel) -> None:

@@ -162,6 +162,17 @@ def inode_of(directory: Path, name: str) -> int:
     return found.st_ino if found and stat.S_ISREG(found.st_mode) else 0
 
 
+def has_plain_journal(database: str) -> bool:
+    """Whether the journal beside the SQLite file `database` is a file, or there is none.
+
+    SQLite opens the journal at each read. If it is a pipe, SQLite waits for ever.
+    """
+    try:
+        return stat.S_ISREG(os.lstat(f"{database}-journal").st_mode)
+    except OSError:  # there is none, or SQLite will report the error
+        return True
+
+
 def point_current_at(directory: Path, name: str) -> None:
     """Makes `name` the book in force in `directory`, atomically. Raises OSError."""
     draft = directory / f".current-{secrets.token_hex(4)}"

@@ -13,7 +13,6 @@ import ctypes
 import errno
 import os
 import sqlite3
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -154,15 +153,8 @@ class SqliteBook(BookStore):
             return False
 
     def _require_plain_journal(self, page: Page) -> None:
-        """Raises DamagedBook if the book's journal is something else than a file.
-
-        SQLite opens the journal at each read. If it is a pipe, SQLite waits for ever.
-        """
-        try:
-            mode = os.lstat(f"{self.directory}/{page.name}-journal").st_mode
-        except OSError:  # there is none, or SQLite will report the error
-            return
-        if not stat.S_ISREG(mode):
+        """Raises DamagedBook if the book's journal is not a file."""
+        if not files.has_plain_journal(f"{self.directory}/{page.name}"):
             raise DamagedBook(page.name, page.inode, "its journal is not a file")
 
     def _read(self, page: Page) -> Page:
