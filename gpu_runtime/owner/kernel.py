@@ -199,10 +199,13 @@ class Kernel:
             self._turn_began = session.clock()  # one attempt a turn
 
     def _is_needed(self, resident: KernelResident) -> bool:
-        """Whether a request of another process needs this kernel to leave."""
+        """Whether another process needs this kernel to leave: it waits, or a card is overfull with both."""
         id = resident.lease.id
         cards = {share.device for share in resident.lease.shares}
-        for ticket in self._session.ledger.read().tickets:
+        book = self._session.ledger.read()
+        if relief.overfull(book, self._session.me, cards):
+            return True
+        for ticket in book.tickets:
             if ticket.owner == self._session.me or ticket.verb != "use":
                 continue
             if id in ticket.recalls or any(share.device in cards for share in ticket.need):
@@ -383,10 +386,8 @@ def _relieve(session: Session, resident: KernelResident | None) -> None:
     """Parks the kernel if its card holds more than its limit, and this kernel is the one to leave."""
     if resident is None or resident.pins or resident.place is not Place.HERE:
         return
-    book = session.ledger.read()
     cards = {share.device for share in resident.lease.shares}
-    claims = book.claims()
-    if not any(claims.get(card, 0) > book.limits.get(card, claims.get(card, 0)) for card in cards):
+    if not relief.overfull(session.ledger.read(), session.me, cards):
         return
     key = session.new_key("park")
     try:

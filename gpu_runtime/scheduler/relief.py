@@ -98,6 +98,20 @@ def park_kernels(
     return book, ()
 
 
+def overfull(book: Book, owner: str, cards: Iterable[str]) -> bool:
+    """Whether one of these `cards` holds more than its limit, and not all of it belongs to `owner`.
+
+    Bytes that are already leaving the card do not count.
+    """
+    claims = book.claims()
+    for card in cards:
+        held = claims.get(card, 0) - _leaving_bytes(book.leases(), card)
+        own = book.sections[owner].claims().get(card, 0) if owner in book.sections else 0
+        if held > book.limits.get(card, held) and held > own:
+            return True
+    return False
+
+
 def _is_idle_kernel(lease: Lease, world: World) -> bool:
     if lease.kind != "kernel" or lease.idle_seconds(world.now) < KERNEL_IDLE_SECONDS:
         return False

@@ -310,6 +310,44 @@ def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
     assert [e.action for e in rt.why("kernel")].count("offloaded") == 1
 
 
+def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
+    started, runtime, shared_book
+):
+    """Plain code takes its memory without a request, so nobody waits for it. Two notebooks that run
+    all their cells would overdraw the card until one of them ends.
+    """
+    import threading
+
+    devices = "sim:64MiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book, gpu_park_turn_seconds=0.3)
+    other = runtime(devices=devices, ledger=shared_book, monitor=False)
+    fakes(other, m="56MiB")
+    began, left = threading.Event(), threading.Event()
+
+    def use():
+        with other.use("m"):
+            began.set()
+            left.wait(30)
+        other.evict("m")
+
+    using = threading.Thread(target=use)
+    using.start()
+    assert began.wait(30)
+    kept = torch.randn(8 * FLOATS)
+    told = rt._session.on_wait
+    rt._session.on_wait = lambda *_: left.set()  # the kernel waits for its return, so it has left
+    try:
+        for _ in range(2000):
+            cell(kernel, lambda: kept.add_(1))
+            if left.is_set():
+                break
+    finally:
+        left.set()
+        rt._session.on_wait = told
+        using.join(30)
+    assert [e.action for e in rt.why("kernel")].count("offloaded") == 1 and not kernel.refused
+
+
 def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_book):
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
