@@ -1,4 +1,4 @@
-"""Models over HTTP: reads calls, orders them, chooses the model that answers, and calls its engine.
+"""Serves models over HTTP: reads calls, orders them, chooses a model, and calls its engine.
 
     requests    a request's body -> a Call, or the reason why it is refused
     gateway     answers calls, over one Runtime
@@ -7,8 +7,8 @@
     server      `gpu serve`: one port, behind the gate
     api/        the HTTP routes
     routing/    tasks, fallbacks, profiles (pure)
-    queue/      the order of calls, their turns and pins
-    health/     breakers, costs, clients, blame
+    queue/      the order of calls, when each may run, and the pin of its model meanwhile
+    health/     circuit breakers, measured durations, clients, and the cause of each error
     engines/    adapters: one way to call every kind of engine
 
 `gpu_runtime.owner` gets the memory for a model; the gate and the tokens are in `gpu_runtime.web`.

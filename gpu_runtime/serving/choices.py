@@ -1,6 +1,7 @@
-"""Finds the models that may answer a call, from a Runtime's models, `tasks.yaml`, the cloud guard and measured costs.
+"""Finds the models that may answer a call.
 
-`routing` makes the decisions; this module looks up their inputs.
+`routing` makes the decisions. This module looks up their inputs: the models of a Runtime, `tasks.yaml`, the cloud
+guard, and the measured durations.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Choices:
     def __init__(
         self, rt: Runtime, config: ServingConfig, guard: CloudGuard, costs: Costs, began: int
     ) -> None:
-        """The models of `rt` and of its catalogue, with the rules of `config`, `guard` and measured `costs`.
+        """Looks up models in `rt` and in its catalogue. The rules come from `config`, `guard` and measured `costs`.
 
         `began` is the start of the server in epoch seconds, for the list of models.
         """
@@ -60,7 +61,10 @@ class Choices:
         return fitting, call
 
     def task(self, name: str) -> Task | None:
-        """The task called `name` (`task:NAME`); None if the name is not a task's. Raises Refused, 404."""
+        """The task of a `name` in the form `task:NAME`, or None if `name` has another form.
+
+        Raises Refused (404) if there is no such task.
+        """
         if not name.startswith(TASK_PREFIX):
             return None
         task = self._config.tasks.get(name.removeprefix(TASK_PREFIX))

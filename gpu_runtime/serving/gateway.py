@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
     from ..settings import Settings
 
-# Calls at once, if the model's `sequences` is not set; one for all other backends.
+# The number of calls at once, if the model's `sequences` is not set. All other backends have one.
 CONCURRENCY = {"vllm": 256, "fake": 256}
-# One call at once, whatever `sequences` is: the library computes one sequence after the other.
+# These backends run one call at a time, whatever `sequences` is: the library computes one sequence after the other.
 SEQUENTIAL_BACKENDS = ("llama_cpp",)
 CLOSING_SECONDS = 5.0  # the longest wait until calls have released their models
 log = logging.getLogger("gpu_runtime")
@@ -92,7 +92,7 @@ class Gateway:
         environment: Mapping[str, str] | None = None,
         make_adapter: MakeAdapter = adapter_for,
     ) -> None:
-        """The gateway over `rt`, with its `settings` unless others are given.
+        """The gateway over the runtime `rt`. Without `settings`, the settings of `rt` apply.
 
         `serving` replaces the content of `tasks.yaml`, and `guard` the cloud guard. `clock` returns monotonic
         seconds. `environment` has the clouds' addresses and keys. `make_adapter` makes the adapter of a pinned model.
@@ -147,7 +147,7 @@ class Gateway:
         return self._choices.models()
 
     def state(self) -> GatewayState:
-        """The present figures."""
+        """The current figures of this gateway."""
         return GatewayState(
             self.queue.depth(),
             self.queue.active(),
@@ -159,7 +159,7 @@ class Gateway:
         )
 
     async def close(self) -> None:
-        """Ends running calls with an error for their callers, refuses new ones, and begins no further load."""
+        """Ends running calls with an error for their callers. From then on, no call is accepted and no load begins."""
         self._closed = self.queue.closed = True
         calls = set(self._calls)
         for call in calls:
@@ -224,7 +224,7 @@ class Gateway:
     def _signed(
         self, reply: Reply, choice: Choice, failed: list[tuple[str, BaseException]]
     ) -> Reply:
-        """The reply with its origin written into it, counted as answered."""
+        """The `reply` after the model and the reason for it were added to it. The call is counted as answered."""
         if choice.model != reply.asked:
             reply.because = why_this_model(choice, failed)
             self._counts["stood_in"] += bool(failed)
@@ -235,7 +235,10 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of one model. Everything that it takes is released at the end of the answer."""
+        """The answer of the model of `choice`.
+
+        `outer` releases the turn, the pin and the engine's stream at the end of the answer.
+        """
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)
             stack.callback(permit.withdrawn)
@@ -275,7 +278,10 @@ class Gateway:
     async def _adapter(
         self, choice: Choice, call: Call, stack: AsyncExitStack
     ) -> tuple[EngineAdapter, bool | None]:
-        """The model's adapter, once the call's turn has come and the model is on its device; and thinking on or off."""
+        """The model's adapter, and whether thinking is on (None: the template decides).
+
+        It returns once the call may run and the model is on its device.
+        """
         if choice.cloud:
             cloud = cloud_of(choice.model, self._environment)
             if isinstance(cloud, str):
@@ -338,7 +344,7 @@ class Gateway:
             self._decode_failures.pop(model, None)
             return
         self._decode_failures[model] += 1
-        # An EngineFault has `reloads`: its backend counts failures and reloads the model by itself.
+        # An EngineFault has `reloads`. Its backend counts failures and reloads the model by itself.
         if self._decode_failures[model] == DECODE_FAILURES and not hasattr(error, "reloads"):
             self._counts["reloads"] += 1
             self.keep_warm.evict_soon(model)
@@ -358,7 +364,10 @@ class Gateway:
         )
 
     async def _evict(self, model: str) -> bool:
-        """Evicts a model whose time is over, to host memory if there is room. False if it is in use."""
+        """Evicts a `model` whose keep-warm time is over, to host memory if there is room there.
+
+        Returns False if the model is in use.
+        """
         await self._holds.ended(model)
         try:
             await in_thread(lambda: self._rt.evict(model, timeout=0.0, wait=False))
@@ -370,10 +379,10 @@ class Gateway:
 
 
 def _final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> Refused | None:
-    """The refusal that ends the call after this error of `choice`; None: the next model is tried.
+    """The refusal that ends the call after this `error` of `choice`, or None if the next model is tried.
 
-    If the requested model refuses a mistake in the call, no other model is tried. If a stand-in refuses it, for example
-    because the prompt is too long, the next stand-in is tried.
+    If the requested model refuses the call for a mistake in it, no other model is tried. If a stand-in refuses the
+    call, for example because the prompt is too long, the next stand-in is tried.
     """
     cause, refused = blame(error, choice.model)
     if refused is None:

@@ -1,8 +1,8 @@
-"""How long a prompt may be, decided before it is tokenised whole.
+"""Decides whether a prompt is too long, without tokenising the whole prompt.
 
-Tokenising is slow: a body of 32 MiB takes many seconds, during which the model answers nobody else, and it
-cannot be interrupted. So a prompt has a limit of characters, which is checked before the call waits for its
-model. With the model at hand, a prompt is counted piece by piece, until it ends or is too long.
+Tokenising a body of 32 MiB takes many seconds and cannot be interrupted. During that time the model answers no
+other call. So a prompt has a limit of characters, which is checked before the call waits for its model. Later, the
+tokens of the prompt are counted piece by piece, until the prompt ends or is too long.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def tokens_if_too_many(
     count: Callable[[str], int],
     cancelled: Callable[[], bool] = lambda: False,
 ) -> int:
-    """At least how many tokens `text` has, if that is more than `most`; else 0.
+    """A lower bound of the number of tokens in `text` if that number is more than `most`, otherwise 0.
 
-    `count` returns the tokens of a piece. Counting ends as soon as the result is known, or when `cancelled()`
-    is true: then the result is 0.
+    `count` returns the number of tokens of a piece of text. Counting ends as soon as the result is known. It also
+    ends when `cancelled()` is true, and then the result is 0.
     """
     counted = 0
     for number, at in enumerate(range(0, len(text), PIECE_CHARACTERS)):

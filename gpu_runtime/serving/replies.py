@@ -1,4 +1,7 @@
-"""Answers for the caller: the model that gave them and why, and streams that release everything at their end."""
+"""Prepares answers for the caller.
+
+An answer says which model gave it and why. A streamed answer releases everything that it holds at its end.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MAX_HEADER_LENGTH = 400
 
 
 class Streamed:
-    """A streamed answer. An error in its middle becomes its last event, in the shape that OpenAI's clients know."""
+    """A streamed answer. An error after the first event becomes the last event, in OpenAI's format of errors."""
 
     def __init__(
         self,
@@ -26,11 +29,11 @@ class Streamed:
         deadline: float | None,
         ended: Callable[[BaseException | None], None],
     ) -> None:
-        """The `first` event was read already; `events` are the others.
+        """An answer whose `first` event was read already; `events` are the following events.
 
-        `held` is everything that the answer holds: its turn, the pin, the engine's stream. It is released at the end
-        and by `aclose`. The sender must call `aclose` even if it sent nothing. `deadline` is a time of the event
-        loop. `ended(error)` is called once at the end; None means success.
+        `held` holds the turn of the call, the pin and the engine's stream. All of them are released at the end of the
+        answer and by `aclose`. The sender must call `aclose` even if it sent nothing. `deadline` is a time of the
+        event loop. `ended(error)` is called once at the end; an error of None means success.
         """
         self._first: dict[str, Any] | None = first
         self._events = events

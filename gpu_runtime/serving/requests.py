@@ -1,7 +1,7 @@
 """Reads a request's body into a `Call`: the fields for the engine, and our own `x_*` fields.
 
-Pure. Every `x_*` field at the top of the body is removed before an engine sees it, known or not, valid or not.
-Headers are not read: a proxy may add some, while the body is the caller's own.
+This module is pure. Every `x_*` field at the top level of the body is removed before an engine sees the body, even an
+unknown or invalid field. Headers are not read, because a proxy may add headers. Only the body is the caller's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXAMPLE_MESSAGE = '{"role": "user", "content": "hi"}'
 
 
 class Refused(Exception):
-    """A call gets no answer.
+    """Raised when a call gets no answer.
 
     `status` is the HTTP status, `code` a word for programs. `retry_after` is the number of seconds after which a
     retry may succeed; None means that it would be refused again. `facts` holds the figures of the message.
@@ -37,7 +37,7 @@ class Refused(Exception):
     def __init__(
         self, status: int, code: str, message: str, retry_after: float | None = None, **facts: Any
     ) -> None:
-        """`message` is for people; see the class for the other parameters."""
+        """A refusal with a `message` for people. The class describes the other parameters."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -47,13 +47,13 @@ class Refused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, at least one; empty if no retry would help."""
+        """The header `Retry-After` in whole seconds, at least one. Empty if no retry would help."""
         if self.retry_after is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
 
     def body(self) -> dict[str, Any]:
-        """The error in the shape in which OpenAI's clients read it."""
+        """The error in the format that OpenAI's clients read."""
         kind = "invalid_request_error" if self.status < 429 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
@@ -78,7 +78,10 @@ class Call(Value):
 
 
 class Events(Protocol):
-    """A streamed answer, event by event. `aclose` ends it early and frees everything; it may be called twice."""
+    """A streamed answer, event by event. `aclose` ends the stream early and frees everything that it holds.
+
+    `aclose` may be called twice.
+    """
 
     def __aiter__(self) -> AsyncIterator[dict[str, Any]]: ...
 
@@ -88,7 +91,7 @@ class Events(Protocol):
 
 @dataclass
 class Reply:
-    """An answer: `json`, or `events` for a stream. Close it after it was sent, and also if it cannot be sent."""
+    """An answer: `json`, or `events` for a stream. The sender must close the reply, even if it cannot be sent."""
 
     model: str  # the model that answered
     asked: str  # the model that was requested
@@ -144,7 +147,7 @@ def _require_bounded(body: Mapping[str, Any]) -> None:
 
 
 def bad(param: str, value: Any, expected: str) -> Refused:
-    """The refusal (400) for the field `param`: its `value`, shortened, and what is `expected`."""
+    """The refusal (400) of an invalid field `param`. Its message has the shortened `value` and what is `expected`."""
     shown = repr(value)
     if len(shown) > 60:
         shown = f"{shown[:57]}…"
@@ -153,7 +156,7 @@ def bad(param: str, value: Any, expected: str) -> Refused:
 
 
 def _split(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our own fields, under their normal names, and all other fields."""
+    """Two dicts: our own fields of `body` under their normal names, and all other fields."""
     own = {}
     plain = {}
     for name, value in body.items():
@@ -174,7 +177,7 @@ def _is_own(name: str) -> bool:
 
 
 def _require_utf8(body: Mapping[str, Any]) -> None:
-    """Refuses half of a surrogate pair: it is valid JSON but no text, and a tokenizer would fail on it."""
+    """Refuses a body with half of a surrogate pair. Such a body is valid JSON, but a tokenizer would fail on it."""
     try:
         msgspec.json.encode(body)
     except (UnicodeEncodeError, TypeError, RecursionError) as error:
@@ -277,7 +280,7 @@ _NUMBERS = {
 
 
 def check_numbers(body: Mapping[str, Any]) -> None:
-    """Checks the numbers in `body` that every engine takes, so that no engine fails on them. Raises Refused (400)."""
+    """Checks the numbers in `body` that every engine reads. Raises Refused (400), so that no engine fails on them."""
     for name, (least, most) in _WHOLE_NUMBERS.items():
         value = body.get(name)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -312,7 +315,10 @@ def _client_id(value: Any) -> str:
 
 
 def _importance(value: Any) -> int | None:
-    """A class by its name, or a number from 1 to 100; lower is more important."""
+    """The importance in `value`, which is the name of a class or a number from 1 to 100.
+
+    A lower number is more important.
+    """
     if value is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`gpu serve`: the memory API, OpenAI's routes and metrics on one port, behind one gate.
+"""The server of `gpu serve`: the memory API, OpenAI's routes and metrics on one port, behind one gate.
 
 The caller may add a console's page on the same port. Nothing here knows Panel.
 """
@@ -47,14 +47,14 @@ class HeadlessServer:
         installed.connections = Connections(self._http)
 
     def start(self) -> None:
-        """Nothing to start: the event loop does all the work."""
+        """Does nothing, since the event loop does all the work."""
 
     def stop_listening(self) -> None:
         """Accepts no new connection."""
         self._http.stop()
 
     def stop(self) -> None:
-        """Nothing left to end."""
+        """Does nothing, since this server has no background tasks."""
 
 
 class _LazyGateway:
@@ -83,7 +83,7 @@ def run(
     socket_path: str | None = None,
     read_only: bool = False,
 ) -> None:
-    """Serves until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
+    """Serves until the process is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
 
     The runtime `rt` is a full member of the ledger: a call of a model in the catalogue loads it here. `console`
     makes a server that also has a console's page; without it there is no page. The server listens on

@@ -21,7 +21,7 @@ _AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 class CellSyntaxError(GpuError):
-    """The cell is not Python.
+    """Raised when the text of a cell is not valid Python.
 
     The error has Python's own message. It is raised, not printed, so that nbval notices it.
     """

@@ -1,11 +1,13 @@
-"""The cells that wait in this kernel. None of them is taken out of the queue.
+"""Lists the cells that wait in this kernel, and leaves all of them in the kernel's queue.
 
-ipykernel 7 reads the shell socket in a thread of its own and passes each message on at once. A tap on
-that stream sees every request when it arrives, also while a cell runs. ipykernel 6 reads the socket
-between cells. There, at the start of a cell, `flush` puts the arrived messages into `msg_queue`, as
-the stream itself would do a moment later.
+ipykernel 7 reads the shell socket in a thread of its own and passes each message on at once. This
+module puts a function of its own, the tap, in front of the receiver of that stream. The tap sees
+every request when the request arrives, also while a cell runs.
 
-Messages are read with `session.unpack`. `session.deserialize` would note their signatures as used,
+ipykernel 6 reads the socket only between cells. With that version, `flush` is called at the start of
+a cell. It puts the arrived messages into `msg_queue`, as the stream itself would do a moment later.
+
+Messages are read with `session.unpack`. `session.deserialize` would record their signatures as used,
 and the kernel would then reject them.
 """
 
@@ -32,7 +34,7 @@ class WaitingCell(NamedTuple):
 
 
 class CellQueue:
-    """The requests that wait in one kernel, in their order."""
+    """The requests that wait in one kernel, in the order in which they will run."""
 
     def __init__(self, kernel: Any, changed: Callable[[], None]) -> None:
         """Watches `kernel`, and calls `changed` in any thread when a request has arrived."""
@@ -53,7 +55,7 @@ class CellQueue:
             return list(self._seen.values())
 
     def began(self) -> None:
-        """A cell begins: its request, and those before it, wait no longer."""
+        """Called when a cell begins. The request of that cell and all earlier requests wait no longer."""
         if not self._taps:
             self._look()
         try:
@@ -67,12 +69,12 @@ class CellQueue:
                     del self._seen[id]
 
     def failed(self) -> None:
-        """A cell failed: the kernel aborts the requests that wait."""
+        """Called when a cell failed. The kernel then aborts all requests that wait."""
         with self._lock:
             self._seen.clear()
 
     def remove(self) -> None:
-        """Ends the watch."""
+        """Stops watching the kernel, and restores the original receiver of messages."""
         if self._taps:
             vars(self._kernel).pop(_RECEIVER, None)
             if self._stream.receiving():  # type: ignore[union-attr]
@@ -80,8 +82,10 @@ class CellQueue:
         self.failed()
 
     def _begin(self) -> None:
-        """Taps the stream. Before the kernel has started, it must not be read: its messages have no
-        receiver yet, and would be lost. The kernel then starts with the tap.
+        """Puts the tap in front of the receiver of the kernel's stream.
+
+        Before the kernel has started, the stream has no receiver, and messages read from it would be
+        lost. In that case the kernel itself installs the tap when it starts.
         """
         if self._stream.receiving():  # type: ignore[union-attr]
             self._receive_by(self._tap)
@@ -89,7 +93,7 @@ class CellQueue:
             vars(self._kernel)[_RECEIVER] = self._tap
 
     def _receive_by(self, receiver: Any) -> None:
-        """Lets `receiver` receive the messages from now on. Set in the thread that reads them."""
+        """Makes `receiver` the receiver of all further messages. The thread of the stream does this."""
         stream = self._stream
         self._loop.add_callback(lambda: stream.on_recv(receiver, copy=False))  # type: ignore[union-attr]
 
@@ -100,7 +104,7 @@ class CellQueue:
             self._changed()
 
     def _note(self, message: Any) -> bool:
-        """Remembers the request in `message`. False if it is none."""
+        """Remembers the request in `message`. Returns False if the message is no request to run a cell."""
         cell = self._read(message)
         if cell is None:
             return False
@@ -111,7 +115,7 @@ class CellQueue:
         return True
 
     def _look(self) -> None:
-        """ipykernel 6: reads what has arrived, without taking it out."""
+        """With ipykernel 6, reads the messages that have arrived, and leaves them in the kernel's queue."""
         import zmq
 
         if self._stream is None or not hasattr(self._kernel, "msg_queue"):

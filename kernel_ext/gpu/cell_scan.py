@@ -1,7 +1,8 @@
-"""Which models a cell uses, read from its text.
+"""Finds the models that a cell uses, from the text of the cell.
 
-Pure: nothing of the cell runs. A model that the scan misses is loaded when the cell uses it, as
-without the scan. A model that it finds wrongly costs a load into free memory.
+This module is pure: it runs no code of the cell. If the scan misses a model, the cell loads that model
+when it uses it, as it would without a scan. If the scan finds a model that the cell does not use, the
+cost is a load into free memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Reading(NamedTuple):
 class Scan:
     """Reads cells in the order in which they will run.
 
-    What an earlier cell assigns or defines holds for the later ones.
+    The assignments and definitions of a cell are known when later cells are read.
 
     >>> scan = Scan(known=["a", "b"], names={"B": "b"})
     >>> scan.read('with rt.use("a") as m: m(1)\\nwith rt.use(B): pass').uses
@@ -52,14 +53,14 @@ class Scan:
     ) -> None:
         """`known` are the names of models, `names` the variables of the notebook.
 
-        `governed` returns the name of the model that a value is; empty if it is none.
+        `governed` returns the name of the model that a value is, or "" if the value is no model.
         """
         self.known, self.names, self.governed = frozenset(known), names, governed
         self.bound: dict[str, tuple[Any, ...]] = {}  # variable -> the constants it may have
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
 
     def read(self, code: str) -> Reading:
-        """The models of the cell with the text `code`. A cell that is no Python has none."""
+        """The models of the cell with the text `code`. A cell that is not Python has no models."""
         if len(code) > MOST_CHARACTERS:
             return Reading()
         tree, cell = _parsed(code), _Cell(self)
@@ -104,7 +105,10 @@ class Scan:
             yield value
 
     def _values_of_call(self, node: ast.Call) -> Iterator[Any]:
-        """`enumerate(names)` and `names.items()` give the constants of `names`."""
+        """Yields the constants of a call that passes them on.
+
+        For example, `enumerate(names)` and `names.items()` both yield the constants of `names`.
+        """
         function = node.func
         if isinstance(function, ast.Name) and function.id in PASS_ON:
             for item in node.args:
@@ -123,7 +127,7 @@ class _Cell(ast.NodeVisitor):
         self.depth = 0
 
     def use(self, names: Iterable[Any]) -> None:
-        """Notes those of `names` that are models."""
+        """Adds each model among `names` to the models that the cell uses."""
         for name in names:
             if type(name) is str and name in self.scan.known and name not in self.uses:
                 self.uses.append(name)
@@ -196,7 +200,7 @@ class _Cell(ast.NodeVisitor):
             if isinstance(node, ast.Name):
                 self.scan.bound[node.id] = found
 
-    # -- functions: what is defined is used once it is called
+    # -- functions: the models in a function count as used when the function is called
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.scan.functions[node.name] = node
@@ -205,10 +209,10 @@ class _Cell(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """A lambda is not followed."""
+        """Does nothing: the models inside a lambda do not count as used."""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """A class is not followed."""
+        """Does nothing: the models inside a class do not count as used."""
 
     def visit_Call(self, node: ast.Call) -> None:
         function = node.func
@@ -226,7 +230,7 @@ class _Cell(ast.NodeVisitor):
             self._follow(function.id, node)
 
     def _follow(self, name: str, call: ast.Call) -> None:
-        """Reads the function `name` as the `call` calls it."""
+        """Adds the models that the function `name` uses with the arguments of the `call`."""
         if body := self.scan.functions.get(name):
             self._follow_text(body, call)
         elif name not in self.scan.bound:
@@ -252,7 +256,10 @@ class _Cell(ast.NodeVisitor):
             self.scan.bound, self.depth = outside, self.depth - 1
 
     def _follow_code(self, function: types.FunctionType, given: list[Any], depth: int = 0) -> None:
-        """A function that exists: its constants and arguments, if it uses models at all."""
+        """Adds the models among the constants and arguments of a function that exists already.
+
+        Nothing is added if the function does not use models at all.
+        """
         codes = [function.__code__]
         for code in codes:
             codes += [item for item in code.co_consts if isinstance(item, types.CodeType)]
@@ -282,7 +289,7 @@ class _Cell(ast.NodeVisitor):
         self.mention([node.value])
 
     def _magic(self, texts: list[Any]) -> None:
-        """The magic that is called with these texts: its name, its line, and its cell."""
+        """Reads a call of a magic. Its `texts` are the name of the magic, its line, and its cell."""
         if not texts or not all(isinstance(text, str) for text in texts):
             return
         name, rest = texts[0], texts[1:]
@@ -308,9 +315,10 @@ class _Cell(ast.NodeVisitor):
 
 @functools.lru_cache(maxsize=MOST_PARSED)
 def _parsed(code: str) -> ast.AST | None:
-    """The cell as a tree; None if it is no Python. A waiting cell is read many times.
+    """The syntax tree of the cell, or None if the cell is not Python.
 
-    Plain Python is not transformed first, since that takes ten times as long as to parse it.
+    The results are cached, because a waiting cell is read many times. Plain Python is parsed without
+    IPython's transformation, which takes ten times as long as the parsing.
     """
     try:
         return ast.parse(code)
@@ -325,5 +333,5 @@ def _parsed(code: str) -> ast.AST | None:
 
 
 def _parts(constant: Any) -> tuple[Any, ...]:
-    """The items of a constant tuple or set; else the constant."""
+    """The items of a constant tuple or set. Any other constant is the only item of the result."""
     return tuple(constant) if isinstance(constant, (tuple, frozenset)) else (constant,)

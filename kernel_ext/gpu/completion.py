@@ -30,7 +30,7 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
 
     @context_matcher(identifier="gpu_matcher")
     def gpu_matcher(context: CompletionContext) -> SimpleMatcherResult:
-        """The completions of a line with one of the magics; none for any other line."""
+        """The completions of a line with one of the magics. Any other line has no completions."""
         found = _LINE.match(context.text_until_cursor)
         is_cell = found is not None and found["magic"] == "%%"
         if found is None or (is_cell and context.cursor_line > 0):

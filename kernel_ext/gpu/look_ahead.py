@@ -1,7 +1,7 @@
-"""The running and waiting cells of this notebook, for look-ahead.
+"""The running and waiting cells of this notebook. Look-ahead loads their models before they run.
 
-The kernel's queue has the cells that were sent. If the queue is empty, the next cells are read from the
-notebook's file. The runtime reads the cells in a thread of its own. This module loads no model.
+The waiting cells are read from the kernel's queue. If the queue is empty, the next cells are read from
+the notebook's file. The runtime calls this module in a thread of its own. This module loads no model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_READ = 50  # cells ahead
 
 
 class LookAhead:
-    """The cells of one shell. The shell reports the begin and the end of each cell."""
+    """The cells of one shell. The shell reports when each cell begins and ends."""
 
     def __init__(self, shell: Any, clock: Callable[[], float] = time.monotonic) -> None:
         """Watches the kernel of `shell`. A shell without a kernel has no cells that wait."""
@@ -35,7 +35,7 @@ class LookAhead:
             upcoming.read_by(self.read)
 
     def before_cell(self, info: Any) -> None:
-        """A cell begins; `info` is IPython's."""
+        """Called by IPython with its `info` when a cell begins."""
         if self._queue is None:
             return
         self._running.append((info, info.raw_cell or ""))
@@ -59,7 +59,7 @@ class LookAhead:
         upcoming.changed()
 
     def remove(self) -> None:
-        """Ends the watch."""
+        """Stops watching the cells of the shell."""
         if self._queue is not None:
             self._queue.remove()
             upcoming.read_by(None)
@@ -75,7 +75,11 @@ class LookAhead:
         return [WaitingCell(cell.id, cell.code, cell.id) for cell in later]
 
     def read(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
-        """The running cell and the waiting ones, with their models; for `upcoming`."""
+        """The running cell and the waiting cells, each with its models.
+
+        `known` are the names of models. `governed` returns the name of the model that a value is. The
+        runtime calls this through its protocol `upcoming`.
+        """
         assert self._queue is not None
         scan = Scan(known, self._shell.user_ns, governed)
         found = []
@@ -93,7 +97,7 @@ def _read(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels
 
 
 def _number_of_cell(shell: Any) -> int:
-    """The number of the cell that begins: the one that its output will show.
+    """The number of the cell that begins. The output of the cell will show the same number.
 
     `execution_count` is raised before this moment in some versions of IPython, and after it in
     others. The input is stored later in all of them.

@@ -81,7 +81,8 @@ class GpuMagics(Magics):
         """Makes the magics for `shell`; `runtime` returns the runtime, and opens it if necessary."""
         super().__init__(shell)
         self._runtime = runtime
-        # After an out-of-memory error: makes room. Returns a sentence; empty if nothing left.
+        # Called after an out-of-memory error. It makes room on the card, and returns a sentence about
+        # the memory that was evicted. The sentence is empty if nothing was evicted.
         self.make_room: Callable[[BaseException], str] = lambda error: ""
 
     @output_can_be_silenced
@@ -195,8 +196,8 @@ class GpuMagics(Magics):
         options = {"importance": args.importance, "timeout": args.timeout}
         options = {name: value for name, value in options.items() if value is not None}
         leased = args.size is not None or args.model is None
-        # The stop button can interrupt at any instruction. Only a plain `with` releases the model
-        # for certain then.
+        # The stop button can interrupt at any instruction. In that case only a plain `with` is certain
+        # to release the model.
         with (
             rt.use(args.model, **options) if args.model else contextlib.nullcontext() as model,
             (
@@ -253,7 +254,7 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: holders, dry runs,
 
 
 class Unopened:
-    """A placeholder for the runtime in a notebook, until the runtime is needed.
+    """A placeholder for the runtime in a notebook. It is replaced when the runtime is needed.
 
     Opening the runtime takes a moment. After that, the devices and the ledger cannot be changed. So
     the runtime is opened at the first use, and `%env GPU_DEVICES=…` still works after `%load_ext`.

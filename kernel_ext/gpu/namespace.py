@@ -1,7 +1,8 @@
-"""The names of a notebook: its variables, outputs, the last error, and the cells that made them.
+"""The names that hold objects in a notebook: its variables, its outputs and the last error.
 
-IPython keeps an output in several places: in `Out`, as `_7`, in its list of hidden names, perhaps as `_`,
-and as the result of the last cell. They count as one name here, and are released together.
+It also records which cell made each variable. IPython keeps an output in several places: in `Out`, as
+`_7`, in its list of hidden names, perhaps as `_`, and as the result of the last cell. These places
+count as one name here, and are released together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class NotebookNames:
     # -- which cell made a variable
 
     def after_cell(self, count: int | None) -> None:
-        """Notes the variables that the cell with that execution `count` has assigned."""
+        """Records which variables were assigned by the cell with the execution number `count`."""
         cell = f"In [{count}]" if count else ""
         known, bound = self._bound, {}
         for name, value in list(self._shell.user_ns.items()):
@@ -62,7 +63,7 @@ class NotebookNames:
         return [*found, *names.frame_names(), Name(LAST_ERROR, ERROR, errors and f"in {errors}")]
 
     def held(self, name: Name) -> list[Any]:
-        """The objects of `name`: one entry for each reference that goes when the name goes."""
+        """The objects that `name` holds, with one entry for each reference that the name keeps."""
         if name.kind == VARIABLE:
             values = self._shell.user_ns
             return [values[name.name]] if name.name in values else []
@@ -94,10 +95,10 @@ class NotebookNames:
             if not _OF_IPYTHON.fullmatch(name) and hidden.get(name, nothing) is not value
         ]
 
-    # -- letting go
+    # -- releasing objects
 
     def release(self, names_: Sequence[Name]) -> None:
-        """Lets go of the outputs and of the last error among `names_`."""
+        """Removes the references to those of `names_` that are outputs or the last error."""
         wanted = set(names_)
         for name, places in self._outputs():
             if name in wanted:
@@ -106,7 +107,7 @@ class NotebookNames:
             names.clear(names.frames_of(self._errors()))
 
     def delete(self, variable: str) -> None:
-        """Deletes a variable, and the outputs that are the same object."""
+        """Deletes a `variable`, and every output that is the same object as the variable."""
         one = id(self._shell.user_ns.pop(variable, None))
         for _, places in self._outputs():
             if id(_value(places[0])) == one:
@@ -139,7 +140,7 @@ class NotebookNames:
         for container in (values, hidden):
             for name in list(container):
                 if name in _RECENT or re.fullmatch(r"_\d+", name):
-                    # A hidden name of an output that was deleted is still typed as _7.
+                    # The user deleted this output, but the hidden name `_7` still keeps the object.
                     yield _Reference(name if container is values else "", container, name)
         for name in _RECENT:
             if hasattr(shell.displayhook, name):
@@ -155,7 +156,7 @@ class NotebookNames:
 
 
 def _order(label: str) -> tuple[bool, bool, str]:
-    """Sorts the labels of an output: `Out[7]`, then `_7`, then `_`."""
+    """A sort key for the labels of an output, which gives the order `Out[7]`, `_7`, `_`."""
     return not label.startswith("Out"), label in _RECENT, label
 
 
@@ -166,7 +167,7 @@ def _value(reference: _Reference) -> Any:
 
 
 def _drop(places: Sequence[_Reference]) -> None:
-    """Removes an output from every place. The names of the last outputs stay, with empty text."""
+    """Removes an output from all `places`. The names of the last outputs (`_`) become empty texts."""
     for _, container, key in places:
         if not isinstance(container, dict):
             setattr(container, key, "" if key in _RECENT else None)

@@ -1,8 +1,8 @@
-"""The cells that come next, from the notebook's file.
+"""Predicts the next cells of a notebook from the notebook's file.
 
-Some front ends send the next cell only when the last one has ended: papermill, nbconvert, nbclient
-and VS Code. Their notebook's file has the order. For other front ends the file counts only while
-cells follow each other faster than a person could start them.
+Some front ends send the next cell only when the last cell has ended: papermill, nbconvert, nbclient
+and VS Code. For them, the order of the cells is read from the notebook's file. For other front ends
+the file is used only while cells follow each other faster than a person could start them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class FileCell(NamedTuple):
 
 
 def notebook_file(names: dict[str, Any], parent: int | None = None) -> tuple[str, bool]:
-    """The path of the notebook that runs here, and whether a program runs it, cell after cell.
+    """The path of the notebook of this kernel, and whether a program runs its cells one after another.
 
-    `names` are the notebook's variables: VS Code writes its path there. `parent` is the process id of
-    this kernel's parent. The path is empty if it is unknown.
+    `names` are the notebook's variables, in which VS Code stores the path. `parent` is the process id
+    of this kernel's parent. The path is empty if it is unknown.
     """
     arguments = _arguments(os.getppid() if parent is None else parent)
     words = {os.path.basename(word) for word in arguments[:3]}
@@ -51,7 +51,10 @@ def _arguments(process: int) -> list[str]:
 
 
 def code_cells(path: str) -> list[FileCell]:
-    """The code cells of the notebook at `path` that are not empty; none if it cannot be read."""
+    """The code cells of the notebook at `path`, without empty cells.
+
+    The result is empty if the file cannot be read.
+    """
     try:
         if os.path.getsize(path) > MOST_BYTES:
             return []
@@ -79,9 +82,9 @@ class Position:
     ) -> list[FileCell]:
         """The cells that will run after the cell with this `code` and `cell_id`.
 
-        `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` all
-        later cells will follow. Else they follow if this cell is the next one after the last, and
-        began at once when that one had ended.
+        `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` the
+        result has all later cells. Otherwise it has them only if this cell follows the last cell in
+        the file, and began at once when the last cell had ended.
         """
         here = self._find(cells, code, cell_id)
         if here is None:
@@ -97,11 +100,11 @@ class Position:
         self._ended_at = now
 
     def failed(self) -> None:
-        """A cell failed: nothing follows it."""
+        """Called when a cell failed. No cell is then expected to follow."""
         self._ended_at = None
 
     def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:
-        """The index of the cell: by its id, else the next cell with the same text."""
+        """The index of the cell with `cell_id`, or else of the next cell with the text `code`."""
         if cell_id:
             return next((i for i, cell in enumerate(cells) if cell.id == cell_id), None)
         same = [i for i, cell in enumerate(cells) if cell.code.strip() == code.strip()]

@@ -1,8 +1,9 @@
-"""Follows the cells of a kernel for parking. No line of a cell runs while the memory of the kernel is away.
+"""Parks a kernel: moves the device memory of its tensors to host memory, and brings it back.
 
-IPython runs a cell even if a hook failed. Only a transformer of its syntax tree can refuse it.
-The memory of a kernel is exchanged on the kernel's own loop, between two messages. Every other thread
-must be in a function that is known to wait.
+No line of a cell runs while the kernel is parked. IPython runs a cell even if a hook failed. Only a
+transformer of the cell's syntax tree can refuse to run the cell. The memory of a kernel is moved on the
+kernel's own loop, between two messages. At that moment, every other thread must be in a function that
+is known to wait.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from gpu_runtime.units import MIB
 
 LOOP_SECONDS = 10.0  # the longest wait until the kernel's loop begins the exchange
 UNDISTURBED_SECONDS = 60.0  # the switch interval meanwhile: no other thread gets the interpreter
-# These may have noted the addresses of tensors, or run code of their own on the card.
+# These libraries may have stored the addresses of tensors, or run code of their own on the card.
 OTHER_LIBRARIES = (
     "cupy", "numba.cuda", "jax", "tensorflow", "cudf", "rmm", "pycuda", "tensorrt", "warp", "vllm",
     "deepspeed", "transformer_engine", "dgl",
 )  # fmt: skip
-# Messages that run no code of the user's.
+# The types of messages that run no code of the user.
 QUIET = frozenset(
     (
         "kernel_info_request", "history_request", "is_complete_request", "comm_info_request",
@@ -51,7 +52,7 @@ KERNEL_THREAD_TYPES = frozenset(
 KERNEL_TASKS = frozenset(
     ("Kernel.dispatch_queue", "Kernel.shell_main", "Kernel.dispatch_shell", "Kernel.process_one")
 )
-# Where the kernel's own threads wait: the file and the function of their innermost frame.
+# The places where the kernel's own threads wait: the file and the function of the innermost frame.
 RESTING = frozenset(
     (
         ("selectors.py", "select"), ("threading.py", "wait"), ("iostream.py", "_watch_pipe_fd"),
@@ -63,7 +64,7 @@ OURS = "gpu_runtime."  # modules whose threads touch no tensor except through th
 
 
 class Parking:
-    """Follows the cells of one kernel, and lets its memory be exchanged between them."""
+    """Follows the cells of one kernel, and lets the kernel's memory be moved between two cells."""
 
     def __init__(self, shell: Any, opens: Callable[[], Any], show: Callable[[str], None]) -> None:
         """Follows the kernel of `shell`. `opens` returns the runtime, and `show` displays a line."""
@@ -107,7 +108,7 @@ class Parking:
         return self._hook()
 
     def before(self) -> None:
-        """Called before a cell, a silent request or a comm callback: brings the bytes back."""
+        """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
         self._mark += 1
         self._cells += 1
         text = self._text_of_cell()
@@ -126,7 +127,7 @@ class Parking:
             self._show(news)
 
     def after(self) -> None:
-        """Called after a cell, a silent request or a comm callback: counts what the kernel holds now."""
+        """Called after a cell, a silent request or a comm callback. Counts the bytes that the kernel holds."""
         self._cells = max(0, self._cells - 1)
         self._mark += 1
         if self._runtime is not None and gpu_runtime._opened() is None:
@@ -139,7 +140,10 @@ class Parking:
                 self._lease.end(self._text)
 
     def _attach(self) -> bool:
-        """Opens the runtime, and its kernel. False if there is no ledger: `%gpu` reports why."""
+        """Opens the runtime, and registers this kernel with it.
+
+        Returns False if there is no ledger. The command `%gpu` reports the reason.
+        """
         with contextlib.suppress(GpuError):
             rt = self._opens()
             if rt is not self._runtime:
@@ -156,13 +160,16 @@ class Parking:
         return text if isinstance(text, str) else ""
 
     def make_room_to_retry(self, error: BaseException) -> str:
-        """After a `%%gpu --retry` cell that failed: what left, as a sentence; empty: it must not rerun."""
+        """Makes room after a failed `%%gpu --retry` cell, and returns a sentence about what was evicted.
+
+        The result is empty if the cell must not run again.
+        """
         if self._lease is None and not self._attach():
             return ""
         return self._lease.make_room_to_retry(error)
 
     def after_error(self, error: BaseException) -> None:
-        """Called after a cell that failed: if it ran out of memory, idle notebooks and models leave."""
+        """Called after a cell that failed. If it ran out of memory, idle notebooks and models are evicted."""
         if self._lease is None:
             return
         with contextlib.suppress(GpuError):  # the cell's own error is shown already
@@ -171,13 +178,13 @@ class Parking:
 
     @property
     def refused(self) -> str:
-        """Why the cell must not run; empty if it may."""
+        """The reason why the cell must not run; empty if the cell may run."""
         return self._lease.refused if self._lease is not None else ""
 
     # -- the protocol Stillness
 
     def why_not(self) -> str:
-        """Why the kernel's memory must not be moved now; empty if it may be moved."""
+        """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
         if self._in_hook:
             return ""
         if self._cells:
@@ -194,7 +201,11 @@ class Parking:
         return self._mark
 
     def change(self, mark: object, act: Callable[[], None]) -> str:
-        """Calls `act` while no other thread runs. Returns why it was not called; empty if it was."""
+        """Calls `act` while no other thread runs.
+
+        Returns the reason why `act` was not called, or "" if it was called. `mark` is an earlier result
+        of the method `mark`.
+        """
         if self._in_hook or threading.get_ident() == self._main:
             return self._change_here(mark, act, threading.get_ident())
         answer: list[str | BaseException] = []
@@ -250,7 +261,7 @@ class Parking:
 
 
 class _Refusing(ast.NodeTransformer):
-    """Refuses a cell whose memory is away."""
+    """Refuses to run a cell while the memory of the kernel is parked."""
 
     def __init__(self, parking: Parking) -> None:
         self._parking = parking
@@ -262,14 +273,14 @@ class _Refusing(ast.NodeTransformer):
 
 
 class _Refused(InputRejected):
-    """The cell did not run. It is shown as one sentence, without a traceback."""
+    """Raised when a cell did not run. IPython shows it as one sentence, without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"Refused: {self}"]
 
 
 class _Undisturbed:
-    """Inside the block no other thread gets the interpreter, unless this thread releases it."""
+    """A block in which no other thread gets the interpreter, unless this thread releases it."""
 
     def __enter__(self) -> None:
         self._usual = sys.getswitchinterval()
@@ -280,12 +291,12 @@ class _Undisturbed:
 
 
 def _took_memory(text: str) -> bool:
-    """Whether it is known what this cell took when it last ran."""
+    """Whether the memory that a cell with this `text` took in its last run is known."""
     return is_remembered(cell_key(notebook_path(), text))
 
 
 def _holds_memory() -> bool:
-    """Whether torch has started a card, or holds a tensor that would count on a simulated one."""
+    """Whether torch has started a card, or holds a tensor that would count on a simulated card."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):  # it is not imported completely
         return False
@@ -310,7 +321,10 @@ def _why_not_modules() -> str:
 
 
 class _Thread(NamedTuple):
-    """The position of a thread. It has no frame: a frame that refers to itself would keep the old bytes alive."""
+    """The position of a thread, as a file and a function.
+
+    It does not keep the frame. A frame that refers to itself would keep the old bytes alive.
+    """
 
     code: CodeType  # the code of its innermost function
     is_ours: bool  # gpu_runtime started it
@@ -330,14 +344,18 @@ def _threads() -> dict[int, _Thread]:
 
 
 def _is_ours(frame: Any) -> bool:
-    """Whether a thread was started by gpu_runtime: the outermost frame is of its module `threads`."""
+    """Whether gpu_runtime started the thread of `frame`: its outermost frame is in the module `threads`."""
     while frame.f_back is not None:
         frame = frame.f_back
     return frame.f_globals.get("__name__", "").startswith(OURS)
 
 
 def _why_not_threads(main: int | None) -> str:
-    """The first thread that is not the kernel's, was not started by gpu_runtime, and does not wait."""
+    """The reason why a thread prevents moving memory; empty if no thread does.
+
+    The named thread is the first one that is not the kernel's, was not started by gpu_runtime, and
+    does not wait. `main` identifies the main thread.
+    """
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, found in _threads().items():
         if ident in (main, threading.get_ident()) or found.rests or found.is_ours:
@@ -353,7 +371,10 @@ def _is_kernel_thread(thread: threading.Thread) -> bool:
 
 
 def _not_at_rest(but: set[int]) -> str:
-    """The function that a thread runs outside the known waits; empty if all threads wait."""
+    """The function in which a thread runs instead of waiting; empty if all threads wait.
+
+    The threads in `but` are not examined.
+    """
     for ident, found in _threads().items():
         if ident not in but and not found.rests and not found.is_ours:
             return f"{found.code.co_name} in {found.code.co_filename}"
@@ -361,7 +382,10 @@ def _not_at_rest(but: set[int]) -> str:
 
 
 def _is_kernels(handle: Any) -> bool:
-    """Whether the kernel itself scheduled the task. The file of a cell is in a directory called ipykernel_PID."""
+    """Whether the kernel itself scheduled the task of `handle`, and not a cell.
+
+    The file of a cell is in a directory called ipykernel_PID.
+    """
     callback = handle._callback
     while hasattr(callback, "func"):
         callback = callback.func

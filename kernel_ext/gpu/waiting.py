@@ -1,7 +1,8 @@
 """The line that a cell shows while its model waits for memory.
 
-It names the holder, how long it has held the memory, and how many requests are ahead. It is removed
-when the wait is over. A wait of less than a second shows nothing.
+The line names the holder of the memory, how long the holder has used it, and how many requests are
+ahead in the queue. The line is removed when the wait is over. A wait of less than a second shows
+nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The HTTP API as one application: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health`, `/metrics`, and its description.
 
-It reads the visitor from `scope["state"]["visitor"]`, which the gate of the server sets, and refuses every request
-without one. Every admitted visitor may read. Any method but GET needs a visitor who may act.
+The gate of the server puts the visitor into `scope["state"]["visitor"]`. The application refuses every request
+without a visitor. Every visitor may read. Any method but GET needs a visitor who may act.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .jobs import Jobs
 from .metrics import Metrics
 
 READS = ("GET", "HEAD", "OPTIONS")
-# The first that fits counts; 503 for all other errors.
+# The status of an error is that of the first class here that matches, and 503 for all other errors.
 _STATUSES = ((UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
 
 
@@ -63,7 +63,7 @@ def _add_server_routes(app: FastAPI, rt: Any, gateway: Callable[[], Any], acts: 
 
     @app.get("/health", tags=["server"])
     def get_health() -> dict[str, Any]:
-        """Whether the server works, and how full the cards are. 200 whenever it can answer at all."""
+        """Whether the server works, and how full the cards are. The status is always 200."""
         return {"status": "ok", **memory.health(rt.health())}
 
     @app.get("/metrics", tags=["server"], response_class=Response)
@@ -79,13 +79,16 @@ def _add_server_routes(app: FastAPI, rt: Any, gateway: Callable[[], Any], acts: 
 
     @app.put("/api/v1/config", tags=["server"])
     def put_config(config: Config, actor: str = acts) -> dict[str, Any]:
-        """Changes the settings, for this server and its next starts."""
+        """Changes the settings. They also hold after a restart of the server."""
         gateway().guard.allow(config.allow_cloud_fallback)
         return {"allowCloudFallback": gateway().guard.allowed}
 
 
 class _RequireVisitor:
-    """Refuses every request without a visitor. Without a gate there is none, not even on loopback."""
+    """Refuses every request without a visitor.
+
+    A server without a gate therefore refuses every request, even those from this machine.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -102,7 +105,8 @@ class _RequireVisitor:
 async def _actor(request: Request) -> str:
     """The name of the visitor, checked at the moment of acting. Raises HTTPException (403) for a viewer.
 
-    It is async because FastAPI would call it in a thread, which takes a third of a short call's time.
+    The function is async because FastAPI would otherwise call it in a thread. The thread would take a third of the
+    time of a short call.
     """
     visitor = request.scope["state"]["visitor"]
     if not visitor.may_act:
@@ -124,7 +128,7 @@ async def _failed(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    """Errors of routes and roles, in the shape of all other errors."""
+    """The response for an `error` of a route or a role, in the same format as all other errors."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     body = {**_error(str(error.detail), kind), "detail": error.detail}
     return JSONResponse(body, error.status_code, headers=error.headers)

@@ -1,4 +1,4 @@
-"""Jobs: calls that continue after their caller disconnected, with a result to fetch later."""
+"""Jobs: calls that continue after their caller has disconnected. The caller fetches the result later."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Job:
         self.task: asyncio.Task[None] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The job as JSON: times in epoch seconds, and in `result` the endpoint's answer."""
+        """The job as JSON. Times are in epoch seconds, and `result` is the answer of the endpoint."""
         fields: dict[str, Any] = {
             "id": self.id,
             "object": "job",

@@ -1,7 +1,8 @@
-"""`/memory/*`: the book in the paths and fields of the Semantik governor.
+"""The routes `/memory/*`. They show the book under the paths and field names of the Semantik governor.
 
-MiB in `*_mb`, percents from 0 to 100, epoch seconds. Sums are over the cards; the pressure is that of the fullest
-card. A figure that the driver does not report is null, never 0. The functions are pure; `router` adds the paths.
+Fields named `*_mb` are in MiB, percents are from 0 to 100, and times are epoch seconds. Sums are over all cards. The
+pressure is that of the fullest card. A figure that the driver does not report is null, never 0. The functions for
+figures are pure; `router` adds the paths.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _measured(cards: list[Any]) -> dict[str, Any]:
-    """Used and free memory of the cards by the driver; null if it does not report one of them."""
+    """The used and free memory of the `cards` as the driver measured them.
+
+    A sum is null if the driver does not report the figure of one of the cards.
+    """
     total = sum(view.device.total_bytes for view in cards)
     used = _sum(view.measured_bytes for view in cards)
     figures: dict[str, Any] = {"total_mb": total // MIB}
@@ -137,7 +141,10 @@ def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[di
 
 
 def kinds(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
-    """Model type and quantization by name, of models in `snapshot` that are registered here or held by a process."""
+    """The model type and quantization of each model in `snapshot`, by the model's name.
+
+    The models are those that are registered in this process and those that any process holds.
+    """
     registered = {spec.name: (spec.model_type, spec.quantization) for spec in snapshot.specs}
     held = {lease.name: (lease.model_type, lease.quantization) for lease in snapshot.leases()}
     return {**registered, **held}
@@ -210,8 +217,9 @@ def key(lease: Lease) -> str:
 def evict(rt: Any, wanted: str) -> tuple[int, dict[str, Any]]:
     """Status and answer of `POST /memory/evict/{model_type}`. Blocks: it waits for the owners.
 
-    `wanted` is a model type, and every idle model of it is evicted from its card, whatever its owner; or one model's
-    name, or its `type:name:quantization`. `rt` is the runtime that requests the evictions.
+    If `wanted` is a model type, every idle model of that type is evicted from its card, whoever owns the model.
+    Otherwise `wanted` is the name of one model or its `type:name:quantization`. `rt` is the runtime that requests
+    the evictions.
     """
     found = _held(rt, wanted)
     if found is None:
@@ -244,7 +252,10 @@ def evict(rt: Any, wanted: str) -> tuple[int, dict[str, Any]]:
 
 
 def _held(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
-    """(pid, name) of the models on a card that `wanted` means; None if it is neither a type nor a known model."""
+    """The pairs (pid, name) of the models on a card that `wanted` selects.
+
+    The result is None if `wanted` is neither a model type nor the name of a known model.
+    """
     snapshot = rt.status()
     held = []
     for section in snapshot.sections.values():
@@ -310,7 +321,7 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
     @routes.get("/fragmentation")
     def get_fragmentation() -> dict[str, Any]:
-        """Memory that the allocators of all processes hold and do not use."""
+        """The memory that the allocators of all processes hold without using it."""
         cuda = any(view.device.id.startswith("cuda") for view in rt.status().devices)
         return fragmentation(rt.allocator_maps(), cuda)
 
@@ -321,7 +332,7 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
     @routes.get("/health")
     def get_health() -> dict[str, Any]:
-        """Healthy or not: false at CRITICAL."""
+        """Whether the server is healthy. The value is false at the pressure level CRITICAL."""
         return health(rt.health())
 
 
@@ -337,7 +348,7 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
 
     @routes.post("/defragment")
     async def post_defragment(actor: str = acts) -> dict[str, Any]:
-        """Returns memory to the device that allocators hold and do not use."""
+        """Returns to the device the memory that allocators hold without using it."""
         outcome = await act_as(actor, rt.defrag)
         return {"status": "defragmentation_triggered", "memory_freed_mb": outcome.bytes // MIB}
 
@@ -366,6 +377,6 @@ def _name_in_key(text: str) -> str:
 
 
 def _sum(parts: Iterable[int | None]) -> int | None:
-    """The sum; None if a part is unknown."""
+    """The sum of `parts`, or None if one of the parts is None."""
     known = list(parts)
     return None if None in known else sum(known)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""`/metrics`: the figures for alerts, in Prometheus' format.
+"""The route `/metrics`: the figures for alerts, in Prometheus' format.
 
-Gauges are read from one Snapshot at each scrape. Counters from the host's book may restart at a boot of the host, as
-Prometheus expects of counters. Counters by reason, and durations, follow the journal from this server's start.
+Gauges are read from one Snapshot at each scrape. Counters from the host's book may restart from 0 when the host
+boots; Prometheus expects that of counters. Counters by reason, and durations, count the events that the journal
+records after the start of this server.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Metrics:
         yield from _calls(self._state())
 
     def describe(self) -> list[Any]:
-        """Nothing: the registry then does not read the book only to learn the names."""
+        """An empty list. Without this method, the registry would read the book only to learn the names."""
         return []
 
     def _histogram(self, name: str) -> Histogram:
@@ -112,7 +113,10 @@ class Metrics:
 
 
 def _calls(state: Any) -> Iterator[Any]:
-    """Figures of the gateway. A model without calls has a sample of 0: a sum over no sample would be missing."""
+    """Yields the figures of the gateway.
+
+    A model without calls gets a sample with the value 0. Otherwise Prometheus could not compute sums over models.
+    """
     waiting = {**dict.fromkeys(state.breakers, 0), **state.waiting}
     yield _gauge("gpu_queue_depth", "Calls that wait for a model", ["model"], waiting.items())
     running = {**dict.fromkeys(state.breakers, 0), **state.running}
@@ -141,7 +145,7 @@ def _gauge(
 
 
 def _sampled(field: str) -> Callable[[Any], Any]:
-    """Reads a field of a device's last sample; None without a sample."""
+    """A function that returns `field` of a device's last measurement, or None if the device was never measured."""
     return lambda view: getattr(view.sample, field) if view.sample else None
 
 
@@ -164,7 +168,10 @@ _DEVICE_FIGURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def _devices(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
-    """The figures of each device. A figure that the driver does not report has no sample: unknown is not 0."""
+    """Yields the figures of each device.
+
+    A figure that the driver does not report has no sample, since a sample of 0 would be wrong.
+    """
     for name, (text, figure) in _DEVICE_FIGURES.items():
         family = GaugeMetricFamily(
             f"gpu_device_{name}", text, labels=["device", "name", "simulated"]

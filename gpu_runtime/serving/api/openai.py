@@ -1,4 +1,7 @@
-"""`/v1/*`: models as OpenAI's clients call them, whole or streamed, and long calls as jobs."""
+"""The routes `/v1/*`, in the format of OpenAI's clients.
+
+An answer is sent whole or as a stream. A long call can run as a job.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ class Gone(Exception):
 
 
 def schema(kind: str) -> dict[str, Any]:
-    """The OpenAPI schema of the body of a call of this `kind`. Fields that it does not name go to the engine."""
+    """The OpenAPI schema of the body of a call of this `kind`. Fields outside the schema are sent to the engine."""
     fields = {"model": _MODEL, **_FIELDS[kind]}
     optional = {**_STREAM_FIELDS, **_OWN_FIELDS} if kind in _STREAMED_KINDS else _OWN_FIELDS
     return {
@@ -101,7 +104,7 @@ def schema(kind: str) -> dict[str, Any]:
 
 
 async def read_json(request: Request) -> Any:
-    """The body of `request`. Raises Refused (400) if it is no JSON, or contains NaN, which JSON does not have."""
+    """The body of `request`. Raises Refused (400) if the body is not JSON or contains NaN, which JSON forbids."""
     try:
         return json.loads(await request.body(), parse_constant=_reject_constant)
     except RecursionError:
@@ -127,7 +130,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def events(reply: Reply) -> AsyncIterator[bytes]:
-    """The `reply` as server-sent events. An error in its middle is the last of them, as OpenAI does it."""
+    """Yields the `reply` as server-sent events. As with OpenAI, an error in a started stream is its last event."""
     try:
         assert reply.events is not None
         async for chunk in reply.events:
@@ -140,7 +143,7 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
 
 
 class Sent(StreamingResponse):
-    """A streamed answer. It closes the reply even if the client left before the first event, so that none is read."""
+    """A streamed answer. It closes the reply even if the client disconnected before the first event was read."""
 
     def __init__(self, reply: Reply) -> None:
         """The answer with the events and headers of `reply`."""
@@ -209,7 +212,7 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
         openapi_extra=_request_body(_JOB_SCHEMA),
     )
     async def post_job(request: Request, actor: str = acts) -> JSONResponse:
-        """Starts a call that continues without a connection: `endpoint` and `body` as in a direct call."""
+        """Starts a call that continues without a connection. `endpoint` and `body` are those of a direct call."""
         job = jobs.start(gateway(), await read_json(request), actor)
         return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
 

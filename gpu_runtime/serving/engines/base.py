@@ -1,7 +1,8 @@
 """The common part of all adapters: they take a body in OpenAI's format and return dicts in OpenAI's format.
 
-The object that `rt.use` yields decides the adapter. One with a `base_url` is called over HTTP, a proxy with
-llama.cpp's methods in a thread, a transformers module by `generate`; a fake model answers with its prompt.
+The object that `rt.use` yields decides the adapter. An object with a `base_url` is called over HTTP. A proxy with
+llama.cpp's methods is called in a thread. A transformers module is called by `generate`. A fake model answers with
+its prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ TYPES_WITHOUT_TEXT = ("embedding", "reranker", "diffusion")
 class EngineAdapter(Protocol):
     """Calls one model, for the length of one call.
 
-    Raises Refused (400) for a call that the model cannot serve, EngineFailed or the engine's own error if it fails.
+    Raises Refused (400) for a call that the model cannot serve. Raises EngineFailed or the engine's own error if the
+    engine fails.
     """
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
@@ -36,7 +38,7 @@ class EngineAdapter(Protocol):
     def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of the answer; `kind`, `body` and `think` as in `answer`."""
+        """Yields the chunks of the answer. `kind`, `body` and `think` are the parameters of `answer`."""
 
 
 class EngineFailed(GpuError):
@@ -44,15 +46,15 @@ class EngineFailed(GpuError):
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
-    """The refusal (400) of a call that `model` cannot serve for any caller.
+    """The refusal (400) of a call that `model` cannot serve, whoever calls; `why` is the reason.
 
-    `param` is the field of the request that needs this.
+    `param` is the field of the request that the model cannot serve.
     """
     return Refused(400, "not_supported", f"{model} cannot be asked this: {why}", param=param)
 
 
 def require(kind: str, spec: ModelSpec) -> None:
-    """Checks that the model of `spec` can serve calls of this `kind`, before it is loaded and others are evicted.
+    """Checks that the model of `spec` can serve calls of this `kind`. The check runs before any model is moved.
 
     Raises Refused, 400.
     """
@@ -73,7 +75,7 @@ def no_embeddings(spec: ModelSpec) -> Refused:
 
 
 def require_room(call: Call, spec: ModelSpec) -> None:
-    """Refuses (400) a `call` whose prompt cannot fit the context of `spec`, before it waits for its turn.
+    """Refuses (400) a `call` whose prompt cannot fit the context of `spec`. The check runs before the call is queued.
 
     Only the characters are counted here. The tokens are counted by the engine.
     """
@@ -87,12 +89,12 @@ def require_room(call: Call, spec: ModelSpec) -> None:
 
 
 class TextAdapter:
-    """Base of the adapters whose engine writes text piece by piece, and vectors."""
+    """The base class of adapters whose engine writes text piece by piece and computes embedding vectors."""
 
     kind = "a model"  # for messages
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
-        """The adapter of `value`, which `rt.use` yielded, a model described by `spec`."""
+        """The adapter of `value`, which is the object that `rt.use` yielded for the model of `spec`."""
         self.value = value
         self.spec = spec
 
@@ -106,7 +108,7 @@ class TextAdapter:
         raise cannot(self.spec.name, f"{self.kind} writes no text")
 
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        """The engine's input: the conversation in `body` by its chat template, or for other kinds the text itself.
+        """The engine's input. For a chat, it is the conversation in `body` after its chat template; else the text.
 
         `think` turns thinking on or off in a conversation. Raises Refused if the template rejects it.
         """
@@ -139,7 +141,7 @@ class TextAdapter:
         raise no_embeddings(self.spec)
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        """See `EngineAdapter.answer`: `kind`, `body` and `think` as there."""
+        """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
         if kind == "embeddings":
             texts = body["input"]
             texts = [texts] if isinstance(texts, str) else list(texts)
@@ -151,7 +153,7 @@ class TextAdapter:
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
-        """See `EngineAdapter.stream`: `kind`, `body` and `think` as in `answer`."""
+        """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
         self._require_text(kind, body)
         pieces = self.pieces(kind, body, think)
         async with aclosing(stream_chunks(pieces, self._header(kind), body)) as chunks:

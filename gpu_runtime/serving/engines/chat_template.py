@@ -1,4 +1,4 @@
-"""Chat templates: they turn a conversation into the one text that a model was trained to continue.
+"""Chat templates turn a conversation into the single text that a model was trained to continue.
 
 Templates are Jinja code that comes with a model, from an unknown author. So they run in a sandbox.
 """
@@ -28,9 +28,9 @@ class BadConversation(ValueError):
 
 
 def override(options: Mapping[str, Any]) -> str | None:
-    """The template in a model's catalogue `options`: the text itself, or the content of the file it names.
+    """The chat template in a model's catalogue `options`, or None if the options have no template.
 
-    None if there is none. Raises BadSetting.
+    The option is the template itself or the path of a file with the template. Raises BadSetting.
     """
     value = options.get("chat_template")
     if not value:
@@ -47,7 +47,7 @@ def override(options: Mapping[str, Any]) -> str | None:
 
 
 def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """The prompt for `messages` by `template`, up to where the model's answer begins.
+    """The prompt that `template` makes of `messages`. The prompt ends where the model's answer begins.
 
     `variables` are further variables of the template. Raises BadConversation if the template rejects the messages.
     """
@@ -83,7 +83,7 @@ def text_of(content: Any) -> str:
 
 
 def _with_plain_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with their parts of text joined: most templates know only text."""
+    """The `messages` with a plain text as content, since most templates accept no list of parts."""
     return [{**message, "content": text_of(message.get("content"))} for message in messages]
 
 

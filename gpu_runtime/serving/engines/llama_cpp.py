@@ -1,8 +1,8 @@
 """The adapter of llama.cpp models: it calls the methods of `llama_cpp.Llama` in a thread.
 
-The prompt is made here, from the model's own chat template. So thinking mode and an overriding template work, the
-prompt's tokens can be counted, and every answer can be ended early. With tools, or if the model has no template, the
-library's own chat handler makes the prompt.
+This module makes the prompt from the model's own chat template. So thinking mode and an overriding template work, the
+prompt's tokens can be counted, and every answer can be ended early. If the call has tools or the model has no
+template, the library's own chat handler makes the prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LIBRARY_CALL_FIELDS = (
 
 
 class ModelFacts(Value):
-    """Facts about a model, read once: reading one is a call to another process."""
+    """Facts about a model. They are read only once, because each read is a call to another process."""
 
     template: str | None
     tokens: dict[str, str]
@@ -59,7 +59,7 @@ _known_facts: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary
 
 
 class LlamaCppAdapter(TextAdapter):
-    """`value` has llama.cpp's methods; the model may be in another process."""
+    """Calls a `value` that has llama.cpp's methods. The model itself may be in another process."""
 
     kind = "a llama.cpp model"
 
@@ -86,11 +86,11 @@ class LlamaCppAdapter(TextAdapter):
         return self.facts.template
 
     def tokens(self) -> dict[str, str]:
-        """The texts of `bos_token` and `eos_token`, as far as the model's file has them."""
+        """The texts of `bos_token` and `eos_token`. A token that the model's file lacks is left out."""
         return self.facts.tokens
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        """See `EngineAdapter.answer`: `kind`, `body` and `think` as there."""
+        """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
         if kind == "chat" and _needs_library(body):
             fields = _library_fields(body)
             answer = await in_thread(lambda: self.value.create_chat_completion(**fields))
@@ -100,7 +100,7 @@ class LlamaCppAdapter(TextAdapter):
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
-        """See `EngineAdapter.stream`: `kind`, `body` and `think` as in `answer`."""
+        """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
         if kind == "chat" and _needs_library(body):
             source = self._stream_from_library(body)
         else:
@@ -121,7 +121,10 @@ class LlamaCppAdapter(TextAdapter):
     def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
-        """The pieces of the answer to `prompt(kind, body, think)`. Raises Refused if it does not fit the context."""
+        """Yields the pieces of the answer to `prompt(kind, body, think)`.
+
+        Raises Refused if the prompt does not fit the context.
+        """
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
             """Writes the answer in the engine's thread, and emits its pieces."""
@@ -176,7 +179,7 @@ def _library_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(chunks: Any, emit: Emit, cancelled: threading.Event) -> None:
-    """Emits each chunk until the last one, or until the reader has left. Closing `chunks` ends the generation."""
+    """Emits each of the `chunks`, until `cancelled` is set. Closing `chunks` ends the generation."""
     try:
         for chunk in chunks:
             if cancelled.is_set():

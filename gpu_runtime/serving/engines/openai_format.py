@@ -39,7 +39,7 @@ class Header(Value):
     def part(
         self, text: str | None, finish: str | None = None, first: bool = False
     ) -> dict[str, Any]:
-        """One chunk with this `text`; the last chunk has `finish`, the `first` one of a chat has the role."""
+        """One chunk with this `text`. The last chunk has `finish`. The `first` chunk of a chat has the role."""
         if not self.chat:
             return self.chunk(
                 [{"index": 0, "text": text or "", "finish_reason": finish, "logprobs": None}]
@@ -50,7 +50,7 @@ class Header(Value):
         return self.chunk([{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}])
 
     def whole(self, text: str, last: TextPiece) -> dict[str, Any]:
-        """The whole answer with this `text`; `last` has the reason of its end and the token counts."""
+        """The whole answer with this `text`. `last` has the reason why the text ended and the token counts."""
         content: dict[str, Any] = {"text": text}
         if self.chat:
             content = {"message": {"role": "assistant", "content": text}}
@@ -82,8 +82,8 @@ async def stream_chunks(
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed answer, made from `pieces` and the fields of `header`.
 
-    With `stream_options.include_usage` in `body` the last chunk has the usage and no choice. There is no chunk before
-    the first piece: an error until then becomes an HTTP status, or another model answers.
+    With `stream_options.include_usage` in `body` the last chunk has the usage and no choice. No chunk is sent before
+    the first piece. So an error before the first piece can become an HTTP status, or another model can answer.
     """
     last = TextPiece(finish="stop")
     role_sent = not header.chat
@@ -117,10 +117,10 @@ async def whole_answer(pieces: AsyncGenerator[TextPiece], header: Header) -> dic
 def embeddings(
     vectors: Sequence[Sequence[float]], model: str, tokens: int, encoding: str | None
 ) -> dict[str, Any]:
-    """The answer with these `vectors` of `model`, which read so many `tokens`.
+    """The answer with these `vectors` of `model`; `tokens` is the number of tokens that were read.
 
-    With the `encoding` "base64" a vector is the base64 of little-endian float32s, which OpenAI's own client requests;
-    else a list of numbers.
+    With the `encoding` "base64" each vector is the base64 of little-endian float32s. OpenAI's own client requests
+    this. With any other `encoding` each vector is a list of numbers.
     """
     data = [
         {"object": "embedding", "index": at, "embedding": _encoded(vector, encoding)}
@@ -141,7 +141,7 @@ def _encoded(vector: Sequence[float], encoding: str | None) -> Any:
 
 
 class StopText:
-    """Cuts a text at the first of some stop strings, also if the text arrives in pieces.
+    """Cuts a text at its first stop string. The text may arrive in pieces, and a stop string may span several pieces.
 
     >>> stop = StopText(["END"])
     >>> [stop.feed(text) for text in ("one E", "N", "D two")], stop.hit
@@ -155,7 +155,10 @@ class StopText:
         self.hit = False
 
     def feed(self, text: str) -> str:
-        """The part of the text so far, with `text`, that may be sent: all but a possible beginning of a stop string."""
+        """Adds `text`, and returns the new part of the whole text that may be sent now.
+
+        An end of the text that may be the beginning of a stop string is held back.
+        """
         if self.hit:
             return ""
         text = self._held + text
@@ -169,12 +172,12 @@ class StopText:
         return text[:safe]
 
     def rest(self) -> str:
-        """The held text, when no more text follows."""
+        """The text that was held back. Call this when no more text follows."""
         held, self._held = self._held, ""
         return held
 
     def _possible_beginning(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """The length of the longest end of the text with which a stop string begins."""
         longest = 0
         for stop in self._stops:
             for size in range(longest + 1, len(stop)):
@@ -190,5 +193,5 @@ def stops_of(body: dict[str, Any]) -> list[str]:
 
 
 def max_tokens_of(body: dict[str, Any]) -> int | None:
-    """The largest number of tokens that the answer to `body` may have; None: not set."""
+    """The largest number of tokens that the answer to `body` may have, or None if `body` sets no limit."""
     return body.get("max_completion_tokens") or body.get("max_tokens")

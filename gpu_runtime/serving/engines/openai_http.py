@@ -29,9 +29,9 @@ _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the r
 
 
 def open_client(*, proxies: bool) -> httpx.AsyncClient:
-    """The HTTP client for engines, or with the `proxies` that the environment names for clouds.
+    """An HTTP client. The client for engines has no proxies; the client for clouds uses those of the environment.
 
-    It follows no redirect, so a key is sent to its own address only.
+    The client follows no redirect, so a key is sent to its own address only.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
     return httpx.AsyncClient(
@@ -40,15 +40,18 @@ def open_client(*, proxies: bool) -> httpx.AsyncClient:
 
 
 class HttpAdapter:
-    """Sends a body on under the engine's name for the model, and returns its answer under ours."""
+    """Sends a body to an engine and returns the engine's answer.
+
+    The engine may have another name for the model. The adapter replaces the name in both directions.
+    """
 
     def __init__(
         self, name: str, handle: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None
     ) -> None:
-        """The adapter of the model that we call `name`; `http` is the client, `spec` None for a cloud's model.
+        """The adapter of the model `name`, called with the client `http`. For a cloud's model, `spec` is None.
 
-        `handle` has `base_url`, `model` and `headers`. It may have `starting`, whether a call must wait, and
-        `chat_template`, the template of the engine.
+        `handle` has `base_url`, `model` and `headers`. It may also have `starting`, which is whether a call must wait,
+        and `chat_template`, which is the template of the engine.
         """
         self.name = name
         self._handle = handle
@@ -56,7 +59,7 @@ class HttpAdapter:
         self._spec = spec
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        """See `EngineAdapter.answer`: `kind`, `body` and `think` as there."""
+        """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
         response = await self._send(await self._request(kind, {**body, "stream": None}, think))
         async with aclosing(response):
             data = await self._read(response)
@@ -71,7 +74,7 @@ class HttpAdapter:
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
-        """See `EngineAdapter.stream`: `kind`, `body` and `think` as in `answer`."""
+        """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
         response = await self._send(await self._request(kind, {**body, "stream": True}, think))
         async with aclosing(response):
             async for event in self._events(response):
@@ -80,7 +83,7 @@ class HttpAdapter:
                 yield {**event, "model": self.name}
 
     async def _request(self, kind: str, body: dict[str, Any], think: bool | None) -> httpx.Request:
-        # A restart is short; failing in the meantime would open breakers.
+        # A restart is short. Failing calls would open the circuit breaker, so the call waits.
         while getattr(self._handle, "starting", False):
             await asyncio.sleep(POLL_SECONDS)
         handle = self._handle
@@ -95,9 +98,10 @@ class HttpAdapter:
         return request
 
     async def _check_listener(self, event: str, info: dict[str, Any]) -> None:
-        """Called by the HTTP client at each step: ends a new connection that does not reach the engine.
+        """Closes a new connection that does not reach the engine. The HTTP client calls this at each of its steps.
 
-        Nothing was sent on it yet. A process of another user may listen on the port of an engine that ended.
+        A process of another user may listen on the port of an engine that ended. The connection is closed before
+        anything is sent on it.
         """
         if event == "connection.connect_tcp.complete" and not self._handle.listens():
             await info["return_value"].aclose()
@@ -106,10 +110,13 @@ class HttpAdapter:
     def _prompt_fields(
         self, body: dict[str, Any], think: bool | None, spec: ModelSpec
     ) -> dict[str, Any]:
-        """The fields that change the engine's prompt: messages, and variables of its template if we may set them."""
+        """The fields of the body that change the engine's prompt.
+
+        They are the messages, and the variables of the engine's chat template if the engine accepts variables.
+        """
         template = getattr(self._handle, "chat_template", None)
         if template != "":
-            # An unknown template is assumed to have the switch, as newer ones do.
+            # An unknown template is assumed to read `enable_thinking`, as newer templates do.
             template = chat_template.override(spec.options) or template or "enable_thinking"
         messages, switches = with_thinking(body["messages"], think, template)
         fields: dict[str, Any] = {"messages": messages}
@@ -141,7 +148,10 @@ class HttpAdapter:
             raise self._broken_off(error) from error
 
     async def _events(self, response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-        """The data of its server-sent events. Raises EngineFailed if the stream ends before `[DONE]`."""
+        """Yields the data of each server-sent event in `response`.
+
+        Raises EngineFailed if the stream ends before `[DONE]`.
+        """
         try:
             async for line in response.aiter_lines():
                 if not line.startswith("data:"):
@@ -166,7 +176,7 @@ class HttpAdapter:
 
 
 def _error_of_body(text: str) -> str:
-    """The message in the body of an error, or the whole text if it has another shape."""
+    """The message in `text`, the body of an error. If the body has an unknown format, the result is `text`."""
     try:
         body = json.loads(text)
         return _error_text(body.get("error") or body["detail"])  # FastAPI writes "detail"
@@ -175,7 +185,7 @@ def _error_of_body(text: str) -> str:
 
 
 def _error_text(error: Any) -> str:
-    """The message of an error, in the shape of any engine."""
+    """The message of `error`, in any of the formats that engines use."""
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 

@@ -1,4 +1,4 @@
-"""Which adapter answers for a model, and the adapter of fake models."""
+"""Chooses the adapter that calls a model, and defines the adapter of fake models."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class EchoAdapter(TextAdapter):
         )
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        """For each of the `texts` its length and 1; and the number of words."""
+        """A vector [length, 1] for each of the `texts`, and the number of words in all of them."""
         words = sum(len(text.split()) for text in texts)
         return [[float(len(text)), 1.0] for text in texts], words
 
 
 def adapter_for(value: Any, spec: ModelSpec, http: Any) -> EngineAdapter:
-    """The adapter of `value`, which `rt.use` yielded, a model described by `spec`.
+    """The adapter of `value`, which is the object that `rt.use` yielded for the model of `spec`.
 
     `http` is the client for engines that are servers. Raises Refused if no adapter fits.
     """

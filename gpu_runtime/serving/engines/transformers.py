@@ -1,4 +1,4 @@
-"""The adapter of transformers modules: `generate` in a thread, with its text streamed as it is written.
+"""The adapter of transformers modules. It runs `generate` in a thread, and streams the text as it is written.
 
 A module that was made in code, without a tokenizer, cannot be called with text.
 """
@@ -23,7 +23,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repe
 
 
 class TransformersAdapter(TextAdapter):
-    """`value` is the module, with its `.tokenizer`."""
+    """Calls the module `value`, whose attribute `.tokenizer` is its tokenizer."""
 
     kind = "a module that does not generate"
 
@@ -36,7 +36,7 @@ class TransformersAdapter(TextAdapter):
         remember(spec, self.tokenizer, self._context())
 
     def _context(self) -> int:
-        """The most tokens that the model reads; a large number if it names none."""
+        """The largest number of tokens that the model can read. A large number if the model names no limit."""
         config = getattr(self.value, "config", None)
         return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
@@ -46,7 +46,7 @@ class TransformersAdapter(TextAdapter):
         return template.get("default") if isinstance(template, dict) else template
 
     def tokens(self) -> dict[str, str]:
-        """The texts of `bos_token` and `eos_token`, as far as the tokenizer has them."""
+        """The texts of `bos_token` and `eos_token`. A token that the tokenizer lacks is left out."""
         tokens = {}
         for name in ("bos_token", "eos_token"):
             token = getattr(self.tokenizer, name, None)
@@ -55,7 +55,7 @@ class TransformersAdapter(TextAdapter):
         return tokens
 
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        """The tokens of the text that `TextAdapter.prompt` makes of `kind`, `body` and `think`."""
+        """The tokens of the text that `TextAdapter.prompt` makes from `kind`, `body` and `think`."""
         return self._tokenized(kind, self._text(kind, body, think))
 
     def _text(self, kind: str, body: dict[str, Any], think: bool | None) -> str:
@@ -68,13 +68,16 @@ class TransformersAdapter(TextAdapter):
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _tokenized(self, kind: str, text: str) -> Any:
-        # A template writes the beginning of the sequence itself.
+        # A chat template writes the special token at the beginning of the sequence itself.
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
 
     def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
-        """The pieces of the answer to `prompt(kind, body, think)`. Raises Refused if it does not fit the context."""
+        """Yields the pieces of the answer to `prompt(kind, body, think)`.
+
+        Raises Refused if the prompt does not fit the context.
+        """
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
             """Makes the prompt and writes the answer, in a thread."""
@@ -133,9 +136,10 @@ class TransformersAdapter(TextAdapter):
         return await in_thread_until(lambda cancelled: self._embed(texts, cancelled))
 
     def _embed(self, texts: list[str], cancelled: threading.Event) -> tuple[list[list[float]], int]:
-        """The mean of the last layer over each text's tokens, with length one, as OpenAI's vectors have.
+        """An embedding of each of the `texts`, and the number of tokens read.
 
-        It ends early once `cancelled` is set.
+        An embedding is the mean of the last layer over the tokens of a text. It is scaled to length one, like OpenAI's
+        vectors. The computation ends early once `cancelled` is set.
         """
         import torch
 
@@ -143,11 +147,11 @@ class TransformersAdapter(TextAdapter):
         count = 0
         limit = getattr(self.value.config, "max_position_embeddings", None)
         with torch.inference_mode():
-            # One by one: not every tokenizer can pad, and padding changes some models' output.
+            # The texts are read one by one: not every tokenizer can pad, and padding changes some models' output.
             for text in texts:
                 if cancelled.is_set():
                     break
-                # What is cut off anyway need not be tokenised.
+                # The end of a long text is cut off later anyway, so it is not tokenised.
                 kept_text = text if limit is None else text[: limit * LONGEST_TOKEN]
                 inputs = self.tokenizer(
                     kept_text, return_tensors="pt", truncation=limit is not None, max_length=limit
@@ -170,7 +174,7 @@ class TransformersAdapter(TextAdapter):
 
 
 def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) -> Any:
-    """A streamer that emits text up to a stop string, and counts the tokens written in `written`."""
+    """A streamer that emits text up to a stop string. Its attribute `written` counts the written tokens."""
     from transformers import TextStreamer
 
     class CountingStreamer(TextStreamer):
@@ -192,7 +196,7 @@ def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) ->
 
 
 def _stopping(stop: StopText, cancelled: threading.Event) -> Any:
-    """The criterion that ends `generate` at a stop string, or when the caller has left."""
+    """The criterion that ends `generate` at a stop string, or when `cancelled` is set."""
     import torch
     from transformers import StoppingCriteria
 
@@ -205,7 +209,10 @@ def _stopping(stop: StopText, cancelled: threading.Event) -> Any:
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that choose the next token; empty, and so the model's own, if the body sets none."""
+    """The arguments of `generate` that decide how the next token is chosen.
+
+    If `body` sets none of them, the result is empty, and the model's own values apply.
+    """
     fields = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
     if not fields and body.get("seed") is None:
         return {}
@@ -216,7 +223,10 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Any:
-    """Random numbers from `seed` in its block; the earlier state returns afterwards. Other threads share the state."""
+    """A block in which torch's random numbers start from `seed`. The earlier state is restored afterwards.
+
+    The random state is shared by all threads.
+    """
     import torch
 
     if seed is None:

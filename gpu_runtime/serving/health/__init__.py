@@ -1,4 +1,4 @@
-"""What past calls show about models and clients: failures, circuit breakers, costs, and cooldowns.
+"""Records of past calls, by model and by client: failures, circuit breakers, durations, and cooldowns.
 
 Nothing here chooses a model or answers a call.
 """

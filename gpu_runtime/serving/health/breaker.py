@@ -52,24 +52,30 @@ class BreakerOpen(Exception):
 
 
 class Permit:
-    """Permission to make one call. Report its outcome once; a call without an outcome counts as neither."""
+    """Permission to make one call. The caller reports the outcome of the call once.
+
+    A call without an outcome counts neither as a success nor as a failure.
+    """
 
     def __init__(self, breaker: _Breaker, probe: bool) -> None:
-        """A permit of this `breaker`; `probe` is whether the call is its probe."""
+        """A permit of this `breaker`. `probe` is True if the call is the probe of the open breaker."""
         self._breaker = breaker
         self.probe = probe
         self._reported = False
 
     def succeeded(self) -> None:
-        """The call succeeded."""
+        """Reports that the call succeeded."""
         self._report(None, counts=True)
 
     def failed(self, error: BaseException) -> None:
-        """The model failed with this `error`."""
+        """Reports that the model failed with this `error`."""
         self._report(error, counts=True)
 
     def withdrawn(self) -> None:
-        """The call says nothing about the model: the caller left, or made a mistake. The next call may be the probe."""
+        """Reports that the outcome says nothing about the model: the caller left, or made a mistake.
+
+        If this call was the probe, the next call may be the probe.
+        """
         self._report(None, counts=False)
 
     def _report(self, error: BaseException | None, counts: bool) -> None:
@@ -88,7 +94,7 @@ class Breakers:
         failures: int = FAILURES,
         open_seconds: float = OPEN_SECONDS,
     ) -> None:
-        """`failures` in a row open a breaker for `open_seconds`, by this `clock`."""
+        """After so many `failures` in a row, a breaker opens for `open_seconds`, measured by this `clock`."""
         self._clock = clock
         self._failures = failures
         self._open_seconds = open_seconds
@@ -113,9 +119,9 @@ class Breakers:
         return {model: breaker.state() for model, breaker in self._breakers.items()}
 
     def _make_room(self) -> None:
-        """Forgets the oldest closed breaker, else the oldest, if there are too many.
+        """If there are too many breakers, forgets the oldest closed breaker, or the oldest one if all are open.
 
-        A caller can invent any number of cloud models' names.
+        The number is limited because a caller can invent any number of names of cloud models.
         """
         if len(self._breakers) < MAX_BREAKERS:
             return
@@ -155,7 +161,7 @@ class _Breaker:
         raise BreakerOpen(self._model, self.state())
 
     def ended(self, call: Permit, error: BaseException | None, counts: bool) -> None:
-        """Records the outcome of a call; without `counts`, only its end."""
+        """Records that a call ended. If `counts` is True, also records its outcome, which `error` shows."""
         if call is self._probe:
             self._probe = None
         elif self._circuit.current_state != pybreaker.STATE_CLOSED:
@@ -170,7 +176,7 @@ class _Breaker:
         self._report(error)
 
     def _report(self, error: BaseException | None) -> None:
-        """Gives the outcome to pybreaker."""
+        """Reports a call's outcome to pybreaker. `error` is None for a success."""
 
         def outcome() -> None:
             if error is not None:
@@ -192,7 +198,7 @@ class _Breaker:
 
 
 class _Failed(Exception):
-    """A call's failure, for pybreaker."""
+    """The exception by which pybreaker learns that a call failed."""
 
 
 def _first_line(error: BaseException) -> str:

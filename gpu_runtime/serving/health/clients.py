@@ -1,7 +1,7 @@
-"""The clients: how often each calls which models, and which clients are in cooldown.
+"""Records how often each client calls which models, and which clients are in cooldown.
 
-A client is the visitor of the token plus the name that the program gives itself (`x_client_id`). A cooldown is set by
-the client itself or by its profile, and applies to that client only.
+A client is a visitor together with the name that the calling program gives itself (`x_client_id`). A cooldown is set
+by the client itself or by its profile, and applies to that client only.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ class Pattern(Value):
     refused: int = 0  # calls during a cooldown
     running: int = 0
     last_at: float = 0.0
-    # Average seconds between calls, the newest with the most weight. None: fewer than two calls.
+    # The weighted average of the seconds between calls. The newest interval has the most weight. None before the
+    # second call.
     every_seconds: float | None = None
     models: dict[str, int] = {}  # calls of each model
     cooldown_until: float = 0.0
 
 
 class Clients:
-    """The known clients, the latest last. All times are of the caller's clock."""
+    """The known clients; the client with the most recent call is last. All times are of the caller's clock."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Pattern] = OrderedDict()
 
     def enter(self, client: str, model: str, now: float) -> None:
-        """Records a call of `model` by `client` at the time `now`. Raises Refused (429) during its cooldown."""
+        """Records a call of `model` by `client` at the time `now`. Raises Refused (429) during a cooldown."""
         known = self._known.pop(client, Pattern())
         if now < known.cooldown_until:
             self._keep(client, known, refused=known.refused + 1)
@@ -53,7 +54,7 @@ class Clients:
         )
 
     def leave(self, client: str, cooldown: float, now: float) -> None:
-        """Records the end of a call of `client` at the time `now`. Its cooldown, in seconds, begins now."""
+        """Records the end of a call of `client` at the time `now`. The `cooldown`, in seconds, begins at that time."""
         known = self._known.get(client)
         if known is None:
             return
@@ -97,7 +98,7 @@ def _average_interval(known: Pattern, now: float) -> float | None:
 
 
 def _count_model(counts: dict[str, int], model: str) -> dict[str, int]:
-    """The counts with one more call of the model. Of too many models the least called one is dropped."""
+    """The `counts` with one more call of `model`. If there are too many models, the least called one is dropped."""
     counts = {**counts, model: counts.get(model, 0) + 1}
     if len(counts) > MAX_MODELS:
         others = [name for name in counts if name != model]

@@ -1,4 +1,7 @@
-"""Measured durations of loads and answers, so that a budget that is too short is refused before it is spent."""
+"""Measured durations of loads and answers.
+
+With them, a call whose time budget is too short is refused at once, before it spends the budget.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ class Costs:
         self._answers.setdefault(model, deque(maxlen=ANSWERS_KEPT)).append(seconds)
 
     def of(self, model: str) -> Cost:
-        """The slowest of the last loads of `model`, and the 99th percentile of its answers; None without any."""
+        """The slowest of the last loads of `model`, and the 99th percentile of the durations of its answers.
+
+        A part is None if it was never measured.
+        """
         loads = self._loads.get(model)
         answers = sorted(self._answers.get(model, ()))
         p99 = None

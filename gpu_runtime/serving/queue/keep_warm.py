@@ -1,6 +1,6 @@
-"""How long a model stays on its device after its last call. Then it is evicted, to host memory if there is room.
+"""Evicts a model some time after its last call, to host memory if there is room there.
 
-Another model may need the room earlier: this does not reserve memory.
+This module does not reserve memory. A model is evicted earlier if another model needs the room.
 Source: Model Boss, InferenceQueue, per-category stay_warm.
 """
 
@@ -15,7 +15,7 @@ RETRY_SECONDS = 5.0  # until a model that was in use is tried again
 
 
 def stay_warm_seconds(seconds: float | None, model_type: str) -> float:
-    """The `seconds` that the caller set; None: those of the `model_type`.
+    """The `seconds` that the caller set, or the default seconds of the `model_type` if `seconds` is None.
 
     >>> stay_warm_seconds(None, "diffusion"), stay_warm_seconds(None, "embedding"), stay_warm_seconds(0.0, "llm")
     (900.0, 300.0, 0.0)
@@ -26,7 +26,7 @@ def stay_warm_seconds(seconds: float | None, model_type: str) -> float:
 
 
 class KeepWarm:
-    """Evicts models when their time is over."""
+    """Evicts each model when its keep-warm time is over."""
 
     def __init__(self, clock: Callable[[], float], evict: Callable[[str], Awaitable[bool]]) -> None:
         """`clock` returns seconds. `evict(model)` returns False if the model is in use."""
@@ -39,20 +39,23 @@ class KeepWarm:
         self._closed = False
 
     def keep(self, model: str, seconds: float) -> None:
-        """Keeps `model` for so many `seconds` from now, at the end of a call. It never shortens an earlier time."""
+        """Keeps `model` for so many `seconds` from now. Call this at the end of a call of the model.
+
+        If an earlier call set a later time, the later time stays.
+        """
         now = self._clock()
         until = max(self._until.get(model, 0.0), now + seconds)
         self._until[model] = now if model in self._evict_soon else until
         self._schedule()
 
     def evict_soon(self, model: str) -> None:
-        """Evicts `model` at the end of the calls that hold it, whatever its time is. The next call loads it again."""
+        """Evicts `model` as soon as no call holds it, even if its time is not over. The next call loads it again."""
         self._evict_soon.add(model)
         self._until[model] = self._clock()
         self._schedule()
 
     def until(self, model: str) -> float | None:
-        """When the time of `model` is over; None: no time is set."""
+        """The time by the clock at which `model` is evicted, or None if no time is set."""
         return self._until.get(model)
 
     def evict_due(self) -> None:
@@ -76,7 +79,7 @@ class KeepWarm:
         if await self._evict(model):
             self._evict_soon.discard(model)
         elif not self._closed:
-            # One of our calls holds it, and its end calls `keep`; or another process holds it.
+            # One of our calls holds the model, and will call `keep` when it ends. Or another process holds the model.
             self._until.setdefault(model, self._clock() + RETRY_SECONDS)
             self._schedule()
 

@@ -40,7 +40,10 @@ class Hold:
         self._release = threading.Event()
 
     def release(self) -> None:
-        """Ends the pin, or the wait for it. A load that has begun is completed; the model then stays unpinned."""
+        """Ends the pin, or the wait for the pin.
+
+        A load that has begun is completed, and the model then stays on its device unpinned.
+        """
         self._release.set()
 
     @property
@@ -82,7 +85,10 @@ class Abandoned(Exception):
 
 
 class _Released(BaseException):
-    """Ends a wait in the ledger whose hold was released. Not an Exception, so that no handler catches it."""
+    """Raised in a thread that waits in the ledger, after its hold was released.
+
+    It is no subclass of Exception, so that no handler catches it.
+    """
 
 
 class Holds:
@@ -115,14 +121,14 @@ class Holds:
         return hold
 
     async def ended(self, model: str) -> None:
-        """Waits until the released pins of `model` are gone: their threads need a moment."""
+        """Waits until the threads of all released holds of `model` have ended their pins."""
         holds = list(self._by_thread.values())
         ending = [hold.ended for hold in holds if hold.model == model and hold.released]
         if ending:
             await asyncio.wait(ending, timeout=CLOSING_SECONDS)
 
     async def close(self) -> None:
-        """Releases all holds, and waits up to 10 s for their ends."""
+        """Releases all holds, and waits up to 10 s until their threads have ended."""
         holds = list(self._by_thread.values())
         for hold in holds:
             hold.release()
@@ -151,7 +157,10 @@ class Holds:
             hold.settle(hold.ended, None)
 
     def _importance(self, hold: Hold) -> int:
-        """The call's importance. It counts among all processes, within the operator's cap for this server."""
+        """The importance of the call, limited by the operator's cap for this server.
+
+        The ledger compares it with the requests of all processes.
+        """
         if hold.importance >= self._rt.spec(hold.model).importance:
             return hold.importance
         cap = self._rt.status().rules.cap

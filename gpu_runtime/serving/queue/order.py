@@ -1,7 +1,8 @@
 """Decides which of the waiting calls starts next.
 
-Pure: takes the waiting calls, the state of each engine and the time; returns the calls to start and the models to
-load. The order is (importance, warm first, arrival). Every 30 s of waiting count as one class of importance.
+This module is pure. It takes the waiting calls, the state of each engine and the time, and returns the calls to start
+and the models to load. Calls are sorted by class of importance, then warm models first, then by arrival. Every 30 s of
+waiting raise a call by one class.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ class Engine(Value):
     state: ModelState = ModelState.COLD
     active: int = 0  # calls that it runs
     concurrency: int = 1  # calls that it can run at once
-    # Models that its load waits for: their calls must end first.
+    # The models that must be evicted before this model can be loaded. Their calls must end first.
     waits_for: frozenset[str] = frozenset()
 
 
 class NextSteps(Value):
-    """What to do now: keys of calls to start, and models to load."""
+    """The decision of `next_steps`: the keys of the calls to start, and the models to load."""
 
     start: tuple[int, ...] = ()
     load: tuple[str, ...] = ()
 
 
 def aged_class(importance: int, waited_seconds: float) -> int:
-    """The class of a call of this `importance`: 0 for urgent … 4 for batch, one less for each 30 `waited_seconds`.
+    """The class of a call of this `importance`, from 0 (urgent) to 4 (batch), less 1 for each 30 `waited_seconds`.
 
-    It can be negative. So a call that has waited long enough starts before any new one, however important.
+    The class can be negative. So a call that has waited long enough starts before any new call, however important.
 
     >>> aged_class(10, 0.0), aged_class(10, 65.0), aged_class(1, 95.0)
     (2, 0, -3)
@@ -63,7 +64,9 @@ def aged_class(importance: int, waited_seconds: float) -> int:
 
 
 def overtaken_for_seconds(importance: int, by: int) -> float:
-    """Seconds after the arrival of a call of this `importance` in which one of importance `by` can overtake it.
+    """The seconds during which a new call of importance `by` can overtake a waiting call of this `importance`.
+
+    They are counted from the arrival of the waiting call.
 
     >>> overtaken_for_seconds(10, 10), overtaken_for_seconds(30, 1)
     (30.0, 150.0)
@@ -73,9 +76,10 @@ def overtaken_for_seconds(importance: int, by: int) -> float:
 
 
 def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> list[Waiting]:
-    """The `waiting` calls, the next one first: by aged class at the time `now`, then warm models, then arrival.
+    """The `waiting` calls in the order in which they are considered.
 
-    `engines` has the state of each model, by name.
+    They are sorted by `aged_class` at the time `now`, then warm models first, then by arrival. `engines` has the state
+    of each model, by name.
     """
     warm = {name for name, engine in engines.items() if engine.state is ModelState.WARM}
 
@@ -87,14 +91,14 @@ def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float)
 
 
 def next_steps(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> NextSteps:
-    """The `waiting` calls that start now, and the models to load now, the first in `order` first.
+    """The `waiting` calls that start now, and the models to load now. The calls are considered in their `order`:
 
-    1. The model is warm and can run another call: start the call.
-    2. The model is cold: load it. The call starts when that is done.
-    3. The model is being loaded, or is busy: wait. Calls of other models may start …
-    4. … but calls behind this one do not start on a model that its load waits for.
+    1. If the model is warm and can run another call, the call starts.
+    2. If the model is cold, the model is loaded. The call starts when the load is done.
+    3. If the model is being loaded or is busy, the call waits. Later calls of other models may start.
+    4. But if a load waits until another model is evicted, later calls of that other model do not start.
 
-    Without 4, a steady stream of calls of a warm model would keep a cold model out for ever. Calls of the warm model
+    Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. Calls of the warm model
     with the same class start first, until the cold model's call has waited 30 s longer. So models change seldom.
     """
     start: list[int] = []
@@ -116,7 +120,10 @@ def next_steps(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: f
 
 
 def _blocked_by_started_calls(engines: Iterable[Engine]) -> set[str]:
-    """Models that a load waits for whose calls had started when their model was evicted."""
+    """The models on which no call may start now, because a load waits for their eviction.
+
+    Only those loads count whose own model still runs calls: these calls started before their model was evicted.
+    """
     blocked: set[str] = set()
     for engine in engines:
         if engine.state is ModelState.LOADING and engine.active:

@@ -1,7 +1,7 @@
 """The waiting calls, in one event loop. `order` decides which calls may start, and this module starts them.
 
-A call takes a turn: `async with queue.turn("qwen", importance=10) as turn:` waits until the call may start, then has
-the model, which stays pinned until its last turn ends. A caller that leaves while waiting leaves nothing behind.
+A turn is the time during which a call may use its model. `async with queue.turn("qwen", importance=10) as turn:` waits
+until the call may start. The model is pinned until its last turn ends. If a caller stops waiting, its call is removed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class _Running:
 
 
 class LoadShared(Exception):
-    """A model could not be pinned, and another call has already received its `error`. It counts once only."""
+    """A model could not be pinned, and another call has already received the `error`.
+
+    The failure must be counted only once, although several calls waited for the model.
+    """
 
     def __init__(self, error: BaseException) -> None:
         """`error` is the reason."""
@@ -67,7 +70,7 @@ class Queue:
         clock: Callable[[], float],
         limit: int = 256,
     ) -> None:
-        """At most `limit` calls wait; further ones are refused. `clock` returns seconds.
+        """At most `limit` calls wait, and further calls are refused. `clock` returns seconds.
 
         `take(model, importance)` begins to pin a model, `here(model)` is whether it is on its device, and
         `concurrency(model)` is the number of calls that it can run at once.
@@ -105,7 +108,10 @@ class Queue:
             self._leave(turn)
 
     def advance(self) -> None:
-        """Starts what can start: at every arrival and end of a call, and when a load ends or begins to wait."""
+        """Starts every call and every load that can start now.
+
+        It is called whenever a call arrives or ends, and whenever a load ends or begins to wait.
+        """
         again = True
         while again:  # waiting calls may take a model that was just released
             if self._waiting and not self.closed:
@@ -116,13 +122,20 @@ class Queue:
             again = any(released) and bool(self._waiting) and not self.closed
 
     def renew(self, model: str) -> None:
-        """Pins `model` again for the next call, once its running calls have ended: its engine has failed."""
+        """Records that the engine of `model` has failed.
+
+        Once the running calls of the model have ended, the next call pins the model again.
+        """
         running = self._models.get(model)
         if running is not None:
             running.engine_failed = True
 
     def retry_after(self) -> float:
-        """Seconds in which as many calls ended lately as wait now: 1 to 60. One if fewer than two calls have ended."""
+        """The seconds after which a refused caller should try again, from 1 to 60.
+
+        The estimate is the time in which as many calls ended lately as wait now. It is 1 if fewer than two calls have
+        ended.
+        """
         if len(self._ends) < 2:
             return 1.0
         seconds_per_call = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -146,7 +159,10 @@ class Queue:
             raise Refused(503, "queue_full", text, seconds, depth=waiting)
 
     async def _value_of(self, hold: Hold) -> Any:
-        """The pinned object. Only the first call raises the error of a load itself; the others raise LoadShared."""
+        """The object that `hold` pins.
+
+        If the load failed, the first call raises the error of the load, and the other calls raise LoadShared.
+        """
         try:
             if hold.ready.done():
                 return hold.ready.result()
@@ -182,9 +198,9 @@ class Queue:
             state = ModelState.WARM if self._here(model) else ModelState.COLD
             return Engine(state, running.active, concurrency)
         if running.engine_failed:
-            # No further call starts until the running ones have ended and the model was pinned again.
+            # No further call starts until the running calls have ended and the model was pinned again.
             return Engine(ModelState.WARM, running.active, running.active)
-        # If calls are active and the hold does not wait, the model is on its device. Only its pin is not confirmed.
+        # If calls are active and the hold does not wait, the model is on its device. Only the pin is not confirmed yet.
         if running.ready or (running.active and not hold.waits):
             return Engine(ModelState.WARM, running.active, concurrency)
         return Engine(ModelState.LOADING, running.active, concurrency, hold.waits_for)
@@ -223,7 +239,10 @@ class Queue:
         return running
 
     def _on_ready(self, model: str, hold: Hold) -> None:
-        """The model is pinned, or could not be: then all calls that wait for it start, and receive the error."""
+        """Called when the pin of `hold` succeeded or failed.
+
+        If the pin failed, all calls that wait for the model are started, so that they receive the error.
+        """
         running = self._models.get(model)
         if running is None or running.hold is not hold:
             return
@@ -234,7 +253,10 @@ class Queue:
         self.advance()
 
     def _release_idle(self, model: str) -> bool:
-        """Releases a model that runs no call, unless it is being loaded for a waiting one. Whether a pin ended."""
+        """Releases a `model` that runs no call, unless the model is being loaded for a waiting call.
+
+        Returns whether a pin was released.
+        """
         running = self._models[model]
         is_loading = running.hold is not None and not running.ready
         if is_loading and not self.closed and self._waiting_for(model):

@@ -16,10 +16,10 @@ Emit = Callable[[Any], None]
 async def stream_from_thread(
     work: Callable[[Emit, threading.Event], None],
 ) -> AsyncGenerator[Any]:
-    """The values that `work(emit, cancelled)` emits, as they arrive. Raises what it raises.
+    """Yields the values that `work(emit, cancelled)` emits, as they arrive. Raises the error that `work` raises.
 
-    `cancelled` is set when the reader has left. The work should then end soon, and this waits for its end: an engine
-    that still computes cannot take the next call.
+    `cancelled` is set when the reader of the stream has stopped. The work should then end soon. The stream waits for
+    the end of the work, because an engine that still computes cannot take the next call.
     """
     loop = asyncio.get_running_loop()
     results: deque[tuple[Any, BaseException | None, bool]] = deque()  # value, error, whether last
@@ -75,12 +75,18 @@ async def stream_from_thread(
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """The value that `work()` returns. If this is cancelled, it still waits for the end of the work."""
+    """The value that `work()` returns, run in a thread.
+
+    If the awaiting task is cancelled, it still waits until `work` has ended.
+    """
     return await in_thread_until(lambda cancelled: work())
 
 
 async def in_thread_until(work: Callable[[threading.Event], Any]) -> Any:
-    """The value that `work(cancelled)` returns. If this is cancelled, `cancelled` is set; the work ends then."""
+    """The value that `work(cancelled)` returns, run in a thread.
+
+    If the awaiting task is cancelled, the event `cancelled` is set, and `work` must then end soon.
+    """
     results: list[Any] = []
     async for value in stream_from_thread(lambda emit, cancelled: emit(work(cancelled))):
         results.append(value)

@@ -1,4 +1,4 @@
 """Routing: the models that may answer a call, in order, and the changes that a client's profile makes to its body.
 
-Pure, except for reading `tasks.yaml` and the file of the cloud guard. Nothing here calls a model.
+The modules here are pure, except that they read `tasks.yaml` and the file of the cloud guard. They call no model.
 """

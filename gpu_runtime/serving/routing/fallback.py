@@ -1,8 +1,9 @@
-"""The stand-ins for a model that cannot answer, and whether a cloud may be one.
+"""Chooses the models that may answer in place of a model that cannot (its stand-ins), and guards the use of clouds.
 
-Pure, except for the guard, which is a file. The order is: the requested model; then the other local models that
-`tasks.yaml` names for it, smaller contexts first, since they need less memory; then clouds; then 503. Without a line
-in that file no other model answers.
+The order is: first the requested model, then the local stand-ins that `tasks.yaml` names for it, then the clouds that
+the file names. If none can answer, the call is refused with 503. Local stand-ins with smaller contexts are tried first,
+since they need less memory. Without a line for the model in that file, no other model answers. This module is pure,
+except that the cloud guard reads and writes a file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from ...errors import BadSetting
 from ...facts import Value
 
-# Each provider's OpenAI-compatible address, if the environment has no other.
+# The OpenAI-compatible address of each provider. An address in the environment overrides it.
 KNOWN_CLOUDS = {
     "openai": "https://api.openai.com/v1",
     "claude": "https://api.anthropic.com/v1",
@@ -28,7 +29,7 @@ _PROVIDER = re.compile(r"([a-z][a-z0-9_-]{0,31}):(?=.)")
 
 
 class Choice(Value):
-    """A model that may answer. `because` is the reason that the caller gets, if it is not the requested model."""
+    """A model that may answer. If it is not the requested model, `because` is the reason that the caller gets."""
 
     model: str
     cloud: bool = False
@@ -36,7 +37,7 @@ class Choice(Value):
 
 
 class Cloud(Value):
-    """The address of a cloud's model."""
+    """The address, the name and the key with which a cloud's model is called."""
 
     provider: str
     base_url: str
@@ -53,7 +54,7 @@ class Cloud(Value):
 
 
 def is_cloud(name: str, known: Callable[[str], bool]) -> bool:
-    """Whether `name` is a cloud's model: `provider:model`, and not `known` as a local model.
+    """Whether `name` is a cloud's model: it has the form `provider:model` and is not `known` as a local model.
 
     >>> is_cloud("claude:sonnet", lambda name: False), is_cloud("llama3:8b", lambda name: True), is_cloud("qwen", bool)
     (True, False, False)
@@ -62,7 +63,7 @@ def is_cloud(name: str, known: Callable[[str], bool]) -> bool:
 
 
 def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
-    """The cloud that `name`, a `provider:model`, is called at; or in words what is missing.
+    """The cloud where `name` (in the form `provider:model`) is called, or a sentence about what is missing.
 
     `environment` has `PROVIDER_API_KEY` and `PROVIDER_BASE_URL`.
     """
@@ -80,9 +81,9 @@ def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
 
 
 def guarded(choices: Iterable[Choice], allow_cloud: bool) -> tuple[Choice, ...]:
-    """The `choices`; without `allow_cloud`, no cloud in any place but the first.
+    """The `choices`. Unless `allow_cloud`, every cloud after the first place is removed.
 
-    The first is the requested model. A cloud there is a deliberate choice and is never blocked, so the result is
+    The first choice is the requested model. A cloud in that place is deliberate and is never blocked, so the result is
     never empty. Source: Model Boss, Cloud-fallback guard.
     """
     first, *others = choices
@@ -120,7 +121,7 @@ class CloudGuard:
     """Whether a cloud may stand in for a local model. The value is in one file, which survives restarts."""
 
     def __init__(self, path: Path | None, seed: bool) -> None:
-        """The guard in the file `path`; None: in memory only.
+        """The guard whose value is in the file `path`. If `path` is None, the value is kept in memory only.
 
         `seed` (MODEL_BOSS_ALLOW_CLOUD_FALLBACK) is the value until `allow` is first called.
         """
@@ -130,7 +131,10 @@ class CloudGuard:
 
     @property
     def allowed(self) -> bool:
-        """The present value. False if the file exists and cannot be read: then no data leaves this machine."""
+        """Whether a cloud may stand in for a local model.
+
+        If the file exists and cannot be read, the result is False, so that no data leaves this machine.
+        """
         if self._path is None:
             return self._seed if self._in_memory is None else self._in_memory
         try:

@@ -1,6 +1,7 @@
-"""Changes of the prompt before an engine sees it: the client's profile and the thinking mode.
+"""Changes the prompt before an engine sees it, by the client's profile and by the thinking mode.
 
-Pure. A field of the body overrides the profile, which overrides the model's entry in the catalogue.
+This module is pure. A field of the body overrides the profile, and the profile overrides the model's entry in the
+catalogue.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SWITCHES = {True: "/think", False: "/no_think"}
 
 
 def apply_profile(call: Call, profile: Profile | None) -> Call:
-    """The `call` with the values of its client's `profile` where the call has none."""
+    """The `call`, in which each missing value is taken from the client's `profile`."""
     if profile is None:
         return call
     body = {**profile.defaults, **call.body}
@@ -44,10 +45,10 @@ def apply_profile(call: Call, profile: Profile | None) -> Call:
 
 
 def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The conversation `messages` with `text` at its head.
+    """The conversation `messages` with `text` as a system message at its beginning.
 
-    The text is put into the conversation's own system message if it has one: many templates allow only one, and only
-    in the first place.
+    If the conversation already begins with a system message, `text` is put into that message. Many templates allow only
+    one system message, and only in the first place.
 
     >>> with_system([{"role": "user", "content": "hi"}], "Be brief.")[0]
     {'role': 'system', 'content': 'Be brief.'}
@@ -61,7 +62,10 @@ def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any
 
 
 def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
-    """Whether the model thinks aloud first: by the `call`, else by the model's `options`. None: by its template."""
+    """Whether the model writes its thoughts before its answer.
+
+    The `call` decides, or else the model's `options`. The result None means that the model's template decides.
+    """
     thinking = options.get("thinking") if call.thinking is None else call.thinking
     return thinking if isinstance(thinking, bool) else None
 
@@ -69,10 +73,10 @@ def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
 def with_thinking(
     messages: list[dict[str, Any]], think: bool | None, template: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The conversation `messages`, and variables for the chat `template`, with thinking on or off as in `think`.
+    """The conversation `messages` and the variables for the chat `template`, changed so that thinking is as in `think`.
 
-    A template that reads `enable_thinking` gets that variable. For all others, and for an unknown template, a word is
-    added to the last user message, as Qwen 3 introduced it.
+    A template that reads `enable_thinking` gets that variable. For any other or unknown template, a word is added to
+    the last user message, which is the method that Qwen 3 introduced.
 
     >>> with_thinking([{"role": "user", "content": "hi"}], False, "{% if enable_thinking %}…")
     ([{'role': 'user', 'content': 'hi'}], {'enable_thinking': False})

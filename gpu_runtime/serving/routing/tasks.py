@@ -11,8 +11,8 @@
     fallback:                               # which models answer when one cannot; "*" for all others
       qwen-32b: [qwen-4b, claude:sonnet]
 
-Pure, except for reading the file. The best candidate is chosen by what is warm, and by how long loads and answers
-have taken so far.
+The best candidate is chosen by which models are warm, and by how long their loads and answers have taken so far. This
+module is pure, except that it reads the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
 class Task(Value, forbid_unknown_fields=True):
-    """A purpose, and the models that may serve it, the best first."""
+    """A purpose such as `classify`, and the models that may serve it. The best model is first."""
 
     candidates: Annotated[tuple[str, ...], Meta(min_length=1)]
     keep_alive_s: Seconds | None = None
@@ -46,7 +46,7 @@ class Task(Value, forbid_unknown_fields=True):
 
 
 class Profile(Value, forbid_unknown_fields=True):
-    """Values for the calls of one client, where the calls have none."""
+    """Default values for the calls of one client. A value in the call itself overrides them."""
 
     system: str = ""  # put before the conversation
     model: str = ""  # for `model: "default"`
@@ -70,7 +70,7 @@ class ServingConfig(Value, forbid_unknown_fields=True):
 
 
 class Cost(Value):
-    """Seconds that a model has taken; None: not measured yet."""
+    """The measured seconds of a model's load and answer. None means that a part was not measured yet."""
 
     load: float | None = None
     answer: float | None = None
@@ -106,7 +106,7 @@ def _read(name: str) -> bytes:
 
 
 def _check_profile(profile: Profile, file: str, place: str) -> None:
-    """Checks values of a profile as those of a body are checked. Raises BadDocument."""
+    """Checks the values of a `profile` by the rules for a request's body. Raises BadDocument."""
     importance = profile.importance
     unknown_word = isinstance(importance, str) and importance not in IMPORTANCE
     out_of_range = isinstance(importance, int) and not 1 <= importance <= 100
@@ -137,8 +137,9 @@ def candidates(
     """The candidates of the `task` called `name`, in the order in which they are tried.
 
     1. Without `allow_cloud`, clouds are removed from all places but the first.
-    2. Models that are expected to take longer than the budget are removed. If none is left: Refused, with both numbers.
-    3. With `pin_primary` the order is the written one; else warm models are first, then the written order.
+    2. Models that are expected to take longer than the budget are removed. If no model is left, Refused is raised with
+       both numbers.
+    3. With `pin_primary` the order is that of the file. Otherwise warm models come first, in the order of the file.
 
     `warm(model)`, `known(model)` and `cost(model)` describe a model. `budget` (seconds) overrides the task's own.
     """
@@ -166,7 +167,7 @@ def candidates(
 
 
 def expected_seconds(is_warm: bool, cost: Cost) -> float | None:
-    """Seconds until a call of a model is answered, the load included unless the model `is_warm`.
+    """The expected seconds until a call of a model is answered. They include a load unless the model `is_warm`.
 
     A part of `cost` that was never measured counts as nothing, so the call may take longer. None if no part was
     measured.
@@ -182,7 +183,7 @@ def expected_seconds(is_warm: bool, cost: Cost) -> float | None:
 def fits(
     choice: Choice, budget: float | None, warm: Callable[[str], bool], cost: Callable[[str], Cost]
 ) -> bool:
-    """Whether `choice` is expected to answer within the `budget` (seconds). A model never measured fits.
+    """Whether `choice` is expected to answer within the `budget` (seconds). A model that was never measured fits.
 
     `warm(model)` and `cost(model)` describe a model.
     """
