@@ -1,6 +1,6 @@
-"""Gets memory for a model or a block of code: request, wait, load or restore, settle.
+"""Gets memory for a model or a block of code: requests it, waits, loads or restores, and settles.
 
-After any failure or interrupt, the book is as it was before.
+After any failure or interrupt, the book is as it was before the request.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ class Use(Held):
 
 
 class Call(Use):
-    """The block that a call of the model itself runs in."""
+    """The `with` block in which a call of the model itself runs."""
 
     __slots__ = ()
     is_call = True
 
 
 def call(session: Session, resident: Resident, restore: bool) -> Held:
-    """The block that a call on a kept reference runs in.
+    """The `with` block in which a call of a kept reference to the model runs.
 
-    Without `restore`, raises NotResident if the model is away.
+    If `restore` is false and the model is not on its device, this raises NotResident.
     """
     if not restore and resident.place is not Place.HERE:
         raise NotResident(
@@ -116,9 +116,9 @@ def obtain(
     keep_alive: str | float | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Brings the model onto its device, and pins it with `anchor` if one is given.
+    """Brings the model onto its device. If `anchor` is given, `anchor` pins the model.
 
-    Arguments that are None default to the registration's. Raises DoesNotFit, Busy, Deadlock,
+    An argument that is None takes the value of the registration. Raises DoesNotFit, Busy, Deadlock,
     LoadFailed, ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
     """
     spec = resident.spec
@@ -184,8 +184,9 @@ def grants(
 ) -> Iterator[Grant]:
     """Yields grants that have steps to perform. Ends without a grant once `is_here()` is true.
 
-    The caller performs the steps. If it takes the next item, the steps have failed, and the request
-    is decided again. Raises the errors of `explain.refusal`, and Busy after `timeout` seconds.
+    The caller performs the steps of each grant. If the caller takes the next item, the steps have
+    failed, and the request is decided again. Raises the errors of `explain.refusal`. Raises Busy
+    after `timeout` seconds.
     """
     reported = False
     try:
@@ -209,7 +210,7 @@ def _verdicts(
     timeout: float | None,
     is_here: Callable[[], bool],
 ) -> Iterator[Grant | Wait]:
-    """Each grant with steps, and each wait before its pause."""
+    """Yields each grant that has steps, and each wait before the thread pauses for it."""
     began = session.clock()
     deadline = None if timeout is None else began + timeout
     checked_for_dead = False
@@ -248,7 +249,7 @@ def _verdicts(
 def _admit(
     session: Session, request: Request, compared: tuple[Candidate, ...]
 ) -> Grant | Wait | Refuse:
-    """One admission in one transaction, on devices measured now."""
+    """Decides the request in one transaction, on devices that are measured now."""
     in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)
     return session.decide(
         lambda book, world: admit(book, request, world, session.rank), fresh=True, in_full=in_full
@@ -256,9 +257,10 @@ def _admit(
 
 
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
-    """Rings the owners in the way to publish their pins, each at most once in POLL_SECONDS.
+    """Notifies the owners of the blocking leases, so that they publish their pins now.
 
-    Pins are otherwise published within a second.
+    Each owner is notified at most once in POLL_SECONDS. Without a notification, an owner publishes
+    its pins within a second.
     """
     now = session.clock()
     owners = {id.partition("/")[0] for id in verdict.blockers}
@@ -280,8 +282,8 @@ def perform(
 ) -> None:
     """Loads or restores the model as granted in `verdict`, and settles its lease.
 
-    `anchor` pins it, if given; `key` is the decision's. Raises what the load raises; the grant is
-    abandoned then.
+    If `anchor` is given, `anchor` pins the model. `key` is the key of the decision. If the load or
+    the restore raises, the grant is abandoned and the error is raised.
     """
     step = verdict.steps[0]
     assert not isinstance(step, Drop)  # a grant's own step loads or moves
@@ -331,7 +333,7 @@ def _load(
 
 
 def _remember_uses(session: Session, resident: Resident) -> None:
-    """Takes over when the model was used before this process first loaded it, from the journal."""
+    """Reads from the journal when the model was used before this process first loaded it."""
     if resident.content and not resident.recent_uses:
         for event in session.journal.tail(1, resident.spec.name, books.ENDED_A_STAY):
             if event.source == resident.content:
@@ -339,7 +341,7 @@ def _remember_uses(session: Session, resident: Resident) -> None:
 
 
 def _report_misplaced(session: Session, resident: Resident, handle: Any) -> None:
-    """Logs and journals if an engine placed its bytes on other devices than granted."""
+    """Logs and journals if an engine placed its bytes on other devices than the granted ones."""
     if elsewhere := resident.backend.elsewhere(handle):
         lease = resident.lease
         because = explain.elsewhere(resident.spec.name, lease.where, elsewhere)
@@ -433,7 +435,9 @@ def _abandon(session: Session, name: str, key: Key, error: BaseException) -> Non
 def _load_ungoverned(
     session: Session, resident: Resident, anchor: AnchorRef | None, progress: Progress | None
 ) -> None:
-    """ENABLE_MEMORY_GOVERNOR=false: loads onto the first allowed card; nothing is evicted for it."""
+    """Loads the model onto the first allowed card, without evictions
+    (ENABLE_MEMORY_GOVERNOR=false).
+    """
     allowed = demand.allowed_devices(session, resident)
     cards = [device for device in session.probe.devices if not device.is_host]
     card = next(card for card in cards if not allowed or card.id in allowed)

@@ -1,7 +1,8 @@
-"""Maps of this process's allocator, published beside the book, and those of all owners.
+"""Publishes the maps of this process's memory allocator, and reads the maps of all owners.
 
-Making a map of thousands of blocks takes milliseconds in which the kernel's own code cannot run. So a
-map is made only after a change, and for at most 1 % of the time.
+A map lists the blocks of an allocator. The files of the maps are beside the book. Making a map of
+thousands of blocks takes milliseconds in which the kernel's own code cannot run. So a map is made
+only after a change, and for at most 1 % of the time.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Maps:
         self._lock = threading.Lock()
 
     def publish(self, *, at_once: bool = False) -> bool:
-        """Publishes the maps if they have changed and the last are old enough. True if it did.
+        """Publishes the maps if they have changed since the last time. Returns whether it did.
 
-        `at_once` ignores the age of the last maps.
+        The pause after the last maps must be over; `at_once` ignores that pause.
         """
         with self._lock:
             now = self._clock()
@@ -69,7 +70,7 @@ class Maps:
     def own(self) -> tuple[AllocatorMap, ...]:
         """The maps of this process as they are now, bounded in size.
 
-        The same objects while nothing changes.
+        Returns the same objects as the last call while the allocators do not change.
         """
         pulse = self._probe.pulse()
         if pulse != self._drawn_at:
@@ -79,7 +80,10 @@ class Maps:
         return self._drawn
 
     def all(self, book: Book) -> tuple[AllocatorMap, ...]:
-        """The maps of every owner in the book, in the book's order; this process's as of now."""
+        """The maps of every owner in the book, in the book's order.
+
+        The maps of this process are made now; the others are the last published ones.
+        """
         me = self._ledger.owner.id
         published = self._ledger.maps() | {me: self.own()}
         owners = dict.fromkeys([*book.sections, me])

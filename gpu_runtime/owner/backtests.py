@@ -41,12 +41,12 @@ def backtest(
     device: Words = DEVICES,
     host: Words = HOSTS,
 ) -> DataFrame:
-    """A table with the waiting that each choice of policy, engine, card and host memory would cause.
+    """A table of the waiting that each choice of policy, engine, card and host memory would cause.
 
-    The history is in the CSV files `requests` and `models`; without them it is the journal's of the
-    last `days` days. `policy`, `engine`, `device` and `host` are words in a list or separated by
-    commas. `device` and `host` are sizes such as `80GB`, or percents of the bytes of all models.
-    Columns: those of `backtest.Row`. Raises BadSetting.
+    The history is read from the CSV files `requests` and `models`. Without these files, it is the
+    journal of the last `days` days. `policy`, `engine`, `device` and `host` are words in a list, or
+    in one string with commas. `device` and `host` are sizes such as `80GB`, or percents of the
+    bytes of all models. The columns are the fields of `backtest.Row`. Raises BadSetting.
     """
     from pandas import DataFrame
 
@@ -73,7 +73,7 @@ def backtest(
 
 
 def _recorded(session: Session, days: float) -> History:
-    """The history of the last `days` days, from the journal and the leases of now."""
+    """The history of the last `days` days, from the journal and the current leases."""
     wall = session.wall()
     events = recorded_events(session, since=wall - days * DAY)
     return journal_history(events, session.ledger.read().leases(), wall)

@@ -1,4 +1,4 @@
-"""The blocks of user code that hold memory in this process, each with the anchor of its `with`."""
+"""The blocks of user code that hold memory in this process, each with its `with` block's anchor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .pins import AnchorRef
 
 
 class Blocks(dict[str, tuple[Lease, AnchorRef]]):
-    """Name of a block -> its lease, and the anchor that lives as long as the block runs."""
+    """Maps a block's name to its lease and to the anchor that lives as long as the block runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,10 +22,10 @@ class Blocks(dict[str, tuple[Lease, AnchorRef]]):
         return next(self._numbers)
 
     def running(self, ended: Callable[[str], None]) -> tuple[Lease, ...]:
-        """The leases of the blocks that run. Forgets the others, which an interrupt has ended.
+        """The leases of the running blocks. Forgets the blocks that an interrupt has ended.
 
-        An interrupt at the right instruction skips a block's own tidying. Then `ended(card)` is
-        called for each card that such a block had leased.
+        An interrupt at an unlucky moment skips the code that ends a block. This method then calls
+        `ended(card)` for each card that such a block had leased.
         """
         leases = []
         for name, (lease, anchor) in list(self.items()):

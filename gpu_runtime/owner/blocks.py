@@ -1,7 +1,7 @@
 """Blocks of the user's own code that lease memory: the lease, the cap on torch, the measured use.
 
-Only torch can measure the use, and only on a real card that this process uses. Otherwise the figures
-are unknown, never zero.
+Only torch can measure the use, and only on a real card that this process uses. Otherwise the
+measured figures are unknown; they are never reported as zero.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from .session import Session
 
 
 class LeasedBlock:
-    """The object that `rt.lease` yields: the lease, its device, and after the block its peak and delta.
+    """The object that `rt.lease` yields: the lease and its device, and later the measured use.
 
-    `peak_bytes` and `delta_bytes` are None while the block runs, and if they are unknown.
+    `peak_bytes` and `delta_bytes` are None while the block runs. They stay None if the use is
+    unknown.
     """
 
     def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:
@@ -48,7 +49,7 @@ class LeasedBlock:
         self._cuda.set_per_process_memory_fraction(fraction, self._torch)
 
     def end(self) -> None:
-        """Takes the last reading and lifts the cap."""
+        """Measures the block's use of memory for the last time and lifts the cap on torch."""
         if self._cuda:
             self.peak_bytes = self._cuda.max_memory_allocated(self._torch) - self._before
             self.delta_bytes = self._cuda.memory_allocated(self._torch) - self._before
@@ -76,7 +77,7 @@ def lease_memory(
 ) -> Held:
     """A `with` block that holds `size` bytes for the caller's own code while it runs.
 
-    Raises BadSize, BadSetting at once; DoesNotFit, Busy as the block is entered.
+    Raises BadSize and BadSetting at once. Entering the block raises DoesNotFit and Busy.
     """
     wanted_bytes = 0 if size is None else parse_room(size)
     rank = parse_importance(importance)
@@ -87,7 +88,7 @@ def lease_memory(
 
 
 class _Block(Held):
-    """The `with` block of `lease_memory`. Its last reading stays readable after the end."""
+    """The `with` block of `lease_memory`. Its measured use stays readable after the block's end."""
 
     __slots__ = ("_session", "_name", "_wanted", "_running")
 
@@ -114,12 +115,15 @@ class _Block(Held):
 
 
 class RoomForProcess(Held):
-    """A `with` block that holds room on one card for a process outside, which is about to take it."""
+    """A `with` block that reserves room on one card for another process, which is about to use it."""
 
     __slots__ = ("_session", "_name", "_wanted")
 
     def __init__(self, session: Session, pid: int, device: str, size: int, seconds: float) -> None:
-        """Room of `size` bytes on `device` for the process `pid`, taken within `seconds` of the grant."""
+        """Reserves `size` bytes on `device` for the process `pid`.
+
+        The process is expected to take the bytes within `seconds` of the grant.
+        """
         super().__init__()
         self._session, self._name = session, f"return of pid {pid}#{session.blocks.new_number()}"
         self._wanted = (size, NORMAL, None, (device,), seconds)
@@ -144,7 +148,8 @@ def _lease_block(
 ) -> Lease:
     """Claims `size` bytes until the anchor dies or the block ends, on one of `devices` if given.
 
-    For `unseen_seconds` the bytes count as not measured yet, so that nobody is granted them as free.
+    For `unseen_seconds` the bytes count as not measured yet. So no other request is granted them as
+    free memory.
     """
     wanted = Lease(session.me, name, kind="block", importance=importance, movable=False)
     rules = PlacementRules(devices, policy=session.settings.gpu_placement)

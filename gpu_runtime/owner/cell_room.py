@@ -1,7 +1,8 @@
-"""Room for a cell of plain code, which asks nobody before it takes memory.
+"""Room for a cell of plain code, which makes no request before it takes memory.
 
-Before a cell runs, the memory that it took at its peak the last time is requested. The wait is bounded, and
-the cell runs in any case. After a cell that ran out of memory, idle notebooks and models leave.
+Before a cell runs, this module requests the memory that the cell took at its peak the last time.
+The wait is bounded, and the cell runs in any case. After a cell that ran out of memory, idle
+notebooks and models are evicted.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CellRoom:
     """The peaks of this notebook's cells, and the requests for them."""
 
     def __init__(self, session: Session) -> None:
-        """For the kernel of `session`. A book in memory keeps the peaks in memory too."""
+        """Keeps the peaks for the kernel of `session`. If the book is in memory, so are the peaks."""
         self._session = session
         lasting = getattr(session.ledger, "directory", None) is not None
         self._peaks = peaks_of_this_user() if lasting else Measurements()
@@ -46,7 +47,10 @@ class CellRoom:
         self._block: tuple[str, Anchor] | None = None  # the room of a kernel without a lease
 
     def wanted(self, text: str) -> Bytes:
-        """Bytes on each card that the cell `text` took at its peak; empty: nothing to request."""
+        """Bytes of each card that the cell `text` took at its last peak.
+
+        Empty: no request is needed.
+        """
         self._leased_bytes = self._session.blocks.leased_bytes
         key = cell_key(notebook_path(), text)
         if not key or not self._session.settings.enable_memory_governor:
@@ -60,7 +64,7 @@ class CellRoom:
         return peak
 
     def learn(self, text: str, peak: Bytes) -> None:
-        """Remembers what the cell `text` took. A cell that leased memory asks for itself."""
+        """Remembers the `peak` of the cell `text`, unless the cell itself leased memory."""
         key = cell_key(notebook_path(), text)
         if not key or self._session.blocks.leased_bytes != self._leased_bytes:
             return
@@ -73,7 +77,7 @@ class CellRoom:
     # -- before a cell
 
     def request(self, resident: KernelResident | None, anchor: Anchor, wanted: Bytes) -> None:
-        """Requests what the cell needs beyond what the kernel holds, and pins the kernel with it.
+        """Requests the bytes that the cell needs beyond what the kernel holds, and pins the kernel.
 
         Returns without the room when the wait is over, or when the kernel had to leave meanwhile.
         """
@@ -107,7 +111,9 @@ class CellRoom:
             self._note(resident, more)
 
     def _grants(self, name: str, key: Any, more: Bytes, resident: KernelResident | None) -> Any:
-        """Yields the lease on `more` once it is granted; nothing if the kernel has to leave before."""
+        """Yields the lease on `more` once it is granted, and nothing if the kernel must leave
+        first.
+        """
         session = self._session
         wanted = Lease(session.me, name, kind="block", movable=False)
         rules = replace(PlacementRules(devices=tuple(more)), **exactly(more))
@@ -130,11 +136,11 @@ class CellRoom:
 
     @property
     def patience_seconds(self) -> float:
-        """How long a cell waits for room at most."""
+        """The longest time that a cell waits for room."""
         return WAIT_TURNS * self._session.settings.gpu_park_turn_seconds
 
     def _note(self, resident: KernelResident | None, more: Bytes) -> None:
-        """Journals the room. The kernel's grown lease takes the place of the request's in one write."""
+        """Writes the granted room into the journal, together with the kernel's grown lease."""
         session = self._session
         size = sum(more.values())
         lease = resident.lease if resident else Lease(session.me, "kernel", kind="kernel")
@@ -142,7 +148,7 @@ class CellRoom:
         session.note(lease, "grown", "cell", because, size=size, device=next(iter(more)))
 
     def end(self, resident: KernelResident | None) -> bool:
-        """Ends what the cell had claimed beyond what the kernel holds. True if there was anything."""
+        """Ends the claims of the cell beyond the kernel's bytes. Returns whether there were any."""
         block, self._block = self._block, None
         if block is not None:
             self._session.blocks.pop(block[0], None)
@@ -166,9 +172,9 @@ class Freed(NamedTuple):
 
 
 def make_room(session: Session, error: BaseException) -> Freed:
-    """Idle leases leave the cards until what the out-of-memory `error` names fits.
+    """Evicts idle leases until the bytes that the out-of-memory `error` names fit.
 
-    Own models that left with the end of the cell's block count too.
+    Models of this process that left at the end of the cell's `with` block count too.
     """
     gone: tuple[Lease, ...] = getattr(error, "left", ())
     wanted, freed = bytes_wanted(error), sum(lease.bytes for lease in gone)
@@ -192,7 +198,7 @@ def make_room(session: Session, error: BaseException) -> Freed:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Clears the ended frames of `error` and its causes, which would keep their tensors alive."""
+    """Clears the ended frames of `error` and of its causes, since these frames keep tensors alive."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -205,7 +211,10 @@ def forget_frames(error: BaseException) -> None:
 
 
 def bytes_wanted(error: BaseException) -> int:
-    """The bytes that torch could not allocate, by the message of `error` or its cause; 0: unknown."""
+    """The bytes that torch could not allocate, read from the message of `error` or of its cause.
+
+    Returns 0 if no message names a size.
+    """
     for one in (error, error.__cause__):
         if one is not None and is_out_of_memory(one):
             found = re.search(r"Tried to allocate ([\d.]+ ?(?:[KMGT]?i?B)?)", str(one))

@@ -1,8 +1,9 @@
-"""Parks a process that cannot cooperate, by the driver's checkpoint calls. A person names it by its pid.
+"""Parks a process that cannot cooperate, by the driver's checkpoint calls. A person names its pid.
 
-Such a process has no extension loaded, or another framework holds its memory. The driver copies its
-memory to RAM, and all its CUDA calls wait until it returns. Nothing here happens by itself. A call that
-has begun is waited for, also after an interrupt: half of it would leave the process locked.
+Such a process has not loaded the extension, or another framework holds its memory. The driver
+copies its memory to RAM, and all its CUDA calls wait until the memory returns. Nothing here runs
+automatically. A call that has begun is always completed, also after an interrupt, because a
+half-done call would leave the process locked.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ class Target(NamedTuple):
 
 
 def park(session: Session, who: str, checkpoint: bool, confirmed: bool) -> Outcome:
-    """Parks the notebook `who`, or by `checkpoint` any process; see Runtime.park.
+    """Parks the notebook `who`, or with `checkpoint` any process. See Runtime.park.
 
-    Without `confirmed` no checkpoint is made: the outcome says what can go wrong.
+    Without `confirmed` no checkpoint is made, and the outcome says what can go wrong.
     """
     return _park(session, who, confirmed) if checkpoint else kernel.park(session, who)
 
 
 def unpark(session: Session, who: str, checkpoint: bool) -> Outcome:
-    """Brings back the notebook `who`, or by `checkpoint` any process; see Runtime.unpark."""
+    """Brings back the notebook `who`; with `checkpoint`, any process. See Runtime.unpark."""
     return _unpark(session, who) if checkpoint else kernel.unpark(session, who)
 
 
@@ -154,7 +155,7 @@ def _target(session: Session, who: str) -> Target:
 
 
 def look(pid: int) -> Target | None:
-    """The process `pid` as the system shows it; None if it has ended or is hidden."""
+    """The process `pid` as the operating system shows it. None if it has ended or is hidden."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -174,7 +175,7 @@ def look(pid: int) -> Target | None:
 
 
 def _require_allowed(session: Session, target: Target) -> None:
-    """Raises NotAllowed unless this user runs the process, or is an operator."""
+    """Raises NotAllowed unless this user runs the process `target` or is an operator."""
     mine = session.owner.user
     if target.user == mine or permissions.asker(session, mine).operator:
         return
@@ -183,7 +184,7 @@ def _require_allowed(session: Session, target: Target) -> None:
 
 
 def _require_foreign(session: Session, target: Target) -> None:
-    """Raises GpuError for a process with leases: it moves its memory by itself, and safely."""
+    """Raises GpuError if `target` has leases: such a process moves its memory safely by itself."""
     for section in session.ledger.read().sections.values():
         pid = target.pid
         if pid in section.engines:
@@ -230,7 +231,7 @@ def _held(session: Session, target: Target) -> tuple[Share, ...]:
 
 
 def _require_possible(session: Session, target: Target, held: tuple[Share, ...]) -> None:
-    """Raises GpuError if parking the process is known to fail, or its return would."""
+    """Raises GpuError if it is known that parking the process, or bringing it back, would fail."""
     why = ""
     cards = {share.device for share in held}
     listing = session.probe.listing
@@ -286,7 +287,7 @@ def _why_not_running(state: str, target: Target) -> str:
 
 
 def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
-    """What happens, and what is known to go wrong, in sentences. The last one has no full stop."""
+    """Sentences on what parking does and what is known to go wrong. The last one has no full stop."""
     size = show_bytes(sum(share.bytes for share in held))
     several = ""
     if target.threads > 1:
@@ -305,7 +306,7 @@ def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
 
 
 def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
-    """Locks the process and moves its memory to RAM; returns its bytes. Undoes the lock on failure."""
+    """Locks the process and moves its memory to RAM; undoes the lock if that fails. Returns its bytes."""
     _call("lock", target, lock_seconds=LOCK_SECONDS)
     try:
         held = _held(session, target)  # measured again: under the lock it can take no more
@@ -320,7 +321,7 @@ def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
 
 
 def _unlocked(target: Target, error: GpuError) -> GpuError:
-    """The `error`, after the lock was undone if it still held; it says what could not be undone."""
+    """Unlocks the process if it is still locked. Returns `error`, with what was or was not undone."""
     if look(target.pid) is None:
         return error
     try:
@@ -336,7 +337,7 @@ def _unlocked(target: Target, error: GpuError) -> GpuError:
 
 
 def _restore(session: Session, target: Target, held: tuple[Share, ...]) -> None:
-    """Brings the bytes back and lets the process run. Its room is leased meanwhile."""
+    """Returns the bytes and lets the process run. The caller leases room for the bytes meanwhile."""
     _call("restore", target, size=sum(share.bytes for share in held))
     _call("unlock", target)
     parked_processes.forget(target.pid, target.started)
@@ -344,7 +345,7 @@ def _restore(session: Session, target: Target, held: tuple[Share, ...]) -> None:
 
 
 def _call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0.0) -> str:
-    """The state after one call of the driver. Raises GpuError, in a sentence about the process."""
+    """Makes one call of the driver and returns the new state. Raises GpuError with a readable message."""
     try:
         seconds = _seconds(size) + lock_seconds
         return checkpoint.call(action, target.pid, seconds=seconds, lock_seconds=lock_seconds)
@@ -422,11 +423,11 @@ def _journal(
 
 
 def _to_the_end(work: Callable[[], T]) -> T:
-    """The result of `work`. An interrupt is raised when `work` has ended, not before."""
+    """The result of `work`. An interrupt is raised only after `work` has ended."""
     outcome: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
-        """Keeps the result or the error."""
+        """Runs `work` and keeps its result or its error."""
         try:
             outcome.append((work(), None))
         except BaseException as failure:  # raised again in the waiting thread

@@ -10,7 +10,9 @@ from .session import Session, log
 
 
 def close(session: Session) -> None:
-    """Frees every model of a closed session and leaves the book; see Runtime.close."""
+    """Frees all models of a closed session and removes its section from the book; see
+    Runtime.close.
+    """
     session.activity.watchers.discard(session.cell_began)
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))

@@ -1,6 +1,6 @@
 """Finds the console's package through an entry point, since this folder must not import `panels`.
 
-A package with a console names a callable `console` in the entry-point group `gpu_runtime`. The
+A package with a console names a callable `console` in the entry-point group `gpu_runtime`. That
 callable takes the runtime and returns the object to show.
 """
 
@@ -15,7 +15,7 @@ INSTALL = "Install it:  pip install 'gpu-console[console]'"
 
 
 def console(rt: Any) -> Any:
-    """The console over the runtime `rt`. Raises GpuError if none is installed."""
+    """The console of the runtime `rt`. Raises GpuError if no console is installed."""
     for found in entry_points(group="gpu_runtime", name="console"):
         try:
             make = found.load()

@@ -12,10 +12,10 @@ from .session import Session
 
 
 def defrag(session: Session, process: str, timeout: str | float | None) -> Outcome:
-    """Frees cached memory of every process that this user may ask, or of the one that is named.
+    """Frees cached memory in `process`, or in all processes to which this user may send requests.
 
-    `timeout` seconds are the limit for all together. A process that has not answered by then frees its
-    cache once its kernel runs again. Raises as Runtime.defrag.
+    `timeout` is the limit in seconds for all processes together. A process that has not answered by
+    then frees its cache once its kernel runs again. Raises the errors of Runtime.defrag.
     """
     book, me = session.ledger.read(), session.me
     seconds = None if timeout is None else parse_seconds(timeout)
@@ -50,7 +50,7 @@ def defrag(session: Session, process: str, timeout: str | float | None) -> Outco
 
 
 def empty_cache(session: Session) -> int:
-    """Frees this process's cache and publishes its maps. Returns the bytes that came free."""
+    """Frees the allocator cache of this process and publishes its maps. Returns the freed bytes."""
     freed = session.probe.empty_cache()
     session.maps.publish(at_once=True)
     return freed
@@ -63,7 +63,7 @@ def _all_owners(session: Session, book: Book) -> list[str]:
 
 
 def _named(session: Session, process: str, book: Book) -> list[str]:
-    """Ids of the owners in that process, or of the owner that has a model of that name.
+    """Ids of the owners in the process with that pid, or of the owner of the model with that name.
 
     Raises GpuError, and the errors of `registry.resolve`.
     """

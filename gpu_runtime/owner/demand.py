@@ -17,7 +17,10 @@ def wanted_lease(
     importance: int | None = None,
     keep_alive: float | None = None,
 ) -> Lease:
-    """The lease to request. `importance` and `keep_alive` (seconds) default to the registration's."""
+    """The lease to request for a model.
+
+    `importance` and `keep_alive` (seconds) default to the values of the registration.
+    """
     spec = resident.spec
     return Lease(
         session.me,
@@ -53,7 +56,11 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
 
 
 def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
-    """The `rules` for what returns with these bytes to each of several cards."""
+    """The `rules` changed so that each card gives exactly its bytes in `cards`.
+
+    Memory that was parked on several cards returns in the same parts. With less than two cards, or
+    with unknown bytes, the rules are unchanged.
+    """
     if len(cards) < 2 or not all(cards.values()):
         return rules
     return replace(
@@ -67,10 +74,10 @@ def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules
 
 
 def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
-    """Ids of the cards it may be placed on; empty means any.
+    """Ids of the cards on which the model may be placed. Empty means any card.
 
-    The model's own list overrides the card that INFERENCE_GPU_INDEX names. What a live autograd graph holds
-    returns only to its own card.
+    The model's own list overrides the card that INFERENCE_GPU_INDEX names. Memory that a live
+    autograd graph holds returns only to its own card.
     """
     if bound := resident.must_return_to():
         return tuple(bound)

@@ -1,7 +1,7 @@
-"""A report to paste into an issue: versions, drivers, devices, ledger, settings, refusals. No secrets.
+"""A report to paste into an issue: versions, drivers, devices, ledger, settings, refusals.
 
-Each chapter is gathered separately. If a chapter fails, the report shows its error instead, because
-users need the report most when something fails.
+The report contains no secrets. Each chapter is gathered separately. If a chapter fails, the report
+shows its error instead, because users need the report most when something fails.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Rows = list[tuple[str, str]]
 
 
 class Chapter(Value):
-    """A title, and its rows: a name and its value."""
+    """A title and the rows below it. Each row is a name and its value."""
 
     title: str
     rows: tuple[tuple[str, str], ...]
@@ -75,7 +75,7 @@ class Report(Value):
 
 
 def report(session: Session | None, error: GpuError | None = None) -> Report:
-    """The report. Without a `session`, `error` is why the runtime does not open."""
+    """The report of `gpu doctor`. Without `session`, `error` says why the runtime does not open."""
     chapters = [_chapter("versions", _versions), _chapter("drivers", _drivers)]
     if error is not None:
         lines = tuple(("", line.strip()) for line in str(error).splitlines())
@@ -134,7 +134,7 @@ def _build_of(torch: Any) -> str:
 
 
 def _drivers() -> Rows:
-    """Each kind of card, the driver that was asked for it, and its answer."""
+    """A row for each kind of card: the driver that was asked about it, and the driver's answer."""
     rows: Rows = []
     for name in drivers.SOURCES:
         source = drivers.source(name)

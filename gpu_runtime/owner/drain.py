@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.1  # between two checks which leases are still on the card
 def drain(
     session: Session, name: str, *, undo: bool = False, timeout: str | float | None
 ) -> Outcome:
-    """Drains a card, or lets it take leases again with `undo`.
+    """Drains the card `name`. With `undo`, the card takes leases again.
 
     Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed,
     LedgerUnavailable.
@@ -58,7 +58,7 @@ def drain(
 
 
 def _card(name: str, book: Book, world: World) -> Device:
-    """The card with that id or UUID, of this process or of another owner."""
+    """The card with the id or UUID `name`, which this process or another owner uses."""
     known = {device.id: device for device in (*book.devices, *world.devices) if not device.is_host}
     for device in known.values():
         if name in (device.id, device.uuid):
@@ -67,7 +67,10 @@ def _card(name: str, book: Book, world: World) -> Device:
 
 
 def _wait_until_left(session: Session, device: Device, timeout: float) -> list[tuple[Lease, str]]:
-    """Waits until all leases that may leave have left. Returns the others, each with the reason."""
+    """Waits until all leases that may leave have left, at most `timeout` seconds.
+
+    Returns the leases that are still on the card, each with the reason.
+    """
     deadline = session.clock() + timeout
     while True:
         maintenance.vacate(session)

@@ -34,7 +34,7 @@ class Subject(NamedTuple):
 
 
 def size_in(words: str | int) -> int | None:
-    """The bytes that `words` name; None if they name no size. Raises BadSize for zero and below."""
+    """The bytes that `words` name; None if they name no size. Raises BadSize for zero or less."""
     if isinstance(words, str) and _PARAMETERS.fullmatch(words.strip()):
         return None
     try:
@@ -53,7 +53,7 @@ def of_bytes(size: int, session: Session) -> Subject:
 
 
 def of_resident(resident: Resident, session: Session, options: dict[str, Any]) -> Subject:
-    """A model of this process, with `options` instead of its own.
+    """A model of this process, with `options` instead of the model's own options.
 
     Raises UnknownSize, BadSetting, LoadFailed.
     """
@@ -64,7 +64,7 @@ def of_resident(resident: Resident, session: Session, options: dict[str, Any]) -
 
 
 def of_nobody(resident: Resident, session: Session) -> Subject:
-    """A source that is not registered. Raises NotAModel if nothing of that name gives a size."""
+    """A source that is not registered. Raises NotAModel if nothing shows its size."""
     name = resident.spec.name
     try:
         found = of_resident(resident, session, {})
@@ -77,9 +77,9 @@ def of_nobody(resident: Resident, session: Session) -> Subject:
 
 
 def of_lease(lease: Lease, owner: Owner) -> Subject:
-    """Another owner's model, as large as that owner measured it.
+    """A model of another owner. Its size is what that owner measured.
 
-    Raises UnknownSize if the owner has registered it and not loaded it.
+    Raises UnknownSize if that owner has registered the model and not loaded it.
     """
     if not lease.bytes:
         why = f"{owner.label} has registered it and not loaded it, so only that process knows"
@@ -91,10 +91,11 @@ def of_lease(lease: Lease, owner: Owner) -> Subject:
 def unregistered(
     words: str, known: Iterable[str], session: Session, options: dict[str, Any]
 ) -> Resident:
-    """A path, a hub id or a name that contains its size, as a model that is never loaded.
+    """A path, a hub id or a name that contains a size, as a model that is never loaded.
 
-    `known` are the names of known models: `words` close to one of them are a typing mistake, whatever
-    size they contain. Raises UnknownModel for a mistake, and for words that give no size.
+    `known` are the names of known models. If `words` are close to a known name, they are a typing
+    mistake, whatever size they contain. Raises UnknownModel for a mistake, and for words that give
+    no size.
     """
     known = tuple(known)
     if not _is_path(words):

@@ -1,8 +1,8 @@
 """Handles the failures of a model: memory runs out, an engine ends, or a driver fails.
 
-The lease of a lost model is returned, and the book records why, before any caller gets the error. The
-next use loads the model again. If the driver no longer serves this process, no model can be loaded
-into it, and every use raises ProcessLost.
+The lease of a lost model is returned, and the book records why, before any caller gets the error.
+The next use loads the model again. If the driver no longer serves this process, this process can
+load no model, and every use raises ProcessLost.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ LEAVE_SECONDS = 5.0  # time for another owner to evict an idle model after an ou
 
 
 def record_loss(session: Session, resident: Resident, kind: str, because: str) -> None:
-    """Writes into the book that this model is lost, and returns its lease.
+    """Writes into the book that this model is lost, and returns its lease to the book.
 
-    Never raises GpuError: if the book cannot be written, the monitor publishes the loss later.
+    Never raises GpuError. If the book cannot be written, the monitor publishes the loss later.
     """
     lease = resident.lease
     log.warning("%s", because)
@@ -53,7 +53,7 @@ def driver_failure(
 ) -> GpuError | None:
     """Removes a model whose driver failed, and returns the error to raise instead of `error`.
 
-    None if `error` is not a driver's failure of a model that runs in this process.
+    Returns None if `error` is no failure of a driver, or if the model does not run in this process.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, GpuError):
         return None
@@ -91,7 +91,7 @@ def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
 
 
 def require_served(session: Session, resident: Resident) -> None:
-    """Raises ProcessLost if the model runs in this process and the driver no longer serves it."""
+    """Raises ProcessLost if the model would run in this process and the driver no longer serves it."""
     if session.process_lost and runs_here(resident.spec):
         name, _, why = session.process_lost.partition(": ")
         raise _process_lost(name, "", why)
@@ -117,9 +117,9 @@ def _process_lost(name: str, kind: str, why: str) -> ProcessLost:
 def finish_block(
     session: Session, error: BaseException | None, resident: Resident | None = None
 ) -> None:
-    """Ends a `with` block. Raises a readable report of an out-of-memory or driver error.
+    """Ends a `with` block. Raises a readable report if `error` is an out-of-memory or driver error.
 
-    Nothing is run again.
+    The code of the block is not run again.
     """
     if error is None:
         return
@@ -141,9 +141,10 @@ def out_of_memory(
     device: str = "",
     declared_bytes: int | None = None,
 ) -> OutOfMemory:
-    """The readable report of an out-of-memory error, as things are now.
+    """The readable report of an out-of-memory error, with the current figures.
 
-    `loading` is the model that was loaded onto `device`, with `declared_bytes` if it declared a size.
+    If the error occurred during a load, `loading` is the model and `device` is its device.
+    `declared_bytes` is the size that the model declared, if it declared one.
     """
     world = session.world()
     book = books.publish(session.ledger.read(), session.truth(), world)
@@ -164,7 +165,8 @@ def load_error(
 ) -> BaseException:
     """The error to raise for a failed load.
 
-    Our own errors and interrupts are not changed; others become a LoadFailed with the model's name.
+    An error of this package or an interrupt is returned unchanged. An out-of-memory error becomes
+    its readable report. Any other error becomes a LoadFailed with the model's name.
     """
     name = resident.spec.name
     if is_out_of_memory(error):
@@ -184,9 +186,10 @@ def load_error(
 
 
 def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ...]:
-    """After an out-of-memory error in a block: evicts own idle models and frees cached blocks.
+    """After an out-of-memory error in a block: evicts this process's idle models and frees the
+    cache.
 
-    Returns the leases that left, as they were before.
+    Returns the leases that left, with the values that they had before.
     """
     left: list[Lease] = []
     traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
@@ -205,10 +208,10 @@ def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ..
 
 
 def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:
-    """After an out-of-memory error while loading: evicts all idle models on these cards.
+    """After an out-of-memory error during a load: evicts all idle models on the cards of `shares`.
 
-    The book showed room and the card had none, so the figures are wrong. Other owners are requested to
-    evict their models, if a request of this importance may do so.
+    The book showed room and the card had none, so the figures are wrong. Other owners are requested
+    to evict their models, if a request of this importance may do so.
     """
     cards = {share.device for share in shares}
     because = f"the device ran out of memory while {resident.spec.name} was loaded."
@@ -228,7 +231,7 @@ def _may_be_evicted_for(session: Session, resident: Resident, lease: Lease, worl
 
 
 def evict_anywhere(session: Session, lease: Lease, because: str) -> bool:
-    """Evicts an own model, or requests that its owner does. Whether it has left."""
+    """Evicts a model of this process, or requests it of the model's owner. Returns whether it left."""
     try:
         if lease.owner != session.me:
             target = LeaseId(lease.owner, lease.name)

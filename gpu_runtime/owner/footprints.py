@@ -1,7 +1,7 @@
-"""The size of a model of this process, from its source's evidence and from measurements.
+"""The size of a model of this process, from what its source shows and from measurements.
 
-`estimation/footprint.py` computes the estimate. The backends and the file of measurements supply its
-inputs.
+`estimation/footprint.py` computes the estimate. The backends and the file of measurements supply
+its inputs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class Sizing:
         places: tuple[str, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> Footprint:
-        """The bytes that the model needs on a device: measured if it is loaded, else the best estimate.
+        """The bytes that the model needs on a device: measured if it is loaded, else estimated.
 
-        `places` are ids of the cards on which it may be placed; empty means any. `options` replace its
-        own, for a dry run. Raises UnknownSize, NotAModel, LoadFailed, BadSetting.
+        `places` are ids of the cards on which it may be placed; empty means any card. For a dry
+        run, `options` replace the model's own options. Raises UnknownSize, NotAModel, LoadFailed,
+        BadSetting.
         """
         spec = resident.spec
         if options:
@@ -69,7 +70,7 @@ class Sizing:
         )
 
     def _require_evidence(self, resident: Resident, spec: ModelSpec) -> Evidence:
-        """The evidence of the source. Raises GpuError if nothing else shows the size either."""
+        """What the source shows of its size. Raises GpuError if nothing else shows a size either."""
         try:
             evidence = resident.backend.evidence(spec, resident.origin)
         except GpuError as error:
@@ -101,9 +102,9 @@ class Sizing:
             self.measurements.remember(resident.spec, evidence, measured)
 
     def saw(self, resident: Resident, *, alone: bool) -> None:
-        """Remembers a new peak of a model that was used.
+        """Remembers the peak of a model that was used, if the peak is higher than before.
 
-        torch's own peak counts only if no other model was used meanwhile (`alone`).
+        torch's peak counts only if no other model was used meanwhile (`alone`).
         """
         shares = resident.backend.measure(resident.handle) if resident.handle is not None else ()
         size = sum(share.bytes for share in shares)
@@ -122,7 +123,10 @@ class Sizing:
             self.measurements.remember(resident.spec, evidence, measured)
 
     def saw_contexts(self) -> None:
-        """Remembers the bytes of a CUDA context once two measurements agree: the driver's figure is late."""
+        """Remembers the bytes of a CUDA context once two measurements agree.
+
+        The driver reports the bytes with a delay, so one measurement is not enough.
+        """
         contexts = self.probe.contexts()
         for device in self.probe.devices:
             size = contexts.get(device.id, 0)
@@ -132,7 +136,9 @@ class Sizing:
         self._contexts = contexts
 
     def _peak(self, shares: Shares) -> int | None:
-        """Its bytes plus the most that torch held beyond its present use; None if unknown."""
+        """The bytes of `shares` plus the most that torch held beyond its present use; None if
+        unknown.
+        """
         peak = 0
         for share in shares:
             beyond = self.probe.beyond_now(share.device)
@@ -150,8 +156,10 @@ class Sizing:
     def _context(self, places: tuple[str, ...], own: bool = False) -> int:
         """Bytes of the CUDA context that a first use of these cards adds to the model.
 
-        Zero if this process has a context on any of them, since the model may go there; a second
-        card's context counts as residue once it exists. An engine has a context of its `own`.
+        The result is zero if this process has a context on any of the cards, since the model may go
+        there. The context of a second card counts as residue (memory of the process beyond its
+        leases) once it exists. With `own`, the model runs in an engine, which always makes its own
+        context.
         """
         cards = {
             device.id: device.name

@@ -1,7 +1,7 @@
-"""Calls of a governed module pin it while they run, and restore it first if it is away.
+"""A call of a governed module pins its model while the call runs, and restores it first if needed.
 
-Calls of its parts do the same, and so do methods that read or replace all weights. Without that, a copy or a
-file of a model that is away would contain no weights.
+Calls of the module's parts do the same, and so do methods that read or replace all weights. Without
+that, a copy or a file of a model that is away would contain no weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WHOLE = (
 
 
 class Governed(Protocol):
-    """The part of a resident that a call needs: the block to run in, and whether a thread is in a call."""
+    """The members of a resident that a call needs."""
 
     calling: Callable[[], Any]
     training: Training
@@ -54,11 +54,12 @@ _loading = threading.local()  # the model that this thread loads for a change of
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     """Makes calls of the module `value`, and of its parts, pin `resident`.
 
-    If the model is `dropped`, its tensors hold no bytes. An access to a tensor then restores the model, too.
+    If the model is `dropped`, its tensors hold no bytes. Then an access to a tensor also restores
+    the model.
 
-    The module gets a subclass of its class. An attribute on the instance would be simpler, but a deep
-    copy would have it too and would call the original's weights. A part that another resident governs
-    already stays with that resident.
+    The module gets a subclass of its class. An attribute on the instance would be simpler. But a
+    deep copy would have that attribute too, and would call the original's weights. A part that
+    another resident already governs stays with that resident.
     """
     if hasattr(value, "_calls_under"):  # our own proxies pin the model themselves
         value._calls_under = resident.calling
@@ -83,7 +84,7 @@ def _govern(module: Any, resident: Governed, dropped: bool) -> None:
 
 
 def release_calls(value: Any) -> None:
-    """Gives the module `value` and its parts their own classes back; a proxy of ours no longer pins."""
+    """Gives the module `value` and its parts their own classes back. A proxy of ours stops pinning."""
     if hasattr(value, "_calls_under"):
         value._calls_under = contextlib.nullcontext
         return
@@ -98,7 +99,7 @@ def release_calls(value: Any) -> None:
 
 
 def _trained_by(optimizer: Any) -> list[Any]:
-    """The models that have a parameter of `optimizer`."""
+    """The residents of the models that have a parameter of `optimizer`."""
     its = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: dict[int, Any] = {}
     for module, resident in list(_governed.items()):
@@ -137,7 +138,10 @@ def _governed_class(base: type) -> type:
 
 
 def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[..., Any]:
-    """A method that runs `original` while the model is on its device. `noted`: training follows its result."""
+    """A method that runs `original` while the model is on its device.
+
+    With `noted`, the result is passed to `forwarded`, which detects training.
+    """
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,10 +163,10 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
 
 @functools.cache
 def _dropped_class(base: type) -> type:
-    """The governed class of `base` for a module without bytes. It is slower, since it checks each access.
+    """The governed class of `base` for a module without bytes. It is slow: it checks each access.
 
-    On simulated cards its tensors would read as zeros. On real ones a read raises; see
-    `backends/pytorch/swap.py`.
+    On simulated cards the tensors of such a module would read as zeros. On real cards a read raises
+    an error; see `backends/pytorch/swap.py`.
     """
     governed: Any = _governed_class(base)
 
@@ -204,7 +208,8 @@ def _load_for_read(module: Any) -> None:
 def _load_for_change(module: Any, name: str) -> None:
     """Loads the dropped model of `module` before its tensor or part `name` is replaced or deleted.
 
-    A load fills the tensors that the object had, so afterwards it would find no place for the source's.
+    A load fills the tensors that the module had when it was dropped. After the change, the load
+    would find no tensor for the source's bytes.
     """
     has = module.__dict__
     if not any(name in has.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
@@ -231,11 +236,14 @@ def _lies_on_cpu(module: Any) -> bool:
 
 
 def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`zero_grad`, which ends a step of training."""
+    """The module's `zero_grad`, changed to report the end of a training step."""
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clears the gradients, and reports the end of the step; a model of a script is pinned."""
+        """Clears the gradients and reports the end of the step.
+
+        A script's model is pinned meanwhile.
+        """
         resident = _governed.get(self)
         if resident is None:
             return original(self, *args, **kwargs)

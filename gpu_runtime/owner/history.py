@@ -1,4 +1,4 @@
-"""Events, from the journal and from the book's page."""
+"""Events from the journal and from the book."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def recorded_events(
 ) -> tuple[Event, ...]:
     """Events, the newest last: from the journal, and from the book those that the journal lacks.
 
-    `limit` is the largest number of events, `since` is in epoch seconds.
+    `limit` is the largest number of events. `model` and `actions` select events; empty selects all.
+    `since` is in epoch seconds.
     """
     journaled = session.journal.tail(limit, model, actions, since)
     try:

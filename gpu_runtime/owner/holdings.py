@@ -1,7 +1,7 @@
-"""`who` and `free`: which names of this process hold its device memory, and letting go of it.
+"""`who` lists the names of this process that hold its device memory. `free` releases that memory.
 
-Nothing is moved or deleted unasked: `free` without a name releases outputs, the last error's variables,
-garbage and caches. torch is used only if the user has imported it.
+Nothing is moved or deleted without a request. `free` without a name releases outputs, the last
+error's variables, garbage and caches. torch is used only if the user has imported it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Storage(NamedTuple):
 
 
 class _Reached(NamedTuple):
-    """A name, and the keys of the storages that it reaches."""
+    """A name, and the keys of the storages that can be reached from it."""
 
     name: Name
     direct: frozenset[int]
@@ -50,9 +50,9 @@ class _Reached(NamedTuple):
 def who(
     session: Session, seconds: float = SECONDS, stop: Callable[[], bool] | None = None
 ) -> Holdings:
-    """What this process holds on its devices, by name. A search of more than `seconds` is partial.
+    """What this process holds on its devices, by name.
 
-    So is one that ends early because `stop` returns True.
+    The result is partial if the search takes more than `seconds`, or if `stop` returns True.
     """
     began = time.perf_counter()
     if "torch" not in sys.modules:
@@ -82,7 +82,10 @@ def who(
 
 
 def of_leases(session: Session) -> Holdings:
-    """What this process holds by its leases, without a search: its models, and what its own code holds."""
+    """What this process holds according to its leases: its models, and the memory of its own code.
+
+    No search is made.
+    """
     rows, parked = [], 0
     for resident in list(session.residents.values()):
         lease = resident.lease
@@ -108,7 +111,7 @@ def _summed(
     whole: bool,
     seconds: float,
 ) -> Holdings:
-    """The result: rows by what they free alone, and where all bytes are."""
+    """The result of `who`: the rows, sorted by the bytes that each would free alone, and sums."""
     known_bytes = sum(storages[key].bytes for key in explained) + of_others
     graph_bytes = sum(storages[key].bytes for key in saved)
     found_bytes = sum(one.bytes for one in storages.values())
@@ -128,14 +131,14 @@ def _summed(
 
 
 def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:
-    """The storages on the governed devices by their keys; and whether there was time for all."""
+    """The storages on the governed devices by their keys, and whether the search was complete."""
     result = _found(session, limit)
     found = {one.key: _Storage(one.device, one.bytes) for one in result.found}
     return found, result.whole
 
 
 def _found(session: Session, limit: Any) -> Any:
-    """The search's result, without the models that are away from their devices."""
+    """The result of the search, without the models that are away from their devices."""
     from ..backends.pytorch.search import counted_on, search
 
     memories = [session.probe.place(device.id) for device in session.probe.devices]
@@ -147,7 +150,7 @@ def _found(session: Session, limit: Any) -> Any:
 def _reach(
     session: Session, namespace: Namespace, keys: Iterable[int], limit: Any
 ) -> tuple[list[_Reached], bool]:
-    """The names that reach any of the storages `keys`; and whether there was time for all."""
+    """The names that reach any of the storages `keys`, and whether the search was complete."""
     from ..backends.pytorch.holders import Graphs, reached
 
     wanted, found, whole = frozenset(keys), [], True
@@ -177,7 +180,7 @@ def _row(reached: _Reached, storages: Mapping[int, _Storage]) -> Holder:
 
 
 def _devices(ids: Iterable[str]) -> str:
-    """Devices in one word: `cuda:0,1`."""
+    """The ids of devices as one word, such as `cuda:0,1`."""
     every = sorted(set(ids))
     return ",".join([*every[:1], *(id.partition(":")[2] for id in every[1:])])
 
@@ -186,14 +189,14 @@ def _devices(ids: Iterable[str]) -> str:
 
 
 def _on_devices(session: Session) -> list[Resident]:
-    """The governed models on a device. The kernel's own lease is what the other rows explain."""
+    """The governed models on a device, without the kernel's own lease, which other rows explain."""
     residents = list(session.residents.values())
     here = [resident for resident in residents if resident.place is Place.HERE]
     return [resident for resident in here if resident.lease.kind == "model"]
 
 
 def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> Holder:
-    """A governed model: all of its bytes leave with `%gpu evict`, whatever refers to it."""
+    """The row of a governed model. All its bytes leave with `%gpu evict`, whatever refers to them."""
     shares = [share for share in resident.lease.shares if share.device != HOST]
     held = sum(share.bytes for share in shares) if size is None else size
     device = device or _devices(share.device for share in shares)
@@ -205,7 +208,10 @@ def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> 
 def _models(
     session: Session, storages: Mapping[int, _Storage]
 ) -> tuple[list[Holder], frozenset[int], int]:
-    """The governed models, the keys of their storages, and the bytes of those without storages."""
+    """The rows of the governed models, the keys of their storages, and the bytes of the others.
+
+    The other models are those whose storages are not in this process.
+    """
     rows, governed, of_others = [], set[int](), 0
     for resident in _on_devices(session):
         keys = _keys_of(resident) & storages.keys()
@@ -225,7 +231,7 @@ def _models(
 def _elsewhere(
     session: Session, left: Iterable[int], limit: Any
 ) -> tuple[list[Holder], frozenset[int]]:
-    """Rows for the storages `left`, by what refers to them; and the keys whose referrer is known."""
+    """Rows for the storages `left`, by what refers to them, and keys whose referrer is known."""
     from ..backends.pytorch.holders import UNKNOWN, referrer
 
     wanted = frozenset(left)
@@ -250,9 +256,9 @@ def _elsewhere(
 
 
 def free(session: Session, variable: str | None) -> Outcome:
-    """Releases outputs, the last error's variables, garbage and caches; or deletes one variable.
+    """Deletes `variable`; if it is None, releases outputs, the last error, garbage and caches.
 
-    Raises GpuError if there is no variable of that name.
+    Raises GpuError if no variable has that name.
     """
     namespace = registered.current()
     known = namespace.variables()
@@ -282,7 +288,10 @@ def free(session: Session, variable: str | None) -> Outcome:
 
 
 def _release(session: Session, namespace: Namespace) -> list[str]:
-    """Releases outputs and the last error, where they hold device memory. Returns what it did."""
+    """Releases outputs and the last error's variables, if they hold device memory.
+
+    Returns sentences on what was released.
+    """
     reached = _named(session, namespace)
     outputs = [one.name for one in reached if one.name.kind == OUTPUT]
     errors = [one.name for one in reached if one.name.kind == ERROR]
@@ -296,7 +305,7 @@ def _release(session: Session, namespace: Namespace) -> list[str]:
 
 
 def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
-    """Deletes a variable. Returns a sentence on the others that still refer to its memory."""
+    """Deletes a variable. Returns a sentence on the other names that still refer to its memory."""
     reached = _named(session, namespace)
     mine = frozenset[int]().union(*(one.every for one in reached if one.name.name == variable))
     others = {one.name.name: one.every & mine for one in reached if one.name.name != variable}
@@ -320,7 +329,7 @@ def _search_keys(session: Session) -> frozenset[int]:
 
 
 def _named(session: Session, namespace: Namespace) -> list[_Reached]:
-    """The names that reach device memory; none before torch is imported."""
+    """The names that reach device memory. There are none before torch is imported."""
     if "torch" not in sys.modules:
         return []
     from ..backends.pytorch.time_limit import Limit
@@ -336,14 +345,14 @@ def _keys_of(resident: Resident) -> frozenset[int]:
 
 
 def _listed(names: list[str]) -> str:
-    """Names as a list for people: `a, b and c`; of more than six the first five."""
+    """Names as a list for people, such as `a, b and c`. Of more than six names, five are shown."""
     if len(names) > 6:
         names = [*names[:5], f"{len(names) - 5} more"]
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _held_bytes(session: Session) -> int:
-    """Device memory of this process: what its allocators reserve, and tensors on simulated cards."""
+    """This process's device memory: what its allocators reserve. On simulated cards also tensors."""
     reserved = _allocated(session)[1]
     if not session.probe.simulated or "torch" not in sys.modules:
         return reserved
@@ -354,6 +363,6 @@ def _held_bytes(session: Session) -> int:
 
 
 def _allocated(session: Session) -> tuple[int, int]:
-    """Bytes that the allocators of this process have allocated, and reserved, on all cards."""
+    """The allocated bytes and the reserved bytes of this process's allocators on all cards."""
     maps = [map for map in session.probe.maps() if map.device != HOST]
     return sum(map.allocated_bytes for map in maps), sum(map.reserved_bytes for map in maps)

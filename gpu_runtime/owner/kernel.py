@@ -1,9 +1,10 @@
-"""The lease of a notebook's kernel: what its own code holds on a card, beyond the governed models.
+"""The lease of a notebook's kernel. It claims the device memory of the notebook's own code.
 
-The lease is opened by itself, counted after each cell and never droppable. It is in use while a cell
-runs. When another process needs the card, the memory of an idle kernel is parked in host memory. It
-returns before the next cell runs, by the same request as a model's. If it cannot return, the cell is
-refused and no line of it runs. The `Stillness` of the front end says when a kernel may be parked.
+Memory of governed models is not part of it. The lease is opened automatically, is counted after
+each cell and is never droppable. It is in use while a cell runs. When another process needs the
+card, the memory of an idle kernel is parked in host memory. The memory returns before the next cell
+runs, by the same request as a model's. If it cannot return, the cell is refused and no line of it
+runs. The `Stillness` of the front end says when a kernel may be parked.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ class Kernel:
 
     @property
     def resident(self) -> KernelResident | None:
-        """The lease's resident; None while the kernel holds too little to have one."""
+        """The resident of the kernel's lease; None while the kernel holds too little for a lease."""
         found = self._session.residents.get(NAME)
         return found if isinstance(found, KernelResident) else None
 
     # -- cells
 
     def begin(self, text: str = "") -> str:
-        """Called before the cell `text` runs: returns what is away, and pins it for the cell.
+        """Called before the cell `text`: brings the kernel's memory back and pins it for the cell.
 
-        Room for what this cell took at its peak the last time is requested too, for a bounded time.
-        The result is a sentence if something returned. `refused` says why the cell must not run.
+        It also requests, for a bounded time, room for this cell's last peak. Returns a sentence if
+        memory returned, else an empty text. `refused` then says why the cell must not run.
         """
         self.refused = ""
         anchor, resident = new_anchor(), self.resident
@@ -81,7 +82,7 @@ class Kernel:
             why, stopped = "Its wait was interrupted.", True
         except Exception as error:  # IPython would ignore it, and run the cell
             why = str(error)
-        # For example, the ledger cannot be read. A cell whose memory is on its card runs all the same.
+        # For example, the ledger cannot be read. If the memory is on its card, the cell runs.
         if why and not (resident is None or resident.enter(weakref.ref(anchor))):
             self.refused = f"{self._still_away(resident)} {why}"
         elif stopped:
@@ -91,14 +92,17 @@ class Kernel:
         return news
 
     def _before(self, text: str) -> Bytes:
-        """What the cell `text` took the last time. Its peak is measured from now on."""
+        """The bytes that the cell `text` took the last time. Its peak is measured from now on."""
         self._cell = text
         if self._handle is not None:
             self._session.backend(NAME).watch_peaks(self._handle)  # type: ignore[attr-defined]
         return self._room.wanted(text)
 
     def _obtain(self, resident: KernelResident, anchor: Anchor, wanted: Bytes) -> str:
-        """Pins the kernel on its cards, with room for what is `wanted` if there is some in time."""
+        """Pins the kernel, if possible with room for `wanted`.
+
+        Returns a sentence if memory returned.
+        """
         if resident.place is Place.HERE:
             self._room.request(resident, anchor, wanted)
         if resident.enter(weakref.ref(anchor)):
@@ -126,7 +130,9 @@ class Kernel:
         return f"{size} came back from RAM in {show_seconds(now - began)}; {other}."
 
     def _who_had_the_card(self, resident: KernelResident, since: float) -> str:
-        """The largest lease of another process that was used on a card of the kernel's; empty: none."""
+        """The title of the largest other lease that used the kernel's cards after `since`; else
+        empty.
+        """
         book, me = self._session.ledger.read(), self._session.me
         cards = set(resident.must_return_to())
         found = [
@@ -150,7 +156,7 @@ class Kernel:
         )
 
     def end(self, text: str = "") -> None:
-        """Called after the cell `text`: ends its pin, and counts what the kernel holds now."""
+        """Called after the cell `text` has run: ends its pin, and counts what the kernel holds now."""
         self._cell = self._cell or text  # a first cell runs before there is a Kernel
         if len(self._running) < 2:
             claimed_more = self._room.end(self.resident)
@@ -172,7 +178,7 @@ class Kernel:
             threads.start(lambda: self.park_quietly("It was parked by hand."))
 
     def _learn(self) -> None:
-        """Remembers what the cell took at its peak."""
+        """Remembers the bytes that the cell took at its peak."""
         text, self._cell = self._cell, ""
         if text and self._handle is not None:
             backend: Any = self._session.backend(NAME)
@@ -180,9 +186,9 @@ class Kernel:
             self._room.learn(text, {share.device: share.bytes for share in peak})
 
     def _yield_turn(self, resident: KernelResident) -> None:
-        """Leaves the card before a cell if another process waits for it and this turn is over.
+        """Leaves the card before a cell if another process waits and this kernel's time is over.
 
-        Under Run All the next cell follows at once, so the kernel would never be idle.
+        With Run All the next cell follows at once, so the kernel would never be idle.
         """
         session = self._session
         if resident.place is not Place.HERE or resident.pins or not self._is_needed(resident):
@@ -215,10 +221,11 @@ class Kernel:
     # -- counting
 
     def count_when_due(self, idle: bool) -> None:
-        """Counts, unless the last count was so slow that another one now would be felt.
+        """Counts the kernel's memory, unless the last count was so slow that users would notice
+        one.
 
-        On a simulated card a count is a search of all objects: 40 ms for 170,000. Between cells it
-        takes at most a twentieth of the time. A count that was left out is made when the kernel is `idle`.
+        On a simulated card a count searches all objects: 40 ms for 170,000. Between cells, counting
+        takes at most a twentieth of the time. A skipped count is made when the kernel is `idle`.
         """
         clock = self._session.clock
         began = clock()
@@ -231,7 +238,7 @@ class Kernel:
         self._count_again_at = began + (COUNT_SHARE * seconds if slow else 0.0)
 
     def catch_up(self) -> None:
-        """Counts what could not be counted between cells, if no cell runs now."""
+        """Makes the count that was skipped between cells, if no cell runs now."""
         if self._uncounted and not self._running:
             self.count_when_due(idle=True)
 
@@ -257,7 +264,7 @@ class Kernel:
             session.wake_monitor()
 
     def _open(self) -> None:
-        """Opens the lease for what was counted."""
+        """Opens the lease for the counted memory."""
         session, handle = self._session, self._handle
         resident = KernelResident(session, handle)
         now = session.clock()
@@ -279,10 +286,10 @@ class Kernel:
         session.note(lease, "adopted", "cell", because, size=lease.bytes)
 
     def make_room(self, error: BaseException) -> str:
-        """After a cell that ended with the out-of-memory `error`: garbage and idle leases leave the card.
+        """After a cell with the out-of-memory `error`: collects garbage and evicts idle leases.
 
-        Plain code asks nobody before it takes memory. Returns a sentence for the user; empty if `error`
-        is another one. Nothing is run again.
+        Plain code makes no request before it takes memory. Returns a sentence for the user, which
+        is empty if `error` is another error. The cell is not run again.
         """
         if not is_out_of_memory(error):
             return ""
@@ -298,7 +305,8 @@ class Kernel:
     def make_room_to_retry(self, error: BaseException) -> str:
         """Makes room after the out-of-memory `error` of a cell that the user allows to run again.
 
-        Returns a sentence if something left; empty if nothing did, or if `error` is another one.
+        Returns a sentence if a lease left. Returns an empty text if none left, or for another
+        error.
         """
         if not is_out_of_memory(error):
             return ""
@@ -309,7 +317,7 @@ class Kernel:
     # -- parking by hand
 
     def park(self) -> Outcome:
-        """Parks the kernel now, or at the end of the cell that runs. Raises GpuError."""
+        """Parks the kernel now, or at the end of the running cell. Raises GpuError."""
         resident = self.resident
         if resident is None:
             self.count()
@@ -324,7 +332,7 @@ class Kernel:
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
     def park_quietly(self, because: str) -> None:
-        """Parks the kernel, unless it was tried in vain a moment ago. A failure is logged."""
+        """Parks the kernel, unless a recent attempt failed. A failure is logged and not raised."""
         resident, now = self.resident, self._session.clock()
         if resident is None or now < self._park_again_at:
             return
@@ -349,7 +357,7 @@ def _governed_keys(session: Session) -> set[int]:
 
 
 def _governed_shares(session: Session) -> Iterator[Share]:
-    """The bytes of the models of this process whose tensors torch allocated here."""
+    """The bytes of those models of this process whose tensors torch allocated in this process."""
     for resident in list(session.residents.values()):
         if resident.place is not Place.HERE or not hasattr(resident.handle, "groups"):
             continue
@@ -360,13 +368,13 @@ def _governed_shares(session: Session) -> Iterator[Share]:
 
 
 def attach(session: Session, stillness: Stillness) -> Kernel:
-    """The kernel of this process. Its front end reports each cell to it."""
+    """Creates the kernel of this process. Its front end reports each cell to it."""
     session.kernel = Kernel(session, stillness)
     return session.kernel
 
 
 def look_after(session: Session) -> None:
-    """Counts what was not counted yet, and parks a kernel that is idle for as long as the settings say."""
+    """Makes a skipped count, and parks a kernel that was idle for the time in the settings."""
     settings, kernel = session.settings, session.kernel
     if kernel is None:
         return
@@ -383,7 +391,7 @@ def look_after(session: Session) -> None:
 
 
 def _relieve(session: Session, resident: KernelResident | None) -> None:
-    """Parks the kernel if its card holds more than its limit, and this kernel is the one to leave."""
+    """Parks the kernel if its card holds more than its limit and the decision chooses this kernel."""
     if resident is None or resident.pins or resident.place is not Place.HERE:
         return
     cards = {share.device for share in resident.lease.shares}
@@ -404,7 +412,7 @@ def _relieve(session: Session, resident: KernelResident | None) -> None:
 
 
 def park(session: Session, who: str = "") -> Outcome:
-    """Parks the kernel of the notebook or process `who`, or this process's own; see Runtime.park."""
+    """Parks the kernel of `who`, or of this process if `who` is empty; see Runtime.park."""
     if not who:
         return _own(session).park()
     return replace(
@@ -413,7 +421,7 @@ def park(session: Session, who: str = "") -> Outcome:
 
 
 def unpark(session: Session, who: str = "") -> Outcome:
-    """Brings a parked kernel back to its card; see Runtime.unpark."""
+    """Brings back the kernel of `who`, or of this process if `who` is empty; see Runtime.unpark."""
     target = kernel_names.find(session, who) if who else _own(session)._id()
     if not who and _own(session).resident is None:
         because = "nothing of this kernel is parked"

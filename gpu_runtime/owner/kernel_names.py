@@ -1,4 +1,4 @@
-"""The kernel that a person means: by its notebook, its process id, or its owner's id."""
+"""Finds the kernel that a person names by its notebook, its process id, or its owner's id."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .session import Session
 
 
 def find(session: Session, who: str) -> LeaseId:
-    """The lease of the kernel of `who`: a notebook's file name, a process id or an owner's id.
+    """The lease of the kernel `who`: a notebook's file name, a process id or an owner's id.
 
-    Raises GpuError, naming the kernels that there are.
+    Raises GpuError with the names of the kernels that hold memory.
     """
     book = session.ledger.read()
     found = [id for id in book.sections if who in _names_of(book, id)]

@@ -1,7 +1,7 @@
-"""The lease of a kernel as a model that leaves its cards and returns to them whole.
+"""The lease of a kernel, handled as a model that leaves its cards and returns to them as a whole.
 
-A cell that needs more memory than the kernel holds claims it beforehand: the lease then claims more
-than its own bytes, as a model that needs working memory does.
+A cell can need more memory than the kernel holds. Its lease then claims more than its own bytes, as
+the lease of a model with working memory does.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Bytes = Mapping[str, int]  # by the id of a card
 
 
 class KernelResident(Resident):
-    """What a kernel holds, as a model that leaves and returns whole.
+    """The memory of a kernel, handled as a model that leaves and returns as a whole.
 
-    Unlike a model it may be used while its bytes are copied out. The exchange that follows is made only
-    if it was not used meanwhile.
+    Unlike a model, the kernel may be used while its bytes are copied out. The exchange of pointers
+    that follows is made only if the kernel was not used meanwhile.
     """
 
     _moving = False
 
     def __init__(self, session: Session, handle: Any) -> None:
-        """`handle` is the backend's."""
+        """`handle` is the handle of the kernel's backend."""
         super().__init__(SPEC, session.backend(NAME), session.me, session.clock)
         self.claims: Bytes = {}  # what the lease claims for the running cell, at least
         self.footprint = self._footprint
@@ -49,7 +49,7 @@ class KernelResident(Resident):
     # -- leaving and returning
 
     def begin_moving(self) -> bool:
-        """False if a cell runs, if it is moving already, or if nothing is held."""
+        """Marks the kernel as moving. False if a cell runs, it moves already, or it holds nothing."""
         with self.gate:
             if self.pins or self.handle is None or self._moving:
                 return False
@@ -57,7 +57,7 @@ class KernelResident(Resident):
         return True
 
     def swapped(self) -> None:
-        """The bytes have left or returned, but the lease does not show it yet."""
+        """Called when the bytes have left or returned, and the lease does not show that yet."""
         with self.gate:
             self.place = Place.MOVING
 
@@ -74,14 +74,20 @@ class KernelResident(Resident):
         self._moving = False
 
     def carry(self, step: Any) -> Shares:
-        """Performs the step. Raises StillInUse if something runs, or the kernel was used meanwhile."""
+        """Performs the step.
+
+        Raises StillInUse if something runs, or if the kernel was used meanwhile.
+        """
         try:
             return super().carry(step)
         except NotStill as error:
             raise StillInUse(f"{error}", name=NAME) from None
 
     def remeasure(self) -> bool:
-        """Measures again. True if its bytes have changed; what a running cell has claimed stays claimed."""
+        """Measures the kernel again. Returns whether its lease has changed.
+
+        The bytes that a running cell has claimed stay claimed.
+        """
         if self.handle is None:
             return False
         lease = claiming(
@@ -94,17 +100,17 @@ class KernelResident(Resident):
     # -- what a cell claims
 
     def claim(self, claims: Bytes) -> None:
-        """From now on the lease claims at least so many bytes of each card, and returns to so many."""
+        """From now on the lease claims, and returns to, at least the bytes `claims` of each card."""
         self.claims = dict(claims)
         if self.place is not Place.AWAY:
             self.lease = claiming(self.lease, self.claims)
 
     def must_return_to(self) -> dict[str, int]:
-        """The bytes of each card that it needs where it returns; empty if it is not away."""
+        """The bytes that the kernel needs on each card for its return; empty if it is not away."""
         return self._claimed() if self.place is Place.AWAY else {}
 
     def _claimed(self) -> dict[str, int]:
-        """Bytes that it claims of each card where it is, or to which it will return."""
+        """The bytes that the kernel claims on each card where it is, or to which it will return."""
         if self.place is Place.AWAY:
             claimed = dict(self.backend.must_return_to(self.handle))  # type: ignore[attr-defined]
         else:
@@ -117,7 +123,7 @@ class KernelResident(Resident):
 
 
 def exactly(claims: Bytes) -> dict[str, Any]:
-    """Fields of PlacementRules by which each card gives exactly its part of `claims`."""
+    """Fields of PlacementRules with which each card gives exactly its part of `claims`."""
     count = len(claims)
     return {
         "layout": "proportional" if count > 1 else "single",
@@ -131,7 +137,7 @@ def exactly(claims: Bytes) -> dict[str, Any]:
 
 
 def claiming(lease: Lease, claims: Bytes) -> Lease:
-    """The `lease` with its own bytes, claiming at least `claims` of each card."""
+    """The `lease` with its own bytes, claiming at least the bytes `claims` of each card."""
     own = lease.filled or lease.shares
     held = {share.device: share.bytes for share in own}
     claimed = dict(held)

@@ -1,4 +1,4 @@
-"""Keys: names of decisions in progress, known to this process before they are sent anywhere."""
+"""Keys name the decisions in progress. This process notes a key before sending it anywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Key:
-    """Names a decision in progress. The session knows it while this object lives.
+    """The name of a decision in progress. The session knows the key while this object lives.
 
     A KeyboardInterrupt can arrive before a function's first line. The traceback then keeps the
     frame, and with it the key, alive. So release the key with one C call:
@@ -46,7 +46,7 @@ class Keys:
         return tuple(key.text for key in keys if key is not None)
 
     def uninterrupted(self, key: Key, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread that gets no interrupts; the key stays known until it is done.
+        """Runs `work` in a thread that gets no interrupts. The key stays known until `work` ends.
 
         If the caller was interrupted before the work started, its key is gone and the work is
         skipped.

@@ -1,7 +1,7 @@
 """Loads the models of waiting cells while the running cell still runs.
 
-One thread makes one load at a time, and every real request comes first. `scheduler/look_ahead.py` decides
-which memory such a load may use. `upcoming_cells` has the cells.
+One thread makes one load at a time, and every request of a user is served first.
+`scheduler/look_ahead.py` decides which memory such a load may use. `upcoming_cells` has the cells.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WHERE = {Place.AWAY: HOST, Place.GONE: "disk", Place.MOVING: "moving"}
 
 
 class _Guess(NamedTuple):
-    """A model that was loaded ahead and not used since."""
+    """A model that was loaded ahead of its use, and was not used since."""
 
     cell: str
     uses: int  # the number of uses of the model before
@@ -116,7 +116,7 @@ class LookAhead:
                     return
 
     def _load_all(self, cells: tuple[CellModels, ...]) -> bool:
-        """Loads what may be loaded now. True if a model still waits for room."""
+        """Loads what may be loaded now. Returns whether a model still waits for room."""
         while not self._session.closed and not self._changed.is_set():
             if not self.follow(cells):
                 return False
@@ -138,7 +138,7 @@ class LookAhead:
         return upcoming.cells(names, lambda value: values.get(id(value), ""))
 
     def follow(self, cells: tuple[CellModels, ...]) -> list[str]:
-        """Counts what became of earlier guesses, and gives the policy its hint.
+        """Counts which earlier loads were useful, and tells the eviction policy what comes next.
 
         Returns the models of waiting `cells` that may still be loaded ahead.
         """
@@ -167,7 +167,10 @@ class LookAhead:
             self._ahead = {name for name in self._ahead if self._is_here(name)}
 
     def requested(self, name: str) -> None:
-        """Called when the model `name` is requested while it is on its device. Counts a right guess."""
+        """Called when the model `name` is requested while it is on its device.
+
+        If the model was loaded ahead, that load is counted as used.
+        """
         with self._lock:
             if self._guesses.pop(name, None):
                 self.used += 1
@@ -182,7 +185,7 @@ class LookAhead:
     # -- one load
 
     def load_next(self, cells: tuple[CellModels, ...]) -> bool:
-        """Loads the next model that a waiting cell uses. False if it may not be loaded now."""
+        """Loads the next model that a waiting cell uses. Returns False if it may not be loaded now."""
         running = [cell for cell in cells if cell.running]
         needed = {name for cell in running for name in cell.uses}
         missing = sorted(name for name in needed if not self._is_here(name))
@@ -209,7 +212,9 @@ class LookAhead:
         return False
 
     def _load(self, resident: Resident, cell: str, uses: dict[str, int], spared: set[str]) -> bool:
-        """Loads one model, if it may be loaded now. Raises what the load raises."""
+        """Loads one model if it may be loaded now, and returns whether it did. Raises what the load
+        raises.
+        """
         session, name = self._session, resident.spec.name
         key = session.new_key(f"load {name} ahead")
         wanted = Request(
@@ -248,7 +253,7 @@ class LookAhead:
         session = self._session
 
         def deciding(book: Book, world: World) -> tuple[Book, Grant | Wait]:
-            """The decision in a book and a world."""
+            """The decision for `book` and `world`."""
             return decide(book, world=world)
 
         book, world = session.look()
@@ -274,7 +279,10 @@ class LookAhead:
             resident.last_used -= session.rules.grace_seconds
 
     def _stage(self, resident: Resident) -> bool:
-        """Reads the files of a model that has no room yet. True once, if there were any."""
+        """Reads the files of a model for which there is no room yet.
+
+        Each model is read once. Returns whether any bytes were read.
+        """
         session, name = self._session, resident.spec.name
         if name in self._staged or resident.place is not Place.GONE:
             return False

@@ -1,4 +1,4 @@
-"""The monitor's tick: publish, reap, obey other owners, relieve pressure, measure again."""
+"""The monitor's tick: publishes, removes dead owners, obeys other owners, relieves pressure."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tick(session: Session, notebook: str = "") -> float:
 
 
 def keep_helpers_alive(session: Session) -> None:
-    """Restarts the host's helper process if it died.
+    """Restarts the host's helper process if it has ended.
 
     On simulated cards, only a runtime that has run for RECORD_AFTER_SECONDS restarts it.
     """
@@ -86,7 +86,11 @@ def keep_helpers_alive(session: Session) -> None:
 
 
 def rest(session: Session, seconds: float) -> None:
-    """The monitor's sleep: until a doorbell rings, or an own model that a request needs is free."""
+    """Sleeps until the next tick is due, or until a notification comes.
+
+    The sleep also ends when a model of this process that another owner waits for is no longer in
+    use.
+    """
     watched = _needed_by_others(session)
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
@@ -97,7 +101,10 @@ def rest(session: Session, seconds: float) -> None:
 
 
 def _needed_by_others(session: Session) -> list[Resident]:
-    """Own models in use on devices for which another owner waits. Their end is published at once."""
+    """The models in use on whose devices another owner waits.
+
+    The end of a use is published at once.
+    """
     used = [resident for resident in list(session.residents.values()) if resident.pins]
     if not used:
         return []
@@ -126,7 +133,7 @@ def _doze(session: Session, owners: int) -> float:
 
 
 def quiet(session: Session, book: Book) -> bool:
-    """Whether our section is up to date and no ticket is open, so that nothing must be written."""
+    """Whether nothing must be written: our section is up to date, and no ticket is open."""
     if book.tickets or book.ghosts or session.me not in book.sections:
         return False
     world = session.world()
@@ -150,7 +157,7 @@ def vacate(session: Session) -> None:
 
 
 def log_overstays(session: Session) -> None:
-    """Logs once for each own block that is held longer than the operator's cap allows."""
+    """Logs once for each block of this process that is held longer than the operator's cap allows."""
     cap = session.rules.cap
     if not session.blocks or cap is None or cap.longest_lease_seconds is None:
         return
@@ -167,7 +174,10 @@ def log_overstays(session: Session) -> None:
 
 
 def remeasure(session: Session) -> None:
-    """Measures models again that were used since the last tick: training adds gradients and state."""
+    """Measures the models again that were used since the last tick.
+
+    Training adds gradients and optimizer state, for example.
+    """
     residents = list(session.residents.values())
     used = [
         r
@@ -188,7 +198,7 @@ def remeasure(session: Session) -> None:
 
 
 def _check_devices(session: Session, now: float) -> None:
-    """Measures the devices and relieves pressure; backs off while the driver does not answer."""
+    """Measures the devices and relieves pressure; less often while the driver does not answer."""
     try:
         session.probe.check(now, session.rules.stale_seconds)
     except ProbeFailed as error:
@@ -199,7 +209,7 @@ def _check_devices(session: Session, now: float) -> None:
 
 
 def relieve(session: Session) -> None:
-    """Evicts own idle models as the table of pressure levels requires."""
+    """Evicts idle models of this process, as the table of pressure levels requires."""
     key = session.new_key("relieve")
     try:
         steps = session.decide(
@@ -214,7 +224,7 @@ def relieve(session: Session) -> None:
 
 
 def _log_pressure(session: Session) -> None:
-    """Logs the seed's lines on pressure, word for word."""
+    """Logs pressure with the exact lines of the Semantik governor, which operators watch for."""
     for view in views(session.ledger.read(), session.world()):
         if view.device.is_host:
             continue
@@ -235,12 +245,14 @@ def _log_pressure(session: Session) -> None:
 
 
 def obey(session: Session) -> tuple[Order, ...]:
-    """Evicts models that other owners have recalled. Returns the other orders, not yet carried out."""
+    """Evicts models that other owners have recalled. Returns the orders that are still to be
+    carried out.
+    """
 
     def decision(
         book: Book, world: World
     ) -> tuple[Book, tuple[tuple[Move | Drop, ...], tuple[Order, ...]]]:
-        """The book with this owner's recalled leases leaving; its steps and orders."""
+        """The book with the recalled leases leaving, then the steps and the orders."""
         askers = permissions.askers(session, book)
         after, steps, orders = recall.obey(book, session.me, world, key.text, askers, session.rank)
         return after, (steps, orders)
@@ -264,7 +276,7 @@ def _start_orders(session: Session) -> None:
 
 
 def carry_out_order(session: Session, order: Order) -> None:
-    """Does what another owner requested, and answers in the book."""
+    """Does what another owner requested, and writes the answer into the book."""
     if session.closed:
         return
     try:

@@ -1,4 +1,4 @@
-"""`move`: reserves room on other cards, then moves one of our own idle models there."""
+"""`move`: reserves room on other cards, then moves an idle model of this process there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .session import Key, Session
 
 
 def cards(session: Session, name: str, wanted: str | Iterable[str]) -> tuple[str, ...]:
-    """Ids, as the book has them, of the cards named by id or UUID.
+    """The ids, as the book has them, of the cards that `wanted` names by id or UUID.
 
     Raises UnknownDevice, BadSetting.
     """
@@ -39,9 +39,9 @@ def cards(session: Session, name: str, wanted: str | Iterable[str]) -> tuple[str
 
 
 def _rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> PlacementRules:
-    """Placement on exactly these cards.
+    """Placement rules that allow exactly the cards `wanted`.
 
-    Raises DoesNotFit for a model that cannot be split, or that may not be placed there.
+    Raises DoesNotFit if the model cannot be split, or may not be placed there.
     """
     name, own = resident.spec.name, demand.placement(session, resident)
     size = resident.lease.bytes
@@ -112,7 +112,7 @@ def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: s
 def _reserve(
     session: Session, resident: Resident, rules: PlacementRules, key: Key, by: str
 ) -> Move | None:
-    """The step to perform, with its room reserved; None if the model is there already."""
+    """The step to perform, with its room reserved. None if the model is on the cards already."""
     if resident.place not in (Place.HERE, Place.MOVING):
         name = resident.spec.name
         raise NotResident(
@@ -125,7 +125,7 @@ def _reserve(
     because = f"as {by} requested" if by else "by hand"
 
     def decided(book: Book, world: World) -> tuple[Book, Move | GpuError | None]:
-        """The book with the model moving, and the step; or the error."""
+        """The book with the model moving, and the step; or the unchanged book and an error."""
         after, step = migration.move(
             book, session.me, name, footprint, rules, world, key.text, because
         )
@@ -155,7 +155,7 @@ def _refused(book: Book, me: str, resident: Resident, refusal: Refuse, world: Wo
 
 
 def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
-    """A command that evicts the first idle lease on these cards; empty if there is none."""
+    """A command that evicts the first idle lease in the way, or an empty text if no lease is idle."""
     found = (book.find(id) for id in refusal.holders)
     idle = [lease for lease in found if lease and _may_be_evicted(lease)]
     if not idle:

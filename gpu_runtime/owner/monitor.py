@@ -1,7 +1,7 @@
-"""The monitor thread: each runtime has one daemon thread that calls the tick.
+"""The monitor thread. Each runtime has one daemon thread that calls the tick.
 
-It decides nothing. If the devices cannot be measured, it retries less often and logs why. No error
-ends the thread or the kernel.
+The thread decides nothing. If the devices cannot be measured, it retries less often and logs the
+reason. No error ends the thread or the kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_REST_SECONDS = 300.0
 class Breaker:
     """Stops measuring for 30 s after 5 failures in a row, then tries once.
 
-    Each further failure doubles the rest, up to 300 s.
+    Each further failure doubles that pause, up to 300 s.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Breaker:
         return not self.open or now >= self._until
 
     def failed(self, now: float, why: str) -> None:
-        """Counts a failure at `now`; `why` is the driver's first line."""
+        """Counts a failure at `now`. `why` is the first line of the driver's error."""
         self.failures += 1
         self.why = why
         if self.failures > FAILURES:
@@ -54,7 +54,7 @@ class Breaker:
             self._until = now + self._rest
 
     def succeeded(self) -> None:
-        """Starts again from no failures."""
+        """Resets the count of failures and the pause."""
         self.__init__()  # type: ignore[misc]
 
     def trouble(self) -> str:
@@ -65,11 +65,12 @@ class Breaker:
 
 
 class _Promptly:
-    """Inside the block, a thread that runs Python yields the GIL after 0.5 ms instead of 5.
+    """While a thread is inside the block, threads that run Python yield the GIL after 0.5 ms, not
+    5.
 
-    A recall makes about sixty system calls, and each releases the GIL. If the main thread ran a
-    pure-Python loop, that took 400 ms in all. Runtimes share this object. If other code has changed
-    the switch interval meanwhile, its value stays.
+    A recall makes about sixty system calls, and each of them releases the GIL. While the main
+    thread ran a pure-Python loop, the recall took 400 ms in all. Runtimes share this object. If
+    other code has changed the switch interval meanwhile, the new interval stays.
     """
 
     SECONDS = 0.0005
@@ -94,7 +95,9 @@ class _Promptly:
                 sys.setswitchinterval(self._usual)
 
     def forget(self) -> None:
-        """In a forked child: the threads inside are the parent's."""
+        """Resets the object in a forked child, because the threads inside the block are the
+        parent's.
+        """
         if self._inside:
             sys.setswitchinterval(self._usual)
         self._lock, self._inside = threading.Lock(), 0
@@ -118,7 +121,7 @@ class Monitor:
         self._running = threads.start(self._run)
 
     def stop(self, ring: Callable[[], None]) -> None:
-        """Ends the thread, and waits for it at most 5 s; `ring` wakes it."""
+        """Ends the thread and waits for its end at most 5 s. `ring` wakes the thread."""
         self._stopping.set()
         ring()
         if self._running and self._running.ident != threading.get_ident():

@@ -29,7 +29,7 @@ def open_session(
     clock: Callable[[], float],
     wall: Callable[[], float],
 ) -> Session:
-    """A new owner on the ledger that `settings` name, with the devices of `probe`.
+    """A new owner in the ledger that `settings` name, with the devices of `probe`.
 
     `clock` returns seconds of CLOCK_BOOTTIME, `wall` epoch seconds. Raises BadSetting and
     LedgerUnavailable.

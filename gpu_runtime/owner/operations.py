@@ -1,4 +1,7 @@
-"""The verbs on models: preload, evict, pin, unpin. For another owner's model, the owner is asked."""
+"""The verbs on models: preload, move, evict, pin, unpin.
+
+If another owner holds the model, the verb becomes a request to that owner.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def _preload_later(session: Session, resident: Resident, timeout: str | float | 
     name = resident.spec.name
 
     def load() -> None:
-        """Loads the model, as a request. Its caller has gone, so an error is logged."""
+        """Loads the model. No caller waits for the result, so an error is logged."""
         try:
             acquire.obtain(session, resident, None, timeout=timeout)
         except GpuError as error:
@@ -133,7 +136,7 @@ def evict(
 
 
 def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
-    """Pins a model to its device (`verb` "pin"), or lets it be evicted again ("unpin")."""
+    """With the verb "pin", keeps a model on its device. With "unpin", lets it be evicted again."""
     target = registry.resolve(session, name, loadable=True)
     if target.owner != session.me:
         return ask_owner(session, verb, target, ASK_SECONDS)
@@ -174,10 +177,11 @@ def ask_owner(
     must: bool = True,
     places: tuple[str, ...] = (),
 ) -> Outcome:
-    """Requests `verb` of another owner, and returns the outcome.
+    """Requests `verb` from the owner of `target`, and returns the outcome.
 
-    With `must`, a refusal or a time-out raises NotAllowed, StillInUse, Busy or GpuError. Without it,
-    the function returns an Outcome that is not done.
+    With `must`, a refusal or a time-out raises NotAllowed, StillInUse, Busy or GpuError. Without
+    it, the function returns an Outcome that is not done. A request that this user may not make
+    always raises NotAllowed.
     """
     book = session.ledger.read()
     owner = book.owner(target.owner)
@@ -219,7 +223,7 @@ def _refused(target: LeaseId, verdict: Refuse) -> GpuError:
 
 
 def _unanswered(target: LeaseId, verdict: Wait, seconds: float | None) -> Busy:
-    # What follows the first sentence is about the process: that it is stopped, for example.
+    # The sentences after the first one describe the process, for example that it is stopped.
     asked, dot, rest = verdict.because.partition(". ")
     about = f" {rest.rstrip('.')}." if dot else ""
     return Busy(

@@ -1,8 +1,8 @@
-"""`who` of another process: it lists what its variables hold, and this process reads the list.
+"""`who` of another process: that process lists what its variables hold, and this process reads it.
 
-The request is a ticket, as every request to another process. The list is not in the book, which
-everybody reads, but in a file beside it. The answering process searches in a thread of its own while no
-cell runs. It moves nothing, so a parked kernel stays parked.
+The request is a ticket, like every request to another process. The list is not in the book, which
+everybody reads, but in a file beside the book. The answering process searches in a separate thread
+while no cell runs. It moves nothing, so a parked kernel stays parked.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ HIDDEN = "Names are shown to {user} only (GPU_WHO_NAMES)."
 
 
 def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Holdings:
-    """What another `process` holds: its notebook's file name, its process id or its owner's id.
+    """The memory that another `process` holds, by name.
 
-    Waits `seconds` at most. Raises GpuError, NotAllowed, Busy.
+    `process` is its notebook's file name, its process id or its owner's id. Waits `seconds` at
+    most. Raises GpuError, NotAllowed, Busy.
     """
     book = session.ledger.read()
     id = _found(book, process)
@@ -65,7 +66,10 @@ def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Hold
 
 
 def _found(book: Book, process: str) -> str:
-    """The id of the owner called `process`. Raises GpuError, naming the processes that there are."""
+    """The id of the owner that `process` names.
+
+    Otherwise raises GpuError with the existing processes.
+    """
     found = [id for id, section in book.sections.items() if process in _names(book, id)]
     if len(found) == 1:
         return found[0]
@@ -88,7 +92,7 @@ def _names(book: Book, id: str) -> tuple[str, ...]:
 
 
 def answer(session: Session, order: Order) -> Outcome:
-    """Lists what this process holds, for the owner who wrote `order`. Raises OSError."""
+    """Lists what this process holds, for the owner that wrote `order`. Raises OSError."""
     mine = session.ledger.owner.user
     own_user = order.by in ("", mine)
     found = _listed(session)
@@ -101,7 +105,7 @@ def answer(session: Session, order: Order) -> Outcome:
 
 
 def _listed(session: Session) -> Holdings:
-    """The table of this process: of its variables if it is a kernel that runs no cell, else of its leases."""
+    """What this process holds: by variable in a kernel that runs no cell, otherwise by lease."""
     activity = session.activity
     if not activity.state.idle_since:
         return replace(holdings.of_leases(session), note=BUSY if activity.running else SCRIPT)
@@ -123,14 +127,14 @@ def _listed(session: Session) -> Holdings:
 
 
 def _why_not_parked(kernel: Resident) -> str:
-    """Why an idle kernel cannot be parked now; empty if it can."""
+    """The reason why an idle kernel cannot be parked now, or an empty text if it can."""
     if not kernel.lease.movable:
         return "parking is turned off for it (GPU_PARK=never)"
     return kernel.handle.stillness.why_not()
 
 
 def _without_names(found: Holdings, user: str) -> Holdings:
-    """The table without what the user has named. The names of models are in the book already."""
+    """The table without the names that the user chose. The book already shows the names of models."""
     rows = [
         row if row.kind == MODEL else Holder("–", row.kind, row.device, row.bytes, row.alone_bytes)
         for row in found.holders
@@ -140,7 +144,7 @@ def _without_names(found: Holdings, user: str) -> Holdings:
 
 
 def _shortened(found: Holdings) -> Holdings:
-    """The first rows of a table, with the number and the bytes of the others."""
+    """The first rows of the table, with the number and the bytes of the rows that are left out."""
     rows = [
         replace(row, name=row.name[:MOST_LETTERS], what=row.what[:MOST_LETTERS])
         for row in found.holders[:MOST_ROWS]

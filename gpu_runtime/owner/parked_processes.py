@@ -1,7 +1,7 @@
-"""What was noted of each process that was parked by the driver: its bytes on each card.
+"""Notes on the processes that the driver parked: the bytes of each process on each card.
 
-The driver does not say how much memory a parked process needs for its return. So each process has a
-file in the directory of this user, for this boot of the machine.
+The driver does not report how much memory a parked process needs for its return. So each process
+has a file in a directory of this user, for this boot of the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ParkedProcess(Value):
 
 
 def note(process: ParkedProcess) -> None:
-    """Stores the note on `process`. Raises GpuError: without it the return has no room."""
+    """Stores the note on `process`. Raises GpuError: without a note its return gets no room."""
     path = _path(process.pid, process.started)
     draft = path.with_name(f".new-{secrets.token_hex(4)}")
     try:
@@ -46,7 +46,7 @@ def note(process: ParkedProcess) -> None:
 
 
 def noted(pid: int, started: int) -> ParkedProcess | None:
-    """The note on the process `pid` that began at `started`; None if there is none of this user."""
+    """The note on the process `pid` that began at `started`. None if this user has no such note."""
     path = _path(pid, started)
     try:
         if weak_step(path.parent) or path.stat().st_size > MOST_BYTES:
@@ -57,7 +57,7 @@ def noted(pid: int, started: int) -> ParkedProcess | None:
 
 
 def forget(pid: int, started: int) -> None:
-    """Removes the note on that process, if there is one."""
+    """Removes the note on the process `pid` that began at `started`, if there is a note."""
     _path(pid, started).unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""The permissions of users: requests to this process, and to cards that several users share."""
+"""What users may do: send requests to this process, and use cards that several users share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .session import Session
 
 
 def asker(session: Session, user: str) -> Asker:
-    """The permissions of `user` for requests to this process.
+    """What `user` may request of this process.
 
-    They follow the configuration at the time of that user's first request.
+    The result follows the configuration at the time of that user's first request.
     """
     known = session.users.get(user)
     if known is None:
@@ -32,9 +32,9 @@ def asker(session: Session, user: str) -> Asker:
 
 
 def askers(session: Session, book: Book) -> dict[str, Asker]:
-    """Ticket key -> who requests something of this owner.
+    """Maps the key of each ticket with a request to this owner to the user who wrote the ticket.
 
-    A ticket is missing if the ledger cannot prove that its owner wrote it.
+    A ticket is left out if the ledger cannot prove that its owner wrote it.
     """
     found = {}
     for ticket in book.tickets:
@@ -47,7 +47,7 @@ def askers(session: Session, book: Book) -> dict[str, Asker]:
 
 
 def proven_sections(session: Session, book: Book) -> dict[str, Section]:
-    """The book's sections by owner id; a user name that the ledger cannot prove is marked."""
+    """The sections of the book by owner id. A user name that the ledger cannot prove is marked."""
     sections = {}
     for id, section in book.sections.items():
         user = section.owner.user
@@ -58,9 +58,9 @@ def proven_sections(session: Session, book: Book) -> dict[str, Section]:
 
 
 def refusal_of_request(session: Session, verb: str, owner: Owner | None, name: str) -> str:
-    """Why this user may not request `verb` of that owner; empty if the request is allowed.
+    """The reason why this user may not request `verb` of that `owner`; empty if it is allowed.
 
-    The owner would answer the same.
+    The owner would give the same answer.
     """
     mine = session.owner.user
     if verb == "evict" or owner is None or owner.user == mine or asker(session, mine).operator:
@@ -69,9 +69,9 @@ def refusal_of_request(session: Session, verb: str, owner: Owner | None, name: s
 
 
 def refusal_of_drain(session: Session, book: Book) -> str:
-    """Why this user may not drain a card; empty if allowed.
+    """The reason why this user may not drain a card, or an empty text if it is allowed.
 
-    Operators may, and so may a user who shares the cards with nobody.
+    Operators may drain a card. So may a user who does not share the cards with other users.
     """
     mine = session.owner.user
     others = sorted({section.owner.user for section in book.sections.values()} - {mine})
@@ -88,7 +88,7 @@ def is_shared(session: Session) -> bool:
 
 
 def require_within_cap(session: Session, name: str, importance: int, keep: bool) -> None:
-    """Raises NotAllowed if the operator's cap forbids this user to hold a model like that."""
+    """Raises NotAllowed if the operator's cap forbids this user to hold such a model."""
     if because := quotas.forbidden(name, importance, keep, session.rules.cap):
         raise NotAllowed(
             f"{because}.\n  The operator can change it.",

@@ -1,14 +1,15 @@
 """Pins: weak references that keep a model on its device while a block of code uses it.
 
-A pin must end with its `with` block. The stop button can interrupt `__exit__` before its first line,
-so a release in Python code might never run. So a pin is not a counter. It lasts as long as a small
-object, the anchor, to which only the interpreter's stack refers while the block runs. When the block
-ends in any way, the anchor is deleted. The callback of a weak reference then removes the pin from the
-set; it is C code, which no signal handler can interrupt.
+A pin must end with its `with` block. The stop button can interrupt `__exit__` before its first
+line, so a release in Python code might never run. So a pin is not a counter. It lasts as long as a
+small object, the anchor, to which only the interpreter's stack refers while the block runs. When
+the block ends in any way, the anchor is deleted. The callback of a weak reference then removes the
+pin from the set of pins. This callback is C code, which no signal handler can interrupt.
 
-The anchor is the bound method that the interpreter finds as `__exit__`. Its function is `_leave`, and
-its `__self__` is the entry: a list of the thread's identifier, the `Held`, and a weak reference to
-the anchor. No frame of ours ever binds an anchor to a name: a traceback keeps frames alive.
+The anchor is the bound method that the interpreter finds as `__exit__`. Its function is `_leave`.
+Its `__self__` is a list of three: the thread's identifier, the `Held`, and a weak reference to the
+anchor. No frame of this package ever binds an anchor to a name, because a traceback keeps frames
+alive.
 """
 
 from __future__ import annotations
@@ -30,23 +31,26 @@ def thread_of(pin: AnchorRef) -> int:
 
 
 def called_by(pin: AnchorRef) -> int:
-    """The identifier of the thread whose call of the model the pin is; 0 if it is no call."""
+    """The thread that runs the call of the model that `pin` stands for; 0 if it stands for no call."""
     entry: list[Any] = getattr(pin(), "__self__", [0])
     held = entry[1] if len(entry) > 1 else None
     return entry[0] if isinstance(held, Held) and held.is_call else 0
 
 
 def new_anchor() -> Anchor:
-    """An anchor for a use that ends when nothing refers to it. Its thread is the caller's."""
+    """An anchor that no block holds: the pin ends when nothing refers to the anchor any more.
+
+    The pin counts as one of the calling thread.
+    """
     return MethodType(_leave, [get_ident()])
 
 
 class _Leave:
     """`__exit__` of a `Held`: each lookup on an object returns a new anchor.
 
-    The interpreter looks `__exit__` up before it calls `__enter__`. It keeps the result on its stack
-    and drops it when the block has ended, also after an interrupt at any instruction.
-    `contextlib.ExitStack` looks it up on the class instead, and gets a plain function.
+    The interpreter looks `__exit__` up before it calls `__enter__`. It keeps the result on its
+    stack and drops it when the block has ended, also after an interrupt at any instruction.
+    `contextlib.ExitStack` looks `__exit__` up on the class instead, and gets a plain function.
     """
 
     def __get__(self, held: Held | None, kind: type | None = None) -> Any:
@@ -81,8 +85,8 @@ def _leave_by_hand(held: Held, kind: Any, error: Any, trace: Any) -> None:
 class Held:
     """A `with` block that holds something for exactly as long as it runs, also when interrupted.
 
-    `__enter__` and `__exit__` may also be called by hand, and by `contextlib.ExitStack`. Then the hold
-    ends with the call of `__exit__`, or when this object is deleted.
+    Users and `contextlib.ExitStack` may also call `__enter__` and `__exit__` directly. Then the
+    hold ends with the call of `__exit__`, or when this object is deleted.
     """
 
     __slots__ = ("_anchor", "_kept")
@@ -95,7 +99,7 @@ class Held:
         self._kept: list[Anchor] | None = None  # anchors of blocks that were entered by hand
 
     def _start(self, anchor: AnchorRef) -> Any:
-        """Begins to hold, until the anchor is deleted. Returns the value that the block yields."""
+        """Starts the hold, which lasts until the anchor is deleted. Returns the value of the block."""
         raise NotImplementedError
 
     def _release(self, anchor: AnchorRef) -> None:

@@ -39,10 +39,10 @@ def presences(
 
 
 def presence(section: Section, sight: Sight, silent_since: float | None = None) -> Presence:
-    """The state of the process of `section`, of which `sight` is seen.
+    """The state of the process of `section`.
 
-    `silent_since` is when the oldest request was made to which it does not respond; None: there is
-    none.
+    `sight` is what the operating system shows of the process. `silent_since` is the time of the
+    oldest request that the process has not answered, or None.
     """
     if sight in _SEEN:
         return Presence(_SEEN[sight])
@@ -58,7 +58,7 @@ def presence(section: Section, sight: Sight, silent_since: float | None = None) 
 
 
 def _last_sign(section: Section) -> float:
-    """The newest time in a section, which its process wrote; 0 if there is none."""
+    """The newest time that the process has written into its section; 0 if it has written none."""
     stamps = [section.busy_since, section.idle_since]
     for lease in section.leases:
         stamps += [lease.last_used, lease.settled_at, lease.pinned_since]
@@ -66,7 +66,7 @@ def _last_sign(section: Section) -> float:
 
 
 def explained(session: Session, wait: Wait) -> Wait:
-    """`wait`, with a sentence for each process in the way that keeps its memory and cannot answer."""
+    """`wait`, with a sentence for each blocking process that is stopped or has crashed."""
     in_the_way = {id.partition("/")[0] for id in (*wait.blockers, *wait.asked)} - {session.me}
     if not in_the_way:
         return wait

@@ -32,7 +32,7 @@ from .resident import Place, Resident
 from .session import Session
 from .training import watch_zero_grad
 
-# The keywords of Runtime.register, any of which a misspelled option may stand for.
+# The keywords of Runtime.register. They are suggested for a misspelled option.
 _KEYWORDS = (
     "backend", "size", "importance", "keep", "keep_alive", "layout", "model_type", "quantization",
     "devices", "restore_on_call",
@@ -90,7 +90,7 @@ def register(
 
 
 def _with_defaults(session: Session, backend: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, completed by the settings that apply to that backend."""
+    """The options, completed with the settings that apply to that backend."""
     settings = session.settings
     if settings.inference_gpu_layers is not None and backend in LAYERED:
         options.setdefault("gpu_layers", settings.inference_gpu_layers)
@@ -107,9 +107,9 @@ def adoption_options(
     quantization: str,
     devices: str | tuple[str, ...],
 ) -> dict[str, Any]:
-    """The `options` of `register` that `adopt` takes too. Raises BadSetting for any other.
+    """The `options` of `register` that `adopt` accepts as well. Raises BadSetting for any other.
 
-    A module is governed as it is and where it is, so the other arguments must have their defaults.
+    A module is governed as it is and where it is. So the other arguments must have their defaults.
     """
     for name, value in options.items():
         if name != "optimizer":
@@ -137,7 +137,7 @@ def adopt(
     model_type: str,
     restore_on_call: bool,
 ) -> ModelSpec:
-    """Governs a module that the user already has; see Runtime.adopt."""
+    """Governs a module that the user has already created; see Runtime.adopt."""
     if not is_module(module):
         kind = type(module).__name__
         raise CannotGovern(
@@ -200,9 +200,9 @@ def _install_adopted(session: Session, resident: Resident, module: Any, optimize
 
 
 def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
-    """A model of this process that is not loaded, and not yet among the residents.
+    """A resident for a model that is not loaded. It is not yet among the session's residents.
 
-    `origin` is the factory it was registered with, if any.
+    `origin` is the factory with which the model was registered, or None.
     """
     backend = session.backend(spec.backend)
     resident = Resident(spec, backend, session.me, session.clock, origin, session.wall)
@@ -248,7 +248,10 @@ def forget(session: Session, name: str) -> None:
 
 
 def find(session: Session, name: str) -> Resident:
-    """A model of this process, the catalogue's included. Raises UnknownModel, CatalogUnavailable."""
+    """The model `name` of this process or of the catalogue.
+
+    Raises UnknownModel, CatalogUnavailable.
+    """
     resident = session.residents.get(name) or by_key(session, name)
     if resident is not None and resident.catalogued and resident.place is Place.GONE:
         _refresh(session, resident)
@@ -262,7 +265,9 @@ def find(session: Session, name: str) -> Resident:
 
 
 def from_catalogue(session: Session, name: str) -> Resident | None:
-    """The catalogue's model of that name, not loaded and not yet among the residents."""
+    """A resident for the catalogue's model `name`, or None. It is not yet among the session's
+    residents.
+    """
     spec = session.catalogue.spec(name)
     if spec is None:
         return None
@@ -272,7 +277,9 @@ def from_catalogue(session: Session, name: str) -> Resident | None:
 
 
 def _refresh(session: Session, resident: Resident) -> None:
-    """Takes over what the catalogue has now for a model that is not loaded, or removes the model."""
+    """Updates a model that is not loaded from the catalogue, or removes it if it is no longer
+    there.
+    """
     spec = session.catalogue.spec(resident.spec.name)
     if spec == resident.catalogued:
         return
@@ -294,7 +301,7 @@ def known_names(session: Session) -> tuple[str, ...]:
 
 
 def by_key(session: Session, name: str) -> Resident | None:
-    """A model of this process by its name or by `type:name:quantization`."""
+    """The model of this process with that name or that `type:name:quantization`; None if unknown."""
     for resident in list(session.residents.values()):
         if name in (resident.spec.name, resident.spec.key):
             return resident
@@ -302,10 +309,10 @@ def by_key(session: Session, name: str) -> Resident | None:
 
 
 def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
-    """The lease that `name` refers to: this process's, else the only other lease of that name.
+    """The lease that `name` refers to: the one of this process, else the only other of that name.
 
-    `name` may carry a process, as in `qwen@4121`, or be an exact LeaseId. `loadable` also finds
-    models that an owner has registered and not loaded. Raises UnknownModel, AmbiguousName,
+    `name` may name a process, as in `qwen@4121`, or be an exact LeaseId. With `loadable`, models
+    that an owner has registered and not loaded are found too. Raises UnknownModel, AmbiguousName,
     NotLoaded.
     """
     if isinstance(name, LeaseId):
@@ -331,16 +338,17 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
 
 
 def split_address(name: str) -> tuple[str, str]:
-    """The model's name and the process id of `qwen@4121`; the id is empty where there is none.
+    """The model's name and the process id of an address such as `qwen@4121`.
 
-    The id of an owner, as in `qwen@4121.88.1`, names one of several runtimes in a process.
+    The id is empty if `name` has none. An owner's id, as in `qwen@4121.88.1`, selects one of
+    several runtimes in a process.
     """
     bare, at, pid = name.rpartition("@")
     return (bare, pid) if at and pid.replace(".", "").isdigit() else (name, "")
 
 
 def _exact(session: Session, id: LeaseId) -> LeaseId:
-    """The id itself. Raises UnknownModel if its owner has gone, or has no such model."""
+    """Returns `id`. Raises UnknownModel if its owner has gone, or has no such model."""
     if id.owner == session.me and by_key(session, id.name):
         return id
     section = session.ledger.read().sections.get(id.owner)
@@ -350,17 +358,17 @@ def _exact(session: Session, id: LeaseId) -> LeaseId:
 
 
 def _can_load(session: Session, id: LeaseId) -> bool:
-    """Whether the owner has registered that model."""
+    """Whether the owner in `id` has registered the model in `id`."""
     return id.name in session.ledger.names().get(id.owner, ())
 
 
 def _holders(
     book: Book, name: str, pid: str, loadable: Mapping[str, Collection[str]]
 ) -> list[Owner]:
-    """The owners that hold that model, or can load it.
+    """The owners that hold the model `name` or can load it.
 
-    `pid` is a process id, the id of an owner, or empty. `loadable` has the names that each owner can
-    load.
+    `pid` is a process id, the id of an owner, or empty for all owners. `loadable` has the names
+    that each owner can load.
     """
     found = []
     for id, section in book.sections.items():
@@ -384,7 +392,7 @@ def _all_addresses(session: Session, book: Book) -> tuple[str, ...]:
 
 
 def in_use_error(session: Session, resident: Resident) -> GpuError:
-    """The error that names the process that uses the model."""
+    """The error for a model that is in use. It names the process that uses the model."""
     book, world = session.look()
     lease = book.lease(session.me, resident.spec.name) or resident.lease
     return explain.still_here(book, session.me, lease, "in use", world)
@@ -394,13 +402,13 @@ def in_use_error(session: Session, resident: Resident) -> GpuError:
 
 
 def is_module(source: Any) -> bool:
-    """Whether `source` is a torch.nn.Module; torch is not imported to find out."""
+    """Whether `source` is a torch.nn.Module. This check does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(source, torch.nn.Module)
 
 
 def _known_devices(session: Session, devices: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The devices as a tuple. Raises UnknownDevice for one that this process does not see."""
+    """The devices as a tuple. Raises UnknownDevice for a device that this process does not see."""
     wanted = (devices,) if isinstance(devices, str) else tuple(devices)
     known = tuple(device.id for device in session.probe.devices if not device.is_host)
     for device in wanted:
@@ -410,7 +418,7 @@ def _known_devices(session: Session, devices: str | tuple[str, ...]) -> tuple[st
 
 
 def _same_code(one: Any, other: Any) -> bool:
-    """Whether two factories have the same code: a cell run twice defines its function again."""
+    """Whether two factories have the same code. A cell that runs twice defines its function again."""
     if one is other:
         return True
     code = getattr(one, "__code__", None), getattr(other, "__code__", None)

@@ -24,10 +24,11 @@ LONGEST_PAUSE_SECONDS = 60.0
 def evict(
     session: Session, resident: Resident, because: str, *, drop: bool = False, by: str = ""
 ) -> Move | Drop | None:
-    """Evicts an own model now. Returns the step taken; None if it is on no device already.
+    """Evicts a model of this process now.
 
-    `drop` unloads it although host memory has room. `by` is the person who requested it.
-    Raises StillInUse, DoesNotFit, and what the move raises.
+    Returns the step that was taken, or None if the model is on no device already. With `drop`, the
+    model is unloaded although host memory has room. `by` is the person who requested it. Raises
+    StillInUse, DoesNotFit, and the errors of the move.
     """
     if resident.handle is None or (resident.place is Place.AWAY and not drop):
         return None
@@ -58,7 +59,7 @@ def _leave(
     because: str,
     drop: bool,
 ) -> tuple[Book, Move | Drop | GpuError]:
-    """The book with the model leaving, and the step; or the book as it was, and the error."""
+    """The book with the model leaving, and the step; or the unchanged book and an error."""
     name = resident.spec.name
     lease = book.lease(session.me, name)
     if lease is None:
@@ -86,10 +87,10 @@ def _only_copy(lease: Lease) -> DoesNotFit:
 
 
 def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bool:
-    """Performs a step for one of our own models, where an interrupt cannot stop it halfway.
+    """Performs a step for a model of this process, in a thread that an interrupt cannot stop.
 
-    False if the model is in use or its bytes have changed; then nothing was moved. Raises the errors
-    of the move.
+    Returns False if the model is in use or its bytes have changed. Nothing was moved then. Raises
+    the errors of the move.
     """
     failure = session.uninterrupted(key, lambda: _leave_now(session, step, key, by))
     if failure is not None and not isinstance(failure, Stays):
@@ -98,7 +99,7 @@ def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bo
 
 
 def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
-    """Moves or drops one of our own models for another request. False if the model stays.
+    """Moves or drops a model of this process for another request. Returns False if the model stays.
 
     A failed move is logged here and not raised, because it does not concern the requester. If the
     rules allow it, the model is dropped instead.
@@ -109,14 +110,14 @@ def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
 
 
 def try_again_now(resident: Resident) -> None:
-    """Ends the pause after a failed move, because a person requests the move."""
+    """Ends the pause after a failed move, so that the model may be moved at once."""
     resident.moves_again_at = 0.0
 
 
 def _leave_now(
     session: Session, step: Move | Drop, key: Key, by: str, *, may_drop: bool = False
 ) -> Exception | None:
-    """Performs a step of an own model. Returns None, or the error if the model stays."""
+    """Performs a step for a model of this process. Returns None, or the error if the model stays."""
     name = step.lease.partition("/")[2]
     resident = session.residents.get(name)
     if resident is None or not resident.begin_moving():
@@ -169,7 +170,9 @@ def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move 
 
 
 def _stays(session: Session, resident: Resident, error: BaseException) -> str:
-    """Records that a step failed, and returns the sentence for the book; empty after the first.
+    """Records that a step failed.
+
+    Returns the sentence for the book; after the first failure, no text.
 
     Each further failure doubles the pause before the model is chosen again.
     """

@@ -21,9 +21,10 @@ def request(
     wait: bool = True,
     places: tuple[str, ...] = (),
 ) -> Verdict:
-    """Requests `verb` of the lease's owner. Returns the last verdict within `timeout` seconds.
+    """Requests `verb` from the owner of the lease `target`. Returns the last verdict.
 
-    Without `wait` the request stays in the book until it is answered; see `follow_up`.
+    The call takes at most `timeout` seconds. Without `wait`, the request stays in the book until it
+    is answered; see `follow_up`.
     """
     began = session.clock()
     deadline = None if timeout is None else began + timeout
@@ -60,7 +61,9 @@ def request(
 
 
 def follow_up(session: Session) -> None:
-    """Removes the standing requests that were answered; otherwise they would be obeyed again."""
+    """Removes requests without a waiting caller that were answered, so that they are not obeyed
+    again.
+    """
     for key, ask in list(session.standing.items()):
         if not isinstance(_ask_once(session, ask), Wait):
             session.standing.pop(key, None)
@@ -68,14 +71,15 @@ def follow_up(session: Session) -> None:
 
 
 def decline(session: Session, verb: str, target: LeaseId, because: str) -> None:
-    """Journals a request that this user may not make."""
+    """Journals a request that this user is not allowed to make."""
     key = session.new_key(f"{verb} {target}")
     _journal_declined(session, _ask(session, key, verb, target), because)
     session.done_with(key.note)
 
 
 def note_action(session: Session, verb: str, name: str, because: str, size: int = 0) -> None:
-    """Journals what this process did to its own model for a person who wrote no ticket.
+    """Journals what this process did to its own model, if another person caused it without a
+    ticket.
 
     `size` is in bytes.
     """
@@ -88,13 +92,16 @@ def note_action(session: Session, verb: str, name: str, because: str, size: int 
 
 
 def person(session: Session) -> str:
-    """The person for whom this thread acts, and the process; empty for this process's own user."""
+    """The person for whom this thread acts, and this process.
+
+    Empty if that is the process's own user.
+    """
     said = speaking_for()
     return attributed(said, f"{session.owner.user}, {session.owner.label}") if said else ""
 
 
 def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
-    """Waits until a doorbell rings, an owner dies, or an own model in the way is free.
+    """Waits until a notification comes, an owner dies, or a blocking model of this process is free.
 
     Returns at the latest after POLL_SECONDS, at the verdict's `retry_at`, or at `deadline`
     (seconds of the session's clock).

@@ -49,7 +49,9 @@ _HERE = Place.HERE  # every use reads it: this name takes 10 ns, `Place.HERE` ta
 
 
 class Stays(Exception):
-    """A step must not be taken: the weights exist nowhere else, or more bytes than reserved."""
+    """A step must not be taken: the weights exist nowhere else, the model is in use, or it has
+    grown.
+    """
 
 
 def _ignore_loss(kind: str, because: str) -> None:
@@ -57,7 +59,7 @@ def _ignore_loss(kind: str, because: str) -> None:
 
 
 def _nothing() -> None:
-    """Used in place of a weak reference, for no object."""
+    """Stands for a weak reference that refers to no object."""
 
 
 class Resident:
@@ -72,7 +74,10 @@ class Resident:
         origin: Any = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`origin` is the factory it was registered with. `clock` returns seconds, `wall` epoch seconds."""
+        """`origin` is the factory with which the model was registered, or None.
+
+        `clock` returns seconds of CLOCK_BOOTTIME, `wall` epoch seconds.
+        """
         self.spec = spec
         self.backend = backend
         self.origin = origin
@@ -97,7 +102,7 @@ class Resident:
         self.recent_uses = ""  # when it was used, see `facts.recent_uses`
         self.content = ""  # digest of its source's content, once it was loaded; empty: unknown
         self.failed_moves = 0  # in a row
-        # Not in `lease`: other threads set it, and would write over where the model is by then.
+        # It is no field of `lease`: a thread that replaces the lease could undo a move by another.
         self.moves_again_at = 0.0
         self.measured: Measurement | None = None  # an earlier load of live code, see footprints
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet
@@ -108,7 +113,7 @@ class Resident:
     def pieces(self) -> tuple[int, ...]:
         """Relative sizes of the pieces into which the model may be divided.
 
-        With one piece, the model must stay whole. None: it may be divided anywhere.
+        A model with one piece must stay whole. None means that it may be divided anywhere.
         """
         if self._pieces is None:
             self._pieces = self.backend.pieces(self.spec, self.origin)
@@ -117,9 +122,11 @@ class Resident:
     # -- using
 
     def enter(self, anchor: AnchorRef) -> bool:
-        """Pins the model while the anchor lives. False if it is not on its device now.
+        """Pins the model while the anchor lives.
 
-        `anchor` is a weak reference.
+        Returns False if the model is not on its device now.
+
+        `anchor` is a weak reference to the anchor.
         """
         with self.gate:
             if self.place is not _HERE:
@@ -139,40 +146,45 @@ class Resident:
         self.uses += 1
 
     def bases(self) -> list[Resident]:
-        """The models of this process that hold a part of this one's storages: used together with it."""
+        """The models of this process that hold a part of this model's storages, and are used with
+        it.
+        """
         handles = getattr(self.handle, "bases", ())
         return [other for other in self.others() if other.handle in handles]
 
     def forwarded(self, result: Any) -> None:
-        """Notes what a call with gradients enabled returned; see Training.forwarded."""
+        """Notes the result of a call with gradients enabled; see Training.forwarded."""
         for model in (self, *self.bases()) if self.shares_storages else (self,):
             model.training.forwarded(result)
 
     def in_use(self) -> bool:
-        """Whether the model may not be moved now: a block or a graph pins it, or its training runs."""
+        """Whether the model may not be moved now: a block or a graph pins it, or it is in training."""
         return bool(self.training.pinned()) or self.kept_by_training()
 
     def kept_by_training(self) -> bool:
-        """Whether it is on its device and in training, and no block or graph pins it."""
+        """Whether training keeps the model on its device, also if no block or graph pins it."""
         return self.lease.on_device and self.training.holds(self.handle)
 
     def called_by(self, thread: int) -> bool:
-        """Whether `thread`, an identifier, is in a call of the model, or moves or loads it."""
+        """Whether the thread with the identifier `thread` calls the model, or moves or loads it."""
         return self._worker == thread or any(called_by(pin) == thread for pin in self.pins.copy())
 
     def is_dropped(self) -> bool:
-        """Whether it was unloaded, and no thread loads it now."""
+        """Whether the model is unloaded and no thread loads it now."""
         return self.place is Place.GONE and not self.work.locked()
 
     def pinned_by(self, thread: int) -> bool:
-        """Whether a block that this thread runs pins the model; `thread` is its identifier."""
+        """Whether a block that the thread with the identifier `thread` runs pins the model."""
         return any(thread_of(pin) == thread for pin in self.pins.copy())
 
     def truth(self) -> Lease | None:
-        """The lease as this process knows it, with pins and last use; None if it is not loaded.
+        """The lease as this process knows it, with pins and last use.
 
-        A pin that ended since the last call counts as use until now: an upper bound, since its end
-        leaves no time stamp. A one-off importance passed to `use()` ends with the block.
+        None if the model is not loaded.
+
+        The end of a pin leaves no time stamp. So a pin that ended since the last call counts as use
+        until now, which is an upper bound. An importance that was passed to `use()` ends with the
+        block.
         """
         if self.handle is None:
             return None
@@ -196,17 +208,17 @@ class Resident:
         )
 
     def note_uses(self, recent: str) -> None:
-        """Adds the uses in `recent`, from `encode_uses`, to those it remembers."""
+        """Adds the times of use in `recent`, a text from `encode_uses`, to the remembered times."""
         self.recent_uses = merged_uses((self.recent_uses, recent), self._wall())
 
     def _used_since(self) -> float:
-        """When the current use began, as far as it is known."""
+        """When the current use began, if that is known."""
         return self.pinned_since if self.pins else self.training.kernel.state.busy_since
 
     def must_return_to(self) -> dict[str, int]:
-        """The only devices it can return to, with its bytes there; empty if it can go anywhere.
+        """The only devices to which the model can return, each with its bytes there.
 
-        0 bytes: any number.
+        Empty if the model can return to any device. 0 bytes mean any number of bytes.
         """
         bound = getattr(self.backend, "must_return_to", None)
         if bound is None or self.handle is None or self.place is not Place.AWAY:
@@ -217,7 +229,9 @@ class Resident:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds `work`. This thread's calls of the model's methods are then part of the move."""
+        """Holds the lock `work`. This thread's calls of the model's methods then count as part of
+        the move.
+        """
         with self.work:
             self._worker = threading.get_ident()
             try:
@@ -226,7 +240,9 @@ class Resident:
                 self._worker = 0
 
     def load(self, shares: Shares, progress: Progress | None) -> tuple[Any, Shares, float]:
-        """The backend's handle, the shares measured, and the seconds it took.
+        """Loads the model.
+
+        Returns the backend's handle, the measured shares, and the seconds it took.
 
         The model is not installed yet. `shares` are the bytes reserved on each device.
         """
@@ -244,7 +260,9 @@ class Resident:
                 raise
 
     def install(self, handle: Any, lease: Lease, anchor: AnchorRef | None) -> None:
-        """Makes the loaded `handle` the model that `use` yields, pinned by `anchor` if given."""
+        """Makes the loaded `handle` the model that `use` yields. If `anchor` is given, it pins the
+        model.
+        """
         value = self.backend.value(handle)
         pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
@@ -264,11 +282,13 @@ class Resident:
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """Process ids of the engine it runs in; empty if it runs in this process."""
+        """Process ids of the engine that computes the model; empty if this process computes it."""
         return getattr(self.handle, "pids", ())
 
     def _lost(self, of: Callable[[], Any], kind: str, because: str) -> None:
-        """Releases the model after its engine ended by itself. The book is updated before callers."""
+        """Releases the model after its engine ended by itself. The book shows this before callers
+        see it.
+        """
         handle = of()
         with self.gate:
             if handle is None or self.handle is not handle:
@@ -281,18 +301,18 @@ class Resident:
         self._drop()
 
     def begin_moving(self) -> bool:
-        """Refuses new uses from now on. False if it is in use, moving or not loaded."""
+        """Refuses new uses from now on. Returns False if the model is in use, moving or not loaded."""
         with self.gate:
             if self.handle is None or self.place is Place.MOVING or self.training.blocks():
                 return False
-            # What is away may return while a graph of it lives.
+            # A model in host memory may return to its device while a graph of it still exists.
             if self.lease.on_device and self.in_use():
                 return False
             self.place = Place.MOVING
         return True
 
     def await_move(self) -> None:
-        """Returns once the model is not being moved. Only modules in training are waited for."""
+        """Waits until the model is not being moved. Only a module in training is waited for."""
         while True:
             with self.gate:
                 handle: Any = self.handle if self.place is Place.MOVING else None
@@ -301,7 +321,7 @@ class Resident:
             time.sleep(MOVE_LOOK_SECONDS)
 
     def stay(self) -> None:
-        """Allows uses again: the model did not move after all."""
+        """Allows uses again after a move that was not made."""
         with self.gate:
             if self.handle is not None:
                 self.place = Place.HERE if self.lease.on_device else Place.AWAY
@@ -325,7 +345,7 @@ class Resident:
             return self.backend.measure(self.handle)
 
     def settle_at(self, lease: Lease, anchor: AnchorRef | None = None) -> None:
-        """Records where the model is now. `anchor` pins it before anything can move it on."""
+        """Records where the model is now. `anchor` pins it before another thread can move it."""
         with self.gate:
             self.lease = lease
             self.place = Place.HERE if lease.on_device else Place.AWAY
@@ -333,15 +353,20 @@ class Resident:
                 self._pin(anchor)
 
     def postpones_measuring(self) -> bool:
-        """Whether its backward pass may run now; then its next optimizer step measures it.
+        """Whether a backward pass may be running now.
 
-        The autograd engine replaces gradients without the interpreter's lock. A thread that reads one
-        at that moment crashes the process.
+        The next optimizer step then measures the model.
+
+        The autograd engine replaces gradients without holding the interpreter's lock. A thread that
+        reads a gradient at that moment crashes the process.
         """
         return self.training.postpones_measuring(self.handle)
 
     def stepped(self) -> None:
-        """Notes that its optimizer has stepped, in the thread that trains it."""
+        """Notes that the model's optimizer has stepped.
+
+        The thread that trains the model calls this.
+        """
         self.training.stepped()
         if self.training.measure_due and self.work.acquire(False):
             try:
@@ -351,7 +376,10 @@ class Resident:
                 self.work.release()
 
     def remeasure(self) -> bool:
-        """Measures again. True if its bytes have changed: gradients, optimizer state, new layers."""
+        """Measures the model again.
+
+        Returns whether its bytes have changed, for example by gradients.
+        """
         if self.handle is None:
             return False
         shares = self.backend.measure(self.handle)
@@ -361,7 +389,7 @@ class Resident:
         return True
 
     def take_over(self) -> None:
-        """Governs and counts the storages that a forgotten model shared with this one."""
+        """Governs and counts the storages that a forgotten model shared with this model."""
         if not hasattr(self.handle, "bases"):
             return
         govern_calls(self.value, self)
@@ -369,13 +397,16 @@ class Resident:
             self.remeasure()
 
     def forget(self) -> None:
-        """Frees the model's bytes for good. Bytes that exist nowhere else stay with its user."""
+        """Frees the model's bytes for good.
+
+        Bytes that exist nowhere else stay with the user's object.
+        """
         with self.work:
             if self.handle is not None:
                 self._drop()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the model's value becomes a plain object, and its locks are free."""
+        """In a forked child: makes the model's value a plain object, and replaces the locks."""
         release_calls(self.value)
         self.gate, self.work = threading.Lock(), threading.Lock()
 
@@ -389,12 +420,12 @@ class Resident:
         self._shell = _weakly(value)
 
     def droppable(self) -> bool:
-        """Whether its weights are proven equal to their source."""
+        """Whether the model's weights are proven equal to their source."""
         return self.handle is not None and self.backend.droppable(self.handle)
 
 
 def _weakly(value: Any) -> Callable[[], Any]:
-    """A weak reference to `value`; to nothing if the value allows none."""
+    """A weak reference to `value`, or to nothing if `value` cannot be weakly referenced."""
     try:
         return _nothing if value is None else weakref.ref(value)
     except TypeError:  # a number or a tuple, for example
@@ -404,7 +435,8 @@ def _weakly(value: Any) -> Callable[[], Any]:
 def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     """Ids of the leases that `thread` pins, as `owner/name`.
 
-    A module in training that only the running cell holds counts: it leaves when the cell has ended.
+    A module in training that only the running cell keeps on its device counts too. It can leave
+    when the cell has ended.
     """
     return tuple(
         r.lease.id

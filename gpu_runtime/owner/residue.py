@@ -12,11 +12,11 @@ IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator h
 def residue(
     leases: Iterable[Lease], used: Mapping[str, int], contexts: Mapping[str, int]
 ) -> dict[str, int]:
-    """Device -> bytes beyond the leases: context, reserved cache, tensors of the user's own code.
+    """Maps each device to the bytes beyond the leases: context, reserved cache, the user's tensors.
 
-    `used` maps devices to the bytes that the driver counts for this process, `contexts` to those
-    outside torch's allocator. What a block's code allocates is what the block leased, so blocks add
-    no residue.
+    `used` maps devices to the bytes that the driver counts for this process. `contexts` maps
+    devices to the bytes outside torch's allocator. A block adds no residue, because the memory that
+    its code allocates is what the block has leased.
     """
     leased: dict[str, int] = {}
     outside_torch = dict(contexts)  # a CUDA context is never part of a lease

@@ -11,7 +11,7 @@ log = logging.getLogger("gpu_runtime")
 
 
 def log_event(event: Event, spec: ModelSpec | None) -> None:
-    """Logs what happened to a model of this process; `spec` is None if the process forgot the model."""
+    """Logs what happened to a model of this process. `spec` is None if the model was forgotten."""
     key = spec.key if spec else event.model
     short = f"{spec.model_type}:{event.model}" if spec else event.model
     if event.action == "granted":

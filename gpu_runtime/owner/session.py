@@ -64,7 +64,7 @@ NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request
 
 
 class _Renamed(Exception):
-    """The book uses other names for devices of this process: our name -> the book's name."""
+    """The book uses other names for devices of this process: `names` maps ours to the book's."""
 
     def __init__(self, names: dict[str, str]) -> None:
         super().__init__(names)
@@ -89,10 +89,9 @@ class Session:
         record: Record | None = None,
         recording: Any = None,
     ) -> None:
-        """`clock` returns seconds of CLOCK_BOOTTIME, `wall` epoch seconds.
-
-        `machine` is the operator's configuration of this host. `record` is the history of device
-        samples; `recording` is the helper process that writes it on simulated devices.
+        """`clock` returns seconds of CLOCK_BOOTTIME, `wall` epoch seconds. `machine` is the
+        operator's configuration. `record` is the history of device samples, and `recording` the
+        helper process that writes it on simulated devices.
         """
         self.ledger, self.probe, self.settings, self.journal = ledger, probe, settings, journal
         self.clock, self.wall = clock, wall
@@ -140,7 +139,7 @@ class Session:
 
     @property
     def owner(self) -> Owner:
-        """This owner, with the notebook's path as it is known by now."""
+        """This owner, with the notebook's path if it is known by now."""
         owner = self.ledger.owner
         return replace(owner, notebook=self.notebook) if self.notebook else owner
 
@@ -153,7 +152,7 @@ class Session:
         return int(device.total_bytes * fraction)
 
     def backend(self, name: str) -> Backend:
-        """The backend of that name, opened at its first use."""
+        """The backend `name`, which is opened at its first use."""
         backend = self.backends.get(name)
         if backend is not None:
             return backend
@@ -166,7 +165,7 @@ class Session:
     # -- the facts of this process about itself
 
     def truth(self) -> Truth:
-        """The current facts of this process. Its section of the book is written from them."""
+        """The current facts of this process, from which its section of the book is written."""
         residents = [r for r in list(self.residents.values()) if r.handle is not None]
         models = tuple(lease for r in residents if (lease := r.truth()) is not None)
         blocks = self.blocks.running(self._lift_torch_limit)
@@ -195,12 +194,12 @@ class Session:
         return bool(self.blocks) or any(resident.handle is not None for resident in residents)
 
     def in_use(self) -> bool:
-        """Whether a model is pinned, a block runs or a cell runs; then changes will follow soon."""
+        """Whether a model is pinned, a block runs or a cell runs. Changes will then follow soon."""
         busy = self.blocks or self.activity.running
         return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
 
     def world(self, fresh: bool = False) -> World:
-        """The devices as last measured, or measured now if `fresh`.
+        """The devices as they were measured last, or as they are measured now if `fresh`.
 
         If the driver does not answer, the device counts as unmeasured, not as free.
         """
@@ -224,8 +223,9 @@ class Session:
     ) -> T:
         """Runs `decision` in one transaction, after this owner's section is brought up to date.
 
-        Then notifies the owners concerned and journals the events. `fresh` measures the devices
-        first. `in_full(events, answer)` adds what only the journal keeps. Raises LedgerUnavailable.
+        Then notifies the owners that the write concerns and journals the events. `fresh` measures
+        the devices first. `in_full(events, answer)` adds details that only the journal keeps.
+        Raises LedgerUnavailable.
         """
         try:
             return self._decide(decision, self.world(fresh), in_full)
@@ -260,9 +260,9 @@ class Session:
         self.decide(lambda book, world: (book, None))
 
     def announce(self, name: str) -> None:
-        """Publishes the model `name`, and this owner with its first one.
+        """Publishes the name `name`, and with the first name also this owner.
 
-        If the ledger cannot be written now, the monitor does it later.
+        If the ledger cannot be written now, the monitor publishes it later.
         """
         if not self.settings.enable_memory_governor:
             return
@@ -275,7 +275,7 @@ class Session:
             log.debug("announced later: %s", error)
 
     def publish_names(self) -> None:
-        """Publishes which models this process can load, if that has changed."""
+        """Publishes which models this process can load, if their names have changed."""
         if not self.settings.enable_memory_governor:
             return
         try:
@@ -314,7 +314,7 @@ class Session:
             log.debug("a ticket stays until the ledger can be written: %s", error)
 
     def reap(self) -> int:
-        """Removes owners that are proven dead from the book, and returns how many."""
+        """Removes owners that are proven dead from the book. Returns the number of dead owners."""
         dead = self.ledger.dead(self.ledger.read())
         if dead:
             self.decide(lambda book, world: (books.reap(book, dead, world), None))
@@ -323,7 +323,7 @@ class Session:
     # -- reading
 
     def read_book(self) -> Book:
-        """The book. Renames our devices as the book names them while nothing of ours is on them."""
+        """The book. Our devices take the book's names, if no memory of this process is on them."""
         book = self.ledger.read()
         try:
             self._require_equal_names(book)
@@ -333,9 +333,9 @@ class Session:
         return book
 
     def look(self) -> tuple[Book, World]:
-        """The book, with our own section updated, and the devices.
+        """The book, with the section of this process updated, and the devices.
 
-        If only other owners have devices in the book, the devices are theirs.
+        If this process has nothing in the book, the devices are those of the other owners.
         """
         book, world = self.read_book(), self.world()
         if self.residents or self.blocks or self.me in book.sections:
@@ -347,10 +347,10 @@ class Session:
     # -- names of devices
 
     def _require_equal_names(self, book: Book) -> None:
-        """Raises _Renamed if the book uses another name for one of our devices.
+        """Raises _Renamed if the book uses another name for a device of this process.
 
-        That happens if two processes that see different cards open the ledger at the same moment, or
-        if another owner has made a new book.
+        That happens if two processes that see different cards open the ledger at the same moment,
+        or if another owner has made a new book.
         """
         if book.devices is not self._named:
             if other := device_names.names(self.probe.devices, book):
@@ -358,7 +358,7 @@ class Session:
             self._named = book.devices
 
     def _rename(self, names: dict[str, str]) -> None:
-        """Names our devices as the book does.
+        """Gives the devices of this process the book's names.
 
         Raises LedgerUnavailable if this process holds memory on them under the old names.
         """
@@ -386,7 +386,7 @@ class Session:
                 log_event(event, resident.spec if resident else None)
 
     def _notify(self, before: Book, after: Book) -> None:
-        """Rings the owners that this write concerns."""
+        """Notifies the owners that this write concerns."""
         concerned: set[str] = set()
         waiting = {ticket.owner for ticket in after.tickets}
         if waiting and wakeups.affects_waiters(before, after):
@@ -399,7 +399,7 @@ class Session:
             self.ledger.ring(concerned)
 
     def limit_torch(self, book: Book, world: World) -> None:
-        """Caps torch's allocator on real cards so that it cannot take what others have leased."""
+        """Caps torch's allocator on real cards: torch cannot take what other owners have leased."""
         if self.probe.simulated or not (self._torch_limits or self.residents):
             return
         busy = {share.device for lease, _ in list(self.blocks.values()) for share in lease.shares}
@@ -415,14 +415,14 @@ class Session:
         self._torch_limits.pop(card, None)
 
     def _lift_torch_limit(self, card: str) -> None:
-        """Lifts the cap of a block that was interrupted before it could."""
+        """Lifts the cap of a block that was interrupted before it could lift it."""
         self.probe.bound(card, torch_limit.ALL)
         self.forget_torch_limit(card)
 
     # -- the monitor
 
     def start_monitor(self) -> None:
-        """Starts the monitor with the first model or lease; a process that only reads needs none."""
+        """Starts the monitor with the first model or lease. A process that only reads needs none."""
         if not self.settings.enable_memory_governor:
             return
         with self.lock:
@@ -438,7 +438,7 @@ class Session:
         )
 
     def cell_began(self) -> None:
-        """Wakes a dozing monitor, and waits for moves of modules in training to end."""
+        """Wakes a sleeping monitor, and waits until moves of modules in training have ended."""
         if self.dozing and not self.closed:
             self.wake_monitor()
         for resident in list(self.residents.values()):

@@ -1,4 +1,7 @@
-"""The data that magics, command and console show: snapshots, tables, history, dry runs. Reads only."""
+"""The data that magics, command and console show: snapshots, tables, history and dry runs.
+
+The functions here only read, except `delete`, which changes the catalogue.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ HEALTH_MESSAGES = {
 
 
 def snapshot(session: Session) -> Snapshot:
-    """The snapshot of this moment: all that magics, command and console show."""
+    """A snapshot of the book and the devices: all that magics, command and console show."""
     book, world = session.look()
     devices = _device_views(session, book, world)
     waiting = queue(book, world)
@@ -86,12 +89,12 @@ def snapshot(session: Session) -> Snapshot:
 
 
 def _quarantined(book: Book) -> tuple[Quarantined, ...]:
-    """The owners whose section cannot be read, without the bytes that nobody can read."""
+    """The owners whose section cannot be read, without the section's unreadable content."""
     return tuple(replace(it, entry=b"", content=b"") for it in book.quarantined.values())
 
 
 def _names(session: Session) -> dict[str, tuple[str, ...]]:
-    """Owner id -> the models that it can load; our own as they are now."""
+    """Maps owner ids to the models that the owner can load. This process's models are current."""
     names = session.ledger.names()
     own = tuple(list(session.residents))
     return names | {session.me: own} if own else names
@@ -117,7 +120,7 @@ def _device_views(session: Session, book: Book, world: World) -> tuple[Any, ...]
 
 
 def other_hosts(session: Session) -> tuple[Snapshot, ...]:
-    """Every other host that shares the ledger (one in Redis), by name."""
+    """A snapshot of every other host that shares the ledger in Redis, sorted by name."""
     read_all = getattr(session.ledger, "read_all", None)
     pages = read_all() if read_all else []
     others = [page for page in pages if page.host != session.owner.boot]
@@ -125,7 +128,10 @@ def other_hosts(session: Session) -> tuple[Snapshot, ...]:
 
 
 def _of_page(session: Session, page: HostPage) -> Snapshot:
-    """Another host's page. Its times are of its own clock, so its newest time is used as now."""
+    """A snapshot of another host's page.
+
+    The times in the page are of that host's clock. So the newest time in the page is used as now.
+    """
     book = page.book or Book()
     stamps = [0.0]
     for lease in book.leases():
@@ -155,7 +161,7 @@ def _of_page(session: Session, page: HostPage) -> Snapshot:
 
 
 def health(found: Snapshot) -> Health:
-    """One line on the fullest card of a snapshot."""
+    """One line on the card with the highest pressure in the snapshot `found`."""
     cards = [view for view in found.devices if not view.device.is_host]
     fullest = max(cards, key=lambda view: view.pressure)
     used = [view.measured_bytes for view in cards]
@@ -168,7 +174,7 @@ def health(found: Snapshot) -> Health:
 
 
 def specs(session: Session) -> tuple[Any, ...]:
-    """The specifications of the models registered in this process."""
+    """The specifications of the models that are registered in this process."""
     residents = list(session.residents.values())
     return tuple(resident.spec for resident in residents if resident.lease.kind == "model")
 
@@ -177,7 +183,7 @@ def specs(session: Session) -> tuple[Any, ...]:
 
 
 def models(session: Session) -> DataFrame:
-    """Every model that is registered here or held by any owner."""
+    """A table of every model that is registered here, held by any owner, or in the catalogue."""
     from . import tables
 
     book, world = session.look()
@@ -216,7 +222,7 @@ def who(session: Session, process: str = "") -> DataFrame:
 
 
 def leases(session: Session) -> DataFrame:
-    """Who holds what on which device, one row a share."""
+    """A table of all leases, with one row for each share."""
     from . import tables
 
     book, world = session.look()
@@ -231,7 +237,10 @@ def events(found: tuple[Event, ...]) -> DataFrame:
 
 
 def fragmentation(session: Session) -> DataFrame:
-    """What each process's allocator holds on each card; unknown where a process publishes nothing."""
+    """A table of the memory that each process's allocator holds on each card.
+
+    The figures of a process that publishes no map are empty.
+    """
     from . import tables
 
     book, _ = session.look()
@@ -259,7 +268,10 @@ def history(session: Session, found: Snapshot, seconds: str | float, points: int
 
 
 def why(session: Session, name: str) -> tuple[Event, ...]:
-    """The last decisions on a model, the newest first. Raises UnknownModel if there was never one."""
+    """The last decisions on a model, the newest first.
+
+    Raises UnknownModel if there is no decision on it and no model has that name.
+    """
     bare = name.partition("@")[0]
     resident = registry.by_key(session, bare)
     found = recorded_events(session, 20, resident.spec.name if resident else bare)
@@ -284,7 +296,7 @@ def plan(session: Session, name_or_size: str | int, options: dict[str, Any]) -> 
 
 
 def _subject(session: Session, words: str | int, options: dict[str, Any]) -> dry_run.Subject:
-    """The subject named by `words`: an own model, a size, another owner's model, or a source."""
+    """What `words` name: a model of this process, a size, another owner's model, or a source."""
     name = str(words)
     resident = registry.by_key(session, name) or registry.from_catalogue(session, name)
     if resident is not None:

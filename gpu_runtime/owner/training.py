@@ -1,8 +1,9 @@
-"""Keeps a module in training on its device between its calls: `backward` and `step` do not call the module.
+"""Keeps a module in training on its device between its calls.
 
-A module is in training if it was adopted with its optimizer, or while it has gradients or a graph. In
-a kernel it is in use while a cell runs. Elsewhere it is in use from a `forward` with gradients enabled
-until `step`, `zero_grad` or the end of the graph.
+This is needed because `backward` and `step` do not call the module. A module is in training if it
+was adopted with its optimizer, or while it has gradients or a graph. In a kernel such a module is
+in use while a cell runs. Elsewhere it is in use from a `forward` with gradients enabled until
+`step`, `zero_grad` or the end of the graph.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Training:
     """Keeps one model on its device between its calls while it is in training."""
 
     def __init__(self, pins: set[AnchorRef], kernel: Activity = activity) -> None:
-        """`pins` are the model's; `kernel` records which cells run."""
+        """`pins` are the pins of the model. `kernel` records which cells run."""
         self.pins, self.kernel = pins, kernel
         self.graphs: set[AnchorRef] = set()  # the graphs that still exist
         self._graph_pins: set[AnchorRef] = set()
@@ -46,7 +47,10 @@ class Training:
         self.measure_due = False  # the next step measures the model
 
     def forwarded(self, result: Any) -> None:
-        """Notes the graphs of what a `forward` returned; outside a cell they pin the model."""
+        """Notes the autograd graphs in the `result` of a `forward`.
+
+        Outside a cell they pin the model.
+        """
         torch = sys.modules["torch"]
         if not torch.is_grad_enabled():
             return
@@ -69,20 +73,27 @@ class Training:
         self._graph_pins.discard(pin)
 
     def stepped(self) -> None:
-        """Releases the pins of `forwarded`: the optimizer has stepped, or gradients were cleared."""
+        """Releases the pins of `forwarded`, since the optimizer has stepped or gradients were
+        cleared.
+        """
         self._awaits_step = False
         for pin in tuple(self._graph_pins):
             self._ended(pin)
 
     @property
     def in_script(self) -> bool:
-        """Whether no cell has run here: a script may train at any time, a kernel in its cells only."""
+        """Whether no cell has run in this process.
+
+        A script may train at any time. A kernel trains only in its cells.
+        """
         return not self.kernel.running and self.kernel.state.idle_since == NEVER
 
     def postpones_measuring(self, handle: Any) -> bool:
-        """Whether the thread that trains the model of `handle` measures it, at its next step.
+        """Whether the thread that trains the model of `handle` measures the model, at its next
+        step.
 
-        Another thread could read gradients while they are made or cleared; that ended in a segmentation fault.
+        Another thread could read gradients while they are made or cleared. That ended in a
+        segmentation fault.
         """
         trains = getattr(handle, "optimizer", None) is not None
         # Between two cells of a kernel nothing trains. A script may train at any time.
@@ -93,7 +104,7 @@ class Training:
         return False
 
     def blocks(self) -> int:
-        """The number of pins that no graph holds."""
+        """The number of the model's pins that do not belong to a graph."""
         return len(self.pins - self._graph_pins)
 
     def pinned(self) -> int:
@@ -101,7 +112,7 @@ class Training:
         return self.blocks() if self._waived else len(self.pins)
 
     def holds(self, handle: Any) -> bool:
-        """Whether training keeps the model of `handle` on its device although nothing pins it."""
+        """Whether training keeps the model of `handle` on its device, also if no pin does."""
         if not hasattr(handle, "moves_in_training"):
             return False
         if self.kernel.running and not self._waived:
@@ -113,7 +124,10 @@ class Training:
 
     @contextlib.contextmanager
     def waived(self) -> Iterator[None]:
-        """Inside the block, training does not keep the model. Use it where the training thread evicts the model."""
+        """Inside the block, training does not keep the model on its device.
+
+        Use it where the thread that trains the model evicts it.
+        """
         # Another thread could move the model during the main thread's backward pass.
         self._waived = threading.current_thread() is threading.main_thread()
         try:
@@ -145,7 +159,7 @@ def _nodes(result: Any, tensor_type: type) -> Iterator[Any]:
 
 
 class Stepping(Protocol):
-    """What a step needs of a model."""
+    """The members of a model that an optimizer step needs."""
 
     calling: Callable[[], Held]
     training: Training
@@ -154,9 +168,10 @@ class Stepping(Protocol):
 
 
 class _Arguments(tuple):
-    """Arguments of `step`, and the blocks that it runs in.
+    """The arguments of `step`, with the blocks in which the step runs.
 
-    torch keeps the arguments in the frame of the step, so the blocks end with it, however it ends.
+    torch keeps the arguments in the frame of the step. So the blocks end with that frame, however
+    it ends.
     """
 
     blocks: list[Held]
@@ -164,11 +179,14 @@ class _Arguments(tuple):
 
 @functools.cache
 def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
-    """From now on each step of an optimizer pins, and restores, the models `trained_by(optimizer)`."""
+    """From now on, each step of an optimizer pins the models `trained_by(optimizer)`.
+
+    A model that is away is restored first.
+    """
     optimizers = sys.modules["torch.optim.optimizer"]
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Pins the models; returns the arguments of the step, which hold the pins."""
+        """Pins the models. Returns the arguments of the step, which now hold the pins."""
         models = trained_by(optimizer)
         if not models:
             return None
@@ -191,10 +209,10 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
 
 
 def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
-    """From now on `optimizer.zero_grad` releases the pins that a `forward` of `model` took.
+    """From now on, `optimizer.zero_grad` releases the pins that a `forward` of `model` took.
 
-    The model is pinned while its gradients are cleared. Without the pin, the monitor measured the model at
-    that moment, and the process ended with a segmentation fault.
+    The model is pinned while its gradients are cleared. Without that pin, the monitor measured the
+    model at that moment, and the process ended with a segmentation fault.
     """
     original = optimizer.zero_grad
     of = weakref.ref(model)
