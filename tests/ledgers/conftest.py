@@ -1,4 +1,4 @@
-"""Builders for the ledgers' tests: owners, decisions, and other processes with a ledger."""
+"""Builders for the tests of the ledgers: owners, decisions, and other processes with a ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def section(ledger: Ledger, *names: str, gib: int = 1, **more) -> Section:
-    """The section of a ledger's owner, with settled leases of those names on sim:0."""
+    """A section of the ledger's owner, with a settled lease on sim:0 for each of the names."""
     leases = tuple(lease(ledger, name, gib=gib) for name in names)
     return Section(ledger.owner, leases=leases, **more)
 
@@ -41,12 +41,12 @@ def ticket(ledger: Ledger, key: str) -> Ticket:
 
 
 def put(ledger: Ledger, *names: str, **more) -> None:
-    """Writes this owner's section, with leases of those names."""
+    """Writes the section of this ledger's owner, with leases of those names."""
     ledger.transact(lambda book: (book.with_section(section(ledger, *names, **more)), None))
 
 
 def count(ledger: Ledger) -> int:
-    """Adds one to this owner's count."""
+    """Adds one to the count in this owner's section, and returns the new count."""
 
     def decide(book: Book) -> tuple[Book, int]:
         mine = book.sections.get(ledger.owner.id) or Section(ledger.owner)
@@ -57,10 +57,10 @@ def count(ledger: Ledger) -> int:
 
 
 def reach(ledger: Ledger, most: int) -> str:
-    """Counts to `most`, and returns whether an acknowledged count was ever missing.
+    """Counts to `most` and returns whether a count was missing that the ledger had acknowledged.
 
-    A decision that finds its own effect does not repeat it. That happens in a book that was rebuilt
-    from a roster ahead of the commit.
+    If a decision finds its own count in the book, it does not write it again. That happens after a
+    rebuild: the copy in the owner's file may be newer than the page that was lost.
     """
     for n in range(1, most + 1):
 
@@ -74,7 +74,7 @@ def reach(ledger: Ledger, most: int) -> str:
 
 
 def without(ledger: Ledger, owner_id: str) -> None:
-    """Reaps an owner: its section and its tickets."""
+    """Reaps an owner: removes its section and its tickets."""
 
     def decide(book: Book) -> tuple[Book, None]:
         sections = {id: section for id, section in book.sections.items() if id != owner_id}
@@ -89,7 +89,8 @@ def names(ledger: Ledger) -> list[str]:
 
 
 def in_a_child(act: Callable[[], object]) -> str:
-    """The name of the error in a forked child of this process.
+    """Forks this process, calls `act` in the child and returns the name of its error, or an empty
+    text.
 
     The child closes its copy of the ledger and stays alive.
     """
@@ -107,7 +108,7 @@ def in_a_child(act: Callable[[], object]) -> str:
 
 
 def looping(ledger: Ledger) -> None:
-    """Starts two threads that use the ledger without pause: one reads, one writes."""
+    """Starts two threads that use the ledger without pause. One reads, the other writes."""
 
     def loop(act: Callable[[], object]) -> None:
         while True:
@@ -118,7 +119,9 @@ def looping(ledger: Ledger) -> None:
 
 
 def keep_the_gil(seconds: float) -> None:
-    """Keeps other threads from running for so long, as some libraries do."""
+    """Sleeps that long with the GIL, so that no other thread of this process can run. Some
+    libraries do this.
+    """
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
@@ -138,7 +141,7 @@ def open_at() -> Iterator[Callable[[str], Ledger]]:
 
 @pytest.fixture(scope="session")
 def redis() -> Iterator[RedisServer]:
-    """A Redis for all tests, each with a database of its own."""
+    """A Redis server for all tests. Each test uses a database of its own."""
     with redis_server() as server:
         yield server
 
@@ -147,7 +150,7 @@ def redis() -> Iterator[RedisServer]:
 def new_owner(
     request: pytest.FixtureRequest, tmp_path: Path, open_at: Callable[[str], Ledger]
 ) -> Callable[[], Ledger]:
-    """Opens one book as a new owner each time; the test runs for each kind of ledger."""
+    """Opens the same book as a new owner at each call. The test runs for each kind of ledger."""
     if request.param == "redis":
         url = request.getfixturevalue("redis").fresh()
     else:
@@ -158,7 +161,7 @@ def new_owner(
 
 
 class Notebook:
-    """Another process with a ledger of its own. It evaluates lines of Python that use `ledger`."""
+    """Another process with a ledger. It evaluates lines of Python that use the variable `ledger`."""
 
     def __init__(self, url: str) -> None:
         code = (
@@ -180,7 +183,7 @@ class Notebook:
         self.id = self.answer()
 
     def run(self, line: str) -> str:
-        """What the other process prints for the line."""
+        """Sends a line to the other process and returns what it prints."""
         self.send(line)
         return self.answer()
 
@@ -201,7 +204,9 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
-    """Starts processes with the book in tmp_path/ledger, or another; kills them after the test."""
+    """Starts processes that use the book in tmp_path/ledger, or another book. They are killed after
+    the test.
+    """
     started: list[Notebook] = []
 
     def start(url: str = f"sqlite://{tmp_path}/ledger") -> Notebook:

@@ -1,4 +1,6 @@
-"""Real users of this machine, made for a test and removed after it, and their processes."""
+"""Real users of this machine, and processes of these users. The users are made for a test and
+removed after it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = ("groupadd", "useradd", "userdel", "groupdel")
 
-# Everything is imported while the process is still root: the interpreter may be in a directory that
-# other users cannot read.
+# All modules are imported while the process is still root, because the interpreter may be in a
+# directory that other users cannot read.
 CHILD = """
 import os, sys, fcntl, struct, time
 from pathlib import Path
@@ -42,7 +44,7 @@ for line in sys.stdin:
 
 
 class Person:
-    """A process of a user, under umask 077. It evaluates lines of Python."""
+    """A process of another user, under umask 077. It evaluates lines of Python."""
 
     def __init__(self, user: str, uid: int, gids: list[int], state: str) -> None:
         self.user = user

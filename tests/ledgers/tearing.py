@@ -1,4 +1,6 @@
-"""Two kernels on one card, and a vandal who harms what the ledger consists of at a step of a transaction."""
+"""Two kernels that share one card. An attack damages the files or keys of their ledger at a step of
+a transaction.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ REGISTER_SECONDS = 0.05  # for a Redis, whose closed period goes by the server's
 
 
 class Attack(NamedTuple):
-    """What is done to what, at which step, how often, and what the kernels load."""
+    """One attack: the damage (`deed`), what is damaged (`target`), and the step at which it
+    happens.
+
+    `again` repeats it. `sizes` are the GiB that the kernels load.
+    """
 
     deed: str
     target: str
@@ -71,7 +77,7 @@ class Attack(NamedTuple):
 
 
 class Kernel:
-    """A process with a ledger, and what it really holds: bytes that were granted to it."""
+    """An owner with a ledger, and the bytes that were granted to it and that it really holds."""
 
     def __init__(self, url: str) -> None:
         self.ledger: Ledger = open_ledger(url)
@@ -96,7 +102,7 @@ class Kernel:
         store._write_roster, store._in_force = roster, force
 
     def truth(self, book: Book) -> Book:
-        """The book with what this kernel holds: it publishes this with every write."""
+        """The book with the leases that this kernel holds. Every write publishes them."""
         owner = self.ledger.owner
         leases = tuple(
             replace(lease(self.ledger, name), shares=(Share("sim:0", size * GIB),))
@@ -107,7 +113,7 @@ class Kernel:
         return book if section == fresh else book.with_section(fresh)
 
     def tick(self) -> None:
-        """What its monitor does within a second."""
+        """Does what the kernel's monitor does within a second."""
         try:
             if self.truth(book := self.ledger.read()) is not book:
                 self.ledger.transact(lambda book: (self.truth(book), None))
@@ -115,7 +121,7 @@ class Kernel:
             pass
 
     def take(self, name: str, size: int) -> None:
-        """Loads a model of so many GiB, if they are granted."""
+        """Loads a model of `size` GiB, if the ledger grants them."""
 
         def decide(book: Book) -> tuple[Book, bool]:
             self.steps("read")
@@ -143,7 +149,10 @@ class Kernel:
 
 
 def harm_a_file(deed: str, target: str, me: Kernel, other: Kernel) -> None:
-    """Does the deed to the target. What is not there, or cannot be done, stays undone."""
+    """Damages a file as `deed` says. Nothing happens if the damage is impossible.
+
+    A file that is missing can still be replaced.
+    """
     with suppress(OSError):
         path = _path_of(target, me, other)
         if deed == "rename":
@@ -176,7 +185,7 @@ def _path_of(target: str, me: Kernel, other: Kernel) -> Path:
 
 
 def harm_a_key(deed: str, target: str, me: Kernel) -> None:
-    """Does the deed to a key of the Redis, to all keys, or to the scripts that it remembers."""
+    """Damages a key of the Redis, all its keys, or the scripts that Redis remembers."""
     page, marker = f"gpu-console:page:{me.ledger.owner.boot}", "gpu-console:ledger"
     ask = open_ledger_connection(me)
     if target == "scripts":
@@ -197,7 +206,7 @@ def harm_a_key(deed: str, target: str, me: Kernel) -> None:
 
 
 def open_ledger_connection(kernel: Kernel) -> Callable[..., object]:
-    """Sends commands to the kernel's Redis on a connection of its own."""
+    """A connection of its own to the kernel's Redis, over which a test sends commands."""
     import redis
 
     path, _, number = kernel.ledger._connection.address.rpartition("/")
@@ -205,7 +214,7 @@ def open_ledger_connection(kernel: Kernel) -> Callable[..., object]:
 
 
 def held_after(url: str, attack: Attack) -> int:
-    """GiB that two kernels hold on the card after this attack on their ledger `url`."""
+    """The GiB that two kernels hold on the card after this attack on their ledger `url`."""
     now, is_redis = [1e6], url.startswith("unix://")
     with pytest.MonkeyPatch.context() as patch, ends_within(HANG_SECONDS):
         kernels = [Kernel(url) for _ in range(2)]
@@ -248,7 +257,7 @@ def held_after(url: str, attack: Attack) -> int:
 
 @contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """Ends this process, and prints where it hangs, if the block does not end within so many seconds."""
+    """If the block does not end within `seconds`, prints where it hangs and ends this process."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield
@@ -257,7 +266,7 @@ def ends_within(seconds: float) -> Iterator[None]:
 
 
 def every_attack(targets: list[str], deeds: list[str] = DEEDS, seed: int = 0) -> Iterator[Attack]:
-    """Each deed to each target at each step, once and twice, with models of random sizes."""
+    """Every combination of target, deed and step, once and twice, with models of random sizes."""
     dice = random.Random(seed)
     for target, deed, step, again in itertools.product(targets, deeds, STEPS, (False, True)):
         sizes = tuple(dice.randint(1, LIMIT) for _ in range(4))
@@ -266,7 +275,7 @@ def every_attack(targets: list[str], deeds: list[str] = DEEDS, seed: int = 0) ->
 
 @contextmanager
 def a_directory() -> Iterator[Path]:
-    """A new directory, which another user can reach, and which is removed at the end."""
+    """A new directory that another user can reach. It is removed at the end."""
     made = Path(tempfile.mkdtemp(prefix="torn-"))
     made.chmod(0o777)
     try:
@@ -279,9 +288,10 @@ def a_directory() -> Iterator[Path]:
 
 
 def as_nobody(act: Callable[[], object]) -> object:
-    """What `act` returns in a forked child. A child of root's becomes another user.
+    """Calls `act` in a forked child and returns its result. If this process is root's, the child
+    becomes another user.
 
-    Modes have no effect on root. Raises AssertionError with the child's error.
+    File modes have no effect on root. Raises AssertionError with the child's error.
     """
     inbox, outbox = os.pipe()
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""Which values GPU_LEDGER may have, and the errors for others."""
+"""Which values GPU_LEDGER may have, and the error for every other value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_runtime.ledgers import open_ledger
 
 @pytest.mark.parametrize("slashes", ["sqlite://", "sqlite:///", "sqlite:////"])
 def test_three_slashes_or_more_name_one_directory(tmp_path, slashes):
-    """Other tools write an absolute path with four slashes."""
+    """Some tools write an absolute path with four slashes. It names the same directory."""
     ledger = open_ledger(f"{slashes}{tmp_path}/ledger")
     try:
         assert (

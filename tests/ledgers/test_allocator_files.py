@@ -1,4 +1,4 @@
-"""The files with allocator maps: who may write them, and which ones count."""
+"""The files with allocator maps: which users may read them, and which maps count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def allocator_map(ledger, wall: float = 1.0) -> AllocatorMap:
 
 @pytest.fixture
 def pair(new_owner_here):
-    """Two ledgers, and the file of the second one's maps."""
+    """Two ledgers, and the file with the maps of the second ledger's owner."""
     a, b = new_owner_here(), new_owner_here()
     b.publish_maps((allocator_map(b),))
     return a, b, b.directory / "owners" / f"{b.owner.id}.map"
@@ -30,7 +30,7 @@ def test_a_map_is_private_to_its_user(pair):
 
 
 def test_an_unchanged_map_is_not_read_again(pair, monkeypatch):
-    """A console reads up to two hundred of them every second."""
+    """A console reads up to two hundred maps every second."""
     a, b, _ = pair
     first = a.maps()
     monkeypatch.setattr("gpu_runtime.ledgers.allocator_files._decode", pytest.fail)
@@ -44,7 +44,9 @@ def test_an_unchanged_map_is_not_read_again(pair, monkeypatch):
     "words", [b"", b"{", b'[{"owner":1}]', b"\xff\xfe", b" " * (MOST_BYTES + 1)]
 )
 def test_a_file_that_is_no_map_is_ignored(pair, words):
-    """The file is incomplete, of another version, or damaged. Only its owner's map is missing then."""
+    """The file is incomplete, of another version, or damaged. The maps of other owners are still
+    read.
+    """
     a, b, file = pair
     a.publish_maps((allocator_map(a),))
     file.write_bytes(words)
@@ -59,16 +61,16 @@ def test_a_pipe_in_place_of_a_map_blocks_nobody(pair):
 
 
 def test_a_map_counts_for_its_own_owner_only(pair):
-    """A map of another owner in the file is dropped."""
+    """If a file contains a map of another owner, this map is ignored."""
     a, b, _ = pair
     a.publish_maps((allocator_map(b, wall=3.0), allocator_map(a)))
     assert b.maps() == {a.owner.id: (allocator_map(a),), b.owner.id: (allocator_map(b),)}
 
 
 def test_maps_of_dead_owners_are_not_shown_and_are_removed(new_owner_here, notebook):
-    """A killed owner removes nothing.
+    """A killed owner cannot remove its files.
 
-    Its lock proves its death, and the next new owner cleans up.
+    Its lock proves its death, and the next new owner removes them.
     """
     ledger, other = new_owner_here(), notebook()
     other.run("ledger.publish_maps((AllocatorMap(ledger.owner.id, 'sim:0', 1.0, 1, 2),))")

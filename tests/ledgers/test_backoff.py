@@ -1,4 +1,4 @@
-"""Tests of which transactions start at once and which wait first."""
+"""When a transaction starts at once, and when it waits before its next attempt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gpu_runtime.ledgers.sqlite.backoff import CROWDED_SECONDS, FREE_TURNS, IN_A
 
 
 def waits_in_a_row(pace: Pace, count: int, now: float = 10.0) -> list[float]:
-    """The waits before `count` transactions in a row."""
+    """The waits before each of `count` transactions in a row."""
     waits = []
     for _ in range(count):
         waits.append(pace.before(now))
@@ -41,7 +41,9 @@ def test_an_occasional_writer_never_waits():
 
 
 def test_only_a_constant_writer_under_contention_queues_before_its_first_attempt():
-    """Usually the queue is empty after one attempt; under contention that attempt would fail."""
+    """Without contention the first attempt usually succeeds, so queueing would only delay it. Under
+    contention the first attempt would fail.
+    """
     alone, among = Pace(), Pace()
     among.note_contention(10.0)
     queued = {
@@ -68,7 +70,9 @@ def test_waits_after_losses_are_random_and_grow_within_a_bound():
 
 
 def test_one_slow_attempt_does_not_make_all_waits_long():
-    """A garbage collection, a cold cache: the cost of an attempt stays close to the minimum."""
+    """A garbage collection or a cold cache can make one attempt slow. The assumed cost of an
+    attempt stays close to the minimum.
+    """
     pace = Pace()
     for seconds in [0.0001] * 10 + [0.5] + [0.0001] * 3:
         pace.note_end(seconds, 10.0)

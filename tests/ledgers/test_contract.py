@@ -1,4 +1,4 @@
-"""The contract of every ledger, for each kind of store."""
+"""The contract of every ledger. Each test runs for each kind of store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .conftest import GIB, count, lease, names, put, section, ticket, without
 
 
 def test_every_owner_reads_what_was_written(new_owner):
-    """One book, two owners."""
+    """Two owners open the same book."""
     a, b = new_owner(), new_owner()
     put(a, "qwen")
     assert a.read() == b.read()
@@ -45,12 +45,12 @@ def test_transact_returns_the_answer_of_the_decision(new_owner):
 
 
 def test_each_open_ledger_is_another_owner(new_owner):
-    """Several runtimes in a process are several owners."""
+    """Several runtimes in one process are several owners."""
     assert new_owner().owner.id != new_owner().owner.id
 
 
 def test_a_lost_race_is_decided_again(new_owner):
-    """The second decision sees what the winner wrote; neither write is lost."""
+    """The second decision sees what the winner of the race wrote. Neither write is lost."""
     a, b = new_owner(), new_owner()
     seen = []
 
@@ -66,7 +66,7 @@ def test_a_lost_race_is_decided_again(new_owner):
 
 
 def test_the_same_book_is_not_written(new_owner):
-    """Reading causes no lost race for others."""
+    """A decision that returns the book unchanged makes no other transaction lose a race."""
     a, b = new_owner(), new_owner()
     put(a, "qwen")
     runs = []
@@ -89,7 +89,7 @@ def test_a_failing_decision_leaves_the_book_unchanged(new_owner):
 
 
 def test_no_increment_is_lost(new_owner):
-    """Six threads of two owners."""
+    """Six threads of two owners count at the same time."""
     a, b = new_owner(), new_owner()
 
     def many(ledger) -> None:
@@ -111,7 +111,7 @@ def event(seq: int) -> Event:
 
 
 def shared_book(a, b) -> None:
-    """A book with sections and tickets of both, a device, a limit, a sample and events."""
+    """A book with sections and tickets of both owners, a device, a limit, a sample and events."""
 
     def decide(book: Book) -> tuple[Book, None]:
         return replace(
@@ -210,7 +210,9 @@ UNLAWFUL = {
 
 @pytest.mark.parametrize("wrong", UNLAWFUL)
 def test_an_unlawful_write_is_refused(new_owner, wrong):
-    """The ledger checks every decision. The book stays unchanged, the ledger usable."""
+    """The ledger checks every decision. After the refusal the book is unchanged and the ledger can
+    be used.
+    """
     a, b = new_owner(), new_owner()
     shared_book(a, b)
     before = a.read()
@@ -259,7 +261,9 @@ def test_a_lawful_write_is_accepted(new_owner, right):
     ],
 )
 def test_what_others_could_not_read_is_refused(new_owner, wrong, named):
-    """The error names the field. The book stays unchanged, the ledger usable."""
+    """The error names the field. After the refusal the book is unchanged and the ledger can be
+    used.
+    """
     a, b = new_owner(), new_owner()
     put(a, "qwen")
     before = b.read()
@@ -273,7 +277,7 @@ def test_what_others_could_not_read_is_refused(new_owner, wrong, named):
 
 
 def test_a_single_owner_may_change_the_limits(new_owner):
-    """The first owner sets the limits. An owner that is alone may change them."""
+    """The first owner sets the limits. They may be changed only while a single owner uses the book."""
     a = new_owner()
     a.transact(lambda book: (replace(book.with_section(section(a)), limits={"sim:0": GIB}), None))
     a.transact(lambda book: (replace(book, limits={"sim:0": 2 * GIB}), None))
@@ -281,7 +285,7 @@ def test_a_single_owner_may_change_the_limits(new_owner):
 
 
 def test_a_full_page_can_still_shrink(new_owner):
-    """Nothing can be added beyond the limit, but existing entries may be changed or removed."""
+    """Nothing can be added beyond the limit, but existing entries can be changed or removed."""
     a = new_owner()
     put(a, *map(str, range(MOST_ENTRIES)), gib=0)
     put(a, *map(str, range(MOST_ENTRIES)), gib=1)
@@ -298,7 +302,7 @@ def test_living_owners_are_not_reaped(new_owner):
 
 
 def test_a_dead_owner_is_reaped_whole(new_owner):
-    """A ledger that was closed with its section in the book is as dead as a killed process."""
+    """A ledger was closed, but its section is still in the book. It is as dead as a killed process."""
     a, b = new_owner(), new_owner()
     shared_book(a, b)
     b.close()
@@ -314,7 +318,9 @@ def test_a_dead_owner_is_reaped_whole(new_owner):
 
 
 def test_the_ticket_of_a_dead_owner_without_a_section_goes_too(new_owner):
-    """An owner that only has a request has no section. After its death, no process may wait for it."""
+    """An owner that only has a request has no section. After its death, no other request may wait
+    for it.
+    """
     a, b = new_owner(), new_owner()
     b.transact(lambda book: (book.with_ticket(ticket(b, "b1")), None))
     with pytest.raises(LedgerRefused, match="proof of death"):
@@ -345,7 +351,9 @@ def test_a_ring_wakes_once(new_owner):
 
 
 def test_a_ring_between_two_looks_is_not_lost(new_owner):
-    """A thread that reads and then waits must wake, although another thread woke first."""
+    """The notification arrived before the wait. Each waiting thread wakes, although another thread
+    woke first.
+    """
     a, b = new_owner(), new_owner()
     a.wait(0)
     b.ring([a.owner.id])
@@ -378,7 +386,7 @@ def test_a_wait_without_a_ring_times_out(new_owner):
 
 
 def test_closing_wakes_waiting_threads(new_owner):
-    """A monitor thread must not outlive its ledger."""
+    """A monitor thread waits on the ledger and must end with it."""
     a = new_owner()
     waiting = threading.Event()
 
@@ -412,7 +420,9 @@ def test_the_error_for_an_unknown_url_names_the_known_ones(url):
 
 
 def test_a_waiter_that_is_being_closed_cannot_be_reached(monkeypatch):
-    """Otherwise a thread that rings then writes to a closed descriptor, or to another file."""
+    """If it could be reached, a thread that rings would write to a closed descriptor, or into
+    another file.
+    """
     import os
     import weakref
 
@@ -429,7 +439,7 @@ def test_a_waiter_that_is_being_closed_cannot_be_reached(monkeypatch):
 
 
 def allocator_map(ledger, *segments: SegmentMap, wall: float = 1.0) -> AllocatorMap:
-    """A map of a ledger's owner."""
+    """An allocator map of the ledger's owner."""
     reserved = sum(segment.bytes for segment in segments)
     return AllocatorMap(
         ledger.owner.id, "sim:0", wall, reserved, reserved, 0, 0, 0, segments=segments
@@ -437,7 +447,7 @@ def allocator_map(ledger, *segments: SegmentMap, wall: float = 1.0) -> Allocator
 
 
 def test_all_owners_see_a_map_and_it_is_replaced_whole(new_owner):
-    """A new map replaces the earlier ones completely."""
+    """A new map replaces all parts of the earlier one."""
     a, b = new_owner(), new_owner()
     assert b.maps() == {}
     cut = SegmentMap(
@@ -482,7 +492,7 @@ def test_an_answer_is_for_its_asker_and_replaced_by_the_next(new_owner, private)
 
 
 def test_publishing_a_map_does_not_write_the_book(new_owner):
-    """No decision uses maps, so publishing one must not make other writers lose a race."""
+    """No decision uses the maps. So a write of a map must not make other writers lose a race."""
     a, b = new_owner(), new_owner()
     put(a, "qwen")
     runs = []
@@ -497,7 +507,7 @@ def test_publishing_a_map_does_not_write_the_book(new_owner):
 
 
 def test_names_are_added_one_by_one_and_withdrawn(new_owner):
-    """Other owners see which models an owner can load. The book is not written."""
+    """Other owners see which models an owner can load. The book is not written for that."""
     a, b = new_owner(), new_owner()
     before = b.read()
     assert b.names() == {}

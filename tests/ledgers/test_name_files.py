@@ -1,4 +1,7 @@
-"""The files with the names of loadable models: one write for each name, and which files count."""
+"""The files with the names of the models that each owner can load. Each name costs one write.
+
+The tests also check which files are ignored.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from gpu_runtime.ledgers.name_files import MOST_BYTES, SPARE_LINES
 
 @pytest.fixture
 def pair(new_owner_here):
-    """Two ledgers, and the file of the second one's names."""
+    """Two ledgers, and the file with the names of the second ledger's owner."""
     a, b = new_owner_here(), new_owner_here()
     b.publish_names(["qwen"])
     return a, b, b.directory / "owners" / f"{b.owner.id}.names"
@@ -25,7 +28,7 @@ def test_names_are_private_to_their_user(pair):
 
 
 def test_one_more_name_costs_one_line_however_many_there_are(pair):
-    """With the whole list written each time, the 4,000th `register` took 1.1 ms."""
+    """When each registration wrote the whole list, the 4,000th `register` took 1.1 ms."""
     a, b, file = pair
     b.publish_names([f"m{n}" for n in range(4000)])
     size = file.stat().st_size
@@ -35,7 +38,7 @@ def test_one_more_name_costs_one_line_however_many_there_are(pair):
 
 
 def test_only_new_lines_are_read(pair, monkeypatch):
-    """A console looks at the names of all owners twice a second."""
+    """A console reads the names of all owners twice a second."""
     a, b, _ = pair
     assert a.names() == {b.owner.id: ("qwen",)}
     read, offsets = os.pread, []
@@ -50,7 +53,7 @@ def test_only_new_lines_are_read(pair, monkeypatch):
 
 
 def test_withdrawn_names_do_not_fill_the_file(pair):
-    """A loop that registers and forgets must not make a file that is too large to be read."""
+    """A loop of `register` and `forget` must not make the file too large to be read."""
     a, b, file = pair
     for n in range(4 * SPARE_LINES):
         b.add_name(f"m{n}")
@@ -61,7 +64,7 @@ def test_withdrawn_names_do_not_fill_the_file(pair):
 
 @pytest.mark.parametrize("line", [b"+3\n", b"+\n", b"\xff\xfe\n", b'+"half', b"{}\n"])
 def test_a_line_that_is_no_name_changes_nothing(pair, line):
-    """It is of another version, incomplete, or nonsense."""
+    """The line is of another version, incomplete, or nonsense."""
     a, b, file = pair
     with open(file, "ab") as more:
         more.write(line)
@@ -75,7 +78,9 @@ def test_a_file_that_is_too_large_is_not_read(pair):
 
 
 def test_deleted_names_are_written_again(pair, monkeypatch):
-    """The monitor publishes them once a second, and looks for the file now and then."""
+    """The monitor publishes the names once a second. It checks only now and then whether the file
+    still exists.
+    """
     a, b, file = pair
     file.unlink()
     b.publish_names(["qwen"])
@@ -87,7 +92,7 @@ def test_deleted_names_are_written_again(pair, monkeypatch):
 
 
 def test_names_of_dead_owners_are_not_shown_and_are_removed(new_owner_here, notebook):
-    """A killed owner removes nothing; the next new owner cleans up."""
+    """A killed owner cannot remove its file. The next new owner removes it."""
     ledger, other = new_owner_here(), notebook()
     other.run("ledger.add_name('qwen')")
     file = ledger.directory / "owners" / f"{other.id}.names"

@@ -1,4 +1,6 @@
-"""The bytes of a page: what is decoded and written again, and what damage does to them."""
+"""The bytes of a page: which parts are decoded and written again, and what happens if bytes are
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ names = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=
 
 @st.composite
 def books(draw) -> Book:
-    """Books with up to four owners; some have requests only."""
+    """Draws books with up to four owners. Some owners have only requests."""
     sections, tickets = {}, []
     for pid in range(1, draw(st.integers(1, 4)) + 1):
         me = replace(owner(pid), notebook=draw(names))
@@ -90,7 +92,9 @@ def test_a_page_that_is_read_back_is_the_same_book(page, rev):
 
 @given(books(), books())
 def test_a_page_made_from_another_one_is_the_same_book(before, after):
-    """This holds for all parts that are taken over from the earlier page."""
+    """Parts that did not change are taken over from the earlier page. The result is the same as
+    without it.
+    """
     first = pack(before, EMPTY, 1)
     second, content = body(pack(after, first, 2), after.tickets, 2)
     assert unpack(content, 2)[0] == unpack(content, 2, first)[0] == after
@@ -98,7 +102,7 @@ def test_a_page_made_from_another_one_is_the_same_book(before, after):
 
 
 def test_what_has_not_changed_is_not_decoded_again(monkeypatch):
-    """Its values are the same objects, so that comparing them costs nothing."""
+    """The values of an unchanged part are the same objects, so that comparing them costs nothing."""
     page = book(lease("a", by=1, sim0=1), lease("b", by=2, sim0=1), tickets=[ticket("q", by=3)])
     first = pack(page, EMPTY, 1)
     seen, packed = unpack(body(first, page.tickets, 1)[1], 1)
@@ -114,7 +118,7 @@ def test_what_has_not_changed_is_not_decoded_again(monkeypatch):
 
 
 def test_of_many_leases_only_the_changed_one_is_encoded_and_decoded(monkeypatch):
-    """A section may have hundreds."""
+    """A section may have hundreds of leases."""
     page = book(*(lease(f"m{n}", by=1, sim0=1) for n in range(50)))
     seen, packed = unpack(encoded(page, 1), 1)
     after = seen.with_lease(lease("m7", by=1, sim0=2))
@@ -130,7 +134,9 @@ def test_of_many_leases_only_the_changed_one_is_encoded_and_decoded(monkeypatch)
 
 
 def test_a_fact_that_only_equals_the_last_one_is_read_back():
-    """True equals 1, and others cannot read it."""
+    """True equals 1, so a comparison finds no change. But other processes cannot read True as a
+    number.
+    """
     page = book(lease("a", by=1, sim0=1))
     me = page.sections[owner(1).id]
     page = page.with_section(replace(me, counts={"loaded": 1}))
@@ -143,7 +149,7 @@ def test_a_fact_that_only_equals_the_last_one_is_read_back():
 
 @given(books(), books())
 def test_claims_of_a_changed_book_are_the_sums_of_its_parts(before, after):
-    """Whatever is taken over from the book before it."""
+    """The claims of unchanged parts are taken over from the earlier book."""
     after = replace(after, ghosts=before.ghosts, quarantined=before.quarantined)
     changed = [id for id, it in after.sections.items() if before.sections.get(id) is not it]
     gone = before.sections.keys() - after.sections.keys()
@@ -160,7 +166,9 @@ def test_claims_of_a_changed_book_are_the_sums_of_its_parts(before, after):
 
 
 def test_a_write_changes_only_its_own_bytes():
-    """SQLite writes only the disk pages that differ: 77 µs for 300 KB, and 687 if all moved."""
+    """SQLite writes only the disk pages that differ. A write of 300 KB takes 77 µs, and 687 µs if
+    all bytes move.
+    """
     page = book(*(lease(f"m{n}", by=by, sim0=1) for by in range(1, 9) for n in range(9)))
     packed, first = body(pack(page, EMPTY, 1), (), 1)
     for rev in range(2, 9):
@@ -176,7 +184,9 @@ def test_a_write_changes_only_its_own_bytes():
 
 
 def test_a_lease_that_comes_and_goes_moves_nobody():
-    """A part keeps the room that it once took, unless that is far too much."""
+    """A part keeps the room in the page that it once needed, unless that is far too much. So the
+    other parts do not move.
+    """
     page = book(*(lease(f"m{n}", by=by, sim0=1) for by in (1, 2) for n in range(4)))
     more = page.with_lease(lease("new", by=1, sim0=1))
     packed = pack(more, pack(page, EMPTY, 1), 2)
@@ -192,7 +202,9 @@ def test_a_lease_that_comes_and_goes_moves_nobody():
 
 @given(books(), st.data())
 def test_a_page_with_any_byte_changed_claims_no_less(page, data):
-    """Never an overcommit: the page is damaged and rebuilt, or a section is quarantined."""
+    """A changed byte never leads to an overcommit. Either the page is damaged and rebuilt, or a
+    section is quarantined.
+    """
     content = bytearray(encoded(page, 7))
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] ^= data.draw(st.integers(1, 255))
@@ -219,7 +231,9 @@ def test_a_page_that_is_cut_off_claims_no_less(page, data):
 
 @given(books(), st.data())
 def test_what_cannot_be_read_is_passed_on_as_it_is(page, data):
-    """Others write the page meanwhile. A process that can read the section later still finds it whole."""
+    """Other owners write the page meanwhile. A process that can read the section later still finds
+    all of it.
+    """
     _, packed = unpack(encoded(page, 7), 7)
     ids = sorted(packed.parts)
     if not ids:
@@ -239,7 +253,7 @@ def test_what_cannot_be_read_is_passed_on_as_it_is(page, data):
 
 
 def test_a_part_that_its_owner_still_has_is_taken_from_there():
-    """Every owner's file holds the same bytes."""
+    """Each owner's file has the same bytes as its part of the page."""
     page = book(lease("a", by=1, sim0=1), lease("b", by=2, sim0=1))
     content = encoded(page, 7)
     _, packed = unpack(content, 7)
@@ -282,7 +296,7 @@ def test_a_part_in_anothers_name_is_quarantined():
     ],
 )
 def test_what_others_could_not_read_is_not_written(wrong, named):
-    """One such field made the whole page unreadable for all other processes."""
+    """Before, one such field made the whole page unreadable for all other processes."""
     page = book(replace(lease("a", by=1, sim0=1), **wrong))
     with pytest.raises(Unwritable) as refused:
         pack(page, EMPTY, 1)

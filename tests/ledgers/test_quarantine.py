@@ -1,4 +1,4 @@
-"""A section that cannot be read: its bytes stay claimed, and all other owners go on."""
+"""A section that cannot be read. Its bytes stay claimed, and all other owners continue."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def url(request, tmp_path: Path) -> str:
 
 @pytest.fixture
 def new_owner(url: str, open_at) -> Callable[[], Ledger]:
-    """Opens a ledger that several processes share as a new owner."""
+    """Opens one ledger, which several processes share, as a new owner at each call."""
     return lambda: open_at(url)
 
 
 @pytest.fixture
 def write_unreadable(monkeypatch) -> Callable[..., None]:
-    """Writes a section as an owner with a fault would: nobody else can read it."""
+    """Writes a section as a faulty owner would write it, so that no other owner can read it."""
 
     def write(ledger: Ledger, gib: int = 6) -> None:
         broken = replace(lease(ledger, "broken", gib=gib), quantization=None)
@@ -54,7 +54,7 @@ def limited(ledger: Ledger, gib: int = 8) -> None:
 
 
 def promise(ledger: Ledger, gib: int) -> None:
-    """Reserves so much for a model that is not loaded yet."""
+    """Reserves `gib` GiB for a model that is not loaded yet."""
 
     def decide(book: Book) -> tuple[Book, None]:
         target = replace(lease(ledger, "new"), shares=(), target=(Share("sim:0", gib * GIB),))
@@ -65,7 +65,9 @@ def promise(ledger: Ledger, gib: int) -> None:
 
 
 def test_its_bytes_stay_claimed_and_others_go_on(new_owner, write_unreadable):
-    """It made the whole page damaged, and 7.2 GiB were granted a second time."""
+    """Before, such a section made the whole page count as damaged, and 7.2 GiB were granted a
+    second time.
+    """
     a, b, c = new_owner(), new_owner(), new_owner()
     limited(b)
     put(c, "llama", gib=1)
@@ -121,7 +123,9 @@ def test_it_is_reaped_when_its_owner_is_proven_dead(new_owner, write_unreadable)
 
 
 def test_its_bytes_stay_claimed_in_a_rebuilt_book(new_owner, write_unreadable, url, redis):
-    """Its roster cannot be read either. Then its lease must not vanish."""
+    """The copy of the section in the owner's file cannot be read either. Its lease must still not
+    vanish.
+    """
     a, b = new_owner(), new_owner()
     limited(b)
     put(b, "llama", gib=1)
@@ -138,7 +142,7 @@ def test_its_bytes_stay_claimed_in_a_rebuilt_book(new_owner, write_unreadable, u
 
 
 def test_bytes_that_were_torn_in_the_page_are_taken_from_the_owners_file(tmp_path, open_at):
-    """Each owner's file holds the same bytes as the page."""
+    """Each owner's file has the same bytes as its part of the page."""
     ledger, other = (open_at(f"sqlite://{tmp_path}/ledger") for _ in range(2))
     put(ledger, "qwen")
     put(other, "llama")
@@ -185,7 +189,7 @@ def test_status_names_it_in_one_sentence_and_a_request_says_why_it_waits(
 
 
 def as_version_1(ledger: Ledger) -> None:
-    """Writes the page and the rosters as version 0.1 did: one JSON document each."""
+    """Writes the page and the owners' files as version 0.1 did, each as one JSON document."""
     book = replace(ledger.read(), schema=1)
     code = (
         "import sqlite3, sys\nbody = open(sys.argv[2], 'rb').read()\n"

@@ -1,4 +1,4 @@
-"""Reading the book without being an owner, and without changing a file."""
+"""A reader reads the book without being an owner, and changes no file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_unchanged_book_is_not_read_again(tmp_path, monkeypatch):
     ],
 )
 def test_a_damaged_book_is_not_read_and_not_changed(tmp_path, harm):
-    """Only its owners repair it."""
+    """Only the owners of a damaged book repair it."""
     ledger = open_ledger(f"sqlite://{tmp_path}/ledger")
     write(ledger, 1)
     path, looker = Path(ledger.path), peek(ledger.url, ledger.directory)

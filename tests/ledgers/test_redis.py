@@ -1,4 +1,8 @@
-"""Tests that need a real Redis: lost data, unsafe options, and hosts that share it."""
+"""Tests that need a real Redis: lost data, unsafe options, and several hosts that share the server.
+
+Each owner keeps a copy of its section in a local file, its roster. A lost page is rebuilt from the
+rosters.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,13 @@ def url(redis) -> str:
 
 @pytest.fixture
 def new_owner_here(url, open_at):
-    """Opens the same book as a new owner in this process."""
+    """Opens the same book as a new owner at each call, in this process."""
     return lambda: open_at(url)
 
 
 @pytest.fixture
 def own():
-    """A Redis for one test alone, which may kill it."""
+    """A Redis server for one test alone, which may kill it."""
     with redis_server() as server:
         yield server
 
@@ -62,7 +66,7 @@ def promise(ledger, gib: int, limit_gib: int = 8) -> None:
 
 @pytest.mark.parametrize("fsync", ["everysec", "always"])
 def test_a_killed_redis_loses_no_acknowledged_write(open_at, fsync):
-    """If it starts again within half a second, no writer notices."""
+    """If Redis is started again within half a second, no writer notices."""
     with redis_server("--appendfsync", fsync) as server:
         ledger, newest = open_at(server.fresh()), [0]
         ended = threading.Event()
@@ -87,7 +91,7 @@ def test_a_killed_redis_loses_no_acknowledged_write(open_at, fsync):
 def test_a_redis_restored_from_an_older_copy_is_repaired_by_the_living_owners(
     own, open_at, notebook
 ):
-    """It starts again with older data: no grant since then may be made twice."""
+    """Redis starts again with older data. No grant that was made since then may be made twice."""
     url = own.fresh()
     ledger, other = open_at(url), notebook(url)
     other.run("put(ledger, 'llama')")
@@ -105,7 +109,9 @@ def test_a_redis_restored_from_an_older_copy_is_repaired_by_the_living_owners(
 
 
 def test_a_dead_owner_that_an_older_copy_brings_back_is_removed_again(own, open_at, notebook):
-    """Its lock file was removed with it, so its lease stayed for good."""
+    """Before, the lease of this owner stayed for ever: the lock file that proves its death had been
+    removed with the owner.
+    """
     url = own.fresh()
     ledger, other = open_at(url), notebook(url)
     other.run("put(ledger, 'llama')")
@@ -126,7 +132,9 @@ def test_a_dead_owner_that_an_older_copy_brings_back_is_removed_again(own, open_
 
 
 def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, redis):
-    """Redis is emptied while an owner releases a grant. Its grant is restored first."""
+    """Redis is emptied while an owner takes a grant back. The owner's grant is restored first, and
+    then taken back.
+    """
     ledger = new_owner_here()
     promise(ledger, gib=2)
     emptied = []
@@ -145,7 +153,9 @@ def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, 
 def test_the_closed_period_of_a_page_made_again_grows_with_its_owners(
     new_owner_here, redis, owners, seconds
 ):
-    """With more owners each of them ticks less often, so it takes longer until all have registered."""
+    """With more owners, each owner's monitor runs less often. So it takes longer until all owners
+    have registered.
+    """
     ledger = new_owner_here()
     others = [replace(ledger.owner, pid=ledger.owner.pid + n) for n in range(1, owners)]
     sections = {other.id: Section(other) for other in others}
@@ -163,7 +173,7 @@ def test_the_closed_period_of_a_page_made_again_grows_with_its_owners(
 def test_a_flushed_redis_is_rebuilt_from_the_living_owners(
     new_owner_here, url, notebook, redis, caplog
 ):
-    """A flush loses no living lease and grants no byte twice; dead owners stay removed."""
+    """A flush loses no lease of a living owner and grants no byte twice. Dead owners stay removed."""
     ledger, other, dead = new_owner_here(), notebook(url), notebook(url)
     dead.run("put(ledger, 'ghost')")
     other.run("put(ledger, 'llama', gib=6)")
@@ -201,7 +211,9 @@ def test_a_flush_under_many_writers_loses_nothing(redis, url, notebook, new_owne
 
 
 def test_a_grant_whose_write_failed_is_taken_back(new_owner_here, redis, monkeypatch):
-    """The grant was in the roster when the page was lost, so it is in the new page."""
+    """The grant was already in the roster when the page was lost. So it is in the rebuilt page, and
+    must be taken back.
+    """
     ledger, other, runs, flushed = new_owner_here(), new_owner_here(), [], []
     put(ledger, "qwen")
     put(other)
@@ -227,7 +239,7 @@ def test_a_grant_whose_write_failed_is_taken_back(new_owner_here, redis, monkeyp
 
 
 def test_a_page_that_two_owners_find_gone_is_made_once(new_owner_here, redis, monkeypatch):
-    """The second one must not replace the new page by what it read before."""
+    """The second owner must not replace the new page by the one that it read before."""
     ledger, other, read = new_owner_here(), new_owner_here(), []
     put(ledger, "qwen")
     put(other, "llama")
@@ -245,7 +257,9 @@ def test_a_page_that_two_owners_find_gone_is_made_once(new_owner_here, redis, mo
 
 
 def test_a_grant_in_a_replaced_page_is_void(new_owner_here, redis):
-    """Another generation with the same revision is another page, so decide again."""
+    """A page with the same revision but another generation is another page. So the write is decided
+    again.
+    """
     ledger, runs = new_owner_here(), []
 
     def decide(book):
@@ -259,7 +273,7 @@ def test_a_grant_in_a_replaced_page_is_void(new_owner_here, redis):
 
 
 def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(redis, open_at):
-    """Owners in other containers may live, and their rosters cannot be seen.
+    """Owners in other containers may live, and their rosters cannot be read from here.
 
     Facts are written at once.
     """
@@ -275,7 +289,9 @@ def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(redis, 
 
 
 def test_owners_of_another_directory_register_again(redis, url, open_at, tmp_path):
-    """Two containers of one host do not see each other's rosters. Both are in a page made again."""
+    """Two containers of one host do not see each other's rosters. Owners of both are in the page
+    that is made again.
+    """
     one, two = open_at(f"{url}&owners={tmp_path}/one"), open_at(f"{url}&owners={tmp_path}/two")
     put(one, "qwen")
     put(two, "llama")
@@ -326,7 +342,9 @@ def test_a_page_that_is_too_large_is_not_read(new_owner_here, redis):
 
 
 def test_a_deleted_directory_of_the_owners_is_made_again(new_owner_here, url, notebook):
-    """`rm -rf` of the local files loses nothing, and their owner can be proven alive again."""
+    """`rm -rf` of the local files loses no lease. Afterwards the owner of the files can be proven
+    alive again.
+    """
     ledger = new_owner_here()
     put(ledger, "qwen")
     shutil.rmtree(ledger.directory)
@@ -341,7 +359,7 @@ def test_a_deleted_directory_of_the_owners_is_made_again(new_owner_here, url, no
 
 
 def test_a_forgotten_script_is_loaded_again_after_a_check(new_owner_here, redis):
-    """The Redis has started again, so the page is first compared with the rosters."""
+    """Redis forgets scripts when it starts again. So the page is first compared with the rosters."""
     ledger, idle = new_owner_here(), new_owner_here()
     put(ledger, "qwen")
     put(ledger, "qwen", "llama")
@@ -369,7 +387,7 @@ def test_a_forgotten_script_is_loaded_again_after_a_check(new_owner_here, redis)
 def test_a_redis_that_may_lose_data_is_refused_with_the_option_to_set(
     own, open_at, options, because
 ):
-    """This applies to a new owner, and to an open ledger if Redis starts again with such options."""
+    """A new owner is refused, and so is an open ledger if Redis starts again with such options."""
     url = own.fresh()
     ledger = open_at(url)
     put(ledger, "qwen")
@@ -419,7 +437,9 @@ def test_a_page_of_a_newer_schema_is_left_alone(new_owner_here, redis):
 
 
 def test_a_redis_that_does_not_answer_raises_and_is_used_again_later(own, open_at):
-    """One clear error within 5 s; leases remain, and the ledger works again when the Redis does."""
+    """One clear error is raised within 5 s. Leases remain, and the ledger works again when Redis
+    does.
+    """
     ledger = open_at(own.fresh())
     put(ledger, "qwen")
     own.kill()
@@ -453,7 +473,7 @@ def test_a_cut_connection_is_made_again(new_owner_here, redis):
 
 
 def test_a_write_whose_answer_was_lost_is_not_made_twice(new_owner_here, monkeypatch):
-    """The connection breaks between the write and its answer."""
+    """The connection breaks after the write, before its answer arrives."""
     from redis.exceptions import ConnectionError
 
     ledger = new_owner_here()
@@ -502,7 +522,9 @@ def test_passwords_are_never_shown(open_at, caplog):
 
 
 def test_hosts_have_pages_of_their_own(new_owner_here, monkeypatch):
-    """Claims count on one host only, and no host reaps another's owners. All pages can be read."""
+    """Claims count on one host only, and no host reaps owners of another host. Every host can read
+    all pages.
+    """
     ledger = new_owner_here()
     put(ledger, "qwen", gib=8)
     other_boot = "00000000-0000-0000-0000-000000000000"
@@ -527,7 +549,7 @@ def test_hosts_have_pages_of_their_own(new_owner_here, monkeypatch):
 
 
 def test_owners_in_two_containers_never_have_the_same_id(url, open_at, tmp_path, monkeypatch):
-    """Both may have a process 7 that started in the same hundredth of a second."""
+    """In each container, process 7 may have started in the same hundredth of a second."""
     me = redis_ledger.describe_self()
     monkeypatch.setattr(redis_ledger, "describe_self", lambda **_: me)
     one, two = open_at(f"{url}&owners={tmp_path}/one"), open_at(f"{url}&owners={tmp_path}/two")
@@ -551,7 +573,7 @@ def test_a_killed_owner_is_proven_dead_and_a_stopped_one_is_not(new_owner_here, 
 
 
 def test_a_forked_child_owns_nothing_and_sends_nothing(new_owner_here, url, notebook):
-    """It would read its parent's answers from the shared connection."""
+    """The child shares its parent's connection, and would read answers to the parent's commands."""
     ledger, other = new_owner_here(), notebook(url)
     other.run("put(ledger, 'qwen')")
     assert other.run("in_a_child(ledger.read)") == "LedgerUnavailable"
@@ -574,7 +596,9 @@ def test_rings_reach_the_processes_of_this_host(new_owner_here, url, notebook):
 
 
 def test_the_stop_button_leaves_the_connection_in_step(new_owner_here):
-    """After an interrupt between a command and its answer, the next command must not read that answer."""
+    """The interrupt arrives between a command and its answer. The next command must not read that
+    answer.
+    """
     ledger, caught, written = new_owner_here(), 0, 0
     armed, done = threading.Event(), threading.Event()
 
@@ -609,7 +633,7 @@ def test_the_stop_button_leaves_the_connection_in_step(new_owner_here):
 
 
 def test_the_answer_of_an_interrupted_command_is_never_read(new_owner_here, monkeypatch):
-    """This test interrupts exactly at the critical moment of the test before."""
+    """The interrupt arrives exactly when the answer is about to be read."""
     ledger = new_owner_here()
     count(ledger)
     with monkeypatch.context() as patch:
@@ -632,7 +656,7 @@ def test_processes_lose_no_increment(url, notebook):
 
 
 def test_without_the_package_the_error_names_what_to_install(monkeypatch):
-    """The package is an optional extra."""
+    """The `redis` package is an optional extra."""
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in ("connection", "page", "scripts", "ledger"):
         monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.redis.{name}")

@@ -1,4 +1,6 @@
-"""A ledger that real users share: they lease, recall and reap across users, and cannot forge."""
+"""A ledger that real users share. They lease, recall and reap across users, and cannot forge
+anything.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class Box:
         init(str(self.ledger), GROUP, str(self.config))
 
     def configure(self, more: str) -> None:
-        """Adds lines to the configuration."""
+        """Adds lines to the machine's configuration file."""
         self.config.write_text(f"{self.config.read_text()}\n{more}\n")
 
     def person(self, user: str) -> Person:
@@ -64,7 +66,7 @@ class Box:
         return self.people[-1]
 
     def kernel(self, user: str, **sizes: str) -> Person:
-        """A process of the user with a runtime `rt`, which finds the ledger in the configuration."""
+        """A process of `user` with a runtime `rt`, which finds the ledger in the configuration."""
         person = self.person(user)
         reply = person.run(
             f"rt = Runtime(devices={WORLD!r}, gpu_config_file={str(self.config)!r}, "
@@ -76,7 +78,7 @@ class Box:
         return person
 
     def writer(self, user: str, claims: str = "") -> Person:
-        """A process of the user with a plain `ledger`; `claims` is a user name that it pretends."""
+        """A process of `user` with an open `ledger`. With `claims` it pretends to be that user."""
         person = self.person(user)
         reply = person.run(f"ledger = open_ledger({self.url!r}, user={claims!r})")
         assert reply == "None", reply
@@ -113,7 +115,7 @@ def box(users: None) -> Iterator[Box]:
 
 
 def test_members_lease_recall_and_reap_across_users(box):
-    """Bob's model evicts Ann's idle one; when his process is killed, his bytes are free again."""
+    """Bob's model evicts Ann's idle model. When Bob's process is killed, its bytes are free again."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB, ranker="5GiB")
     assert ann.run("rt.preload('writer').where") == "'sim:0'"
     assert bob.run("rt.preload('ranker', timeout=20).where") == "'sim:0'"
@@ -130,7 +132,7 @@ def test_members_lease_recall_and_reap_across_users(box):
 
 
 def test_the_first_process_makes_the_files_for_all_whatever_the_umask(box):
-    """Four processes of two users open a new ledger at once, under umask 077."""
+    """Four processes of two users open a new ledger at the same time, under umask 077."""
     people = [box.person(user) for user in (ANN, BOB, ANN, BOB)]
     for person in people:
         person.send(f"rt = Runtime(devices={WORLD!r}, gpu_config_file={str(box.config)!r})")
@@ -168,7 +170,7 @@ def test_a_user_outside_the_group_gets_a_clear_error(box):
 
 
 def test_which_ledger_is_opened(box, monkeypatch, tmp_path):
-    """GPU_LEDGER is used first, then the machine's ledger, then the user's own."""
+    """The order is: GPU_LEDGER, then the machine's ledger, then the user's own ledger."""
     from gpu_runtime import Runtime
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -200,7 +202,9 @@ def test_no_member_can_change_another_users_lock_file(box):
 
 
 def test_no_member_can_move_the_owners_files_away(box):
-    """Without them no death is proved, and in a directory of the member a death could be forged."""
+    """Without the owners' files no death could be proved. In a directory of a member, a death could
+    be forged.
+    """
     ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
     ann.run("rt.preload('writer')")
     id = ann.run("rt._session.me").strip("'")
@@ -218,7 +222,9 @@ def test_no_member_can_move_the_owners_files_away(box):
 
 
 def test_links_of_a_member_are_not_followed(box):
-    """A member replaces the ledger's files by links: their targets are not opened or changed."""
+    """A member replaces the ledger's files by links. The targets of the links are not opened or
+    changed.
+    """
     ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
     precious = box.root / "precious"
     precious.mkdir()
@@ -247,7 +253,7 @@ def journal(box: Box, user: str) -> Path:
 
 
 def test_each_user_has_a_journal_and_all_members_read_all(box):
-    """`rt.why`, `rt.events` and so the console and the routes show what the processes of all users did."""
+    """`rt.why`, `rt.events`, the console and the routes show what the processes of all users did."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB, ranker="5GiB")
     ann.run("rt.preload('writer')")
     bob.run("rt.preload('ranker', timeout=20)")
@@ -283,7 +289,9 @@ def test_no_member_can_change_another_users_journal(box):
 
 @pytest.mark.parametrize("taken_by", ["a directory", "a link", "a file"])
 def test_a_journal_in_a_place_that_another_user_took_is_not_written(box, taken_by):
-    """Bob makes what will be Ann's directory first. Her events stay in memory, and she is told."""
+    """Bob takes the place of Ann's journal before her process starts. Her events then stay in
+    memory only.
+    """
     bob = box.person(BOB)
     place, diary = journal(box, ANN).parent, box.root / "diary"
     diary.mkdir()
@@ -302,7 +310,9 @@ def test_a_journal_in_a_place_that_another_user_took_is_not_written(box, taken_b
 
 
 def test_a_file_that_another_user_made_a_journal_is_not_read(box):
-    """Neither under Ann's uid, nor as a pipe that would never end, nor as a query that would not."""
+    """Bob's file is not read: neither in a directory with Ann's uid, nor as a pipe that never ends,
+    nor as a database whose query never ends.
+    """
     ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
     ann.run("(rt.preload('writer'), rt._session.journal.flush())")
     bob.run("rt._session.journal.flush()")
@@ -327,7 +337,9 @@ def test_a_file_that_another_user_made_a_journal_is_not_read(box):
 
 
 def test_init_follows_no_link_of_a_member(box):
-    """The command runs as root, so a member's link in place of a directory must not change its target."""
+    """The command runs as root. If a member puts a link in place of a directory, the link's target
+    must not change.
+    """
     box.kernel(ANN)
     here = next(path for path in box.ledger.iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name))
     shutil.rmtree(here.with_suffix(".owners"))
@@ -340,7 +352,7 @@ def test_init_follows_no_link_of_a_member(box):
 
 
 def test_a_read_lock_does_not_keep_a_dead_owner_alive(box):
-    """Members may take a read lock on an owner's file once the owner is dead; that proves nothing."""
+    """Members may take a read lock on a dead owner's file. Such a lock does not prove life."""
     ann, bob, witness = box.kernel(ANN, writer="5GiB"), box.kernel(BOB), box.writer(OPS)
     bob.run("rt.close()")  # from here on, only the witness reads the book
     ann.run("rt.preload('writer')")
@@ -359,7 +371,9 @@ s.refuse_unlawful = lambda *a: None
 
 
 def test_a_request_in_another_users_name_is_ignored(box):
-    """Bob writes requests into the page in Ann's name. Her process did not make them."""
+    """Bob writes requests into the page in Ann's name. They are ignored, since Ann's process did
+    not make them.
+    """
     ann, ann2, bob = box.kernel(ANN, writer="5GiB"), box.kernel(ANN), box.writer(BOB)
     ann.run("rt.preload('writer')")
     ann2.run("(rt.register('m', backend='fake', size='1GiB'), rt.preload('m'))[1].where")
@@ -381,7 +395,7 @@ def test_a_request_in_another_users_name_is_ignored(box):
 
 
 def test_a_claimed_user_name_is_ignored(box):
-    """Bob pretends to be Ann: his requests are not carried out, and the table shows `unproven`."""
+    """Bob pretends to be Ann. His requests are not carried out, and the table shows `unproven`."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.writer(BOB, claims=ANN)
     ann.run("rt.preload('writer')")
     me = ann.run("rt._session.me").strip("'")
@@ -399,7 +413,7 @@ def test_a_claimed_user_name_is_ignored(box):
 
 
 def test_another_user_may_request_an_eviction_and_nothing_else(box):
-    """Loading, pinning and restoring run something in a process, so only its user may request them."""
+    """Loading, pinning and restoring run code in a process, so only its own user may request them."""
     ann, ann2, bob = box.kernel(ANN, writer="5GiB"), box.kernel(ANN), box.kernel(BOB, ranker="1GiB")
     ann.run("rt.preload('writer')")
     for verb in ("pin", "unpin", "preload", "restore"):
@@ -420,9 +434,9 @@ def test_another_user_may_request_an_eviction_and_nothing_else(box):
 
 
 def test_members_see_each_others_maps_and_cannot_forge_one(box):
-    """The group reads them despite umask 077.
+    """The group can read the maps despite umask 077.
 
-    A file that Bob makes in Ann's name does not count.
+    A file that Bob makes in Ann's name is ignored.
     """
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)
     ann.run("rt.preload('writer')")
@@ -442,7 +456,9 @@ def test_members_see_each_others_maps_and_cannot_forge_one(box):
 
 
 def test_the_owner_refuses_what_the_caller_should_have_refused(box):
-    """Bob's process has its own check removed; Ann's has not."""
+    """The check is removed in Bob's process, which requests. Ann's process, which owns the model,
+    checks as well.
+    """
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)
     ann.run("rt.preload('writer')")
     bob.run("from gpu_runtime.owner import permissions")
@@ -453,7 +469,7 @@ def test_the_owner_refuses_what_the_caller_should_have_refused(box):
 
 
 def test_a_name_in_the_book_only_selects_a_registered_model(box):
-    """It is not used as a path, as code, or to reach a third process."""
+    """The name is not used as a path, as code, or to reach a third process."""
     ann, other = box.kernel(ANN, writer="1GiB"), box.kernel(ANN, reader="1GiB")
     other.run("rt.preload('reader')"), other.run("rt.evict('reader')")
     evil = box.root / "evil"
@@ -487,7 +503,9 @@ def test_operators_may_request_everything(box):
 
 
 def test_a_rebuilt_book_takes_from_each_roster_its_owners_part_only(box):
-    """Bob's own file claims that Ann holds 7 GiB and requests more. It counts for him only."""
+    """Bob's own file claims that Ann holds 7 GiB and requests more. From his file, only his own
+    part is used.
+    """
     box.kernel(OPS)
     ann, bob = box.writer(ANN), box.writer(BOB)
     ann.run("put(ledger, 'writer')")
@@ -506,9 +524,9 @@ def test_a_rebuilt_book_takes_from_each_roster_its_owners_part_only(box):
 
 
 def test_a_cap_on_bytes_counts_all_processes_of_a_user(box):
-    """Ann's idle model in another kernel is evicted for her.
+    """Ann's idle model in another kernel is evicted for her second model.
 
-    With both in use, the error names the cap.
+    If both models are in use, the error names the cap.
     """
     box.configure(f'[users.{ANN}]\nbytes_per_device = "5 GiB"')
     one, two = box.kernel(ANN, a="3GiB"), box.kernel(ANN, b="3GiB")
@@ -538,7 +556,9 @@ def test_a_groups_caps_apply_to_each_member(box):
 
 
 def test_a_block_held_for_too_long_is_logged_and_nothing_new_is_granted(box):
-    """Its memory is in use, so it stays. Its user gets nothing new in any kernel until it ends."""
+    """The block's memory is in use, so it stays. Its user gets no new lease in any kernel until the
+    block ends.
+    """
     box.configure(f'[users.{ANN}]\nlongest_lease = "1s"')
     one, two = box.kernel(ANN), box.kernel(ANN, a="1GiB")
     one.run("held = rt.lease('1GiB', purpose='training')")
@@ -587,7 +607,7 @@ def test_init_adds_the_ledger_to_an_existing_configuration(users, tmp_path):
 
 
 def test_init_refuses_unsuitable_places(box, monkeypatch):
-    """In these cases the command creates nothing."""
+    """In these cases the command creates no file or directory."""
     root = box.root
     (root / "full").mkdir()
     (root / "full" / "thesis.tex").touch()

@@ -1,4 +1,8 @@
-"""Tests that need real files and processes: death, damage, forks and the stop button."""
+"""Tests that need real files and processes: death, damage, forks and the stop button.
+
+Each owner keeps a copy of its section in its own file, its roster. A damaged book is rebuilt from
+the rosters.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ from .conftest import GIB, REPO, Notebook, count, lease, names, put, section, ti
 
 
 def wait_until(condition) -> None:
-    """Waits until `condition()` is true, because of another process."""
+    """Waits until another process has made `condition()` true. Fails after 20 s."""
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline, "it never became true"
@@ -42,7 +46,7 @@ def wait_until(condition) -> None:
 
 
 def copy_of(path: Path, to: Path) -> Path:
-    """`path` copied to `to` by another process.
+    """Copies `path` in another process, and returns the copy's path.
 
     Opening and closing the file in this process would drop SQLite's locks on it.
     """
@@ -54,7 +58,7 @@ def copy_of(path: Path, to: Path) -> Path:
 
 
 def test_a_killed_owner_is_proven_dead(new_owner_here, notebook):
-    """Only then may its bytes be granted to others."""
+    """The bytes of an owner may be granted to others only after its death is proven."""
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     with pytest.raises(LedgerRefused, match="proof of death"):
@@ -92,7 +96,9 @@ def test_another_lock_file_proves_nothing(new_owner_here, notebook):
 
 
 def test_where_the_lock_file_is_missing_the_process_is_the_proof(new_owner_here, notebook):
-    """Somebody removed the file, then its owner died: its lease stayed for good."""
+    """Before, the lease of such an owner stayed for ever: its lock file was removed first, and then
+    it died.
+    """
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     book = ledger.read()
@@ -108,7 +114,7 @@ def test_where_the_lock_file_is_missing_the_process_is_the_proof(new_owner_here,
 
 
 def test_a_process_proves_nothing_to_an_observer_in_another_container(new_owner_here, notebook):
-    """There its number means another process, or none."""
+    """In another container the same process number means another process, or none."""
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     book = ledger.read()
@@ -136,7 +142,9 @@ def test_a_person_may_declare_dead_what_is_unknown_and_nothing_that_lives(new_ow
 
 
 def test_a_forked_child_owns_nothing_and_does_not_keep_its_parent_alive(new_owner_here, notebook):
-    """The child of a killed notebook cannot use its parent's ledger."""
+    """The child of a killed notebook cannot use its parent's ledger. Its life does not count as its
+    parent's.
+    """
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     assert other.run("in_a_child(ledger.read)") == "LedgerUnavailable"
@@ -149,7 +157,7 @@ def test_a_forked_child_owns_nothing_and_does_not_keep_its_parent_alive(new_owne
 
 
 def test_files_of_dead_owners_are_removed(new_owner_here, notebook):
-    """They are removed when the book no longer needs them as proof."""
+    """The files are removed once the book no longer needs them as a proof of death."""
     ledger, reaped, unreaped = new_owner_here(), notebook(), notebook()
     unreaped.run("put(ledger, 'qwen')")
     reaped.kill()
@@ -183,7 +191,7 @@ def garble_the_page(path: Path) -> None:
 
 
 def change_one_digit(path: Path) -> None:
-    """The result is a valid page with a different number."""
+    """Changes one digit of the page, which is then a valid document with a wrong number."""
     with sqlite3.connect(path) as db:
         (body,) = db.execute("SELECT body FROM book").fetchone()
         at = body.index(b'"leases":[')
@@ -195,7 +203,9 @@ def change_one_digit(path: Path) -> None:
 
 
 def change_the_schema(path: Path) -> None:
-    """One bit of that number: the page is not of a newer version."""
+    """Changes one bit of the schema number. The page must count as damaged, not as one of a newer
+    version.
+    """
     with sqlite3.connect(path) as db:
         db.execute("UPDATE book SET schema=66")
 
@@ -218,7 +228,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_book_is_rebuilt_from_the_living_owners(new_owner_here, notebook, caplog, how):
-    """The damaged book is set aside, never emptied. Living owners keep their leases and tickets."""
+    """The damaged book is kept under another name. Living owners keep their leases and tickets."""
     ledger, other, dead = new_owner_here(), notebook(), notebook()
     dead.run("put(ledger, 'ghost')")
     copy_of(Path(ledger.path), Path(f"{ledger.path}.old"))
@@ -253,7 +263,9 @@ def test_a_damaged_book_is_rebuilt_from_the_living_owners(new_owner_here, notebo
 
 
 def test_a_new_owner_notices_an_old_copy(new_owner_here, notebook):
-    """The new owner has not seen the book before, so it compares the book with the living owners' rosters."""
+    """The new owner has not seen the book before. So it compares the book with the rosters of the
+    living owners.
+    """
     ledger = new_owner_here()
     path = Path(ledger.path)
     old = copy_of(path, Path(f"{path}.old"))
@@ -264,7 +276,9 @@ def test_a_new_owner_notices_an_old_copy(new_owner_here, notebook):
 
 
 def test_all_processes_find_the_same_new_book(new_owner_here, notebook):
-    """Many notice the damage at once; one rebuilds the book, and no lease is lost."""
+    """Many processes notice the damage at once. Exactly one of them rebuilds the book, and no lease
+    is lost.
+    """
     ledger = new_owner_here()
     others = [notebook() for _ in range(4)]
     for number, other in enumerate(others):
@@ -296,7 +310,9 @@ def test_damage_loses_no_acknowledged_write(new_owner_here, notebook):
 
 
 def test_a_grant_in_a_replaced_book_is_void(new_owner_here):
-    """A new book is made during a write into the old one: the write is decided again."""
+    """While a grant is written into the old book, a new book is made. So the grant is decided
+    again.
+    """
     ledger, runs = new_owner_here(), []
 
     def decide(book):
@@ -311,7 +327,7 @@ def test_a_grant_in_a_replaced_book_is_void(new_owner_here):
 
 
 def test_a_grant_during_a_rebuild_is_in_the_new_book(new_owner_here, monkeypatch):
-    """The writer read CURRENT just before the change, so its grant is valid."""
+    """The writer read the link CURRENT just before it changed. Its grant is still in the new book."""
     ledger, rebuilder = new_owner_here(), new_owner_here()
     page = rebuilder._store.look()
     change = files.point_current_at
@@ -326,7 +342,7 @@ def test_a_grant_during_a_rebuild_is_in_the_new_book(new_owner_here, monkeypatch
 
 
 def test_a_grant_that_lost_its_race_is_not_in_a_rebuilt_book(new_owner_here):
-    """The grant was in the roster when the race was lost. The second decision writes nothing."""
+    """The roster had the grant when the race was lost. The second decision grants nothing."""
     ledger, other, runs = new_owner_here(), new_owner_here(), []
 
     def decide(book):
@@ -343,7 +359,9 @@ def test_a_grant_that_lost_its_race_is_not_in_a_rebuilt_book(new_owner_here):
 
 @pytest.fixture
 def damaged_once(monkeypatch):
-    """Deletes the book when a ledger's first write has lost its race; another owner rebuilds it."""
+    """Deletes the book when the ledger's first write has lost its race. Another owner then rebuilds
+    the book.
+    """
 
     def arrange(ledger, other):
         write, left = ledger._store.put, [1]
@@ -369,9 +387,10 @@ def damaged_once(monkeypatch):
 def test_a_grant_that_lost_its_race_just_before_the_damage_is_taken_back(
     new_owner_here, damaged_once, others, races_lost
 ):
-    """The rebuilding process finds it in the roster, and another owner may have that memory by now.
+    """The rebuilding process finds the grant in the roster, and another owner may have that memory
+    by now.
 
-    It is also taken back if the race for the new book is lost.
+    The grant is also taken back if its owner then loses the race for the new book.
     """
     ledger, other, seen = new_owner_here(), new_owner_here(), []
     put(ledger, "mine")
@@ -390,7 +409,7 @@ def test_a_grant_that_lost_its_race_just_before_the_damage_is_taken_back(
 
 
 def test_taking_back_a_void_grant_keeps_the_grant_of_another_thread(new_owner_here, damaged_once):
-    """All threads of an owner write one section. Each takes back only its own grant."""
+    """All threads of an owner write one section. Each thread takes back only its own grant."""
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "mine")
     damaged_once(ledger, other)
@@ -420,7 +439,9 @@ def test_taking_back_a_void_grant_keeps_the_grant_of_another_thread(new_owner_he
 def test_an_old_copy_is_rejected_by_an_owner_that_saw_nothing_newer(
     new_owner_here, tmp_path, seen_by_the_other
 ):
-    """The owner knows only the state in this copy. Without the hint, it would grant the same bytes again."""
+    """The owner knows only the state in this copy. The file with the newest revision, the hint,
+    shows that the copy is old. Without it the same bytes would be granted again.
+    """
     ledger, other, tries = new_owner_here(), new_owner_here(), []
     put(other, "theirs")
 
@@ -445,7 +466,7 @@ def test_an_old_copy_is_rejected_by_an_owner_that_saw_nothing_newer(
 
 @pytest.mark.parametrize("what", ["nothing", "a link", "nonsense", "another book's"])
 def test_the_revision_hint_may_be_missing_or_wrong(new_owner_here, tmp_path, what):
-    """The book remains usable."""
+    """The hint is a file with the newest revision. The book can be used without it."""
     ledger = new_owner_here()
     put(ledger, "one")
     file = ledger.directory / "newest"
@@ -467,7 +488,9 @@ def test_the_revision_hint_may_be_missing_or_wrong(new_owner_here, tmp_path, wha
 
 @pytest.fixture
 def killed_before_its_hint(monkeypatch, new_owner_here):
-    """A ledger that knows the page, after another owner has written and was killed at once."""
+    """A ledger that knows the page of its own write. Another owner then wrote, and was killed
+    before it recorded the newest revision in the hint.
+    """
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "ours")
     with monkeypatch.context() as patch:
@@ -477,7 +500,9 @@ def killed_before_its_hint(monkeypatch, new_owner_here):
 
 
 def test_an_answer_that_is_not_written_is_about_the_newest_page(killed_before_its_hint):
-    """A write is decided on the page in memory, but only the write itself proves that page."""
+    """A decision starts from the page in memory. Only a successful write proves that this page is
+    the newest one.
+    """
     found = killed_before_its_hint.transact(
         lambda book: (book, sorted(lease.name for lease in book.leases()))
     )
@@ -497,7 +522,7 @@ def test_a_write_on_an_older_page_is_decided_again(killed_before_its_hint):
 
 
 def test_a_second_write_in_a_row_reads_nothing(monkeypatch, new_owner_here):
-    """A read takes a third of a write."""
+    """A read takes a third of the time of a write."""
     ledger, other = new_owner_here(), new_owner_here()
     read, reads = SqliteBook._read, []
     monkeypatch.setattr(SqliteBook, "_read", lambda *args: reads.append(1) or read(*args))
@@ -512,7 +537,7 @@ def test_a_second_write_in_a_row_reads_nothing(monkeypatch, new_owner_here):
 
 
 def test_a_rebuilt_book_ignores_the_hint_of_an_older_book_with_its_name(new_owner_here):
-    """Otherwise the new book would count as damaged for ever."""
+    """If the hint counted, the new book would be taken as damaged for ever."""
     ledger = new_owner_here()
     put(ledger, "one")
     RevisionHint(ledger.directory).record("book-2.db", 1 << 40)
@@ -525,9 +550,9 @@ def ours(book, ledger):
 
 
 def test_a_deleted_directory_is_made_again(new_owner_here, notebook):
-    """`rm -rf` of the ledger loses no lease of a process that uses it again.
+    """`rm -rf` of the ledger loses no lease of a process that uses the ledger again.
 
-    That process can be proven alive again.
+    Afterwards that process can be proven alive again.
     """
     ledger = new_owner_here()
     put(ledger, "qwen")
@@ -547,7 +572,9 @@ def test_a_deleted_directory_is_made_again(new_owner_here, notebook):
 
 
 def test_a_deleted_lock_file_is_made_again(new_owner_here):
-    """Without the file no process could prove that the owner is alive. The section names the new inode."""
+    """Without the file no process could prove that the owner lives. The section names the inode of
+    the new file.
+    """
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "qwen")
     (ledger.directory / "owners" / ledger.owner.id).unlink()
@@ -561,7 +588,7 @@ def test_a_deleted_lock_file_is_made_again(new_owner_here):
 def test_a_roster_that_cannot_be_written_during_a_rebuild_is_a_ledger_error(
     new_owner_here, monkeypatch
 ):
-    """Before, any call of the ledger could raise the raw OSError of the owner's files."""
+    """Before, any call of the ledger could raise the OSError of the owner's files as it is."""
     ledger = new_owner_here()
     page = ledger._store.look()
 
@@ -576,7 +603,7 @@ def test_a_roster_that_cannot_be_written_during_a_rebuild_is_a_ledger_error(
 
 
 def test_a_book_that_two_owners_find_damaged_is_rebuilt_once(new_owner_here):
-    """When the second owner has the lock, it sees that there is a new book."""
+    """When the second owner gets the lock, it sees that there is a new book already."""
     ledger, other = new_owner_here(), new_owner_here()
     page = ledger._store.look()
     damage = DamagedBook(page.name, page.inode, "for this test")
@@ -587,7 +614,9 @@ def test_a_book_that_two_owners_find_damaged_is_rebuilt_once(new_owner_here):
 
 
 def test_another_process_finishes_an_interrupted_rebuild(new_owner_here):
-    """The killed process had written the name of a book into CURRENT and had not made that book."""
+    """The killed process had written the name of a new book into CURRENT, but had not made that
+    book.
+    """
     ledger = new_owner_here()
     put(ledger, "qwen")
     files.point_current_at(ledger.directory, "book-2.db")
@@ -596,7 +625,7 @@ def test_another_process_finishes_an_interrupted_rebuild(new_owner_here):
 
 
 def test_a_half_written_roster_falls_back_to_the_previous_one(new_owner_here):
-    """The disk was full, or the file was damaged: the last complete roster counts."""
+    """The disk was full, or the file was damaged. Then the last complete roster counts."""
     ledger = new_owner_here()
     put(ledger, "qwen")
     put(ledger, "qwen", "llama")
@@ -607,9 +636,10 @@ def test_a_half_written_roster_falls_back_to_the_previous_one(new_owner_here):
 
 
 def test_a_roster_that_is_written_while_it_is_read_is_ignored():
-    """The first roster is written to the second slot and leaves zeros in the first.
+    """The first roster of a file is written to the second slot, and leaves zeros in the first slot.
 
-    Read half before and half after that, their checksum is right.
+    A reader may read one half before and one half after that write. The zeros that it gets have a
+    right checksum.
     """
 
     class Growing:
@@ -625,9 +655,9 @@ def test_a_roster_that_is_written_while_it_is_read_is_ignored():
 
 
 def test_reaping_an_owner_that_another_process_just_reaped_decides_again(new_owner_here, notebook):
-    """The file that proved the death is gone by then, removed by an owner that opened the ledger.
+    """An owner that opened the ledger has removed the file that proved the death.
 
-    That is no fault of the decision.
+    The decision was right when it was made, so it is only repeated.
     """
     ledger, other, dead, seen = new_owner_here(), new_owner_here(), notebook(), []
     dead.run("put(ledger, 'qwen')")
@@ -649,9 +679,9 @@ def test_reaping_an_owner_that_another_process_just_reaped_decides_again(new_own
 def test_an_owner_that_dies_during_a_cleanup_can_be_proven_dead(
     new_owner_here, notebook, monkeypatch
 ):
-    """It wrote after the cleanup had read the book.
+    """The dying owner wrote after the cleanup had read the book.
 
-    Without its file its lease would stay for ever.
+    If the cleanup removed its file, its lease would stay for ever.
     """
     ledger, dying, looked_at = new_owner_here(), notebook(), files.life
 
@@ -670,7 +700,7 @@ def test_an_owner_that_dies_during_a_cleanup_can_be_proven_dead(
 
 
 def test_a_book_of_a_newer_schema_is_left_alone(new_owner_here, notebook):
-    """It is not read, rebuilt or set aside, and the error says what to do."""
+    """Such a book is not read, rebuilt or moved, and the error says what to do."""
     ledger, path = new_owner_here(), None
     put(ledger, "qwen")
     path = ledger.path
@@ -703,7 +733,7 @@ def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
 
 
 def test_the_default_avoids_a_home_on_a_network_file_system(monkeypatch):
-    """Home directories on NFS are common; the default must work there too."""
+    """Home directories on NFS are common. The default ledger must work there, too."""
     monkeypatch.setattr(files, "file_system_of", lambda path: "nfs4")
     assert default_url("sim") == f"sqlite:///var/tmp/gpu-console-{os.geteuid()}/ledger/sim"
 
@@ -728,7 +758,7 @@ def test_files_are_private_to_their_user(new_owner_here):
 
 
 def test_a_doorbell_works_at_a_long_path(tmp_path):
-    """A socket's path is limited to 107 bytes; a home directory is not."""
+    """The path of a socket is limited to 107 bytes. The path of a home directory can be longer."""
     url = tmp_path / ("x" * 120)
     a, b = SqliteLedger(url), SqliteLedger(url)
     b.ring([a.owner.id])
@@ -738,7 +768,9 @@ def test_a_doorbell_works_at_a_long_path(tmp_path):
 
 
 def test_books_of_old_boots_are_removed(tmp_path):
-    """Only directories named by another boot are removed, and only if unchanged for a day."""
+    """A directory is removed only if its name is the id of another boot and it is unchanged for a
+    day.
+    """
     boots = [tmp_path / f"{number}3570074-f799-4d7e-a08f-84fbbe7bb98d" for number in range(3)]
     for boot in (*boots, tmp_path / "notes"):
         (boot / "owners").mkdir(parents=True)
@@ -782,7 +814,7 @@ print("released")
 
 
 def test_a_full_disk_refuses_grants_and_accepts_releases(tmp_path):
-    """A release must be written on a full disk, or the card stays full as well."""
+    """A release must be written on a full disk. Otherwise the card would stay full as well."""
     done = subprocess.run(
         ["unshare", "-rm", "bash", "-c", FULL_DISK, "-", tmp_path, sys.executable],
         capture_output=True,
@@ -803,7 +835,9 @@ def test_a_full_disk_refuses_grants_and_accepts_releases(tmp_path):
 
 
 def test_the_error_names_a_stopped_writer(tmp_path):
-    """Nobody can write until it continues; the error names its process number."""
+    """No other process can write until the stopped one continues. The error names its process
+    number.
+    """
     ledger = SqliteLedger(tmp_path, patience_seconds=0.3)
     holder = subprocess.Popen(
         [
@@ -828,7 +862,9 @@ def test_the_error_names_a_stopped_writer(tmp_path):
 
 
 def test_the_stop_button_leaves_the_ledger_usable(new_owner_here, notebook):
-    """Many interrupts at any instruction: no thread, statement or file keeps a lock."""
+    """Many interrupts arrive at any instruction. No thread, statement or file keeps a lock
+    afterwards.
+    """
     ledger, other = new_owner_here(), notebook()
     dice = random.Random(1)
     caught, counted = [], 0
@@ -837,8 +873,8 @@ def test_the_stop_button_leaves_the_ledger_usable(new_owner_here, notebook):
     try:
         while (counted < 400 or len(caught) < 400) and time.monotonic() < deadline:
             try:
-                # One signal each time: a second one could arrive in the line that catches the
-                # first.
+                # One signal for each round: a second signal could arrive in the line that catches
+                # the first.
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.0001, 0.001))
                 # The interrupt may be lost: the interpreter ignores it in a destructor.
                 end = time.monotonic() + 0.02
@@ -862,7 +898,9 @@ def test_the_stop_button_leaves_the_ledger_usable(new_owner_here, notebook):
 
 
 def test_killed_writers_lose_no_acknowledged_write(new_owner_here, notebook):
-    """Kill -9 at any write: the book stays complete, and acknowledged writes remain."""
+    """Writers are killed with SIGKILL at any point of a write. The book stays complete and keeps
+    acknowledged writes.
+    """
     ledger = new_owner_here()
     for _ in range(6):
         other = notebook()
@@ -879,7 +917,9 @@ def test_killed_writers_lose_no_acknowledged_write(new_owner_here, notebook):
 
 
 def test_a_kernel_that_keeps_the_gil_delays_nobody(new_owner_here, notebook):
-    """The kernel loads a library or copies a model while its monitor thread executes statements."""
+    """The kernel loads a library or copies a model with the GIL, while its monitor thread is
+    executing a statement.
+    """
     ledger, other = new_owner_here(), notebook()
     put(ledger, "qwen")
     other.run("looping(ledger)")
@@ -903,7 +943,9 @@ def test_processes_lose_no_increment(notebook):
 
 
 def test_the_death_of_an_owner_wakes_a_waiting_one(new_owner_here, notebook):
-    """A killed process sends no notification, so its memory would be noticed only at the next poll."""
+    """A killed process sends no notification. Without this rule its memory would be noticed only at
+    the next poll.
+    """
     a, other, bystander = new_owner_here(), notebook(), notebook()
     ends = [
         replace(a.owner, pid=one.process.pid, started=_started(one)) for one in (other, bystander)
@@ -920,7 +962,7 @@ def test_the_death_of_an_owner_wakes_a_waiting_one(new_owner_here, notebook):
 def test_a_process_that_cannot_be_seen_wakes_a_waiting_owner_once(new_owner_here):
     """The process may have ended just before, or it may be in another container.
 
-    In that case a poll every second must be enough.
+    If it is in another container, a poll every second must be enough.
     """
     a = new_owner_here()
     unseen = [replace(a.owner, pid=2**22 + 1), replace(a.owner, serial=99, started=1)]
@@ -937,9 +979,10 @@ def _started(other: Notebook) -> int:
 
 @pytest.fixture
 def closed_clock(monkeypatch):
-    """The clock of the closed period, and what happens while a writer sleeps in it.
+    """A clock for the period without grants, and the sleeps of writers that wait for its end.
 
-    `meanwhile` has what the living owners do within a tick of their monitors.
+    During each sleep the functions in `meanwhile` are called. They do what the living owners do
+    within a tick of their monitors.
     """
     now, meanwhile, slept = [1e6], [], []
 
@@ -956,7 +999,7 @@ def closed_clock(monkeypatch):
 
 
 def promise(ledger, gib: int) -> None:
-    """Reserves so much of 8 GiB for a model that is not loaded yet, if that much is free."""
+    """Reserves `gib` GiB for a model that is not loaded yet, if the limit of 8 GiB allows it."""
 
     def decide(book):
         book = book if book.limits else replace(book, limits={"sim:0": 8 * GIB})
@@ -970,7 +1013,9 @@ def promise(ledger, gib: int) -> None:
 
 
 def put_back(ledger, *names: str, gib: int) -> None:
-    """What a monitor does within a second: an owner that is missing in the book registers again."""
+    """Does what the owner's monitor does within a second: if the owner is missing in the book, it
+    registers again.
+    """
     if ledger.owner.id not in ledger.read().sections:
         put(ledger, *names, gib=gib)
 
@@ -989,7 +1034,7 @@ VANISHED += [("deleted", "a newcomer"), ("deleted with all above", "a newcomer")
 
 @pytest.mark.parametrize(("how", "knows"), VANISHED)
 def test_a_directory_that_vanishes_grants_no_byte_twice(new_owner_here, closed_clock, how, knows):
-    """10 of 7.2 GiB were granted 0.01 s later."""
+    """Before, 10 GiB of 7.2 GiB were granted 0.01 s after the directory had vanished."""
     meanwhile, slept = closed_clock
     ledger, other = new_owner_here(), new_owner_here()
     put(other)
@@ -1032,7 +1077,7 @@ def test_a_new_directory_grants_at_once(new_owner_here, closed_clock):
 
 
 def test_a_damaged_book_beside_all_rosters_grants_at_once(new_owner_here, closed_clock):
-    """With all rosters, no owner can be missing in the book."""
+    """All rosters are readable, so no owner can be missing in the rebuilt book."""
     _, slept = closed_clock
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "qwen")
@@ -1042,7 +1087,7 @@ def test_a_damaged_book_beside_all_rosters_grants_at_once(new_owner_here, closed
 
 
 def test_an_owner_without_files_keeps_what_was_last_seen_of_it(new_owner_here, closed_clock):
-    """Until it registers, or its death is proven."""
+    """The leases of such an owner stay until it registers again, or until its death is proven."""
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "qwen")
     other.read()

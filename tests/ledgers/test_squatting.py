@@ -1,6 +1,8 @@
-"""A private ledger in a place where anybody may make directories: nobody can put theirs in its way.
+"""A private ledger in a place where any user may make directories. No other user can put a
+directory of theirs in its place.
 
-Where home directories are on a network, the default ledger lies in /var/tmp, under a name that anybody can guess.
+If home directories are on a network, the default ledger is in /var/tmp, under a name that anybody
+can guess.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make an
 
 @pytest.fixture
 def fallback(monkeypatch):
-    """A directory like /var/tmp, with home directories on a network; this user's place in it."""
+    """The place of this user's ledger in a directory like /var/tmp. Home directories are on a
+    network.
+    """
     public = Path(tempfile.mkdtemp(prefix="gpu-", dir="/tmp"))
     public.chmod(0o1777)
     real = files.file_system_of
@@ -68,7 +72,9 @@ def _has_a_part(place: Path) -> None:
 
 
 def _is_shared(place: Path) -> None:
-    """A mark that makes a ledger belong to a group, of the other user's choice."""
+    """Another user made the directory. Its mark `.shared` makes it belong to a group of that user's
+    choice.
+    """
     _is_made(place)
     (place / ".shared").touch()
     os.chown(place / ".shared", NOBODY, NOBODY)
@@ -77,7 +83,9 @@ def _is_shared(place: Path) -> None:
 @needs_root
 @pytest.mark.parametrize("squatted", [_is_made, _is_a_link, _has_a_part, _is_shared])
 def test_a_fallback_directory_that_another_user_made_first_is_refused(fallback, squatted):
-    """They could read the journal and replace the book. The error names the directory and the setting."""
+    """The other user could read the journal and replace the book. The error names the directory and
+    the setting.
+    """
     squatted(fallback)
     with pytest.raises(LedgerUnavailable, match=r"belongs to uid 65534\.\n.*GPU_LEDGER=") as error:
         open_ledger(default_url("one-card"))
@@ -103,7 +111,9 @@ def test_the_owners_files_of_a_redis_ledger_lie_in_no_directory_of_another_user(
 
 @needs_root
 def test_a_named_ledger_below_another_users_directory_is_refused(fallback):
-    """Root may open it. A directory that all may write is accepted, as a container's volume often is."""
+    """Root may open it. A directory that all users may write is accepted, as a container's volume
+    often is one.
+    """
     theirs = fallback.with_name("theirs")
     _is_made(theirs)
     require_private(theirs / "ledger")

@@ -1,4 +1,6 @@
-"""A ledger's files or keys that are deleted, renamed, closed or overwritten at any step of a transaction."""
+"""The files or keys of a ledger are deleted, renamed, closed or overwritten at any step of a
+transaction.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from .tearing import (
 
 
 def overcommitted(attacks: list[Attack]) -> list[str]:
-    """The attacks after which two kernels on a SQLite ledger hold more than the card has."""
+    """The attacks on a SQLite ledger after which two kernels hold more than the card has."""
     found = []
     for attack in attacks:
         with a_directory() as root:
@@ -49,12 +51,12 @@ def overcommitted(attacks: list[Attack]) -> list[str]:
     sizes=st.tuples(*[st.integers(1, LIMIT)] * 4),
 )
 def test_nothing_is_overcommitted_whatever_happens_to_the_files(deed, target, step, again, sizes):
-    """What two kernels hold never exceeds the card, at whichever step a file is torn away."""
+    """Two kernels never hold more than the card has, at whichever step a file is damaged."""
     assert overcommitted([Attack(deed, target, step, again, sizes)]) == []
 
 
 def test_nothing_is_overcommitted_when_a_file_is_closed_to_its_user():
-    """Modes have no effect on root, so this runs as another user."""
+    """The file's mode is changed. Modes have no effect on root, so the test runs as another user."""
     attacks = [attack for attack in every_attack(FILES, ["chmod"]) if not attack.again]
     assert as_nobody(lambda: overcommitted(attacks)) == []
 
@@ -95,7 +97,9 @@ def test_a_thousand_files_and_keys_of_a_redis_are_torn_away(seed):
 
 
 def test_the_test_can_fail(monkeypatch, tmp_path):
-    """Without the closed period and without what was last seen, the bytes are granted twice."""
+    """Without the period of no grants, and without the leases that were last seen, the same bytes
+    are granted twice.
+    """
     monkeypatch.setattr(recovery, "_missing", lambda *_: {})
     monkeypatch.setattr(book_store, "REGISTER_SECONDS", 0.0)
     first, second = (Kernel(f"sqlite://{tmp_path}/ledger") for _ in range(2))

@@ -1,4 +1,6 @@
-"""The queue of writers. It avoids failed attempts. If the first process in it stops, the others still write."""
+"""The queue of writers, which avoids failed attempts. If the process with the turn stops, the
+others still write.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ for line in sys.stdin:
 
 
 class Other:
-    """Another process at the same queue."""
+    """Another process that uses the same queue."""
 
     def __init__(self, directory: Path) -> None:
         self.process = subprocess.Popen(
@@ -88,7 +90,7 @@ def test_the_end_of_a_turn_wakes_a_waiting_process(ours, other, monkeypatch):
 
 @pytest.mark.parametrize("how", ["stopped", "thinking"])
 def test_a_process_that_does_not_end_its_turn_is_passed(ours, other, how):
-    """It may be stopped, or wait for a GIL that another of its threads keeps."""
+    """The process may be stopped, or it may wait for the GIL, which another of its threads holds."""
     other.run("enter")
     if how == "stopped":
         other.process.send_signal(signal.SIGSTOP)
@@ -125,7 +127,7 @@ def ledger(tmp_path, monkeypatch):
 
 @pytest.fixture
 def other_with_turn(ledger):
-    """Another process that has the turn in the queue of that ledger."""
+    """Another process that has the turn in the queue of `ledger`."""
     one = Other(ledger.directory)
     one.run("enter")
     yield one
@@ -133,7 +135,7 @@ def other_with_turn(ledger):
 
 
 def writing(ledger, decided: threading.Semaphore) -> threading.Thread:
-    """A thread that writes once; `decided` counts its decisions."""
+    """Starts a thread that writes once. `decided` counts its decisions."""
 
     def decide(book):
         decided.release()
@@ -176,9 +178,9 @@ def test_a_writer_that_must_queue_decides_on_what_the_process_with_the_turn_wrot
 
 
 def test_a_process_with_the_turn_that_cannot_write_does_not_spin(ledger, monkeypatch):
-    """A stopped writer holds SQLite's lock.
+    """A stopped process holds SQLite's lock.
 
-    Then the process with the turn waits like the others.
+    The process with the turn then sleeps between its attempts, like the others.
     """
     ledger.patience_seconds, decided, slept = 0.2, [], []
     sleep = time.sleep
@@ -213,7 +215,7 @@ def test_death_ends_a_turn(ours, other):
 
 
 def test_without_a_queue_all_write_directly(tmp_path):
-    """A disk on which the queue's file cannot be written must not stop writers."""
+    """If the queue's file cannot be written on this disk, writers still write."""
     (tmp_path / "turn.pipe").mkdir()
     assert writer_queue_in(tmp_path) is None
     assert writer_queue_in(tmp_path / "missing") is None
