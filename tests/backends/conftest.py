@@ -10,17 +10,19 @@ from tests import tiny_models
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
-    """The directory of a causal language model of 0.6 MB. Tests must not change it; copy it first."""
+    """The directory of a causal language model of 0.6 MB. A test must not change it, only a copy of
+    it.
+    """
     return tiny_models.causal_lm(tmp_path_factory.mktemp("llama") / "model")
 
 
 @pytest.fixture(scope="session")
 def tiny_gguf(tmp_path_factory):
-    """The path of a GGUF model of 0.5 MB. Tests must not change it; copy it first."""
+    """The path of a GGUF model of 0.5 MB. A test must not change it, only a copy of it."""
     return tiny_models.gguf_lm(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture
 def probe():
-    """Two simulated cards and a simulated host, 64 MiB each."""
+    """A probe with two simulated cards and a simulated host of 64 MiB each."""
     return open_probe("sim:2x64MiB,host:64MiB")

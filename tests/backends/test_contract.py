@@ -25,7 +25,7 @@ from tests.worlds import footprint
 
 
 class Case(NamedTuple):
-    """A backend, a model for it, and a way to make its next load or move fail in the middle."""
+    """A backend, a model for it, and a way to make its next load or move fail half-way."""
 
     backend: Backend
     probe: Probe
@@ -60,13 +60,13 @@ MOVING = ["fake", "torch", "transformers"]
 
 @pytest.fixture(params=[*MOVING, "llama_cpp", "llama_cpp in process", "llama-server"])
 def case(request, probe, llama, tiny_gguf) -> Case:
-    """Every backend."""
+    """A case for each backend."""
     return _case(request, request.param, probe, llama, tiny_gguf)
 
 
 @pytest.fixture(params=MOVING)
 def mover(request, probe, llama, tiny_gguf) -> Case:
-    """Every backend that can move a model from one memory to another."""
+    """A case for each backend that can move a model from one memory to another."""
     return _case(request, request.param, probe, llama, tiny_gguf)
 
 
@@ -156,7 +156,9 @@ def test_a_load_holds_its_measured_bytes_and_a_drop_frees_them(case):
 
 
 def test_load_offload_restore_and_drop_free_every_byte(mover):
-    """After each step the measured bytes are those held, on one device only; after the drop none."""
+    """After each step the measured bytes are those that the model holds, on one device only. After
+    the drop none are left.
+    """
     case = mover
     model = case.load()
     (share,) = case.backend.measure(model)
@@ -187,7 +189,7 @@ def test_a_move_to_its_own_device_changes_nothing(mover):
 
 
 def test_a_reload_fills_the_object_that_users_kept(case):
-    """References to the model from an earlier load stay valid."""
+    """References that users kept from an earlier load stay valid."""
     model = case.load()
     kept, before = case.backend.value(model), answer(case, model)
     case.backend.drop(model)
@@ -201,13 +203,15 @@ def test_a_reload_fills_the_object_that_users_kept(case):
 
 
 def test_a_garbage_collected_model_frees_its_bytes(case):
-    """Also without a drop."""
+    """The bytes become free even if the model is not dropped."""
     case.load()
     assert case.probe.used() == NOTHING
 
 
 def test_measured_bytes_are_the_next_footprint(case):
-    """Exactly: the header, the name or the shapes are used only before the first load."""
+    """After the first load the footprint is exactly the measured size. The header, the name or the
+    shapes no longer matter.
+    """
     model = case.load()
     measured = case.backend.measure(model)[0].bytes
     found = footprint(
@@ -228,7 +232,9 @@ FAILURES = [OSError("the disk went away"), KeyboardInterrupt(), MemoryError()]
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda f: type(f).__name__)
 def test_a_load_that_fails_in_the_middle_frees_everything(case, failure):
-    """The bytes are freed even while the traceback is referenced, as a notebook references its last one."""
+    """A notebook keeps its last traceback. The bytes are freed even while the traceback refers to
+    the load's frames.
+    """
     case.trip(failure)
     with pytest.raises(type(failure)) as held:
         case.load()
@@ -253,7 +259,7 @@ def test_a_move_that_fails_in_the_middle_changes_nothing(mover, failure):
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_the_stop_button_during_a_load_frees_everything(case, at):
-    """The progress callback raises KeyboardInterrupt, at the start or at the end."""
+    """The progress callback raises KeyboardInterrupt at the start or at the end of the load."""
     calls = []
 
     def progress(done, total):
@@ -298,7 +304,9 @@ def test_out_of_memory_in_a_move_changes_nothing(mover):
 
 
 def test_a_backend_that_cannot_move_raises_and_changes_nothing(case):
-    """Its lease is not `movable` either, so the planner drops and reloads such a model instead."""
+    """The lease of such a model is not `movable` either, so the planner drops and reloads the model
+    instead.
+    """
     if case.backend.can_move:
         return
     model = case.load()
@@ -309,7 +317,7 @@ def test_a_backend_that_cannot_move_raises_and_changes_nothing(case):
 
 
 def test_a_card_of_exactly_the_measured_size_is_enough(case):
-    """The allocator's rounding does not count."""
+    """The bytes that the allocator adds by rounding do not count."""
     model = case.load()
     exactly = case.backend.measure(model)[0].bytes
     case.backend.drop(model)
@@ -322,7 +330,9 @@ def test_a_card_of_exactly_the_measured_size_is_enough(case):
 
 
 def test_over_several_devices_bytes_follow_the_shares_and_answers_are_equal(case):
-    """It is cut between its pieces, or anywhere if it has none. Answers are bit-equal; a drop frees all."""
+    """The model is cut between its pieces, or anywhere if it has none. Its answers are equal to the
+    bit, and a drop frees all bytes.
+    """
     model = case.load()
     before = answer(case, model)
     pieces = case.backend.pieces(case.spec, case.origin, model)
@@ -354,7 +364,7 @@ def test_over_several_devices_bytes_follow_the_shares_and_answers_are_equal(case
 
 
 def test_the_registry_imports_no_framework():
-    """torch and transformers load when a backend that needs them is opened."""
+    """torch and transformers are imported only when a backend that needs them is opened."""
     import subprocess
 
     code = (

@@ -1,4 +1,6 @@
-"""Pictures from a real diffusers pipeline, tiny and with random weights, in our own server program."""
+"""Our own server program for pictures, with a real diffusers pipeline that is tiny and has random
+weights.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,10 @@ def tiny_pipeline(directory):
 
 
 def linger_on_the_first_free_port():
-    """Leaves a closed connection there, as an engine that ended does for a minute: the next port is taken."""
+    """Leaves a closed connection on the first free port, so that the server must take the next one.
+
+    An engine that has ended blocks its port in this way for a minute.
+    """
     port = claim(ports(Settings().gpu_engine_ports), "painter")
     port.close()
     with socket.socket() as server:
@@ -125,7 +130,7 @@ def served(tmp_path_factory):
 
 
 def post(served, path, body, headers=None):
-    """The HTTP status and the JSON answer."""
+    """Sends a request. Returns the HTTP status and the JSON answer."""
     request = urllib.request.Request(
         served.base_url.removesuffix("/v1") + path,
         json.dumps(body).encode(),
@@ -148,7 +153,7 @@ def draw(served, **words):
 
 
 def test_pictures_have_the_form_of_openai_s_api(served):
-    """The same seed gives the same picture, another seed another picture."""
+    """The same seed gives the same picture, and another seed gives another picture."""
     status, pictures = draw(served, seed=1, n=2)
     assert (
         status == 200

@@ -1,6 +1,7 @@
-"""No process can pose as an engine: nothing is sent to a port that the engine's processes do not listen on.
+"""No process can pose as an engine.
 
-Any user can listen on a free port. So the port may be taken before the engine listens, or after it ended.
+Any user can listen on a free port, before an engine listens there or after it ended. So nothing is
+sent to a port unless a process of the engine listens on it.
 """
 
 from __future__ import annotations
@@ -35,20 +36,22 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def unseen(monkeypatch):
-    """The port is taken after the claim has found it free."""
+    """Makes every port look free to the claim, so that another process can already listen on it."""
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
 
 
 @pytest.fixture
 def loads(tmp_path, monkeypatch):
-    """The file that a stand-in waits for before it listens."""
+    """The path of a file. The stand-in engine listens only once this file exists."""
     monkeypatch.setenv("STAND_IN_LOADS", str(tmp_path / "loaded"))
     return tmp_path / "loaded"
 
 
 @needs_root
 def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, loads):
-    """It listens before our engine does and answers 200. Our engine gets the next port at once."""
+    """Another user's program listens before our engine does and answers 200. Our engine gets the
+    next port at once.
+    """
     one = server()
 
     def sleep(seconds: float) -> None:
@@ -63,7 +66,9 @@ def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, l
 
 
 def test_another_process_of_this_user_on_the_port_is_sent_nothing(server, unseen, loads):
-    """An engine of an earlier start may have the port. Our engine cannot listen there and gets the next port."""
+    """An engine of an earlier start may still listen on the port. Our engine cannot listen there
+    and gets the next port.
+    """
     one = server()
     one._sleep = lambda seconds: loads.touch()
     with impostor(PORTS[0]) as false:
@@ -90,7 +95,7 @@ def test_no_health_check_carries_the_key(server, engine, tmp_path, monkeypatch, 
 
 @pytest.fixture
 def robbed(record, monkeypatch):
-    """A loaded engine that was killed while its guard is stopped, so its end is not noticed."""
+    """A loaded engine that was killed. Its guard is stopped, so nobody has noticed its end."""
     monkeypatch.setattr("gpu_runtime.backends.engines.backend.PORTS", f"{BASE + 60}-{BASE + 79}")
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
@@ -118,7 +123,9 @@ def test_the_address_of_an_engine_whose_port_was_taken_is_not_given(robbed):
 
 
 def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
-    """The check is made on the open connection, so an address that was read before makes no difference."""
+    """The listener is checked on the open connection. So it makes no difference that the address
+    was read before.
+    """
     _, before, port = robbed
 
     async def call() -> None:
@@ -136,7 +143,9 @@ def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
 
 @pytest.fixture(params=["asked", "listed"])
 def source(request, monkeypatch):
-    """Both ways to learn it: a question to the kernel, and the tables in /proc where that is forbidden."""
+    """Runs a test with both ways to find a listener: a question to the kernel, and the tables in
+    /proc where the question is forbidden.
+    """
     if request.param == "listed":
 
         def forbidden(port, family):
@@ -147,7 +156,7 @@ def source(request, monkeypatch):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
 def test_a_listening_socket_is_found_with_its_process(host, source):
-    """The socket may listen on any address, if a connection to 127.0.0.1 reaches it."""
+    """The socket may listen on any address that a connection to 127.0.0.1 reaches."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if family is socket.AF_INET6 and not os.path.exists("/proc/net/tcp6"):
         pytest.skip("this machine has no IPv6")
@@ -169,7 +178,9 @@ def test_a_socket_that_a_connection_to_loopback_does_not_reach_is_not_listed(sou
 
 @needs_root
 def test_no_other_user_can_hold_a_claim(tmp_path, monkeypatch):
-    """Names in the abstract namespace could be guessed and taken; files in our own directory cannot."""
+    """A claim is a lock on a file in our own directory. Another user could guess and take a name in
+    the abstract namespace, but cannot open that file.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     tmp_path.chmod(0o755)
     held = claim(range(BASE + 50, BASE + 51), "a")
@@ -192,7 +203,9 @@ def test_claims_in_a_directory_of_another_user_are_refused(tmp_path, monkeypatch
 
 
 def test_no_process_can_listen_on_a_port_that_an_engine_will_inherit():
-    """Between the bind and the engine's first answer, however the other process sets its socket."""
+    """Between the bind and the engine's first answer, no other process can bind the port, whatever
+    options it sets on its socket.
+    """
     port = claim(range(BASE + 52, BASE + 60), "a")
     port.bind()
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):

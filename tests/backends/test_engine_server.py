@@ -1,8 +1,8 @@
-"""Engines that are servers: real processes, started, watched, restarted and ended; some are stand-ins.
+"""Engines that are servers: real processes that are started, watched, restarted and ended.
 
-vLLM and Ollama are not installed on the test machine. `tests/engine_stand_in.py` accepts their command
-lines, rejects flags that are not in their recorded help, and speaks their protocol. Other behaviour of the
-real engines is not tested.
+vLLM and Ollama are not installed on the test machine. `tests/engine_stand_in.py` takes their place:
+it accepts their command lines, rejects flags that are not in their recorded help, and speaks their
+protocol. Other behaviour of the real engines is not tested.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PORTS = range(BASE, BASE + 20)
 
 
 def alive(pid: int) -> bool:
-    """Whether process `pid` still runs; a zombie does not."""
+    """Whether process `pid` still runs. A zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -49,7 +49,7 @@ def alive(pid: int) -> bool:
 
 
 def soon(condition, seconds: float = 15.0) -> bool:
-    """Whether `condition()` is true within `seconds`."""
+    """Waits until `condition()` is true. Returns False if it is not true within `seconds`."""
     until = time.monotonic() + seconds
     waiting = threading.Event()
     while time.monotonic() < until:
@@ -61,7 +61,9 @@ def soon(condition, seconds: float = 15.0) -> bool:
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """Stand-ins for the engines on the PATH; a call returns the arguments of each start."""
+    """Puts stand-ins for the engines on the PATH. A call of the fixture returns the arguments of
+    each start.
+    """
     for engine in ("vllm", "ollama", "llama-server"):
         file = tmp_path / "bin" / engine
         file.parent.mkdir(exist_ok=True)
@@ -74,7 +76,7 @@ def record(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(record):
-    """A factory of servers, which ends them after the test."""
+    """Makes servers and ends them after the test."""
     made: list[Server] = []
 
     def make(
@@ -136,7 +138,7 @@ def test_a_server_goes_from_idle_to_ready_and_back_and_has_no_other_state(
 
 
 def test_no_other_state_changes_are_allowed():
-    """A server that never becomes ready stops as well."""
+    """A server that never becomes ready can be stopped as well."""
     assert NEXT_STATES == {
         ServerState.IDLE: {ServerState.LOADING},
         ServerState.LOADING: {ServerState.READY, ServerState.STOPPING},
@@ -146,14 +148,16 @@ def test_no_other_state_changes_are_allowed():
 
 
 def test_requests_without_the_key_are_rejected(server):
-    """Every user of the machine can reach the port."""
+    """Every user of the machine can reach the port, so each request needs the key."""
     one = server()
     one.start()
     assert get(one, "/v1/models") == 401 and get(one, "/v1/models", one.headers) == 200
 
 
 def test_the_processes_that_a_server_started_end_with_it(server, tmp_path, monkeypatch):
-    """A signal to the group does not reach processes in sessions of their own, but these end too."""
+    """A signal to the process group does not reach child processes in sessions of their own. These
+    end, too.
+    """
     monkeypatch.setenv("STAND_IN_CHILD", str(tmp_path / "child"))
     one = server()
     one.start()
@@ -191,7 +195,7 @@ def test_a_killed_server_is_restarted_on_the_same_cards_at_most_three_times(serv
 
 
 def test_a_server_ends_when_its_guard_is_killed(server):
-    """Otherwise no process would watch it."""
+    """Without a guard no process would watch the server."""
     one = server()
     one.start()
     guard, engine = one.pids
@@ -200,7 +204,9 @@ def test_a_server_ends_when_its_guard_is_killed(server):
 
 
 def test_ollama_is_restarted_until_its_model_is_on_the_card(server, record, monkeypatch):
-    """Up to three times, as Helix does. Otherwise the model is slow, and its lease larger than its memory."""
+    """Ollama is restarted up to three times, as Helix does. With a part of the model in RAM it
+    would be slow, and its lease larger than its memory.
+    """
     monkeypatch.setenv("STAND_IN_SPREAD", "2")
     one = server("ollama", source="qwen3:8b", simulated=False)
     one.start()
@@ -224,7 +230,7 @@ def test_ollama_without_the_model_names_the_command_to_type(server):
 
 
 def test_a_server_that_never_becomes_ready_fails_after_its_time_out(server, monkeypatch):
-    """The injected clock advances, so no real time passes."""
+    """The clock is injected and advances by itself, so the test takes no real time."""
     monkeypatch.setenv("STAND_IN_MUTE", "1")
     one, now = server(seconds=600.0), [0.0]
     one._clock = lambda: now[0]
@@ -259,7 +265,7 @@ def test_out_of_memory_during_the_load_is_recognised(server, monkeypatch):
 
 
 def test_an_unknown_flag_fails_the_start(server):
-    """The stand-in is as strict as the real engine."""
+    """The stand-in rejects unknown flags, as the real engine does."""
     with pytest.raises(LoadFailed, match="unrecognized arguments: --max-modl-len"):
         server(runtime_args=["--max-modl-len", "32k"]).start()
 
@@ -293,7 +299,9 @@ def test_two_servers_have_different_ports_and_an_end_frees_the_port(server):
 
 
 def test_a_claim_holds_for_all_processes():
-    """The kernel guarantees it by a lock, which ends with its holders: no two processes get the same port."""
+    """The kernel guarantees the claim by a file lock, which ends with its holders. So no two
+    processes get the same port.
+    """
     held = claim(range(BASE + 30, BASE + 32), "a")
     trial = (
         "from gpu_runtime.backends.engines.ports import claim; "
@@ -322,7 +330,9 @@ def test_a_port_that_another_program_listens_on_is_skipped():
 
 
 def test_a_port_that_another_program_takes_meanwhile_costs_one_more_attempt(server, monkeypatch):
-    """A program that makes no claims can take the port first. The engine fails to bind, and gets the next."""
+    """A program that makes no claims can take the port first. The engine then fails to bind it, and
+    gets the next port.
+    """
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     with socket.create_server(("127.0.0.1", PORTS[0])):
         one = server()
@@ -340,7 +350,9 @@ def test_an_invalid_range_is_one_clear_error(text):
 
 
 def test_the_value_gives_the_server_s_address_and_key(record):
-    """After a drop it raises NotResident."""
+    """A loaded model gives the address and the key of its server. After a drop it raises
+    NotResident.
+    """
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     spec = ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB)
     loaded = backend.load(spec, SHARES)
@@ -356,7 +368,7 @@ def test_the_value_gives_the_server_s_address_and_key(record):
 
 
 def test_a_read_of_the_address_waits_for_a_restart(record):
-    """Otherwise the caller would use a port on which no server listens yet."""
+    """Without the wait, the caller would use a port on which no server listens yet."""
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
     served = backend.value(loaded)
@@ -391,7 +403,9 @@ def test_an_error_names_what_to_install(monkeypatch):
 
 @pytest.fixture
 def owner(record):
-    """Another process with a server; also the pids of its guard and engine, and its port."""
+    """Another process that owns a server. The fixture returns it with the pids of guard and engine,
+    and the port.
+    """
     program = textwrap.dedent("""
         import time
         from gpu_runtime.backends.registry import open_backend
@@ -413,7 +427,9 @@ def owner(record):
 
 
 def test_a_server_ends_when_its_owner_is_killed(owner):
-    """By SIGKILL, so no code of the owner runs. The guard sees its socket close."""
+    """The owner is killed by SIGKILL, so none of its code runs. The guard notices that the owner's
+    socket closes.
+    """
     process, guard, engine, _ = owner
     process.kill()
     process.wait(20)
@@ -421,7 +437,9 @@ def test_a_server_ends_when_its_owner_is_killed(owner):
 
 
 def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
-    """Then only the operating system can end it."""
+    """The owner is stopped and the guard is killed. Only the operating system can then end the
+    server.
+    """
     process, guard, engine, _ = owner
     process.send_signal(signal.SIGSTOP)
     os.kill(guard, signal.SIGKILL)
@@ -430,7 +448,9 @@ def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
 
 
 def test_a_port_stays_claimed_until_the_server_has_ended_even_without_its_owner(owner, monkeypatch):
-    """The guard holds the claim too. Otherwise the next server would get a port that is still in use."""
+    """The guard holds the claim, too. Otherwise the next server would get a port that is still in
+    use.
+    """
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     process, guard, engine, port = owner
     os.kill(guard, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""Estimates compared with real models: weights, the cache of a forward pass, and its activations."""
+"""Estimates compared with real models: the weights, the cache of a forward pass, and its
+activations.
+"""
 
 from __future__ import annotations
 
@@ -82,15 +84,18 @@ def model_of(family: str) -> torch.nn.Module:
 
 
 def said(model: torch.nn.Module, *, without: tuple[str, ...] = ()) -> dict:
-    """The config as a file would hold it."""
+    """The model's config as a dictionary, as a config file contains it. The keys `without` are left
+    out.
+    """
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     return {key: value for key, value in config.items() if key not in without}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_estimated_cache_is_that_of_a_forward_pass(family):
-    """Configs with and without the list of layer types, which newer configs have. transformers keeps one token less
-    than the window, because the next token is always at hand."""
+    """The configs have the list of layer types, which newer configs contain, or lack it.
+    transformers keeps one token less than the window, because the next token is always at hand.
+    """
     model = model_of(family)
     with torch.no_grad():
         cache = model(torch.zeros(2, TOKENS, dtype=torch.long), use_cache=True).past_key_values
@@ -150,7 +155,9 @@ class LiveBytes(TorchDispatchMode):
     ids=["llama", "wide inside", "wide", "qwen", "experts", "eager", "gpt2"],
 )
 def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager):
-    """Within a tenth, without weights and cache, for a context that is read in one pass."""
+    """The estimate is right within a tenth. It counts neither weights nor cache, for a context that
+    is read in one pass.
+    """
     shape = dict(shape)
     attention = shape.pop("attn_implementation", "sdpa")
     model = transformers.AutoModelForCausalLM.from_config(
@@ -180,7 +187,7 @@ def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager)
 def test_estimated_weights_are_within_two_per_cent_of_the_resident_bytes(
     probe, tmp_path, make, dtype
 ):
-    """The evidence is the same from the backend and from the path alone."""
+    """The backend and the path alone give the same evidence."""
     backend = open_backend("transformers", probe)
     options = {"dtype": dtype} if dtype else {}
     spec = ModelSpec("m", "transformers", str(make(tmp_path / "m")), options=options)
@@ -216,7 +223,7 @@ def test_a_file_of_many_dtypes_is_exact(tmp_path):
 
 
 def test_a_changed_source_has_another_fingerprint(tmp_path):
-    """Measurements of the old source then do not count for the new one."""
+    """Measurements of the old source do not count for a source with another fingerprint."""
     directory = tiny_models.causal_lm(tmp_path / "m")
     before = sources.evidence(str(directory), "m")
     assert sources.evidence(str(directory), "m") == before and before.fingerprint
@@ -225,7 +232,7 @@ def test_a_changed_source_has_another_fingerprint(tmp_path):
 
 
 def test_evidence_of_a_transformers_factory_has_its_config(probe):
-    """So a context can be reserved for it."""
+    """With the config, a context can be reserved for a model that a factory makes."""
     backend = open_backend("torch", probe)
     config = transformers.LlamaConfig(**SHAPE)
     spec = ModelSpec("m", "torch", options=dict(context_length=64))

@@ -1,4 +1,6 @@
-"""Faults of drivers and engines that only a text shows: each is recognised, and other errors are not."""
+"""Faults of drivers and engines that can be recognised only by their text. Other errors are not
+taken for faults.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +75,14 @@ def test_each_fault_is_recognised_by_its_text(kind, text):
     ],
 )
 def test_other_errors_are_no_fault(text):
-    """The caller must correct a wrong call; a reload would not help."""
+    """These are wrong calls, which the caller must correct. A reload would not help."""
     assert recognise(text) is None
 
 
 def test_a_lost_context_is_reported_before_its_consequences():
-    """After an assert every call fails, an allocation too. More free memory would not help."""
+    """After a device-side assert every call fails, also an allocation. More free memory would not
+    help, so the assert is reported.
+    """
     log = (
         "CUDA error: out of memory\n  in ggml_cuda_pool\nCUDA error: device-side assert triggered\n"
     )
@@ -97,6 +101,6 @@ def test_a_lost_context_is_reported_before_its_consequences():
     ],
 )
 def test_the_remedy_of_each_fault(kind, clears, loses):
-    """Free memory, a retry, a reload of the model, or a new process."""
+    """The remedy is free memory, a retry, a reload of the model, or a new process."""
     fault = recognise(KNOWN[kind][0])
     assert (fault.clears_model, fault.loses_context) == (clears, loses)

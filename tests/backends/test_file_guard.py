@@ -1,4 +1,6 @@
-"""A file that another process truncates during a load: an error in one sentence, never a dead notebook."""
+"""Another process truncates a model's file during its load. The load then fails with an error in
+one sentence, and the notebook survives.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ CONTENT = b"w" * 10_000
 
 
 def grants_leases(directory) -> bool:
-    """Whether the operating system grants leases on files here; some file systems do not."""
+    """Whether the operating system grants leases on files in `directory`. Some file systems do not."""
     path = directory / "probe"
     path.write_bytes(b"")
     with path.open("rb") as file:
@@ -64,7 +66,9 @@ WRITERS = {
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_a_writer_waits_until_the_load_is_over(file, write):
-    """The load notices it at its next step, so that it can stop before the system lets the writer continue."""
+    """The load notices the writer at its next step. So it can stop before the system lets the
+    writer continue.
+    """
     writer = threading.Thread(target=write, args=[file], daemon=True)
     with untouched([str(file)], "qwen") as check:
         check()
@@ -94,7 +98,9 @@ def test_nothing_stays_open(file):
 
 
 def test_without_a_lease_the_load_goes_on(file, monkeypatch):
-    """On a network file system, and for a file of another user."""
+    """The system grants no lease on a network file system, or on a file of another user. The load
+    is then not guarded.
+    """
 
     def refuse(*_):
         raise PermissionError
@@ -134,7 +140,9 @@ print(os.stat(weights).st_size, rt.status().sections)
 
 
 def test_a_notebook_survives_a_truncation_during_its_load(file, tmp_path):
-    """Its process was killed by SIGBUS: the weights are mapped, and the copy read beyond the file's end."""
+    """Before, the process was killed by SIGBUS: the weights are mapped, and the copy read beyond
+    the end of the file.
+    """
     directory = tiny_models.causal_lm(tmp_path / "m", hidden=256)
     run = subprocess.run(
         [sys.executable, "-c", TRUNCATES, str(directory)],

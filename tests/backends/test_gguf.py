@@ -1,4 +1,6 @@
-"""GGUF headers: exact sizes for every type, no weight read, one clear error for a false header."""
+"""GGUF headers. Sizes are exact for every type, no weights are read, and a false header gives one
+clear error.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def write(
     rows: int = 4,
     **numbers: object,
 ) -> Path:
-    """A file, written by the `gguf` package, with one tensor of `rows` × 512 weights for each of `kinds`."""
+    """Writes a file with the `gguf` package, with a tensor of `rows` × 512 weights for each of
+    `kinds`.
+    """
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(32)
     writer.add_embedding_length(4096)
@@ -63,14 +67,16 @@ def real_bytes(path: Path) -> int:
 
 @pytest.mark.parametrize("kind", list(GGML_QUANT_SIZES), ids=lambda kind: kind.name)
 def test_every_type_is_exact(tmp_path, kind):
-    """All types of the `gguf` package. A type missing here would be estimated from the file's size."""
+    """The test covers all types of the `gguf` package. A type that is missing here would be
+    estimated from the file's size.
+    """
     path = write(tmp_path / "m.gguf", [kind])
     assert ours.read(path, "m").weight_bytes == real_bytes(path)
     assert ours.BLOCKS[int(kind)] == (kind.name, *GGML_QUANT_SIZES[kind])
 
 
 def test_a_file_of_many_types_is_exact(tmp_path):
-    """Quantised models have norms in full precision, and a head of a larger type than the layers."""
+    """Quantised models have norms in full precision, and a head of a larger type than their layers."""
     path = write(
         tmp_path / "m.gguf", [Type.Q6_K, Type.F32, *[Type.Q4_K] * 20, *[Type.Q5_K] * 4, Type.BF16]
     )
@@ -105,13 +111,15 @@ def test_a_file_of_many_types_is_exact(tmp_path):
     ],
 )
 def test_the_metadata_gives_the_size_of_the_cache(tmp_path, arch, numbers, values):
-    """The same calculation as from a config.json."""
+    """The calculation is the same as for a config.json."""
     config = sources.evidence(str(write(tmp_path / "m.gguf", arch=arch, **numbers)), "m").config
     assert kv_cache_bytes(cache_layers(config), tokens=8192) == 2 * values
 
 
 def test_activations_are_those_of_a_batch(tmp_path):
-    """llama.cpp reads 512 tokens at once and scores all of them; a large vocabulary makes that the peak."""
+    """llama.cpp reads 512 tokens at once and computes scores for all of them. With a large
+    vocabulary, these scores are the peak.
+    """
     found = footprint(
         "m",
         sources.evidence(
@@ -129,7 +137,7 @@ def bytes_read() -> int:
 
 
 def test_only_the_header_is_read(tmp_path):
-    """A sparse file of 64 GiB: almost nothing of it is read."""
+    """The file has 64 GiB but is sparse. Almost nothing of it is read."""
     path = write(tmp_path / "m.gguf", vocabulary=150_000)
     os.truncate(path, 64 << 30)
     before = bytes_read()
@@ -138,7 +146,7 @@ def test_only_the_header_is_read(tmp_path):
 
 
 def test_the_parts_of_a_split_model_are_one(tmp_path):
-    """One of the files may be given, or their directory."""
+    """The model can be given by one of its files, or by their directory."""
     parts = [write(tmp_path / f"m-0000{n}-of-00002.gguf", [Type.Q8_0] * n) for n in (1, 2)]
     whole = sum(map(real_bytes, parts))
     for path in (*parts, tmp_path):
@@ -162,7 +170,7 @@ def test_a_directory_of_several_models_is_refused(tmp_path):
 
 
 def test_a_file_with_an_unknown_type_is_estimated_by_its_size(tmp_path):
-    """The parts are marked as estimates; the metadata still counts."""
+    """The parts of the estimate are marked as estimates. The metadata is still used."""
     path = write(tmp_path / "m.gguf", [Type.F32], vocabulary=1)
     data = bytearray(path.read_bytes())
     at = data.index(b"blk.0.weight") + len("blk.0.weight") + 4 + 2 * 8
@@ -175,7 +183,7 @@ def test_a_file_with_an_unknown_type_is_estimated_by_its_size(tmp_path):
 
 
 def test_a_git_lfs_pointer_gives_the_size_of_its_file(tmp_path):
-    """A clone made without LFS has only pointers, which state the sizes."""
+    """A clone that was made without LFS has only pointers, which contain the sizes."""
     pointer = (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:"
         + b"0" * 64
@@ -259,7 +267,7 @@ BIG = struct.pack("<Q", 2**63)
     ],
 )
 def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
-    """Sizes beyond the file, huge arrays, endless names."""
+    """The headers have sizes beyond the file, huge arrays, or endless names."""
     assert said in refused(tmp_path / "m.gguf", data)
 
 
@@ -270,7 +278,7 @@ def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
     )
 )
 def test_changed_bytes_cause_at_most_a_load_error(tmp_path, changes):
-    """A changed header gives a plausible size or LoadFailed, and nothing else."""
+    """A changed header gives a plausible size or LoadFailed, and no other error."""
     path = tmp_path / "sound.gguf"
     data = bytearray((path if path.exists() else write(path, vocabulary=3)).read_bytes())
     for place, value in changes:

@@ -1,4 +1,4 @@
-"""Which names reach which storages, and which storages become free with a name."""
+"""Which variables reach which storages, and which storages become free when a variable is deleted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def every(storage):
 
 
 def living():
-    """The keys of all storages that exist."""
+    """The keys of all storages that exist now."""
     gc.collect()
     return {one.key for one in se.search(every).found}
 
 
 def program(lines):
-    """A namespace of variables, as a notebook has."""
+    """Runs `lines` and returns their namespace of variables, as a notebook has one."""
     names = {"torch": torch, "nn": nn, "np": np, "functools": functools, "__name__": "__main__"}
     exec(lines, names)
     return names
@@ -44,7 +44,7 @@ def reach(names, *variables):
 
 
 def freed_by_deleting(names, *variables):
-    """The keys of storages that disappear when the variables are deleted."""
+    """Deletes the variables and returns the keys of the storages that disappear."""
     before = living()
     for variable in variables:
         del names[variable]
@@ -104,7 +104,9 @@ def test_alone_is_what_deleting_the_name_frees(lines):
 
 
 def test_a_search_keeps_no_class_of_the_notebook_alive():
-    """A class may hold tensors, and the notebook defines it anew with each run of a cell."""
+    """A class may hold tensors, and each run of a notebook's cell defines the class anew. So the
+    search must not keep the old class.
+    """
     names = program("class K:\n  cache = torch.ones(10)\ny = K()\n" + CASES["custom function"])
     classes = [weakref.ref(names["K"]), weakref.ref(names["F"])]
     reach(names, "x"), reach(names, "y"), reach(names, "K")
@@ -114,7 +116,9 @@ def test_a_search_keeps_no_class_of_the_notebook_alive():
 
 
 def test_all_references_of_a_name_count_together():
-    """An output is kept by IPython under several names; they go together."""
+    """IPython keeps an output under several names. The storage becomes free when all of these names
+    are deleted.
+    """
     names = program("a = torch.ones(10); b = a; c = [a]")
     assert reach(names, "a").alone == frozenset()
     assert reach(names, "a", "b").alone == frozenset()
@@ -166,7 +170,7 @@ LINES = st.one_of(
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.lists(LINES, min_size=1, max_size=12), pick)
 def test_alone_is_what_deleting_frees_in_random_programs(lines, name):
-    """The test deletes the name and checks with torch which storages disappear."""
+    """The test deletes the name and asks torch which storages disappeared."""
     names = program("class Box:\n  def __init__(self, v): self.v = v")
     for line in lines:
         try:

@@ -1,4 +1,4 @@
-"""The stop button at every line of our code: each step happens completely or not at all."""
+"""The stop button interrupts at every line of our code. Each step happens completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ X = torch.ones(1, 8)
 
 
 def network() -> nn.Module:
-    """A module without gradients: the graph of an answer would keep the weights alive."""
+    """A module whose weights need no gradients. Otherwise the graph of an answer would keep the
+    weights alive.
+    """
     torch.manual_seed(0)
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
@@ -27,10 +29,11 @@ def network() -> nn.Module:
 
 
 def interrupted_at(line: int, act: Callable[[], object]) -> bool:
-    """Calls `act` with a KeyboardInterrupt at that line of gpu_runtime; False if `act` ended before it.
+    """Calls `act` and raises a KeyboardInterrupt at the `line`-th line of gpu_runtime.
 
-    Lines that begin with `with` are skipped: tracing stops there again when the block ends, and there the
-    interpreter handles no signal before it has called the lock's own `__exit__`.
+    Returns False if `act` ended before that line. Lines that begin with `with` are skipped: tracing
+    stops at such a line again when the block ends. At that moment the interpreter handles no signal
+    before it has called the lock's own `__exit__`.
     """
     left = line
 
@@ -58,7 +61,7 @@ def interrupted_at(line: int, act: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
 def test_a_load_stopped_at_any_line_frees_everything(probe, watched):
-    """Every byte is free once the traceback is gone."""
+    """Every byte is free once the traceback is dropped."""
     backend, line = open_backend("torch", probe), 0
     progress = (lambda done, total: None) if watched else None
 
@@ -72,7 +75,7 @@ def test_a_load_stopped_at_any_line_frees_everything(probe, watched):
 
 
 def test_a_move_stopped_at_any_line_is_complete_or_did_not_happen(probe):
-    """Values, account and device agree, and the next move works."""
+    """After the interrupt, the values, the account and the device agree, and the next move works."""
     backend, line = open_backend("torch", probe), 0
     model = backend.load(ModelSpec("net", "torch"), CARD, network)
     module = backend.value(model)

@@ -1,7 +1,8 @@
-"""What a notebook's own code holds leaves and returns on cards that work late (tests/simgpu.py).
+"""The memory of a notebook's own code leaves and returns on cards that do their work late
+(tests/simgpu.py).
 
-A step in the wrong order shows as a wrong value: a copy before the work is done, a return to a block that
-another stream still uses.
+A step in the wrong order therefore computes a wrong value. Examples: a copy is made before the work
+on the bytes is done, or the bytes return to a block that another stream still uses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PARKED = "parked in host memory"
 
 
 class Still:
-    """A kernel in which nothing runs."""
+    """A stand-in for the kernel's activity: nothing runs in it."""
 
     def __init__(self) -> None:
         self.at_exchange: Callable[[], str] = lambda: ""
@@ -44,7 +45,7 @@ class Still:
 
 
 class Kernel:
-    """The backend, and the handle of what this process holds."""
+    """The backend `kernel`, and the handle of the memory that this process holds."""
 
     def __init__(self) -> None:
         self.backend = open_backend("kernel", simgpu.SimProbe())
@@ -77,7 +78,7 @@ def kernel():
 
 
 def floats(value: float, card: int = 0, count: int = 1024) -> torch.Tensor:
-    """A tensor with its work done."""
+    """A tensor full of `value` on that card. The work that fills it is done."""
     tensor = torch.full((count,), value, device=f"simgpu:{card}")
     torch.simgpu.synchronize(card)
     return tensor
@@ -140,7 +141,11 @@ def test_bytes_return_to_blocks_of_their_own_streams(kernel):
 
 
 def reused_early() -> float:
-    """What correct side-stream code reads: its tensor is recorded, parked, returned, used and freed."""
+    """The value that a correct program with a side stream computes.
+
+    The program records its tensor on the side stream. The tensor is parked, returned, used there
+    and freed.
+    """
     kernel, side = Kernel(), side_stream()
     x = floats(1.0)
     x.record_stream(side)
@@ -166,7 +171,9 @@ def test_without_the_record_that_reuse_computes_a_wrong_value(monkeypatch):
 
 
 def freed_under_the_copy() -> float:
-    """What returns, if the new block on a side stream was freed while that stream had work on it."""
+    """The value of a tensor that returned into a freed block, while a side stream still had work on
+    that block.
+    """
     kernel, side = Kernel(), side_stream()
     with torch.simgpu.stream(side):
         x = floats(1.0)
@@ -185,7 +192,9 @@ def test_a_return_into_a_block_with_pending_work_waits_for_it():
 
 @pytest.mark.parametrize("away", [True, False], ids=["leaving", "returning"])
 def test_a_card_that_does_not_come_to_rest_keeps_everything_as_it_is(kernel, monkeypatch, away):
-    """The wait has a limit, a second attempt starts no second wait, and afterwards all works."""
+    """The wait for the card has a limit, and a second attempt does not start a second wait. Once
+    the card has finished, the move works.
+    """
     monkeypatch.setattr(kernel_memory, "REST_SECONDS", 0.02)
     x = floats(4.0)
     act = kernel.park if away else kernel.unpark
@@ -230,7 +239,7 @@ def test_the_tensors_of_two_cards_leave_together_and_return_each_to_its_own(kern
 
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_card_that_is_full_on_the_return_changes_nothing(kernel, full):
-    """All or nothing: also if the other card had room, and while the error is kept."""
+    """Nothing returns even if the other card has room, and while the error is kept."""
     one, two = floats(1.0, count=MIB), floats(2.0, card=1, count=MIB)
     kernel.park()
     with simgpu.limited(**{f"card{full}": 3 * MIB}), pytest.raises(simgpu.SimOutOfMemory) as error:
@@ -266,7 +275,9 @@ def test_an_exchange_that_fails_is_undone_by_exchanging_again(kernel, fails_at):
 
 
 def test_a_storage_that_stays_keeps_its_segment_and_what_is_free_is_less_than_hoped(kernel):
-    """The lease's bytes left, but the card measures more as used than nothing."""
+    """The lease's bytes have left, but the card does not measure zero: the whole segment stays in
+    use.
+    """
     moving = floats(1.0, count=MIB // 16)
     staying = floats(2.0, count=16)
     sent = frozenset((staying.untyped_storage()._cdata,))
@@ -281,7 +292,7 @@ def test_a_storage_that_stays_keeps_its_segment_and_what_is_free_is_less_than_ho
 
 
 def test_accounts_go_to_zero_and_return_exactly(kernel):
-    """Over many parks: no block, no segment and no stream's queue is left over."""
+    """After many parks no block, no segment and no work of a stream is left over."""
     tensors = [floats(float(n), count=100 * n + 1) for n in range(8)]
     with torch.simgpu.stream(side_stream()):
         tensors += [floats(float(n), count=300 * n + 1) for n in range(4)]

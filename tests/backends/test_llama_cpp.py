@@ -1,4 +1,4 @@
-"""The arguments of llama.cpp for a lease, and the account of its bytes: values in, values out."""
+"""The arguments of llama.cpp for a lease, and the account of its bytes. Both are pure functions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_on_one_card_all_layers_go_to_it():
 
 
 def test_over_several_cards_it_is_split_like_the_shares():
-    """A worker sees only its own cards, so they count from 0."""
+    """A worker sees only its own cards, so their numbers begin with 0."""
     found = arguments(9, 3, cards=(4, 6))
     assert (found["split_mode"], found["tensor_split"], found["main_gpu"]) == (1, [0.75, 0.25], 0)
     assert arguments(9, 3, split_mode="row", main_gpu=1)["split_mode"] == 2
@@ -64,7 +64,7 @@ def test_a_gpu_is_required_if_a_real_card_gets_layers(layers, cards, needs):
 
 
 def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_gguf):
-    """With the real library, if it is such a build."""
+    """The test uses the installed library, and is skipped if that build has GPU support."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if llama_cpp.llama_supports_gpu_offload():
         pytest.skip("this build of llama-cpp-python has GPU support")
@@ -113,7 +113,9 @@ def test_an_invalid_option_is_one_clear_error(option, value):
 
 
 def test_on_real_cards_its_bytes_are_the_reported_buffers():
-    """Buffers in RAM do not count. The driver's figure includes the CUDA context; the larger one counts."""
+    """Buffers in RAM do not count. The driver's figure includes the CUDA context. The larger of
+    both figures counts.
+    """
     facts = {
         "weight_bytes": 9 * MIB,
         "buffers": {
@@ -129,7 +131,9 @@ def test_on_real_cards_its_bytes_are_the_reported_buffers():
 
 
 def test_on_simulated_cards_its_bytes_are_those_a_real_card_would_hold():
-    """Weights to the byte, cache and work space as reported; over several cards in proportion to the shares."""
+    """The weights are exact to the byte. Cache and work space count as reported. Over several cards
+    the bytes are in proportion to the shares.
+    """
     facts = {"weight_bytes": 1000, "buffers": {"CPU": {"model": 1048, "KV": 200, "compute": 300}}}
     assert taken(facts, (Share("sim:0", 9),), 1.0, {}) == (Share("sim:0", 1500),)
     assert taken(facts, (Share("sim:0", 9),), 0.5, {}) == (Share("sim:0", 750),)
@@ -140,7 +144,9 @@ def test_on_simulated_cards_its_bytes_are_those_a_real_card_would_hold():
 
 
 def test_a_worker_sees_only_its_own_cards_by_uuid():
-    """A card's number differs in a process that sees other cards. A simulated card is not visible."""
+    """In a process that sees other cards, a card has another number, so cards are named by UUID. A
+    simulated card is not visible.
+    """
     cards = (
         Device("cuda:0", GIB, uuid="GPU-a", index=0),
         Device("cuda:1", GIB, uuid="GPU-b", index=1),

@@ -1,7 +1,8 @@
-"""Law 13: a program that is parked anywhere computes, to the bit, what it computes without parks.
+"""A program that is parked anywhere computes, to the bit, what it computes without parks (law 13 in
+docs/architecture.md).
 
-Random programs run on cards that work late (tests/simgpu.py), with side streams. Training runs on
-simulated cards, with every storage of the process parked three times a step.
+Random programs run on cards that do their work late (tests/simgpu.py), with side streams. Training
+runs on simulated cards, where every storage of the process is parked three times a step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Park = Callable[[], None]
 
 
 class Program:
-    """Three tensors, a parameter with its optimizer, and two side streams."""
+    """A program with three tensors, a parameter with its optimizer, and two side streams."""
 
     def __init__(self, park: Park) -> None:
         self.park = park
@@ -50,11 +51,11 @@ class Program:
         half.mul_(0.5)
 
     def replace(self, one: int, other: int) -> None:
-        """The old block is freed, and used again at once."""
+        """Replaces a tensor. Its old block is freed and may be used again at once."""
         self.tensors[one] = self.tensors[other] * 1.5
 
     def beside(self, one: int, other: int) -> None:
-        """A side stream works on a tensor of the main stream, in order."""
+        """A side stream changes a tensor of the main stream. Each stream waits for the other."""
         side = self.sides[other % 2]
         side.wait_stream(self.main)
         with torch.simgpu.stream(side):
@@ -64,7 +65,9 @@ class Program:
         self.main.wait_stream(side)
 
     def freed_beside(self, one: int, other: int) -> None:
-        """A side stream still reads a block, which was recorded for it, when the block is freed."""
+        """A block is freed on the main stream while a side stream still reads it. The block was
+        recorded on the side stream.
+        """
         side = self.sides[one % 2]
         block = self.tensors[other] + 1
         block.record_stream(side)
@@ -76,7 +79,9 @@ class Program:
         self.tensors[one] = self.tensors[one] + 50
 
     def made_beside(self, one: int, other: int) -> None:
-        """A block of a side stream is freed there while the main stream reads it."""
+        """A block that a side stream made is freed while the main stream still reads it. The side
+        stream then allocates again.
+        """
         side = self.sides[one % 2]
         side.wait_stream(self.main)
         with torch.simgpu.stream(side):
@@ -90,7 +95,9 @@ class Program:
             self.results.append(torch.full((1024,), 9.0, device="simgpu:0"))
 
     def step(self, one: int, other: int) -> None:
-        """A graph is alive, and gradients and moments are, while the program is parked."""
+        """The program is parked while an autograd graph, gradients and the optimizer's moments are
+        alive.
+        """
         loss = (self.weight * self.tensors[one]).tanh().square().sum()
         self.park()
         loss.backward(retain_graph=True)
@@ -127,7 +134,7 @@ def run(deeds: list[tuple[str, int, int]], park: Park) -> list[torch.Tensor]:
 )
 @given(deeds=PROGRAM, turns=some.lists(some.booleans(), min_size=1, max_size=6))
 def test_a_random_program_with_side_streams_is_the_same_with_parks(guards, deeds, turns):
-    """`turns` says at which places the program is parked and returned."""
+    """`turns` decides at which places the program is parked and returned."""
     alone = run(deeds, lambda: None)
     kernel, places = Kernel(), iter(turns * 20)
 
@@ -144,7 +151,7 @@ def test_a_random_program_with_side_streams_is_the_same_with_parks(guards, deeds
 
 
 class Net(nn.Module):
-    """Tied weights, dropout, batch norm, attention and an LSTM."""
+    """A module with tied weights, dropout, batch norm, attention and an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +184,9 @@ RUNS = [
 
 
 def trained(kind: str, amp: bool, again: bool, park: Park) -> list[torch.Tensor]:
-    """Losses, weights, moments and random state after some steps, parked three times a step."""
+    """The losses, weights, moments and random state after some steps. `park` is called three times
+    a step.
+    """
     torch.manual_seed(1)
     net = Net().train()
     optimizer = OPTIMIZERS[kind](net.parameters())
@@ -217,7 +226,9 @@ def trained(kind: str, amp: bool, again: bool, park: Park) -> list[torch.Tensor]
 def test_training_that_is_parked_three_times_a_step_is_the_same_to_the_bit(
     monkeypatch, kind, amp, again
 ):
-    """`amp`: mixed precision; `again`: checkpointed, so that the forward pass is computed twice."""
+    """`amp` is mixed precision. With `again` the forward pass is checkpointed, so it is computed
+    twice.
+    """
     alone = trained(kind, amp, again, lambda: None)
     monkeypatch.setattr(search, "SIMULATED_BYTES", 1)
     backend = open_backend("kernel", open_probe("sim:1GiB,host:4GiB"))

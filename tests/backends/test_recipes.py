@@ -1,9 +1,9 @@
-"""The command line of each engine for a lease; it has only flags that are in the engine's own help.
+"""The command line of each engine for a lease. It has only flags that are in the engine's own help.
 
-vLLM, Ollama and llama-server are not installed on the test machine. Their command lines are compared with
-expected ones, every flag is looked up in the engine's recorded help (`recorded/engines`), and
-`test_engine_server.py` starts a stand-in that rejects other flags. llama-cpp-python's server is installed,
-so its own help is read.
+vLLM, Ollama and llama-server are not installed on the test machine. Their command lines are
+compared with expected ones, and every flag is looked up in the engine's recorded help
+(`recorded/engines`). `test_engine_server.py` starts a stand-in that rejects other flags.
+llama-cpp-python's server is installed, so its own help is read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def order(
     model_type: str = "llm",
     **options,
 ) -> LaunchOrder:
-    """A launch order with a share of `gib[n]` GiB on card n."""
+    """The launch order of a model with a share of `gib[n]` GiB on card n."""
     shares = tuple(Share(f"cuda:{number}", int(size * GIB)) for number, size in enumerate(gib))
     spec = ModelSpec(name, backend, source=source, model_type=model_type, options=options)
     return LaunchOrder(spec, shares, CARDS, source, 8300, False, "k3y", config or {})
@@ -78,7 +78,7 @@ def test_vllm_takes_its_share_of_the_card(installed):
 
 
 def test_vllm_over_two_cards_is_tensor_parallel(installed):
-    """The smaller share decides, since vLLM takes the same part of each card."""
+    """vLLM takes the same part of each card, so the smaller share decides."""
     words = recipe("vllm").command(order("vllm", gib=(40, 36))).words
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.45"
@@ -86,7 +86,7 @@ def test_vllm_over_two_cards_is_tensor_parallel(installed):
 
 @given(st.integers(0, 200 * GIB), st.integers(1, 200 * GIB))
 def test_the_part_of_a_card_is_within_its_bounds_and_the_share(size, total):
-    """Clamped to 0.01–0.99; between these it never exceeds the share."""
+    """The part is clamped to 0.01–0.99. Between these bounds it never exceeds the share."""
     from gpu_runtime.backends.engines.vllm import utilization
 
     one = LaunchOrder(
@@ -113,7 +113,7 @@ def test_user_arguments_are_passed_on_except_those_that_the_lease_decides(instal
 
 
 def test_ollama_gets_its_options_from_the_environment(installed):
-    """Each model has a server of its own, which keeps it loaded."""
+    """Each model has an Ollama server of its own, which keeps the model loaded."""
     command = recipe("ollama").command(
         order("ollama", source="qwen3:8b", gib=(10, 10), context_length=40960)
     )
@@ -217,7 +217,7 @@ def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
 
 
 def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installed):
-    """It is installed, so the test reads its real help."""
+    """This server is installed, so the test reads its real help."""
     pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")
     one = order(
         "llama-server", source="/m/phi.gguf", gib=(1, 1), cache_dtype="q8_0", model_type="embedding"
@@ -232,7 +232,9 @@ def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installe
 
 
 def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
-    """A request has no template: vLLM refuses a template there, and llama-server ignores it."""
+    """The template cannot be sent with a request: vLLM refuses it there, and llama-server ignores
+    it.
+    """
     for chat, engine, flag in (
         ("{{ messages }}", "vllm", "--chat-template"),
         ("/m/a.jinja", "vllm", "--chat-template"),
@@ -246,7 +248,7 @@ def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
 
 
 def test_a_server_that_cannot_use_a_custom_template_is_not_started(nothing_installed):
-    """Otherwise it would silently use the model's own template."""
+    """If it were started, the server would silently use the model's own template."""
     with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
         recipe("llama-server").command(
             order("llama-server", source="/m/phi.gguf", chat_template="{{ messages }}")
@@ -272,7 +274,7 @@ def test_engines_without_template_switches_return_no_template(nothing_installed,
 
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
 def test_every_flag_is_in_the_engine_s_help(installed, engine):
-    """The test uses every option that becomes a flag."""
+    """The test uses every option that becomes a flag of the engine."""
     one = order(
         engine,
         source="/m/phi.gguf",
@@ -294,7 +296,7 @@ def test_every_flag_is_in_the_engine_s_help(installed, engine):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_key_is_on_a_command_line(installed, name):
-    """Every user of the machine can read command lines."""
+    """Every user of the machine can read command lines, so a key must not be on one."""
     assert "k3y" not in " ".join(recipe(name).command(order(name, source="/m/phi.gguf")).words)
 
 

@@ -1,4 +1,6 @@
-"""The search for storages: what it finds, why a storage stays, and that it changes nothing."""
+"""The search for storages: what it finds, why a storage must stay, and that the search changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from gpu_runtime.units import MIB
 
 
 def every(storage):
-    """Counts all CPU storages, however small, as lying on sim:0."""
+    """Counts every CPU storage, however small, as a storage on sim:0."""
     return "sim:0" if storage.device.type == "cpu" else ""
 
 
@@ -64,7 +66,7 @@ class Pair(torch.Tensor):
 
 
 class Loud(torch.Tensor):
-    """A tensor whose every attribute goes through user code."""
+    """A tensor whose attributes are all computed by user code."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -109,7 +111,9 @@ def test_a_storage_without_a_tensor_is_found():
 
 
 def test_a_gradient_that_nobody_has_read_is_found():
-    """A gradient has no Python object before it is read, so the collector cannot find it."""
+    """A gradient that was never read has no Python object, so Python's garbage collector cannot
+    find it.
+    """
     weight = torch.ones(5000, requires_grad=True)
     before = keys()
     (weight * 2).sum().backward()
@@ -118,7 +122,9 @@ def test_a_gradient_that_nobody_has_read_is_found():
 
 
 def test_parameters_of_a_loaded_script_are_found():
-    """TorchScript keeps its parameters in C++. A parameter gets a Python object when it is read."""
+    """TorchScript keeps its parameters in C++. A parameter gets a Python object only when it is
+    read.
+    """
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(nn.Linear(100, 1000)), file)
     file.seek(0)
@@ -137,7 +143,7 @@ def test_parameters_of_a_loaded_script_are_found():
     lambda: nn.TransformerEncoderLayer(8, 2, 16),
 ], ids=["lstm", "gru", "mlp", "transformer"])  # fmt: skip
 def test_everything_that_an_autograd_graph_saved_is_found(net):
-    """torch's pack hook sees every saved tensor, so the test compares with it."""
+    """torch's pack hook receives every saved tensor. The test compares the search with it."""
     module, inputs = net(), torch.randn(5, 3, 8)
     lasting = {storage_of(t)._cdata for t in (inputs, *module.parameters(), *module.buffers())}
     saved = {}
@@ -174,7 +180,7 @@ def test_tensors_without_bytes_are_not_found():
 
 
 def test_a_tensor_without_a_storage_is_named_as_opaque():
-    """mkldnn keeps its bytes in its own objects."""
+    """mkldnn keeps a tensor's bytes in objects of its own."""
     opaque = torch.ones(4, 4).to_mkldnn()
     assert any(one is opaque for one in se.search(every).opaque)
 
@@ -197,13 +203,13 @@ def test_governed_storages_are_left_out():
     (lambda: torch.ones(7).share_memory_(), se.SHARED),
 ], ids=["plain", "numpy", "buffer", "dlpack", "shared"])  # fmt: skip
 def test_memory_that_others_use_stays(make, reason):
-    """`share_memory_` claims to be resizable, so that flag alone does not decide."""
+    """A storage after `share_memory_` claims to be resizable, so this flag alone does not decide."""
     tensor = make()
     assert why(tensor) == reason
 
 
 def test_a_tensor_that_numpy_uses_stays():
-    """NumPy keeps the address."""
+    """NumPy keeps the address of the storage."""
     tensor = torch.ones(7)
     array = tensor.numpy()
     assert why(tensor) == se.FOREIGN
@@ -218,7 +224,7 @@ def test_memory_mapped_files_stay(tmp_path):
 
 
 def test_a_copy_on_write_storage_stays_and_is_not_copied():
-    """Reading its address would copy it."""
+    """Reading the address of such a storage would copy it."""
     source = torch.arange(10.0)
     clone = torch._lazy_clone(source)
     assert (why(source), why(clone)) == (se.COPY_ON_WRITE, se.COPY_ON_WRITE)
@@ -226,7 +232,9 @@ def test_a_copy_on_write_storage_stays_and_is_not_copied():
 
 
 def test_storages_that_overlap_stay():
-    """After a move, a change of one array would not reach the other. The long array overlaps both short arrays."""
+    """If overlapping storages moved, a change through one of them would not reach the others. Here
+    a long storage overlaps two short ones.
+    """
     owner = (ctypes.c_ubyte * 4096)()
     start = ctypes.addressof(owner)
 
@@ -273,7 +281,7 @@ def test_no_unpack_hook_runs_and_no_checkpoint_is_computed_again():
 
 
 def test_no_mode_of_the_user_runs():
-    """A mode that counts operators must not count operators of the search."""
+    """A user's mode may count operators. It must not count operators of the search."""
     seen = []
 
     class Functions(TorchFunctionMode):

@@ -1,7 +1,8 @@
-"""Models over several cards: cut, moved, interrupted and run, by the same code as on CUDA.
+"""Models over several cards are cut, moved, interrupted and run by the same code as on CUDA.
 
-The tests run on the product's own simulated cards, whose bytes are on the CPU, and on a simulated
-accelerator (tests/simgpu.py), where torch sees one device per card and accelerate's hooks move activations.
+The tests run on two kinds of cards. The product's own simulated cards have their bytes on the CPU.
+On the simulated accelerator (tests/simgpu.py) torch sees one device for each card, and accelerate's
+hooks move activations.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 
 
 class Box(NamedTuple):
-    """Four cards of one kind, and the bytes used before the test."""
+    """Four cards of one kind, and the bytes that were in use on them before the test."""
 
     probe: Probe
     kind: str
@@ -78,7 +79,9 @@ def spec(directory: Any, **options: Any) -> ModelSpec:
 
 
 def run(module: nn.Module, x: torch.Tensor) -> Any:
-    """The module's answer. Over several cards the input may be anywhere; on one card it must be there."""
+    """The answer of the module. Over several cards the input may be on any device; on one card it
+    must be there.
+    """
     devices = {parameter.device for parameter in module.parameters()}
     with torch.no_grad():
         return module(x if len(devices) > 1 else x.to(devices.pop()))
@@ -115,7 +118,9 @@ def tensor_devices(module: nn.Module) -> dict[str, str]:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_transformers_model_moves_between_cards_and_host(box, tmp_path, tied):
-    """Answers are bit-equal to those on one card, the account has the measured shares, the objects stay."""
+    """Answers on cards are equal to the bit. On the host they are close, since other kernels
+    compute them. The account has the measured shares, and the parameter objects stay.
+    """
     backend = open_backend("transformers", box.probe)
     directory = tiny_models.causal_lm(tmp_path / "m", tied=tied)
     model = backend.load(spec(directory), box.shares(0))
@@ -144,7 +149,7 @@ def test_a_transformers_model_moves_between_cards_and_host(box, tmp_path, tied):
 
 
 def test_a_model_generates_over_two_cards(box, llama):
-    """The key/value cache is on both."""
+    """While the model generates, both cards hold a part of the key/value cache."""
     backend = open_backend("transformers", box.probe)
     one = backend.load(spec(llama), box.shares(3))
     expected = (
@@ -161,7 +166,9 @@ def test_a_model_generates_over_two_cards(box, llama):
 
 
 def test_weights_are_where_the_shares_put_them(accelerator, llama):
-    """Layer by layer, to the byte; the embeddings first, the head last."""
+    """The layers are on their cards to the byte. The embeddings are on the first card, and the head
+    is on the last.
+    """
     backend = open_backend("transformers", accelerator.probe)
     sizes = backend.pieces(spec(llama))
     front, behind = sum(sizes[:2]), sum(sizes[2:])
@@ -214,7 +221,9 @@ def test_a_module_from_live_python_is_cut_between_its_layers(box):
 
 
 def test_pieces_that_are_there_already_are_not_copied(accelerator):
-    """From cards 0 and 1 to 0 and 2: card 0 keeps its half, and needs no memory for a second copy."""
+    """The model moves from cards 0 and 1 to cards 0 and 2. Card 0 keeps its half and needs no
+    memory for a second copy.
+    """
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     held = simgpu.used_bytes(0)
@@ -226,7 +235,7 @@ def test_pieces_that_are_there_already_are_not_copied(accelerator):
 
 
 def test_a_tensor_on_another_device_is_named(accelerator):
-    """The load reports such a tensor for any cause of the move."""
+    """The tensor is reported whatever has moved it."""
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     module = backend.value(model)
@@ -244,7 +253,9 @@ def test_a_tensor_on_another_device_is_named(accelerator):
 
 
 def test_out_of_memory_half_way_changes_nothing(accelerator, llama):
-    """The first card had enough memory, the second has not. Nothing changes on either, nor on the host."""
+    """The first card has enough memory, but the second has not. Nothing changes on either card, nor
+    on the host.
+    """
     backend = open_backend("transformers", accelerator.probe)
     with simgpu.limited(card1=1024), pytest.raises(Exception) as error:
         backend.load(spec(llama), accelerator.shares(0, 1))
@@ -315,7 +326,9 @@ def test_a_reload_over_cards_fills_the_object_that_users_kept(accelerator, llama
 
 
 def test_foreign_hooks_are_refused_by_name_and_left_alone(accelerator, llama):
-    """Our hooks are removed and installed again. Others would be lost, or would move counted bytes."""
+    """Our own hooks can be removed and installed again. Hooks of others would be lost, or would
+    move counted bytes.
+    """
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     backend = open_backend("transformers", accelerator.probe)
@@ -401,7 +414,7 @@ def test_a_module_used_twice_is_one_piece_with_both_names():
 
 
 def test_a_module_with_weights_at_its_root_stays_whole(accelerator):
-    """No hook would move them from card to card."""
+    """No hook would move the weights at the root from card to card."""
     module = Trunk()
     module.scale = nn.Parameter(torch.ones(8))
     assert names(module) == [("",)]
@@ -417,7 +430,9 @@ def test_a_module_with_weights_at_its_root_stays_whole(accelerator):
 
 
 def test_gradients_and_optimizer_state_are_with_their_parameters(box):
-    """Training works only on the product's simulated cards, where gradients and states count and move too."""
+    """Training works only on the product's simulated cards. There gradients and optimizer states
+    are counted and moved, too.
+    """
     if box.kind == "simgpu":
         pytest.skip("the simulated accelerator runs backward passes on its first card only")
     backend, module = open_backend("torch", box.probe), stack().train()
@@ -489,7 +504,9 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_before_the_load_are_those_of_the_loaded_model(box, tmp_path, architecture):
-    """From the names in the header, or from the module without data: each cut is also one of the module."""
+    """Before the load, the cuts come from the names in the header, or from the module without data.
+    Each of them is also a cut of the loaded module.
+    """
     import transformers
 
     config, kind, sizes = ARCHITECTURES[architecture]

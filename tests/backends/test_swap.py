@@ -1,7 +1,8 @@
-"""Storages that leave, return and are dropped: the guard that replaces them, and the objects that stay valid.
+"""Storages that leave a card, return or are dropped.
 
-The cards are simulated accelerators (tests/simgpu.py). Their storages are on a separate device, as with
-CUDA, and leave this device for host memory.
+Meanwhile another storage, the guard, is in their place, so that the tensor objects stay valid. The
+cards are simulated accelerators (tests/simgpu.py). As with CUDA, their storages are on a separate
+device and leave it for host memory.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ ACCESSES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("access", ACCESSES)
 def test_every_access_to_weights_that_left_their_card_raises_our_sentence(guards, probe, access):
-    """While the bytes are away, no access returns zeros, writes a file or ends the process. Afterwards all work."""
+    """While the bytes are away, no access returns zeros, writes a file or ends the process. After
+    the return all accesses work.
+    """
     backend = open_backend("torch", probe)
     model = backend.load(NET, CARD, lambda: network().eval())
     weight = backend.value(model)[0].weight
@@ -124,7 +127,7 @@ def test_every_access_to_weights_that_left_their_card_raises_our_sentence(guards
 
 
 def test_a_guard_on_the_cpu_costs_no_memory_and_refuses_writes_and_files():
-    """Simulated cards have CPU storages. A plain read sees zeros there, as the docs say."""
+    """Simulated cards have CPU storages. A plain read of the guard sees zeros, as the docs say."""
     size = 512 << 20
     before = _resident_bytes()
     guard = swap.guard(size, torch.device("cpu"), "never seen")
@@ -145,7 +148,9 @@ def _resident_bytes() -> int:
 
 
 def trained(module: nn.Module, optimizer: torch.optim.Optimizer, away: Callable[[], None]) -> list:
-    """Losses of five steps; `away` is called at every point where a kernel may be idle."""
+    """The losses of five training steps. `away` is called at every point where a kernel may be
+    idle.
+    """
     x = torch.linspace(-1, 1, 64).view(8, 8).to("simgpu:0")
     losses = []
     for _ in range(5):
@@ -163,7 +168,9 @@ def trained(module: nn.Module, optimizer: torch.optim.Optimizer, away: Callable[
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_training_with_a_live_graph_goes_on_after_each_journey(guards, probe, kind):
-    """Weights, gradients, optimizer state and saved tensors are bit for bit equal to those of a twin."""
+    """Weights, gradients, optimizer state and saved tensors are equal, to the bit, to those of a
+    copy that was never moved.
+    """
     backend = open_backend("torch", probe)
     options = {"momentum": 0.9} if kind == "SGD" else {}
     twin, module = network().to("simgpu:0"), network().to("simgpu:0")
@@ -217,7 +224,7 @@ def test_without_guards_a_module_in_training_is_not_movable(probe):
 
 @pytest.mark.thorough
 def test_a_journey_stopped_at_any_line_is_complete_or_did_not_happen(guards, probe):
-    """After the failure, values, account and device agree, and the next move works."""
+    """After the interrupt, the values, the account and the device agree, and the next move works."""
     backend, line, target = open_backend("torch", probe), 0, HOST
     model = backend.load(NET, CARD, lambda: network().eval().requires_grad_(False))
     module, x = backend.value(model), torch.ones(2, 8).to("simgpu:0")
@@ -243,7 +250,9 @@ def test_a_journey_stopped_at_any_line_is_complete_or_did_not_happen(guards, pro
 def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(
     request, probe, llama, cards
 ):
-    """Hooks, train mode, settings and attributes stay; kept tensors have their bytes again on their card."""
+    """Hooks, train mode, settings and attributes stay. Tensors that the user kept have their bytes
+    again, on their card.
+    """
     if cards == "guarded":
         request.getfixturevalue("guards")
     backend, spec = (
@@ -274,7 +283,9 @@ def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(
 
 
 def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
-    """Size, time of modification and inode are as before; only the bytes differ."""
+    """The source has the same size, time of modification and inode as before. Only its bytes
+    differ.
+    """
     import os
     import shutil
 
@@ -298,7 +309,7 @@ def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
 
 
 def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path):
-    """The stamp contains the inode's change time, which no program can set."""
+    """The stamp of the source contains the inode's change time, which no program can set."""
     import os
     import shutil
 
@@ -314,7 +325,7 @@ def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path
 
 
 def test_the_end_of_the_interpreter_compares_no_weights(probe, llama, monkeypatch):
-    """Comparing tens of gigabytes would keep an ending process for seconds."""
+    """To compare tens of gigabytes would delay the end of the process by seconds."""
     backend = open_backend("transformers", probe)
     model = backend.load(ModelSpec("m", "transformers", source=str(llama)), CARD)
     ending = threading.Event()

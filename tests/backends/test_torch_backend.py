@@ -1,4 +1,4 @@
-"""Modules from live Python: each storage moves once, objects stay, training continues.
+"""Modules from live Python. Each storage moves once, the objects stay, and training continues.
 
 Modules that cannot be moved safely are refused by name.
 """
@@ -29,7 +29,9 @@ def backend(probe):
 
 
 def there_and_back(backend, module, optimizer=None):
-    """The handle of an adopted module after moves to a card, to the host, and to the card again."""
+    """Adopts the module and moves it to a card, to the host, and to the card again. Returns its
+    handle.
+    """
     model = backend.adopt(SPEC, module, optimizer)
     for shares in (CARD, HOST, CARD):
         backend.move(model, shares)
@@ -56,7 +58,9 @@ class Odd(nn.Module):
 
 
 def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
-    """Values, strides, dtypes, flags and object identity; each storage counted once."""
+    """Values, strides, dtypes, flags and object identity stay the same. Each storage is counted
+    once.
+    """
     module = Odd().eval()
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -86,7 +90,7 @@ def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
 
 
 def test_a_moved_tensor_s_storage_holds_only_its_own_bytes(backend):
-    """Saving one weight must not save the memory of all weights."""
+    """If the storage were larger, saving one weight would write the memory of all weights."""
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
     there_and_back(backend, module)
     for tensor in module.parameters():
@@ -125,7 +129,9 @@ def same_weights(one, other):
 
 @pytest.mark.parametrize("how", ["plain", "fused", "amsgrad"])
 def test_training_continues_after_moves(backend, probe, how):
-    """Frozen and trained weights, BatchNorm, gradients and AdamW state: bit-equal to an unmoved twin."""
+    """Frozen and trained weights, BatchNorm, gradients and AdamW's state are equal, to the bit, to
+    those of a copy that was never moved.
+    """
     options = {"plain": {}, "fused": {"fused": True}, "amsgrad": {"amsgrad": True}}[how]
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
@@ -154,7 +160,9 @@ def test_training_continues_after_moves(backend, probe, how):
 
 
 def test_gradients_and_states_created_later_are_counted(backend, probe):
-    """They exist on the card already, so `measure` counts them even beyond its capacity."""
+    """The gradients and states are on the card already. So `measure` counts them even beyond the
+    card's capacity.
+    """
     module = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(module.parameters())
     model = backend.adopt(SPEC, module, optimizer)
@@ -170,7 +178,9 @@ def test_gradients_and_states_created_later_are_counted(backend, probe):
 
 
 def test_backward_after_a_move_gives_the_right_gradients(backend):
-    """Autograd's saved tensors keep the old bytes; gradients go to the Parameters on the new device."""
+    """The tensors that autograd saved keep the old bytes. The gradients go to the parameters on the
+    new device.
+    """
     torch.manual_seed(0)
     module = nn.Linear(8, 8).eval()
     twin, x = copy.deepcopy(module), torch.randn(2, 8)
@@ -183,7 +193,9 @@ def test_backward_after_a_move_gives_the_right_gradients(backend):
 
 
 def test_a_kept_view_moves_with_the_module(backend, probe):
-    """A detached weight shares the module's storage before and after a move, and holds nothing back."""
+    """A detached weight shares the storage of the module before and after a move. It keeps no old
+    bytes alive.
+    """
     module = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).eval()
     model = backend.load(SPEC, CARD, lambda: module)
     kept = module[1].bias.detach()
@@ -209,7 +221,9 @@ def test_a_kept_parameter_moves_with_the_module(backend):
 
 
 def test_a_dropped_module_keeps_its_weights_for_whoever_holds_it(backend, probe):
-    """They exist nowhere else: `register("m", lambda: mine)` and `forget` must not empty the user's module."""
+    """The weights exist nowhere else. `register("m", lambda: mine)` and `forget` must not empty the
+    user's module.
+    """
     mine = nn.Linear(50, 50)
     mine.weight.grad = torch.ones(50, 50)
     before = mine(torch.ones(1, 50))
@@ -291,7 +305,9 @@ def tensor_subclass():
 
 
 def named(name, base=nn.Module):
-    """A module of a class called `name`: the wrappers of torch.distributed are recognised by name."""
+    """A module of a class that is called `name`. The backend recognises the wrappers of
+    torch.distributed by name.
+    """
     wrapper = type(name, (base,), {})()
     wrapper.module = nn.Linear(2, 2)
     return wrapper
@@ -379,7 +395,7 @@ def test_a_module_compiled_after_its_adoption_cannot_be_moved(backend):
 
 
 def test_the_refused_names_are_the_wrappers_real_names():
-    """Otherwise a rename in torch would go unnoticed."""
+    """The backend refuses wrappers by name. This test notices if torch renames one of them."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -395,7 +411,9 @@ def test_the_refused_names_are_the_wrappers_real_names():
 
 
 def test_a_factory_is_sized_without_data(backend):
-    """By shapes, tied weights once. It allocates no memory and draws no random number."""
+    """The size follows from the shapes, with tied weights once. Sizing allocates no memory and
+    draws no random number.
+    """
     state = torch.random.get_rng_state()
     found = footprint(backend, SPEC, lambda: nn.Linear(1000, 1000))
     assert found.bytes == 1001 * 1000 * 4 and found.parts[0].source == "shapes"
@@ -403,7 +421,7 @@ def test_a_factory_is_sized_without_data(backend):
 
 
 def test_a_factory_that_cannot_be_sized_needs_a_declared_size(backend):
-    """The error quotes the factory's own error."""
+    """The message quotes the error that the factory raised."""
 
     def factory():
         raise RuntimeError("needs a card")
@@ -454,7 +472,7 @@ def test_other_sources_are_refused(tmp_path):
 
 
 def test_the_account_is_right_after_many_small_models(backend, probe):
-    """Fifty are loaded and dropped in different orders; freed pages are used again."""
+    """Fifty models are loaded and dropped in different orders, and freed pages are used again."""
     models = [
         backend.load(ModelSpec(f"m{i}", "torch"), CARD, lambda i=i: nn.Linear(10 + i, 10))
         for i in range(50)

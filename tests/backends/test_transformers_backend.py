@@ -1,4 +1,6 @@
-"""Model directories: loads, refusals by name, and the rule that a changed weight is never lost."""
+"""Model directories: how they are loaded, which ones are refused by name, and that a changed weight
+is never lost.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def copy(llama, tmp_path):
 
 
 def test_logits_equal_those_of_transformers_after_every_move(backend, llama):
-    """Bit for bit: after a load, after moves, and after a drop and a reload into the same object."""
+    """The logits are equal to the bit after a load, after moves, and after a drop and a reload into
+    the same object.
+    """
     from transformers import AutoModelForCausalLM
 
     expected = answer(AutoModelForCausalLM.from_pretrained(llama, local_files_only=True))
@@ -67,7 +71,9 @@ def test_logits_equal_those_of_transformers_after_every_move(backend, llama):
 )
 @pytest.mark.parametrize("shard", [None, "100KB"], ids=["one file", "sharded"])
 def test_the_header_gives_the_bytes(backend, tmp_path, tied, dtype, option, shard):
-    """As stored or converted, tied weights once, in one file or several: within 2 %."""
+    """The weights are as stored or converted, with tied weights once, in one file or several. The
+    estimate is right within 2 %.
+    """
     directory = tiny_models.causal_lm(tmp_path / "m", tied=tied, dtype=dtype, shard=shard)
     assert len(list(directory.glob("*.safetensors"))) > 1 or not shard
     given = spec(directory, **({"dtype": option} if option else {}))
@@ -82,7 +88,7 @@ def test_the_header_gives_the_bytes(backend, tmp_path, tied, dtype, option, shar
 
 
 def test_tied_weights_stored_twice_count_once(backend, tmp_path):
-    """Some checkpoints store a tied head too."""
+    """Some checkpoints store a tied head a second time."""
     from safetensors.torch import load_file, save_file
 
     directory = tiny_models.causal_lm(tmp_path / "m", tied=True)
@@ -153,7 +159,7 @@ def test_options_are_passed_on_or_refused(backend, llama):
 
 
 def test_remote_code_does_not_run_by_default(backend, copy):
-    """A repository's own Python runs only if the caller allows it."""
+    """Python code from a repository runs only if the caller allows it."""
     config = json.loads((copy / "config.json").read_text())
     config.update(
         model_type="custom",
@@ -211,7 +217,7 @@ CHANGES = {
 @pytest.mark.parametrize("where", ["card", "host"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, change, where):
-    """For half of these changes `_version` stays the same."""
+    """For half of these changes `_version` does not change."""
     model = backend.load(spec(llama), CARD)
     if where == "host":
         backend.move(model, HOST)
@@ -224,7 +230,7 @@ def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, change, whe
 
 
 def test_use_without_a_change_keeps_it_droppable(backend, llama):
-    """After forward, generate, moves and requires_grad the bytes are still those of the source."""
+    """After forward, generate, moves and requires_grad, the bytes are still those of the source."""
     model = backend.load(spec(llama), CARD)
     module = backend.value(model)
     answer(module)
@@ -236,7 +242,7 @@ def test_use_without_a_change_keeps_it_droppable(backend, llama):
 
 
 def test_changed_running_statistics_make_it_undroppable(backend, tmp_path):
-    """BatchNorm writes to its buffers in training mode; a version counter may not show it."""
+    """In training mode BatchNorm writes to its buffers. A version counter may not show it."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     directory = tmp_path / "resnet"
@@ -253,7 +259,7 @@ def test_changed_running_statistics_make_it_undroppable(backend, tmp_path):
 
 @pytest.mark.parametrize("how", ["touched", "replaced", "gone", "rewritten"])
 def test_a_model_whose_source_changed_is_not_droppable(backend, copy, how):
-    """Its files could no longer restore it."""
+    """The changed files could no longer restore the model."""
     model = backend.load(spec(copy), CARD)
     weights = copy / "model.safetensors"
     if how == "touched":
@@ -269,7 +275,9 @@ def test_a_model_whose_source_changed_is_not_droppable(backend, copy, how):
 
 
 def test_weights_missing_in_the_source_make_it_undroppable(backend, copy):
-    """They were initialised at random, and the next load would initialise them differently."""
+    """The missing weights were initialised at random. The next load would initialise them
+    differently.
+    """
     module = backend.load(spec(copy, task="reranker"), CARD)
     assert not backend.droppable(module) and not backend.unchanged(module)
 
@@ -290,7 +298,7 @@ def test_an_object_that_was_changed_meanwhile_is_not_filled_with_wrong_weights(
 
 
 def header(edit):
-    """A function that damages a file by applying `edit` to its header."""
+    """Returns a function that damages a file: it applies `edit` to the file's header."""
 
     def rewrite(path):
         data = path.read_bytes()
@@ -337,7 +345,9 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage, why", DAMAGES.values(), ids=DAMAGES)
 def test_an_error_names_the_damaged_file_and_the_damage(backend, probe, copy, damage, why):
-    """Before the file is mapped: a read past the end of a mapped file ends the process."""
+    """The damage is found before the file is mapped, since a read past the end of a mapped file
+    ends the process.
+    """
     damage(copy / "model.safetensors")
     for attempt in (lambda: footprint(backend, spec(copy)), lambda: backend.load(spec(copy), CARD)):
         with pytest.raises(LoadFailed, match=why) as error:
