@@ -1,4 +1,6 @@
-"""A shell with the extension loaded on a runtime of its own, and clocks that read UTC."""
+"""Fixtures of the faces: an IPython shell with the extension loaded, a runtime of its own, and
+clocks that read UTC.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def utc(monkeypatch):
 
 @pytest.fixture
 def rt(monkeypatch, tmp_path):
-    """The runtime of every face in this test: one simulated card of 24 GiB, of which 21.6 are usable."""
+    """The runtime that every face in the test uses. Its simulated card has 24 GiB, of which 21.6
+    are usable.
+    """
     monkeypatch.setenv("GPU_CATALOG", str(tmp_path / "catalog"))
     runtime = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False)
     monkeypatch.setattr(gpu_runtime, "runtime", lambda: runtime)
@@ -39,7 +43,7 @@ def rt(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def bare_shell():
-    """The one IPython shell of this process."""
+    """The only IPython shell of this process."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -50,7 +54,7 @@ def bare_shell():
 
 @pytest.fixture
 def fresh_shell(bare_shell):
-    """An IPython shell without names of other tests."""
+    """An IPython shell without the variables of other tests."""
     assert "_" not in vars(builtins), "with a `_` of another test there IPython sets no `_`"
     before = set(bare_shell.user_ns)
     yield bare_shell
@@ -71,7 +75,9 @@ def shell(fresh_shell, rt):
 
 @pytest.fixture
 def child_environment(tmp_path):
-    """The environment for child processes: a ledger of their own, and this checkout."""
+    """The environment for child processes. They have a ledger of their own and import this
+    checkout.
+    """
     return {
         **os.environ,
         "PYTHONPATH": FOUND_BY_CHILDREN,

@@ -1,4 +1,6 @@
-"""A day on a shared box: moments and events as the sampler and the journal would have them, drawn with a seed."""
+"""A day on a shared box: moments and events as the sampler and the journal would record them. They
+are drawn with a seed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def day(
     busy: float = 1.0,
     end: float = WALL,
 ) -> History:
-    """Models that come, are offloaded for one another and come back, with a measured rest that trembles."""
+    """The history of `seconds` on `cards` cards.
+
+    Models are loaded, offloaded for one another and restored. The measured memory beyond them
+    varies a little.
+    """
     draw = random.Random(seed)
     step, limit = seconds / points, int(gib * 0.9 * GIB)
     moments, events = [], []

@@ -1,4 +1,4 @@
-"""A poller over a runtime that returns fixed answers; the tests poll by hand."""
+"""A poller over a runtime that returns fixed answers. The test calls its polls itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_runtime.owner import tables
 class FixedRuntime:
     """A runtime with one snapshot.
 
-    Other answers are keywords: `FixedRuntime(snapshot, history=...)`.
+    Its other answers are given as keywords: `FixedRuntime(snapshot, history=...)`.
     """
 
     def __init__(self, snapshot: Any, **answers: Any) -> None:
@@ -36,7 +36,7 @@ VIEWER = SimpleNamespace(may_act=False, propose=lambda verb, id: None)
 
 
 def opened(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -> Any:
-    """The tab as a session that shows `snapshot` has it, after one poll."""
+    """A tab of the class `kind`, as it is after one poll in a session that shows `snapshot`."""
     tab = kind(Poller(FixedRuntime(snapshot, **answers), start=lambda run: None), VIEWER)
     tab.dark(dark)
     tab.update(snapshot)  # requests other data that it needs

@@ -1,4 +1,4 @@
-"""Sample snapshots: a busy one, an empty one, and several kinds of trouble."""
+"""Sample snapshots: a busy one, an empty one, and snapshots with several kinds of trouble."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def snapshot(
     measured=True,
     **more,
 ):
-    """A snapshot with these leases; the keywords are its differences from one simulated card of 24 GiB."""
+    """A snapshot with these leases.
+
+    Without keywords it has one simulated card of 24 GiB. Each keyword changes one thing.
+    """
     sections = {
         owner.id: Section(owner, tuple(one for one in leases if one.owner == owner.id))
         for owner in (ME, BOB)

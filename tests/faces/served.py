@@ -1,4 +1,4 @@
-"""Consoles served by real processes, and clients that send what they like."""
+"""Consoles that are served by real processes, and clients that can send any message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser
 
 
 class Conversation:
-    """A client of Bokeh's protocol that sends any message: `async with`, once the server has acknowledged it."""
+    """A client of Bokeh's protocol that can send any message. Use it with `async with`; the block
+    begins when the server has acknowledged the connection.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,9 @@ class Conversation:
         return await self._request_reply("PULL-DOC-REQ", {})
 
     async def forge(self, event: str, model: str, data: dict[str, object] | None = None) -> None:
-        """Sends an event as a browser does for a click, and waits for the server's acknowledgement."""
+        """Sends the event that a browser sends for a click, and waits until the server has
+        acknowledged it.
+        """
         entries: list[list[object]] = [["model", {"id": model}]]
         if data is not None:
             entries.append(
@@ -88,7 +92,7 @@ class Conversation:
         await self._request_reply("PATCH-DOC", {"events": [message]})
 
     async def change(self, model: str, attr: str, new: object) -> None:
-        """Sets a property of a model, as a widget does."""
+        """Sets a property of a model, as a widget in a browser does."""
         await self._request_reply(
             "PATCH-DOC",
             {
@@ -100,11 +104,11 @@ class Conversation:
 
     @staticmethod
     def ids(document: str, model: str) -> list[str]:
-        """The ids of the document's models of that kind."""
+        """The ids of all models of the class `model` in the document."""
         return re.findall(rf'"name":"{re.escape(model)}","id":"([^"]+)"', document)
 
     async def _receive(self) -> list[str]:
-        """The three parts of one message of Bokeh's protocol."""
+        """Receives one message of Bokeh's protocol and returns its three parts."""
         parts: list[str] = []
         while len(parts) < 3:
             part = await asyncio.wait_for(self._socket.read_message(), 20)
@@ -152,7 +156,7 @@ class Answer:
 
 @dataclass
 class Served:
-    """A running server, and its output so far."""
+    """A running server, and what it has printed so far."""
 
     process: subprocess.Popen
     port: int = 0
@@ -173,7 +177,9 @@ class Served:
         host: str = "127.0.0.1",
         **headers: str,
     ) -> Answer:
-        """One request, which follows no redirect. Header names are written with _ for -."""
+        """Sends one request and does not follow a redirect. In the names of headers, `_` stands for
+        `-`.
+        """
         connection = (
             UnixConnection(self.socket)
             if self.socket
@@ -198,7 +204,9 @@ class Served:
             connection.close()
 
     def enter(self, token: str = OPERATORS, path: str = "") -> tuple[str, str]:
-        """Opens the page by the token, as a browser does: the page's path, and the cookie."""
+        """Opens the page with the token, as a browser does. Returns the path of the page and the
+        cookie.
+        """
         path = path or self.path
         answer = self.get(f"{path}?token={token}")
         assert answer.status == 302, (answer, self.output)
@@ -216,7 +224,7 @@ def serving(
     socket_path: str = "",
     path: str = "/",
 ) -> Iterator[Served]:
-    """A server, from its first answer to the end of the block."""
+    """Starts a server and waits for its first answer. The server ends with the block."""
     name = f"served-{port or Path(socket_path).name}"
     output_file = tmp_path / f"{name}.txt"
     with output_file.open("wb") as out:
@@ -248,7 +256,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends the process and all that it started: it leads its own process group."""
+    """Ends the process and all processes that it started. The process leads its own process group."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -282,14 +290,14 @@ def free_port() -> int:
 
 
 def console(tmp_path: Path, **options: object) -> list[str]:
-    """The command that serves the page of these tests as `gpu console` does."""
+    """The command line that serves the page of these tests as `gpu console` does."""
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
     return [sys.executable, str(script), repr(options)]
 
 
 def panel_serve(tmp_path: Path, *flags: str) -> list[str]:
-    """The command that serves the page of these tests as `panel serve` does."""
+    """The command line that serves the page of these tests as `panel serve` does."""
     script = tmp_path / "console.py"
     script.write_text(SCRIPT)
     return [sys.executable, "-m", "panel", "serve", str(script), *flags]

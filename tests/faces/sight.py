@@ -1,7 +1,9 @@
-"""How people see colours: contrast, and the distance between two colours, also for the colour-blind.
+"""How people see colours: the contrast and the distance of two colours, also for colour-blind
+people.
 
-Simulation: Machado, Oliveira & Fernandes 2009, at full severity, in linear RGB. Distance: CIEDE2000 (Sharma, Wu &
-Dalal 2005); about 1 can just be told apart side by side. Contrast: WCAG 2.2.
+Colour blindness is simulated as by Machado, Oliveira & Fernandes 2009, at full severity, in linear
+RGB. The distance is CIEDE2000 (Sharma, Wu & Dalal 2005); people can just tell two colours apart at
+a distance of about 1. The contrast is that of WCAG 2.2.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _XYZ = np.array(
 
 
 def linear(colour: str) -> np.ndarray:
-    """`#rrggbb` as linear light, 0 to 1."""
+    """The colour `#rrggbb` as linear light, each part from 0 to 1."""
     rgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
     return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
@@ -58,7 +60,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def distance(one: str, other: str, sight: str = "normal") -> float:
-    """CIEDE2000 between two colours as people with this `sight` see them."""
+    """The distance CIEDE2000 of two colours for people with this `sight`."""
     return ciede2000(_lab(one, sight), _lab(other, sight))
 
 

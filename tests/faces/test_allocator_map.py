@@ -1,4 +1,6 @@
-"""An allocator's map as a picture: area is bytes, and nothing important is too small to be seen."""
+"""The map of an allocator as a picture. Areas are proportional to bytes, and nothing important is
+too small to be seen.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
 
 def test_a_map_reads_as_text():
-    """It shows bytes in use, bytes stuck between them, and bytes that defrag releases."""
+    """The text shows the bytes in use, the inactive bytes in segments in use, and the bytes that
+    defrag releases.
+    """
     assert as_text(adapters, "analysis.ipynb (pid 4121) on sim:0").splitlines() == [
         "analysis.ipynb (pid 4121) on sim:0",
         "9.0 MiB of 40.0 MiB reserved are allocated. 31.0 MiB are inactive, 20.0 MiB in one piece at most: defrag "
@@ -84,7 +88,7 @@ def test_a_map_reads_as_text():
     ],
 )
 def test_the_verdict_of_a_map(map, said):
-    """Unknown is not 0."""
+    """Figures that the allocator does not report are called unknown, not 0."""
     assert verdict(map) == said
 
 
@@ -108,7 +112,9 @@ wide = st.lists(
 
 @given(rows=st.lists(wide, min_size=1, max_size=8))
 def test_area_is_bytes(rows):
-    """If everything is wide enough to be seen. No two pieces overlap."""
+    """The area is proportional to the bytes if all blocks are wide enough to be seen. No two pieces
+    overlap.
+    """
     map = drawn(*(segment(n << 20, *row) for n, row in enumerate(rows)))
     shown = picture(map)
     assert {kind: size for kind, size in area(map).items() if size} == pytest.approx(
@@ -123,7 +129,9 @@ def test_area_is_bytes(rows):
 
 
 def test_one_small_tensor_in_a_large_segment_is_visible():
-    """It may be all that keeps 10 GiB from being released. It is drawn wide enough to be seen, and on top."""
+    """One small tensor may be all that keeps 10 GiB from being released. It is drawn on top, and
+    wide enough to be seen.
+    """
     map = drawn(segment(0, (5 * KIB, FREE), (1 / 1024, USED), (5 * KIB, FREE)))
     last = picture(map).pieces[-1]
     assert (last.kind, last.right - last.left) == (
@@ -133,7 +141,7 @@ def test_one_small_tensor_in_a_large_segment_is_visible():
 
 
 def test_blocks_too_small_to_be_drawn_apart_are_drawn_by_the_part_in_use():
-    """A row that is half in use is drawn half as high, not as a solid wall."""
+    """A row that is half in use is drawn at half the height, not as a solid block."""
     row = [(0.25, USED), (0.75, FREE)] * 4
     map = drawn(segment(0, *row), segment(1 << 40, (8000, USED)))
     few = [
@@ -147,7 +155,7 @@ def test_blocks_too_small_to_be_drawn_apart_are_drawn_by_the_part_in_use():
 
 
 def test_thousands_of_blocks_make_a_bounded_picture():
-    """The size of a page, and of a notebook, does not grow with the number of blocks."""
+    """The size of a page or notebook does not grow with the number of blocks."""
     row = [(0.3, USED), (0.7, FREE)] * 4000
     (map,) = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
     assert len(picture(map).pieces) < 2 * allocator_map.MOST_ROWS * allocator_map.CELLS
@@ -155,7 +163,7 @@ def test_thousands_of_blocks_make_a_bounded_picture():
 
 
 def test_the_memory_of_a_private_pool_is_not_shown_as_releasable():
-    """defrag does not release it: it belongs to a CUDA graph."""
+    """The memory belongs to a CUDA graph, so defrag does not release it."""
     assert dict(legend(drawn(segment(0, (20, FREE), kind="private")))) == {STUCK: 20 * MIB}
     assert dict(legend(drawn(segment(0, (20, FREE))))) == {RELEASABLE: 20 * MIB}
 

@@ -1,7 +1,8 @@
-"""Any words after `%gpu`, `%%gpu` and `gpu`: an answer, or one bounded sentence that can be printed.
+"""Any words may follow `%gpu`, `%%gpu` and `gpu`. The result is an answer, or one short sentence
+that can be printed.
 
-The words of a terminal and of a notebook's line are typed by people, pasted, or made by scripts.
-No verb may show a traceback for them, and none may leave a book that others cannot decode.
+People type or paste these words, and scripts make them. No verb may answer with a traceback, and
+none may leave a book that other processes cannot decode.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def flags(verb: verbs.Verb, place: str) -> list[str]:
 
 
 def lines(place: str):
-    """A verb of `place`, and words after it: values, its own options, and options with a value."""
+    """Draws a verb of `place` with words after it: values, options of the verb, and options with a
+    value.
+    """
 
     def after(verb: verbs.Verb):
         options = [*flags(verb, place), "--json", "-o", "--nosuch"]
@@ -54,7 +57,9 @@ def lines(place: str):
 
 
 def each(place: str) -> list[tuple[str, ...]]:
-    """Each verb with each value: as its first word, and after each of its options."""
+    """Every verb with each value as its last positional argument, and with each value after each of
+    its options.
+    """
     found = []
     for verb in verbs.verbs(place):
         positionals = sum(not one.is_option for one in verb.takes(place))
@@ -68,7 +73,7 @@ def each(place: str) -> list[tuple[str, ...]]:
 
 @pytest.fixture
 def box(rt, monkeypatch, tmp_path):
-    """Prepares the runtime of every face before each call."""
+    """A function that restores the runtime of every face; call it before each command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rt, "close", lambda: None)
 
@@ -98,7 +103,7 @@ def require_decodable(rt) -> None:
 
 
 def in_terminal(words: tuple[str, ...]) -> None:
-    """Runs the `gpu` command. What it writes for an error is one line."""
+    """Runs the `gpu` command. If it writes an error, the error is one line."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(words)
@@ -111,7 +116,7 @@ def in_terminal(words: tuple[str, ...]) -> None:
 
 
 def in_notebook(magics: GpuMagics, words: tuple[str, ...]) -> None:
-    """Runs the words of `%gpu`. An error is one of ours, or UsageError for bad syntax."""
+    """Runs the words of `%gpu`. An error must be one of ours, or UsageError for bad syntax."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             magics.line(list(words))
@@ -189,7 +194,7 @@ def test_every_strange_word_before_a_cell(box, rt, fresh_shell, flag):
 
 @pytest.mark.parametrize("words", [("-x" * MANY,), ("qwen", "--timeout", "x" * MANY)])
 def test_an_error_of_the_parser_is_bounded(words):
-    """A pasted file as an argument gave an error of the same size."""
+    """Before, a file that was pasted as an argument gave an error as long as the file."""
     with pytest.raises(UsageError) as error:
         parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(list(words))
     require_sentence(str(error.value))

@@ -1,4 +1,6 @@
-"""An ASGI application behind Tornado: whole requests, streamed answers, and notice of a disconnect."""
+"""An ASGI application behind Tornado. It gets whole requests, streams its answers, and is told when
+a client disconnects.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ FINE = {
 
 
 def serving(app, talk, **options):
-    """Runs `talk(url, client)` against a server of that application, within bounded time."""
+    """Serves the application and runs `talk(url, client)` against it, within bounded time."""
 
     async def story():
         [sock] = bind_sockets(0, "127.0.0.1", family=socket.AF_INET)
@@ -120,7 +122,9 @@ def test_the_application_learns_of_a_disconnect():
 
 
 def test_a_write_to_a_client_that_reads_nothing_and_disconnects_ends():
-    """Otherwise its task would stay for ever."""
+    """The client reads nothing. If the write did not end at the disconnect, its task would stay for
+    ever.
+    """
     ended = []
 
     async def app(scope, receive, send):

@@ -1,4 +1,4 @@
-"""Which role a request has, decided from its credentials and from nothing else."""
+"""The role of a request follows from its credentials, and from nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def credentials(place: str, token: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_token_gives_its_role_in_every_place(place):
-    """Header for programs, cookie for browsers, query for the first click."""
+    """Programs send the token in a header, browsers in a cookie. The first click has it in the
+    query.
+    """
     assert role_of_tokens(RULES, **credentials(place, OPERATORS)) == OPERATOR
     assert role_of_tokens(RULES, **credentials(place, VIEWERS)) == VIEWER
 
@@ -40,7 +42,9 @@ def test_a_token_gives_its_role_in_every_place(place):
 @pytest.mark.parametrize("first", PLACES)
 @pytest.mark.parametrize("second", PLACES)
 def test_of_two_tokens_the_higher_counts(first, second):
-    """An operator who once followed a viewer's link is an operator again after following their own."""
+    """An operator may have followed a viewer's link before. With their own link they are an
+    operator again.
+    """
     if first != second:
         assert (
             role_of_tokens(RULES, **credentials(first, OPERATORS), **credentials(second, VIEWERS))
@@ -53,14 +57,16 @@ NEARLY = [OPERATORS[:-1], OPERATORS + "a", OPERATORS.swapcase(), "\ud800"]
 
 @given(st.one_of(st.text(max_size=60), st.sampled_from(NEARLY)), st.sampled_from(PLACES))
 def test_nothing_else_gives_a_role(text, place):
-    """The empty text gives no role, even if no viewer's token is set. Part of a token or invalid text gives none."""
+    """The empty text gives no role, even if no viewer's token is set. A part of a token or an
+    invalid text gives no role either.
+    """
     for rules in (RULES, AccessRules("ann", operator_token=OPERATORS)):
         assert role_of_tokens(rules, **credentials(place, text)) is None
     assert role_of_tokens(AccessRules("ann", operator_token=""), **credentials(place, text)) is None
 
 
 def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
-    """Each offered token with each known one, also after a match."""
+    """Each offered token is compared with each known token, also after a match."""
     compared = []
     monkeypatch.setattr(
         auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
@@ -70,12 +76,14 @@ def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
 
 
 def test_tokens_are_in_no_repr():
-    """A traceback shows the values of a frame."""
+    """A traceback can show the values of a frame."""
     assert OPERATORS not in repr(RULES) and VIEWERS not in repr(RULES)
 
 
 def test_a_role_decides_who_may_act_and_under_which_name():
-    """A token acts under the name of the user who started the server, a login under its own name."""
+    """A token acts under the name of the user who started the server. A login acts under its own
+    name.
+    """
     assert RULES.visitor(OPERATOR) == Visitor("ann", may_act=True)
     assert RULES.visitor(OPERATOR, "bob") == Visitor("bob", may_act=True)
     assert RULES.visitor(VIEWER) == Visitor("viewer", may_act=False)
@@ -84,7 +92,9 @@ def test_a_role_decides_who_may_act_and_under_which_name():
 
 
 def test_a_login_gives_no_role_by_itself():
-    """Everybody with an account at the provider can log in. Only names in the settings have a role; guests do not."""
+    """Everybody with an account at the provider can log in. Only names in the settings have a role,
+    and guests have none.
+    """
     named = AccessRules(
         "ann", "", operators=frozenset({"bob", "guest"}), viewers=frozenset({"eve"})
     )
@@ -109,7 +119,9 @@ def test_a_login_gives_no_role_by_itself():
 )
 @pytest.mark.parametrize("also", [(), ("*",), ("*:8211",), ("good.example",)])
 def test_no_wildcard_admits_a_foreign_origin(origin, also):
-    """`--allow-websocket-origin=*` is typed to get rid of an error, not to admit every page."""
+    """People type `--allow-websocket-origin=*` to get rid of an error. They do not want to admit
+    every page.
+    """
     assert not same_origin(origin, "box:8211", also)
 
 
@@ -120,7 +132,9 @@ def test_an_origin_named_in_the_options_is_admitted():
 
 
 def test_guesses_are_slowed_and_a_flood_is_not_checked():
-    """Five at once are free; then one a second, with at most ten waiting; a minute later all is forgotten."""
+    """Six wrong guesses at once are answered without delay. Each further guess waits one second
+    longer, and at most nine wait. A minute later all guesses are forgotten.
+    """
     now = 100.0
     guesses = GuessLimiter(lambda: now)
     waits = []
@@ -136,7 +150,7 @@ def test_guesses_are_slowed_and_a_flood_is_not_checked():
 
 @given(st.lists(st.floats(0, 5), max_size=200))
 def test_however_guesses_are_timed_one_a_second_is_checked(gaps):
-    """The free guesses and the waiting guesses come before that."""
+    """In addition to one guess a second, only the free and the waiting guesses are checked."""
     now, looked_at = 0.0, 0
     guesses = GuessLimiter(lambda: now)
     for gap in gaps:
@@ -148,7 +162,7 @@ def test_however_guesses_are_timed_one_a_second_is_checked(gaps):
 
 
 def test_outside_a_page_there_is_no_visitor():
-    """Fail closed: without the gate's admission there is none."""
+    """Without the gate's admission there is no visitor, so every action is refused."""
     panel_gate = pytest.importorskip("gpu_panels.panel_gate")
     with pytest.raises(NotAllowed, match="token"):
         panel_gate.visitor()

@@ -1,4 +1,4 @@
-"""The figure of a bar: its data, and that only differences are sent."""
+"""The figure of a bar. Its data are sent to the browser only where they differ."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_figure_shows_every_stretch_and_mark():
 
 
 def test_unchanged_data_is_not_sent_and_five_seconds_send_one_column(monkeypatch):
-    """Twenty sessions update each second."""
+    """Twenty sessions update every second, so the server must send little."""
     chart = shown(samples.busy)
     sent = []
     chart.source.on_change("data", lambda attr, old, new: sent.append(new))
@@ -55,7 +55,7 @@ def test_unchanged_data_is_not_sent_and_five_seconds_send_one_column(monkeypatch
 
 
 def test_text_on_a_translucent_stretch_has_the_colour_of_the_pages_text():
-    """On a lease's own colour the text colour depends on that colour, in both themes."""
+    """The text on a lease's own colour depends on that colour only, in both themes."""
     light, dark = shown(samples.waiting), shown(samples.waiting, dark=True)
     assert light.source.data["ink"][1] == "#000000" and dark.source.data["ink"][1] == "#ffffff"
     assert light.source.data["ink"][0] == dark.source.data["ink"][0]
@@ -68,7 +68,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=6
 def test_an_updated_source_holds_the_new_columns(before, after):
     """The source is updated by patches or as a whole.
 
-    The result is whether anything differed, and the given lists are unchanged.
+    The function returns whether the data differed. The given lists are not changed.
     """
     first, second = (
         {"n": [n for n, _ in rows], "s": [s for _, s in rows]} for rows in (before, after)

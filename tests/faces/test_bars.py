@@ -1,4 +1,4 @@
-"""The stacked bars of the console: every byte is counted once, and unknown stays unknown."""
+"""The stacked bars of the console. Every byte is counted once, and an unknown figure stays unknown."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ LEASES = st.lists(
 
 @given(LEASES, st.integers(0, 5 * GIB), st.integers(0, 5 * GIB), st.integers(0, 80 * GIB))
 def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead, free):
-    """For any number of leases and moves, and memory that dead processes still hold.
+    """The law holds for any leases and moves, and for memory that dead processes still hold.
 
-    Unleased memory is last.
+    Unleased memory is the last stretch.
     """
     leases = []
     for n, (lies, size, phase, goes, pid) in enumerate(drawn):
@@ -95,12 +95,12 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
 
 
 def device_id(word: str) -> str:
-    """`cuda:0` for `cuda0`."""
+    """The device's id for a keyword: `cuda:0` for `cuda0`."""
     return HOST if word == "host" else f"cuda:{word[-1]}"
 
 
 def test_the_tooltip_of_a_lease_shows_its_process_use_and_importance():
-    """And that it is pinned."""
+    """The tooltip also shows that the lease is pinned."""
     qwen = stretches(samples.busy)["qwen"]
     assert qwen.notebook == "train.ipynb"
     assert qwen.tooltip == (
@@ -126,7 +126,7 @@ def test_the_tooltip_of_a_split_model_shows_its_whole_size():
 
 
 def test_arriving_and_leaving_leases_are_hatched_and_labelled():
-    """They must not look like settled leases."""
+    """Leases that arrive or leave must not look like settled leases."""
     leaving = bar(samples.waiting).stretches
     columns = bar_columns.stretch_columns(bar(samples.waiting), {})
     assert [one.kind for one in leaving] == ["settled", "leaving"]
@@ -135,8 +135,8 @@ def test_arriving_and_leaving_leases_are_hatched_and_labelled():
 
 
 def test_small_leases_are_gathered_and_none_is_lost():
-    """Two hundred leases on eight cards stay legible: a few stretches in each bar, and one for
-    the others.
+    """Two hundred leases on eight cards must stay legible. Each bar has a few stretches, and one
+    stretch for all other leases.
     """
     leases = (samples.lease(f"m{n}", 0.25 + n % 4, f"sim:{n % 8}") for n in range(200))
     crowd = samples.snapshot(*leases, cards=8, gib=80)
@@ -151,14 +151,14 @@ def test_small_leases_are_gathered_and_none_is_lost():
 
 
 def test_a_single_thin_lease_keeps_its_name():
-    """`1 others` would show less."""
+    """The text `1 others` would be less useful than the name."""
     assert list(
         stretches(samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01)))
     ) == ["big", "thin"]
 
 
 def test_unleased_memory_names_its_processes():
-    """The operator needs to know whose memory it is."""
+    """The operator needs to know which processes hold the memory."""
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.tooltip
@@ -196,7 +196,7 @@ def test_residue_names_its_process():
 
 
 def test_marks_are_where_the_pressure_level_changes():
-    """They are at the thresholds of the settings, as parts of the budget."""
+    """The marks are at the thresholds of the settings, as parts of the budget."""
     rules = Rules(moderate=0.5, high=0.7, critical=0.95)
     found = {mark.kind: mark.bytes for mark in bar(replace(samples.busy, rules=rules)).marks}
     limit = samples.busy.devices[0].limit_bytes
@@ -209,7 +209,7 @@ def test_marks_are_where_the_pressure_level_changes():
 
 
 def test_the_reserve_is_at_the_end_of_a_measured_card():
-    """A simulated card has none: its measurement is the book itself."""
+    """A simulated card has no reserve, because the book itself is its measurement."""
     real = replace(samples.drained, rules=Rules(reserve_bytes=GIB))
     kinds = {one.kind: (one.start, one.end) for one in bar(real).regions}
     total = real.devices[0].device.total_bytes
@@ -234,7 +234,7 @@ def test_the_reserve_is_at_the_end_of_a_measured_card():
     ],
 )
 def test_free_memory_in_words(room, blind, words):
-    """None means unknown, never 0."""
+    """None is shown as unknown, never as 0."""
     assert (
         device_words.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind))
         == words
@@ -264,14 +264,14 @@ def test_a_drained_card_shows_the_person_and_the_time():
 
 
 def test_a_simulated_card_among_real_ones_is_labelled():
-    """Where all cards are simulated, the status bar shows it once."""
+    """If all cards are simulated, the status bar says so once."""
     view = samples.busy.devices[0]
     assert "simulated" in device_words.notices(replace(samples.busy, simulated=False), view)
     assert device_words.notices(samples.busy, view) == []
 
 
 def test_a_small_device_has_an_axis_in_mib():
-    """On an axis in GiB, a card of 96 MiB would be in the first tick."""
+    """On an axis in GiB, a card of 96 MiB would end before the first tick."""
     small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
     assert bar_columns.unit_of(small.devices[0].device.total_bytes) == (MIB, "MiB")
     assert bar_columns.stretch_columns(bar(small), {})["right"] == [64.0]
@@ -285,13 +285,13 @@ def test_a_bar_has_a_description_for_screen_readers():
 
 
 def test_control_characters_in_a_name_are_made_visible():
-    """Markup stays: the code that shows the name escapes it."""
+    """Markup in the name stays as it is: the code that shows the name escapes it."""
     (one,) = bar(samples.hostile).stretches
     assert "\x1b" not in one.title + one.tooltip and one.title.startswith("<img")
 
 
 def test_the_free_region_begins_where_the_used_bytes_end():
-    """So the tooltip of a lease never shows free memory."""
+    """So the tooltip of a lease never covers free memory."""
     used = bar(samples.busy).used_bytes
     limit, total = samples.busy.devices[0].limit_bytes, samples.busy.devices[0].device.total_bytes
     assert [(one.kind, one.start, one.end) for one in bar(samples.busy).regions] == [

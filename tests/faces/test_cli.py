@@ -1,4 +1,4 @@
-"""The `gpu` command: the verbs of the table, one line for each failure, and its exit codes."""
+"""The `gpu` command: the verbs of the table, one line for each failure, and the exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ GIB = 2**30
 
 @pytest.fixture
 def gpu(rt, monkeypatch, capsys, tmp_path):
-    """Runs the command in this process, which holds two models; returns (exit code, output, errors)."""
+    """Runs the command in this process, which holds two models. Returns the exit code, the output
+    and the errors.
+    """
     closed = []
     monkeypatch.setattr(rt, "close", lambda: closed.append(True))
     for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
@@ -108,14 +110,14 @@ def test_every_verb_of_the_table_is_tested_here():
 
 
 def test_every_verb_without_an_act_has_one_in_each_face():
-    """The table of verbs imports no face, so the command runs `console` and `serve` itself."""
+    """The table of verbs imports no face. So the command itself runs `console` and `serve`."""
     without = {verb.name for verb in verbs.VERBS.values() if verb.act is None}
     assert without == set(cli.SERVERS)
     assert {name for name in without if verbs.MAGIC in verbs.VERBS[name].places} == set(IN_NOTEBOOK)
 
 
 def test_fragmentation_in_a_terminal_shows_the_allocators_of_all_processes(rt, monkeypatch, capsys):
-    """The command's own empty allocator is not shown as if it were the card's."""
+    """The command has an empty allocator of its own. This is not shown as if it were the card's."""
     monkeypatch.setattr(rt, "close", lambda: None)
     assert cli.main(["fragmentation"]) == 0
     assert "No process holds memory on a card yet" in capsys.readouterr().out
@@ -213,14 +215,14 @@ def test_json_parses(gpu, words):
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_failure_is_one_line_on_standard_error(gpu, words, code, message):
-    """The exit code is 1 for a failure, and 2 for a command that is not understood."""
+    """The exit code is 1 for a failure, and 2 for a command line that cannot be understood."""
     returned, out, err = gpu(*words)
     assert (returned, out) == (code, "") and message in err
     assert err.startswith("gpu: ") and err.count("\n") == 1
 
 
 def test_without_panel_the_console_names_the_package_to_install(gpu, monkeypatch):
-    """Panel is an extra: a user who works in a terminal only does not need it."""
+    """Panel is an optional extra, since people who work only in a terminal do not need it."""
     monkeypatch.setitem(sys.modules, "panel", None)
     monkeypatch.delitem(sys.modules, "gpu_panels.server", raising=False)
     monkeypatch.delattr("gpu_panels.server", raising=False)
@@ -244,7 +246,7 @@ def test_an_unset_setting_of_a_wrong_type_is_one_line(gpu, environment):
 
 
 def test_the_runtime_is_closed_whatever_happens(gpu):
-    """The command leaves no owner in the book."""
+    """After each command, no owner of the command is left in the book."""
     gpu("status")
     gpu("evict", "nobody")
     assert gpu.closed == [True, True]
@@ -280,7 +282,7 @@ def command(environment, *words, **more):
 
 
 def test_a_request_to_another_process_goes_through_the_ledger(child_environment):
-    """The command shows this process's model with its pid, and evicts it."""
+    """The command shows this process's model with its pid, and has it evicted."""
     ledger = child_environment["GPU_LEDGER"]
     with gpu_runtime.Runtime(
         devices="sim:24GiB,host:64GiB", ledger=ledger, eviction_grace_seconds=0.0
@@ -304,7 +306,9 @@ def test_a_request_to_another_process_goes_through_the_ledger(child_environment)
 
 
 def test_status_imports_neither_torch_nor_pandas(child_environment):
-    """`gpu status` in a prompt or a loop must be fast: an import of torch takes a second."""
+    """People put `gpu status` into a prompt or a loop, so it must be fast. An import of torch takes
+    a second.
+    """
     code = (
         "import sys; from gpu_runtime.cli import main; code = main(['status']);"
         "print(code, [m for m in ('torch', 'transformers', 'pandas', 'IPython', 'panel') if m in sys.modules])"
@@ -320,7 +324,7 @@ def test_status_imports_neither_torch_nor_pandas(child_environment):
 
 
 def test_a_closed_pipe_is_no_error(child_environment):
-    """As in `gpu config | head -1`."""
+    """A command such as `gpu config | head -1` closes the pipe early."""
     shell = f"set -o pipefail; {sys.executable} -m gpu_runtime.cli help | head -c 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", shell], env=child_environment, capture_output=True, text=True, timeout=60
@@ -329,14 +333,14 @@ def test_a_closed_pipe_is_no_error(child_environment):
 
 
 def test_a_timeout_of_zero_is_a_timeout():
-    """0.0 equals False, but it is a value that was typed."""
+    """0.0 equals False in Python, but a person has typed it as a time-out."""
     args = argparse.Namespace(timeout=0.0, limit=None, undo=False)
     assert given(args, "timeout", "limit", "undo") == {"timeout": 0.0}
 
 
 @pytest.mark.parametrize("words, code", [("yes", 0), ("no", 1), ("", 1)])
 def test_parking_by_the_driver_is_confirmed_at_a_terminal(gpu, rt, monkeypatch, words, code):
-    """The hazards are read first; a script, which has no terminal, must type --yes."""
+    """A person reads the hazards and confirms. A script has no terminal and must type `--yes`."""
     calls = []
 
     def park(who, **given):

@@ -1,4 +1,6 @@
-"""The proposal of a click, its question, and the check for changes before it is carried out."""
+"""A click becomes a proposal with a question. Before the action runs, the model is checked for
+changes since the click.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from .samples import BOB, HOST, ME, NOW, lease, snapshot
 
 
 def idle(**more):
-    """A snapshot with the idle model qwen."""
+    """A snapshot with the idle model qwen. `more` are changed fields of its lease."""
     return snapshot(lease("qwen", 14, **{"last_used": NOW - 200, **more}))
 
 
 def at(name="qwen", owner=ME):
-    """The row id of a model."""
+    """The id of a model's row in the table."""
     return f"{owner.id}/{name}"
 
 
 def test_a_click_is_resolved_to_one_lease_of_one_owner():
-    """Two processes can hold models of the same name."""
+    """Two processes can hold models of the same name, so the row names the owner, too."""
     both = snapshot(lease("qwen", 14), lease("qwen", 4, owner=BOB))
     assert propose("evict", at(owner=BOB), both) == Proposal(
         "evict", at(owner=BOB), "sim:0", 4 * 2**30, BOB.pid, "qwen"
@@ -48,7 +50,7 @@ def test_the_question_of_an_eviction_shows_bytes_process_and_consequence():
 
 @pytest.mark.parametrize("verb", ["evict", "restore", "pin", "unpin"])
 def test_every_question_names_the_model_its_bytes_and_its_user(verb):
-    """The visitor can be another user than the one who serves the page."""
+    """The model can belong to another user than the one who started the server."""
     world = snapshot(lease("qwen", 14, HOST if verb == "restore" else "sim:0", owner=BOB))
     text = question(propose(verb, at(owner=BOB), world), world)
     assert "qwen" in text.title
@@ -115,7 +117,7 @@ def test_a_model_that_is_on_disk_may_be_preloaded():
     ],
 )
 def test_a_change_since_the_click_is_reported_and_nothing_is_done(verb, then, words):
-    """In the last case another owner has a model of that name, which was not meant."""
+    """In the last case another owner has a model of that name. The visitor did not mean that model."""
     difference = changed(propose(verb, at(), idle()), then)
     assert words in difference and difference.endswith("Nothing was done.")
 

@@ -1,4 +1,4 @@
-"""One session's page, without a browser: what it shows, what a click does, how it ends."""
+"""The page of one session, without a browser: what it shows, what a click does, and how it ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ from . import samples
 
 @pytest.fixture(autouse=True)
 def reset_theme():
-    """Restores Panel's theme: without a session to keep it, a changed theme stays."""
+    """Restores Panel's theme after each test. Outside a session, a changed theme would stay for the
+    next test.
+    """
     yield
     pn.config.theme = "default"
 
@@ -45,7 +47,7 @@ OPERATOR, VIEWER = Visitor("ann", True), Visitor("eve", False)
 
 @pytest.fixture
 def poller(rt):
-    """A poller whose thread never starts: the test polls."""
+    """A poller whose thread never starts. The test calls its polls itself."""
     rt.register("qwen", backend="fake", size="14GiB")
     rt.preload("qwen")
     poller = Poller(rt, start=lambda work: None)
@@ -56,13 +58,13 @@ def poller(rt):
 
 @pytest.fixture
 def waiting_threads():
-    """Functions that would run in threads; the test runs them."""
+    """The functions that the console would run in threads. The test runs them itself."""
     return []
 
 
 @pytest.fixture
 def page(poller, waiting_threads, monkeypatch):
-    """The page of an operator, with the tab Models alone."""
+    """The page of an operator, with the single tab Models."""
     only_tabs(monkeypatch, "Models")
     made = Console(poller, OPERATOR)
     made.actions._start = waiting_threads.append
@@ -75,12 +77,12 @@ def only_tabs(monkeypatch, *titles):
 
 
 def target(poller, name="qwen"):
-    """The row id of a model."""
+    """The id of a model's row in the table."""
     return next(lease.id for lease in poller.result.snapshot.leases() if lease.name == name)
 
 
 def click(page, answer):
-    """Answers the dialog, as a browser does."""
+    """Answers the open dialog, as a browser does."""
     page.actions._form._handle_msg({"answer": answer, "question": page.actions._form.question})
 
 
@@ -137,7 +139,7 @@ class EmptyTab(Tab):
 
 
 def test_a_tab_is_made_when_it_is_first_opened_and_updated_while_in_front(two_tabs, poller):
-    """A tab that is not open costs nothing."""
+    """A tab that was never opened costs nothing."""
     poller.poll()
     two_tabs.tick()
     assert CountingTab.made == 0
@@ -167,7 +169,9 @@ def test_a_tab_gets_the_theme_when_it_is_made_and_at_each_change(two_tabs):
 
 
 def test_a_served_page_takes_the_theme_of_its_browser_and_one_in_a_notebook_does_not(poller):
-    """A page in a notebook follows the notebook. A message from a browser can be anything."""
+    """A page in a notebook follows the notebook's theme. A browser may send any message as its
+    theme.
+    """
     served = Console(poller, VIEWER)
     for text, dark in (("dark", True), ({"dark": 1}, True), ("light", False)):
         served.status_bar._handle_msg(text)
@@ -193,7 +197,7 @@ def test_the_failure_of_one_tab_is_shown_there_and_the_others_work(poller, monke
 
 
 def test_every_tab_can_show_every_sample_snapshot(poller):
-    """No tab fails on an unusual snapshot."""
+    """No tab fails on any of the unusual snapshots."""
     made = Console(poller, OPERATOR)
     for n, title in enumerate(made._titles):
         made._tabs.active = n
@@ -212,7 +216,7 @@ def test_every_tab_can_show_every_sample_snapshot(poller):
 
 
 def poll_again(poller):
-    """Polls, and publishes the result even if nothing changed."""
+    """Polls once and publishes the result even if nothing changed."""
     poller._published_at = -1e9
     poller.poll()
 
@@ -292,8 +296,8 @@ def test_a_successful_outcome_is_shown_for_some_seconds(page, poller, waiting_th
 
 
 def test_an_action_in_progress_stays_on_the_page_after_newer_ones(page, poller, waiting_threads):
-    """Otherwise its outcome would never be shown, and an owner that does not answer would be
-    overlooked.
+    """If newer reports replaced it, its outcome would never be shown. An owner that does not answer
+    would be overlooked.
     """
     page.actions.propose("evict", target(poller))
     click(page, "confirm")
@@ -310,12 +314,14 @@ def test_an_action_in_progress_stays_on_the_page_after_newer_ones(page, poller, 
 
 
 def where(rt, name="qwen"):
-    """Where the runtime has the model."""
+    """The place of the model, as the runtime reports it."""
     return next(lease.where for lease in rt.status().leases() if lease.name == name)
 
 
 def test_evict_on_a_row_evicts_the_model_of_that_row(tmp_path, waiting_threads, monkeypatch):
-    """Two runtimes of one process have the same pid, so `qwen@4121` would name both models."""
+    """Both runtimes have the same pid, so `qwen@4121` would name both models. The row names one
+    owner.
+    """
     only_tabs(monkeypatch, "Models")
     ledger = f"sqlite://{tmp_path}/ledger"
     runtimes = [Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger) for _ in range(2)]
@@ -358,7 +364,7 @@ def test_a_second_click_on_confirm_does_nothing(page, poller, waiting_threads):
 
 
 def test_an_answer_to_another_question_does_nothing(page, poller, waiting_threads):
-    """A click can be under way while the dialog changes."""
+    """A click may still be on its way while the dialog changes to another question."""
     page.actions.propose("pin", target(poller))
     late = page.actions._form.question
     page.actions.propose("evict", target(poller))
@@ -369,7 +375,7 @@ def test_an_answer_to_another_question_does_nothing(page, poller, waiting_thread
 def test_the_situation_is_checked_again_before_a_confirmed_action(
     page, poller, rt, waiting_threads
 ):
-    """Here the model comes into use between the click and the confirmation."""
+    """In this test the model comes into use between the click and the confirmation."""
     page.actions.propose("evict", target(poller))
     with rt.use("qwen"):
         click(page, "confirm")
@@ -415,7 +421,7 @@ def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(
 def test_the_visitors_right_to_act_is_checked_at_the_confirmation(
     poller, rt, waiting_threads, monkeypatch
 ):
-    """The operator role can be withdrawn while the dialog is open."""
+    """A visitor can lose the operator's role while the dialog is open."""
 
     class ChangingVisitor:
         name, may_act = "ann", True
@@ -439,7 +445,7 @@ def test_an_unknown_verb_opens_no_dialog(page, poller):
 
 
 def test_a_closed_session_is_freed(poller, monkeypatch):
-    """Otherwise the memory of a server would grow with each session."""
+    """If sessions were kept, the server's memory would grow with each of them."""
     only_tabs(monkeypatch, "Models", "Leases", "Queue")
     made = Console(poller, OPERATOR)
     for n in range(3):
@@ -452,13 +458,13 @@ def test_a_closed_session_is_freed(poller, monkeypatch):
 
 
 class Context(SimpleNamespace):
-    """The part of a session that the server keeps."""
+    """A stand-in for the part of a session that Bokeh's server keeps."""
 
 
 @pytest.mark.parametrize("first", ["destroyed", "notified"])
 def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatch, caplog, first):
-    """That is its page, its charts, its callbacks, its place in the poller, and entries of
-    Panel's own.
+    """The session's page, charts and callbacks are freed, its place in the poller, and Panel's own
+    entries.
     """
     only_tabs(monkeypatch, "Now", "Models", "Leases", "Queue")
     made = []
@@ -516,7 +522,9 @@ def test_the_page_is_a_material_page(page):
 
 
 def test_a_slow_browser_gets_its_style_sheets_from_this_server_too(poller):
-    """The session of a slow browser is made again without a page. For such a session Panel would use its CDN."""
+    """Panel makes the session of a slow browser again, without a page. For such a session Panel
+    would use its CDN.
+    """
     from bokeh.document import Document
     from panel.io.resources import LOCAL_DIST
     from panel.io.state import set_curdoc

@@ -1,4 +1,6 @@
-"""The tab Decisions: each verdict with its reason and the places that were also considered."""
+"""The tab Decisions. It shows each verdict with its reason and the other places that were
+considered.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_a_row_shows_verdict_model_process_need_reason_and_other_places():
 
 
 def test_the_time_is_sent_as_a_number():
-    """The server can be in another time zone than the viewer."""
+    """The browser shows the time in the viewer's time zone, which may differ from the server's."""
     assert rows((REFUSED,), samples.busy)[0].cells[0] == Cell("", samples.WALL, kind="time")
 
 
@@ -97,6 +99,6 @@ def test_a_new_decision_appears():
 
 
 def test_names_are_text():
-    """A model may have any name."""
+    """A model may have any name, also one with markup."""
     (row,) = rows((replace(REFUSED, model="<b>\x1b"),), samples.busy)
     assert texts(row)[2] == "<b>\N{REPLACEMENT CHARACTER}"

@@ -68,7 +68,7 @@ def texts(row):
     ],
 )
 def test_a_filter_selects_by_model_reason_action_and_time(wanted, found):
-    """The default is all evictions."""
+    """Without a filter, all evictions are shown."""
     assert list(matching(PAST, wanted)) == found
 
 
@@ -82,7 +82,7 @@ def test_the_choices_of_reasons_are_those_that_occurred():
 
 @given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)))
 def test_journal_and_snapshot_are_merged_without_duplicates_newest_first(past, recent):
-    """The snapshot has the newest events, the journal goes further back, and both overlap."""
+    """The snapshot has the newest events and the journal has older ones. Some events are in both."""
     found = merged([event(n, ago=100 - n) for n in past], [event(n, ago=100 - n) for n in recent])
     assert [one.seq for one in found] == sorted({*past, *recent}, reverse=True)
 
@@ -111,7 +111,7 @@ def test_a_split_model_names_all_its_devices():
 
 
 def test_evictions_are_shown_as_offloads_plus_unloads():
-    """Law 10 on the page."""
+    """The page shows law 10 of docs/architecture.md."""
     assert words(counters_html(samples.busy)).startswith(
         "3 evictions = 2 offloads + 1 unload 2 restored 4 loads 0 refusals"
     )
@@ -202,7 +202,9 @@ def test_the_file_has_the_filtered_events_with_times_in_utc():
 
 @given(st.text(max_size=12))
 def test_no_cell_is_a_formula(name):
-    """A model may have any name. Names that are no formula are unchanged."""
+    """A spreadsheet runs a cell that begins like a formula, and a model may have any name. Names
+    that are no formula are not changed.
+    """
     (row,) = read(csv_of([event(1, model=name)], samples.busy))
     assert not row["model"].lstrip().startswith(("=", "+", "-", "@", "|", "%"))
     assert row["model"].removeprefix("'") == evictions.clean(name).removeprefix("'")
@@ -275,7 +277,7 @@ def test_a_day_of_evictions_fits_in_the_chart():
 
 
 def test_the_bins_stay_the_same_until_the_next_one_begins():
-    """Otherwise every bar would be drawn again each second."""
+    """If the bins moved with the time, every bar would be drawn again each second."""
     ends = {evictions.window(86_400, WALL + second)[1] for second in range(1800)}
     assert len(ends) == 2 and all(0 <= end - WALL < 3600 for end in ends)
 

@@ -74,7 +74,9 @@ def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
 
 @needs_root
 def test_half_open_connections_of_another_user_keep_nobody_out(tmp_path):
-    """As many as the server once could have. They are closed, and neither processor time nor log is used up."""
+    """The stranger opens as many connections as the server could once have. They are closed, and
+    cost neither processor time nor lines in the log.
+    """
     with start("without Panel", tmp_path) as server:
         words = [sys.executable, "-c", HALF_OPEN, str(server.port), str(NOBODY), "1060"]
         before = server.output_file.stat().st_size
@@ -103,7 +105,7 @@ class Hello(RequestHandler):
 
 
 class Small:
-    """A server in this process, with its limits, and its port."""
+    """A server in this process with the limits on connections, and its port."""
 
     def __init__(self, listening: socket.socket) -> None:
         app = Application([("/", Hello)])
@@ -114,7 +116,9 @@ class Small:
         self.port = listening.getsockname()[1]
 
     async def ask(self, token: str = "") -> tuple[bytes, asyncio.StreamWriter]:
-        """The first line of the answer, and the connection, which stays open."""
+        """Sends a request. Returns the first line of the answer, and the connection, which stays
+        open.
+        """
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(f"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
         return await reader.readline(), writer
@@ -133,7 +137,7 @@ class Small:
 
 @pytest.fixture
 def as_strangers(monkeypatch):
-    """All connections of this process count as another user's, who may have three."""
+    """Makes all connections of this process count as another user's. That user may have three."""
     monkeypatch.setattr(connections, "stranger_of", lambda connection, address: "uid 12345")
     monkeypatch.setattr(connections, "MOST_OF_A_STRANGER", 3)
 
@@ -144,7 +148,9 @@ def listening() -> socket.socket:
 
 @in_loop
 async def test_a_stranger_may_have_few_connections_until_one_is_admitted(as_strangers):
-    """An admitted request frees its place; so does a connection that ends."""
+    """Only connections without an admitted request count. A place becomes free when its connection
+    is admitted or ends.
+    """
     small = Small(listening())
     opened = [await small.ask(OPERATORS) for _ in range(5)]
     assert {line for line, _ in opened} == {b"HTTP/1.1 200 OK\r\n"} and len(small.connections) == 5
@@ -171,7 +177,7 @@ async def test_a_head_that_does_not_come_closes_the_connection():
 
 
 class WithoutFiles(socket.socket):
-    """A listening socket of a process that has no file left for the first three connections."""
+    """A listening socket whose first three `accept` calls fail, as if the process had no file left."""
 
     refused = 0
 
@@ -184,7 +190,7 @@ class WithoutFiles(socket.socket):
 
 @in_loop
 async def test_without_files_nothing_is_accepted_for_a_while(monkeypatch, caplog):
-    """Otherwise the loop would try again at once, and log each error."""
+    """Without a pause, the loop would try again at once and log each error."""
     monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.01)
     sock = WithoutFiles()
     sock.setblocking(False)
@@ -213,7 +219,7 @@ async def test_a_server_can_stop_while_it_accepts_nothing(monkeypatch):
 
 
 def test_the_limit_on_files_is_raised_as_far_as_allowed():
-    """Otherwise a soft limit of 1,024 would end at about a thousand connections."""
+    """With the usual soft limit of 1,024 the server would end at about a thousand connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -229,7 +235,9 @@ def test_the_limit_on_files_is_raised_as_far_as_allowed():
     ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 )
 def test_a_connection_of_this_machine_has_its_users_name(family, host):
-    """All users of a machine come from the same address; the kernel knows whose socket it is."""
+    """All users of a machine have the same address. The kernel reports which user owns the other
+    end of a connection.
+    """
     try:
         server = socket.create_server((host, 0), family=family)
     except OSError:
@@ -284,7 +292,9 @@ def test_a_flood_of_lines_is_left_out_of_the_log_and_counted():
 
 
 def test_a_flood_without_tokens_is_answered_slowly():
-    """Two hundred at once, then fifty a second: a page of a browser needs no more."""
+    """Two hundred requests at once are answered without delay, then fifty a second. A browser's
+    page needs no more.
+    """
     app = Application([("/", Hello)])
     limiter = Gate(app, AccessRules("ann", OPERATORS), lambda: 0.0).refusals.of("uid 1")
     for _ in range(450):

@@ -1,4 +1,6 @@
-"""The real console with a client that has no buttons and forges their messages."""
+"""The real console with a client that has no buttons. The client forges the messages that buttons
+send.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def kernel(folder):
-    """Another process, which holds qwen; the function returns where qwen is and who acted."""
+    """Another process, which holds qwen. The fixture returns a function that reports where qwen is
+    and who acted.
+    """
     environ = served.environ(folder) | {"EVICTION_GRACE_SECONDS": "0"}
     process = subprocess.Popen(
         [sys.executable, "-c", KERNEL],
@@ -73,7 +77,7 @@ def server(folder):
 
 
 def components(document, kind):
-    """The models of Panel's components of that class, as they are in the document."""
+    """The models of that Panel component's class, as they are in the document."""
 
     def within(thing):
         if isinstance(thing, dict):
@@ -94,7 +98,9 @@ def data_of(component):
 
 
 async def evicts(server, token):
-    """Sends everything that a browser sends when a visitor evicts qwen in the table and confirms it."""
+    """Sends everything that a browser sends when a visitor selects qwen in the table, clicks Evict
+    and confirms.
+    """
     path, cookie = server.enter(token)
     page = server.get(path, Cookie=cookie)
     async with Conversation(server, path + "ws", page.session_token, cookie=cookie) as client:
@@ -134,7 +140,9 @@ def until(ask, expected, seconds):
 
 
 def test_a_viewers_forged_eviction_is_refused_and_an_operators_is_done(server, kernel):
-    """The same messages: in a viewer's session nothing happens; in an operator's, qwen is offloaded in their name."""
+    """Both sessions send the same messages. In the viewer's session nothing happens. In the
+    operator's session qwen is offloaded, in the operator's name.
+    """
     assert asyncio.run(evicts(server, VIEWERS))
     assert kernel().startswith("sim:0")
     assert asyncio.run(evicts(server, OPERATORS))

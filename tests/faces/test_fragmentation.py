@@ -1,4 +1,4 @@
-"""The tab Fragmentation: its table, report and picture, and the actions of its buttons."""
+"""The tab Fragmentation: its table, its report, its picture, and the actions of its buttons."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def table(maps, snapshot=here, acts=True, chosen=""):
 
 
 def test_each_process_and_card_is_a_row_the_most_inactive_first():
-    """The largest free block is beside the largest request that would fit."""
+    """The table shows the largest free block beside the largest request that would fit."""
     first, second = table((adapters, mine))
     assert texts(first) == [
         "this process",
@@ -87,7 +87,9 @@ def test_each_process_and_card_is_a_row_the_most_inactive_first():
 
 
 def test_a_process_without_a_map_is_shown_as_unknown():
-    """It holds memory on the card and has published no map. Host memory has no allocator map."""
+    """The process holds memory on the card, but has published no map. Host memory has no allocator
+    map.
+    """
     (bob,) = [row for row in table((mine,)) if "bob" in row.cells[0].text]
     assert texts(bob)[1:] == ["sim:0", *["unknown"] * 8]
     assert bob.buttons[0].why_not == "This process publishes no map of its memory"
@@ -95,7 +97,9 @@ def test_a_process_without_a_map_is_shown_as_unknown():
 
 
 def test_unknown_figures_stay_unknown():
-    """For a card whose driver reports nothing, and an allocator that reports only sums."""
+    """In one case the driver reports nothing for the card. In the other the allocator reports only
+    sums.
+    """
     sums = AllocatorMap(samples.ME.id, "sim:0", 1.0, 3 * GIB, 4 * GIB)
     row = table((sums,))[0]
     assert texts(row)[2:8] == ["3.0 GiB", "4.0 GiB", "unknown", "unknown", "unknown", "unknown"]
@@ -110,7 +114,7 @@ def test_the_map_of_a_process_that_has_ended_is_not_shown():
 
 
 def test_only_an_operator_has_defragment_and_disabled_buttons_show_why():
-    """Viewers can look at a map too."""
+    """Viewers can look at a map, too."""
     bob = next(
         row
         for row in table((adapters, mine), chosen=f"{samples.BOB.id}/sim:0")
@@ -146,7 +150,7 @@ def test_the_name_of_a_notebook_is_escaped():
 
 
 def test_every_piece_of_a_map_is_in_its_place():
-    """The first row is at the top, and a row is as long as the figure is wide."""
+    """The first row is at the top. A whole row is as long as the figure is wide."""
     chart = MapChart()
     assert chart.show(picture(adapters))
     data = chart.source.data
@@ -175,7 +179,7 @@ def test_an_unchanged_map_is_not_sent(monkeypatch):
 
 
 def test_a_map_of_thousands_of_blocks_is_drawn_in_a_bounded_number_of_pieces():
-    """And the height of a figure follows its number of rows."""
+    """The height of the figure grows with the number of rows, up to a limit."""
     fragmented = drawn(*(segment(n << 40, *[(0.3, USED), (0.7, FREE)] * 4000) for n in range(8)))
     chart = MapChart()
     chart.show(picture(bounded([fragmented])[0]))
@@ -187,9 +191,9 @@ def test_a_map_of_thousands_of_blocks_is_drawn_in_a_bounded_number_of_pieces():
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_blocks_can_be_told_apart_with_every_kind_of_colour_blindness(sight):
-    """Free blocks are beside used ones.
+    """Used blocks differ from the two kinds of free blocks beside them.
 
-    Edges stand out from both pages, and stuck blocks are also hatched.
+    Edges stand out on a light and on a dark page.
     """
     from gpu_runtime.rendering.allocator_map import ALLOCATED, COLOURS, RELEASABLE, STUCK
 
@@ -202,7 +206,7 @@ def test_blocks_can_be_told_apart_with_every_kind_of_colour_blindness(sight):
 
 
 class FakePoller:
-    """A poller with these maps."""
+    """A poller that has these maps."""
 
     def __init__(self, maps, snapshot=here):
         self.maps, self.result = maps if maps is None else FetchedMaps(maps), PollResult(snapshot)
@@ -212,7 +216,7 @@ class FakePoller:
 
 
 class FakeActions:
-    """Actions that record what is proposed."""
+    """Actions that record what a click proposes."""
 
     def __init__(self, may_act=True):
         self.may_act, self.proposed = may_act, []
@@ -265,7 +269,7 @@ def test_an_empty_table_shows_that_maps_are_being_read_or_what_to_do():
 
 
 def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
-    """So twenty sessions cost as much as one."""
+    """With unchanged maps, twenty sessions cost as much as one."""
     fetch, rt = MapFetcher(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
     fetched = fetch(rt)
     first = fetched.rows(here, True, ""), fetched.picture(mine)
@@ -275,7 +279,7 @@ def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
 
 
 def test_a_newer_snapshot_gives_a_new_table():
-    """Its free memory can differ, and with it the largest request that fits."""
+    """The newer snapshot may have another free memory, and so another largest request that fits."""
     fetched = FetchedMaps((mine,))
     fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
     assert fetched.rows(here, True, "") != fetched.rows(fuller, True, "")

@@ -1,5 +1,5 @@
-"""The tab Fragmentation in a real browser: another kernel's memory is drawn, and released by a
-click.
+"""The tab Fragmentation in a real browser. It draws the memory of another kernel, and a click
+releases it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORK = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """The directory of this module's ledger."""
+    """The directory of the ledger that all tests of this module share."""
     return tmp_path_factory.mktemp("console")
 
 
@@ -61,7 +61,7 @@ def browser():
 
 @pytest.fixture
 def kernel(place):
-    """Another notebook, with memory and a cache."""
+    """Another notebook, which holds memory and has a cache."""
     one = Kernel(environ(place)["GPU_LEDGER"], DEVICES)
     assert one.tell(WORK) == "done"
     yield one
@@ -70,16 +70,16 @@ def kernel(place):
 
 @pytest.fixture
 def observer(place):
-    """A runtime of the test's own, to check the real state."""
+    """A runtime of the test itself, which shows the real state."""
     rt = Runtime(devices=DEVICES, ledger=environ(place)["GPU_LEDGER"])
     yield rt
     rt.close()
 
 
 class VisitorPage:
-    """A visitor's page with this tab in front.
+    """A visitor's page with the tab Fragmentation in front.
 
-    `problems` are browser errors and foreign requests.
+    `problems` lists the browser's errors and requests to other hosts.
     """
 
     def __init__(self, browser, served, token: str) -> None:
@@ -112,12 +112,12 @@ class VisitorPage:
 
 
 def reserved_bytes(rt: Runtime) -> int:
-    """The bytes that all allocators have reserved."""
+    """The bytes that the allocators of all processes have reserved."""
     return sum(map.reserved_bytes for map in rt.allocator_maps())
 
 
 def until(true) -> bool:
-    """Waits until `true()` is true, at most 20 s."""
+    """Waits until `true()` is true. Fails after 20 s."""
     deadline = time.monotonic() + 20
     while not true() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -125,7 +125,7 @@ def until(true) -> bool:
 
 
 def test_another_kernels_memory_is_drawn_without_errors(browser, served, kernel):
-    """In both themes, without a request to another host."""
+    """The map is drawn in both themes, without a request to another host."""
     visitor = VisitorPage(browser, served, OPERATORS)
     visitor.shows(kernel, "84.0 MiB")
     visitor.page.get_by_text("inactive, released by defrag").wait_for(timeout=30_000)
@@ -140,7 +140,9 @@ def test_another_kernels_memory_is_drawn_without_errors(browser, served, kernel)
 
 
 def test_cancel_changes_nothing_and_confirm_releases_the_cache(browser, served, kernel, observer):
-    """The kernel itself does it. The visitor's page shows it, and so does another session."""
+    """The other kernel itself releases its cache. The visitor's page shows the result, and so does
+    another session.
+    """
     asker, other = VisitorPage(browser, served, OPERATORS), VisitorPage(browser, served, VIEWERS)
     asker.shows(kernel, "84.0 MiB")
     other.shows(kernel, "84.0 MiB")

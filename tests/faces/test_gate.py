@@ -1,4 +1,6 @@
-"""The gate on real servers with real clients: other users of the machine, foreign pages, forging viewers."""
+"""The gate on real servers with real clients: other users of the machine, foreign pages, and
+viewers who forge messages.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["gpu console", "panel serve"])
 def server(request, tmp_path_factory):
-    """A console with tokens for operators and viewers, served both ways; `panel serve` with hostile options."""
+    """A console with tokens for operators and viewers, served in two ways. `panel serve` has
+    hostile options.
+    """
     folder, port = tmp_path_factory.mktemp("console"), free_port()
     if request.param == "gpu console":
         with serving(console(folder, port=port), folder, TOKENS, port=port) as server:
@@ -63,7 +67,9 @@ def server(request, tmp_path_factory):
 
 
 async def _document_from(server, path, subprotocol, *, click=False, **headers):
-    """The document that the server sends over a websocket; with `click`, after a forged click."""
+    """The document that the server sends over a websocket. With `click`, a forged click is sent
+    first.
+    """
     async with Conversation(server, path, subprotocol, **headers) as client:
         document = await client.document()
         if click:
@@ -79,14 +85,16 @@ def document_from(server, *words, **more):
 
 
 def refused_status(server, *words, **more):
-    """The status with which a websocket is refused before it opens."""
+    """The status with which the server refuses a websocket before it opens."""
     with pytest.raises(HTTPClientError) as error:
         document_from(server, *words, **more)
     return error.value.code
 
 
 def open_page(server, token=OPERATORS):
-    """A page as a browser has it: its path, its cookie, and the token of its session."""
+    """Opens a page as a browser does. Returns the page's path, its cookie, and the token of its
+    session.
+    """
     path, cookie = server.enter(token)
     page = server.get(path, Cookie=cookie)
     assert page.status == 200
@@ -123,7 +131,9 @@ ROUTES = [
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_no_route_answers_without_a_token(server, route):
-    """Loopback is no protection: any process of the machine can send requests. The refusal is the same everywhere."""
+    """A loopback address is no protection, since any process of the machine can send requests. All
+    routes refuse in the same way.
+    """
     server.get()  # under `panel serve` the first page installs the gate
     for method in ("GET", "HEAD", "PUT", "OPTIONS"):
         answer = server.get(route, method=method, Cookie=f"gpu-console={OPERATORS}")
@@ -131,7 +141,9 @@ def test_no_route_answers_without_a_token(server, route):
 
 
 def test_a_program_without_the_token_gets_json(server):
-    """The JSON has the shape of OpenAI's and HTTP's errors, since a program cannot use a page with a form."""
+    """The JSON has the shape of OpenAI's errors and of plain HTTP errors. A program could not use a
+    page with a form.
+    """
     server.get()
     for token in ({}, {"Authorization": "Bearer wrong"}):
         answer = server.get(server.path, Accept="application/json", **token)
@@ -144,7 +156,9 @@ def test_a_program_without_the_token_gets_json(server):
 
 
 def test_the_token_opens_the_page_and_leaves_the_url(server):
-    """So it is in no history. Scripts cannot read the cookie, and nobody can guess its path."""
+    """Since the token leaves the URL, it is in no browser history. Scripts cannot read the cookie,
+    and nobody can guess the cookie's path.
+    """
     server.get()
     first = server.get(f"{server.path}?token={OPERATORS}&theme=dark")
     assert first.status == 302 and first.headers["location"].endswith("?theme=dark")
@@ -160,7 +174,9 @@ def test_the_token_opens_the_page_and_leaves_the_url(server):
 
 
 def test_the_page_contains_no_credential(server):
-    """Bokeh writes a request's headers and cookies into the page, which would make HttpOnly useless."""
+    """Bokeh writes a request's headers and cookies into the page. A script could read them there,
+    in spite of HttpOnly.
+    """
     server.get()
     path, cookie = server.enter()
     page = server.get(
@@ -175,7 +191,7 @@ def test_the_page_contains_no_credential(server):
 
 
 def test_a_page_opens_for_the_visitor_it_was_made_for(server):
-    """Under the name of the user who started the server."""
+    """An operator acts under the name of the user who started the server. A viewer may not act."""
     server.get()
     path, cookie, token = open_page(server)
     document = document_from(
@@ -189,7 +205,7 @@ def test_a_page_opens_for_the_visitor_it_was_made_for(server):
 
 
 def test_programs_send_the_token_in_a_header(server):
-    """As Jupyter's clients do; they need neither cookie nor lane."""
+    """Jupyter's clients do the same. They need neither a cookie nor a private path."""
     server.get()
     for scheme in ("Bearer", "token"):
         page = server.get(Authorization=f"{scheme} {OPERATORS}")
@@ -203,7 +219,9 @@ def test_programs_send_the_token_in_a_header(server):
 
 
 def test_a_websocket_needs_the_same_credentials_as_a_page(server):
-    """An invented session does not open one, nor does the token of a real session alone."""
+    """An invented session token opens no websocket. The token of a real session without the cookie
+    does not either.
+    """
     server.get()
     path, cookie, token = open_page(server)
     for words in (FORGED, token, "", "nonsense"):
@@ -214,7 +232,9 @@ def test_a_websocket_needs_the_same_credentials_as_a_page(server):
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null"])
 def test_a_foreign_page_opens_no_websocket(server, origin):
-    """The browser may send the cookie along: another port of the same host is the same site to it."""
+    """For a browser another port of the same host is the same site, so it may send the cookie
+    along.
+    """
     server.get()
     path, cookie, token = open_page(server)
     assert refused_status(server, websocket_of(path), token, cookie=cookie, origin=origin) == 403
@@ -235,7 +255,7 @@ def test_a_viewers_forged_click_does_nothing(server):
 
 
 def test_a_viewer_cannot_join_an_operators_session(server):
-    """With the id of that session, the viewer's page would act with the operator's rights."""
+    """In an operator's session, the viewer's page would act with the operator's rights."""
     server.get()
     path, cookie, token = open_page(server)
     viewers_path, viewers_cookie, _ = open_page(server, VIEWERS)
@@ -244,7 +264,9 @@ def test_a_viewer_cannot_join_an_operators_session(server):
 
 
 def test_a_link_cannot_choose_the_session(server):
-    """With `?bokeh-session-id=` the sender of a link would know its reader's session."""
+    """With `?bokeh-session-id=` the sender of a link would know the session of the person who
+    follows it.
+    """
     server.get()
     path, cookie = server.enter()
     for more in (
@@ -257,7 +279,9 @@ def test_a_link_cannot_choose_the_session(server):
 
 
 def test_a_token_can_be_typed_into_the_form(server):
-    """The form sends it in its body. A URL of an earlier start also leads to the page."""
+    """The form sends the token in its body. A URL of an earlier start of the server also leads to
+    the page.
+    """
     server.get()
     form = {"Content_Type": "application/x-www-form-urlencoded"}
     for where, up in ((server.path, "./"), ("/an-older-lane/console", "../")):
@@ -275,7 +299,9 @@ def test_a_token_can_be_typed_into_the_form(server):
 
 
 def test_a_foreign_cookie_of_the_same_name_locks_nobody_out(server):
-    """Any server of the same host can set one for all paths, and browsers send both."""
+    """Any server of the same host can set such a cookie for all paths. Browsers then send both
+    cookies.
+    """
     server.get()
     path, cookie = server.enter()
     for cookies in (f"{cookie}; gpu-console=tossed", f"gpu-console=tossed; {cookie}"):
@@ -283,7 +309,7 @@ def test_a_foreign_cookie_of_the_same_name_locks_nobody_out(server):
 
 
 def test_guesses_are_slowed_and_admitted_visitors_continue(server):
-    """After a few wrong tokens each one waits, and then none is checked."""
+    """After a few wrong tokens, each further one is delayed, and then none is checked."""
     server.get()
     path, cookie = server.enter()
     guesses = [server.get(f"{server.path}?token=wrong{guess}") for guess in range(7)]
@@ -293,7 +319,9 @@ def test_guesses_are_slowed_and_admitted_visitors_continue(server):
 
 
 def test_a_url_prefix_and_a_named_origin_are_respected(folder):
-    """Behind a proxy: its host name is admitted, and the cookie is for a path below the prefix."""
+    """The server is behind a proxy. The proxy's host name is admitted, and the cookie is for a path
+    below the prefix.
+    """
     port = free_port()
     words = panel_serve(
         folder,
@@ -328,7 +356,9 @@ def test_a_url_prefix_and_a_named_origin_are_respected(folder):
 
 
 def test_tokens_are_in_no_log_and_on_no_command_line(server):
-    """Other users read command lines, and logs are copied. The output is a file here, so it has no token either."""
+    """Other users can read command lines, and logs are copied. Here the output is a file, so it has
+    no token either.
+    """
     server.get()
     for path in (
         f"{server.path}?token={OPERATORS}",

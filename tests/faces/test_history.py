@@ -1,4 +1,6 @@
-"""The chart of a device's history: every byte of every moment, in as few rectangles as possible."""
+"""The chart of a device's history. It shows every byte of every moment, in as few rectangles as
+possible.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ def evicted(
 
 
 def history_of(*moments, events=(), start=0.0, end=None):
-    """The history of sim:0 with these moments."""
+    """The history of sim:0 with these moments, as the chart draws it."""
     return device_history(
         moments, events, "sim:0", start, moments[-1].wall + 10 if end is None else end
     )
 
 
 def test_memory_held_without_a_change_is_one_rectangle():
-    """The number of moments that show the memory makes no difference."""
+    """The number of rectangles does not depend on the number of recorded moments."""
     drawn = history_of(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
     assert drawn.intervals == (HeldInterval("qwen@1", 0, 100, 0, 8 * GIB),)
 
@@ -67,7 +69,7 @@ CLAIMS = st.dictionaries(
     )
 )
 def test_at_each_moment_the_stack_is_what_was_claimed_and_measured(drawn):
-    """No byte is lost, added or drawn twice, even where many leases are gathered."""
+    """No byte is lost, added or drawn twice, even if many leases are gathered."""
     moments = [
         Moment(10.0 * n, "sim:0", 80 * GIB, 72 * GIB, measured, Level.LOW, claims=claims)
         for n, (claims, measured) in enumerate(drawn)
@@ -84,7 +86,7 @@ def test_at_each_moment_the_stack_is_what_was_claimed_and_measured(drawn):
 
 
 def test_the_leases_that_held_least_are_gathered():
-    """A day has many kernels; a chart can show a dozen leases apart."""
+    """There are many kernels in a day, but a chart can show only about a dozen leases apart."""
     drawn = history_of(moment(0, **{f"m{n}": 0.1 + n / 10 for n in range(20)}))
     assert len(drawn.labels) == history.MOST_LEASES - 1 and drawn.labels[0] == "m19@1"
     assert drawn.intervals[-1].label == OTHERS
@@ -97,14 +99,14 @@ def test_unleased_memory_is_on_top_of_the_stack():
 
 
 def test_an_unknown_measurement_is_not_zero():
-    """Only claims are drawn; the rest is unknown."""
+    """Without a measurement only the claims are drawn. The rest is unknown."""
     assert [run.label for run in history_of(moment(0, measured=None, qwen=8)).intervals] == [
         "qwen@1"
     ]
 
 
 def test_a_gap_in_the_record_stays_a_gap():
-    """Where nothing was sampled for an hour, the use in that hour is unknown."""
+    """For an hour nothing was sampled, so the use in that hour is unknown."""
     drawn = history_of(
         moment(0, qwen=8),
         moment(10, qwen=8),
@@ -157,7 +159,7 @@ def test_only_evictions_of_this_device_and_time_are_marked():
 
 
 def test_marks_that_are_too_close_become_one_with_their_number():
-    """Ten thousand events in a day are a few hundred marks."""
+    """Ten thousand events in a day are drawn as a few hundred marks."""
     drawn = history_of(
         moment(0), moment(86_390), events=[evicted(float(n)) for n in range(0, 86_400, 10)]
     )
@@ -169,7 +171,7 @@ def test_marks_that_are_too_close_become_one_with_their_number():
 
 
 def test_a_lease_is_named_by_its_notebook_where_that_is_known():
-    """For a process that has ended only the pid is known."""
+    """If the process has ended, only its pid is known."""
     assert history.lease_titles(["qwen@4000", "qwen@9"], samples.busy) == {
         "qwen@4000": "qwen · train.ipynb",
         "qwen@9": "qwen · pid 9",
@@ -188,7 +190,7 @@ def test_an_empty_chart_shows_why_it_is_empty():
 
 
 def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
-    """The browser draws them all again at each zoom."""
+    """The browser draws all rectangles again at each zoom."""
     day = pasts.day()
     assert (
         100
@@ -224,7 +226,7 @@ def test_the_window_moves_on_with_the_time():
 
 
 def test_a_zoomed_window_stays_until_it_is_reset():
-    """Otherwise the chart would move away while it is read."""
+    """If the window followed the time, the chart would move away while it is read."""
     shown = drawn_at(1000)
     shown.time.update(start=500_000, end=600_000)
     assert window(drawn_at(1010, shown)) == (500, 600)

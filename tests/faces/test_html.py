@@ -1,4 +1,4 @@
-"""The HTML of a notebook: safe, the same each time, and readable without colours."""
+"""The HTML that a notebook shows. It is safe, the same each time, and readable without colours."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VOID = {"br", "img", "hr"}
 
 
 class Tree(HTMLParser):
-    """Collects the tags, and fails if one is not closed in the right place."""
+    """A parser that collects the tags and fails if a tag is not closed in the right place."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def tree(page: str) -> Tree:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_answer_has_text_and_well_formed_html(name):
-    """There is always text/plain: notebooks are also read as files, and in terminals."""
+    """Every answer also has text/plain, since notebooks are read as files and in terminals, too."""
     bundle = PAGES[name]._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "text/html"} and bundle["text/plain"].strip()
     assert tree(bundle["text/html"]).tags <= {
@@ -92,14 +92,14 @@ def test_every_answer_has_text_and_well_formed_html(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_nothing_in_a_page_is_random_or_loaded_from_elsewhere(name):
-    """Executed notebooks can be compared, and can be opened without a network."""
+    """Executed notebooks can then be compared, and can be opened without a network."""
     page = PAGES[name]._repr_mimebundle_()["text/html"]
     assert page == PAGES[name]._repr_mimebundle_()["text/html"]
     assert not re.search(r"\bid=|<script|https?://|url\(|@import", page)
 
 
 def test_names_are_escaped_wherever_they_are_shown():
-    """In tables, bars, tooltips and sentences."""
+    """The names are escaped in tables, bars, tooltips and sentences."""
     found = tree(PAGES["hostile"]._repr_mimebundle_()["text/html"])
     assert "img" not in found.tags and "script" not in found.tags
     assert not [value for key, value in found.attributes if key.startswith("on")]
@@ -107,7 +107,7 @@ def test_names_are_escaped_wherever_they_are_shown():
 
 
 def test_status_has_a_table_of_holders():
-    """Every name, size, place, holder and state has a cell of its own."""
+    """Each lease's name, size, place, holder, importance and state has a cell of its own."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"]
     table = page[page.index('<table class="gpuc-table"') :]
     rows = [
@@ -139,7 +139,7 @@ def test_the_label_of_a_bar_has_its_content_in_words():
 
 
 def test_the_segments_of_a_bar_are_not_longer_than_the_bar():
-    """In an overdraft the scale grows with the claimed bytes."""
+    """If a device is overdrawn, the scale of its bar grows with the claimed bytes."""
     for name in ("busy", "overdraft", "eight"):
         page = PAGES[name]._repr_mimebundle_()["text/html"]
         bars = page.split('<div class="gpuc-fill"')[1:]
@@ -152,7 +152,9 @@ def test_the_segments_of_a_bar_are_not_longer_than_the_bar():
 
 
 def test_the_colour_of_a_model_is_always_the_same():
-    """It depends on the name only: not on the notebook, the day, or the other models."""
+    """The colour depends only on the model's name: not on the notebook, the day, or the other
+    models.
+    """
     assert {name: elements.look(name) for name in ("qwen", "reranker", "mistral")} == {
         "qwen": ("#e69f00", "#000000", "gpuc-t0"),
         "reranker": ("#f0e442", "#000000", "gpuc-t1"),
@@ -163,7 +165,7 @@ def test_the_colour_of_a_model_is_always_the_same():
 
 
 def test_a_notebook_that_is_not_trusted_yet_has_its_bars():
-    """JupyterLab removes the style sheet, and keeps inline styles."""
+    """JupyterLab removes the style sheet of an untrusted notebook and keeps its inline styles."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"].split("</style>")[1]
     assert page.count("float:left;width:") == 3 and page.count("text-align:") > 10
 
@@ -178,6 +180,6 @@ def test_every_page_shows_that_devices_are_simulated():
 
 
 def test_an_answer_has_the_attributes_of_its_value():
-    """`(%gpu plan gemma).granted` works as on the plan itself."""
+    """`(%gpu plan gemma).granted` reads the attribute of the plan itself."""
     assert PAGES["plan"].granted and PAGES["plan"].value is samples.fits
     assert [event.model for event in PAGES["why"]] == ["llama", "llama", "qwen", "qwen"]

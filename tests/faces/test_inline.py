@@ -1,5 +1,5 @@
-"""The console as a Panel object in a notebook: where it cannot be live, and what stays in the
-file.
+"""The console as a Panel object in a notebook: where it is live, where it is a picture, and what
+the file keeps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .test_magics import run
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The entry point `console`, as the package's metadata has it."""
+    """Installs the entry point `console`, as the package's metadata declares it."""
     entry = SimpleNamespace(load=lambda: Inline)
     monkeypatch.setattr(
         console_hook,
@@ -90,7 +90,9 @@ def test_a_front_end_without_comms_gets_a_static_picture(shown, rt):
     ],
 )
 def test_only_a_browser_gets_the_live_page(monkeypatch, header, live):
-    """Jupyter's pages name no user in their requests; programs that run notebooks do."""
+    """The requests of Jupyter's pages do not name a user. The requests of programs that run
+    notebooks do.
+    """
     shell = SimpleNamespace(kernel=SimpleNamespace(get_parent=lambda: {"header": header}))
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     assert (inline._browser() is shell) == live
@@ -114,7 +116,8 @@ def test_a_console_that_was_never_shown_is_freed(rt):
 
 
 def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
-    """A notebook's browser cannot resolve a component that is defined after its page was shown.
+    """The browser of a notebook cannot resolve a component that was defined after its page was
+    shown.
 
     The served page can resolve it, so only JupyterLab would show the fault.
     """
@@ -168,7 +171,9 @@ def test_a_text_cannot_end_its_script_element():
 
 
 def test_a_page_in_an_unknown_format_is_unchanged():
-    """A later Panel may write it differently; then the page is large and still works."""
+    """A later version of Panel may write the page differently. Then the page is large, but still
+    works.
+    """
     assert inline_assets.split("<div>something else</div>", "still") == (
         "<div>something else</div>",
         {},
@@ -192,7 +197,9 @@ def test_resources_are_removed_from_the_output():
 
 
 def test_panels_style_sheets_are_sent_inline():
-    """For later changes Panel uses its CDN; without internet the page would have no style."""
+    """For later changes Panel would use its CDN. Without internet the page would then have no
+    style.
+    """
     styles = inline_assets.LocalStyles()
     url = f"{CDN_DIST}css/loading.css?v=1"
     assert (

@@ -1,4 +1,4 @@
-"""The same lease has the same label in every face: its state, its holder, its cards."""
+"""Every face shows the same label for the same lease: its state, its holder and its cards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LEASES = {
 
 
 def world_of(lease):
-    """The sample snapshot with this lease as its only one."""
+    """The sample snapshot with `lease` as its only lease, and the section of that lease."""
     section = replace(busy.sections[lease.owner], leases=(lease,))
     others = {id: replace(one, leases=()) for id, one in busy.sections.items()}
     return replace(busy, sections={**others, lease.owner: section}), section
@@ -51,7 +51,9 @@ def world_of(lease):
 
 @pytest.mark.parametrize("state", LEASES)
 def test_the_state_of_a_lease_is_the_same_in_every_face(state):
-    """In `%gpu` and its HTML, and on the console's bars and in its tables, which round durations."""
+    """The faces are `%gpu`, its HTML, and the bars and tables of the console. The tables round
+    durations.
+    """
     lease = Lease(BOB.id, "qwen", **{"shares": (Share("sim:0", 8),), **LEASES[state]})
     world, section = world_of(lease)
     assert next(row.state for row in views.holdings(world) if row.name == "qwen") == state
@@ -63,7 +65,9 @@ def test_the_state_of_a_lease_is_the_same_in_every_face(state):
 
 @pytest.mark.parametrize("owner", [ME, BOB], ids=["mine", "another's"])
 def test_the_holder_of_a_lease_is_the_same_in_every_face(owner):
-    """The process that looks is `this process`; another user's has the user's name."""
+    """The holder is `this process` for the process that looks. For another user's process, the
+    label has the user's name.
+    """
     lease = Lease(owner.id, "qwen", shares=(Share("sim:0", 8),))
     world, _ = world_of(lease)
     label = views.holder(world, owner.id)
@@ -76,7 +80,7 @@ def test_the_holder_of_a_lease_is_the_same_in_every_face(owner):
     ("backend", "label"), [("vllm", "GPUs: 0,1 (TP:2)"), ("torch", "GPUs: 0,1")]
 )
 def test_the_cards_of_a_plan_are_those_of_the_lease_that_follows(backend, label):
-    """Equal shares of a model that is cut between its layers are not tensor parallel."""
+    """A model that is cut between its layers is not tensor parallel, even if its shares are equal."""
     cards = (Device("sim:0", 8, simulated=True), Device("sim:1", 8, simulated=True, index=1))
     limits = {"sim:0": 8, "sim:1": 8}
     world = World(NOW, 0.0, cards, limits)
@@ -89,7 +93,7 @@ def test_the_cards_of_a_plan_are_those_of_the_lease_that_follows(backend, label)
 
 
 def test_an_engine_is_tensor_parallel_if_its_command_line_says_so():
-    """`TENSOR_PARALLEL` is written by hand; this compares it with the engines' own recipes."""
+    """`TENSOR_PARALLEL` is written by hand. The test compares it with the recipes of the engines."""
     parallel = {name for name in RECIPES if "--tensor-parallel-size" in source_of(recipe(name))}
     assert parallel == TENSOR_PARALLEL
     assert cards_label((Share("cuda:0", 1), Share("cuda:1", 1)), "fake") == "GPUs: 0,1"
@@ -101,7 +105,7 @@ def source_of(module):
 
 @pytest.mark.parametrize("words", ["(TP:", '"this process"', 'f"warm, '])
 def test_the_words_are_written_in_one_file(words):
-    """A second copy is how they came to differ."""
+    """With a second copy of the words, two faces could differ again."""
     code = {path: re.sub(r'"""(?s:.*?)"""|#.*', "", path.read_text()) for path in sources()}
     found = [str(path.relative_to(ROOT)) for path, lines in code.items() if words in lines]
     assert found == ["gpu_runtime/facts/labels.py"]

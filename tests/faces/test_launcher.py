@@ -1,4 +1,6 @@
-"""The tile in JupyterLab's launcher: clicked in a real JupyterLab, and closed to strangers."""
+"""The tile in JupyterLab's launcher: a click in a real JupyterLab opens the console, and strangers
+cannot open it.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ GROUP = "jupyter_serverproxy_servers"
 
 
 def as_installed(place: Path) -> Path:
-    """A folder whose metadata declares the entry points of this checkout, as an installation of it would.
+    """A folder with metadata that declares this checkout's entry points, as an installation would.
 
-    It has the distribution's own name and is first on the path, so it hides an installed version.
+    The metadata has the distribution's own name and is first on the path. So it hides an installed
+    version.
     """
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         GROUP
@@ -80,7 +83,7 @@ def jupyter(tmp_path_factory):
 
 
 def get(port, path, **headers):
-    """Status and body of the answer; status 0 if there is none."""
+    """The status and the body of the answer. The status is 0 if there is no answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
     try:
         connection.request("GET", path, headers=headers)
@@ -105,7 +108,7 @@ def test_the_launcher_has_a_tile_with_title_and_icon(jupyter):
 
 
 def test_jupyters_token_guards_the_console(jupyter):
-    """Without it the console does not even start; with it no other token is needed."""
+    """Without Jupyter's token the console does not even start. With it, no other token is needed."""
     status, body = get(jupyter, "/gpu-console/")
     assert status in (302, 403) and "GPU console" not in body
     status, body = get(jupyter, "/gpu-console/", Authorization=f"token {JUPYTERS}")
@@ -113,7 +116,7 @@ def test_jupyters_token_guards_the_console(jupyter):
 
 
 def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
-    """In a real browser: the page is drawn, and its websocket opens through the proxy."""
+    """In a real browser the page is drawn, and its websocket opens through Jupyter's proxy."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("needs Debian's chromium")

@@ -1,4 +1,6 @@
-"""Notebooks of plain code on the console: their rows, Park and Unpark, and the variables of one."""
+"""Notebooks of plain code on the console: their rows, the buttons Park and Unpark, and the list of
+a notebook's variables.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_park_says_why_it_cannot_be_pressed(more, why):
 
 
 def test_a_notebook_that_could_not_be_parked_says_why():
-    """In the words of its own process; once the pause is over, it may be tried again."""
+    """The reason is in the words of the notebook's own process. Once the pause is over, parking may
+    be tried again.
+    """
     because = "kernel stays where it is: a thread of its own runs (worker)."
     failed = replace(event(9, "kernel", "failed", because), owner=BOB.id)
     stuck = kernel(moves_again_at=NOW + 5)
@@ -148,7 +152,7 @@ def test_nothing_is_done_if_it_changed_since_the_click(verb, before, after, word
 
 
 def test_parking_waits_for_a_bounded_time():
-    """`rt.park` waits without limit."""
+    """`rt.park` itself would wait without a limit."""
     asked = []
 
     def act(name):
@@ -180,7 +184,7 @@ class _nothing:
 
 @pytest.fixture
 def tab(monkeypatch):
-    """The tab of a session; `who` runs at once instead of in a thread."""
+    """The tab of a session. `who` runs at once instead of in a thread."""
     monkeypatch.setattr("gpu_panels.tabs.leases.threads.start", lambda run: run())
 
     def make(who, may_act=True):

@@ -1,4 +1,6 @@
-"""Other ways in than a token: Panel's own login, with roles for names; and a private Unix socket."""
+"""Ways to log in without a token: Panel's own login, with roles for names, and a private Unix
+socket.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ FORM = {"Content_Type": "application/x-www-form-urlencoded"}
 
 @pytest.fixture(scope="module")
 def asking(tmp_path_factory):
-    """A console with names and passwords: ann may act, bob may read, eve has an account and no role."""
+    """A console with names and passwords. ann may act, bob may read, and eve has an account but no
+    role.
+    """
     folder, port = tmp_path_factory.mktemp("login"), free_port()
     (folder / "people.json").write_text(json.dumps(PEOPLE))
     environ = {
@@ -61,7 +65,7 @@ def asking(tmp_path_factory):
 
 
 def cookies_of(server, name):
-    """The cookies of a person who typed their password."""
+    """Logs in as a browser does, with the person's password. Returns the cookies."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.request(
         "POST",
@@ -90,7 +94,9 @@ def test_a_login_gives_the_role_of_its_name(asking):
 
 
 def test_an_account_without_a_role_is_refused(asking):
-    """With OAuth everybody has an account somewhere. A guest has no role, even if an account has that name."""
+    """With OAuth everybody has an account somewhere. A guest has no role, even if an account has
+    that name.
+    """
     cookies = cookies_of(asking, "eve")
     answer = asking.get(Cookie=cookies)
     assert answer.status == 403 and "eve has logged in, and has no role here" in answer.body
@@ -101,7 +107,7 @@ def test_an_account_without_a_role_is_refused(asking):
 
 
 def test_without_a_login_only_the_login_page_answers(asking):
-    """`--oauth-optional` would admit guests: they get a page of Panel's without any content of ours."""
+    """`--oauth-optional` would admit guests. They get a page of Panel without any content of ours."""
     for path in (
         "/console/metadata",
         "/console/autoload.js?bokeh-autoload-element=1",
@@ -118,7 +124,7 @@ def test_without_a_login_only_the_login_page_answers(asking):
 
 
 def test_a_forged_login_is_no_login(asking):
-    """The cookie is signed, and tokens do not count here."""
+    """The login cookie is signed. On this console tokens do not count."""
     page = asking.get(Cookie=cookies_of(asking, "bob")).session_token
     for forged in (
         "user=ann",
@@ -146,7 +152,7 @@ def test_a_foreign_page_opens_no_websocket_with_a_logins_cookie(asking):
 
 
 def test_passwords_are_slowed(asking):
-    """A few are free, then one a second. Logged-in visitors continue."""
+    """A few passwords are checked at once, then one a second. Visitors who are logged in continue."""
     cookies = cookies_of(asking, "ann")
     body = urlencode({"username": "ann", "password": "guess"})
     answers = [asking.get("/login", method="POST", body=body, **FORM).status for _ in range(20)]
@@ -158,7 +164,7 @@ def test_passwords_are_slowed(asking):
 
 
 class Provider(BaseHTTPRequestHandler):
-    """A minimal OAuth provider: the code that it gets is the token, and the token is the name."""
+    """A minimal OAuth provider. The code that it receives is the token, and the token is the name."""
 
     def do_POST(self):
         body = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
@@ -182,7 +188,9 @@ class Provider(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def oauth(tmp_path_factory):
-    """A console with a provider, by Panel's own options. Its cookie secret is in the environment."""
+    """A console that uses a provider through Panel's own options. The cookie secret is in the
+    environment.
+    """
     folder, port = tmp_path_factory.mktemp("oauth"), free_port()
     provider = ThreadingHTTPServer(("127.0.0.1", 0), Provider)
     threading.Thread(target=provider.serve_forever, daemon=True).start()
@@ -214,7 +222,7 @@ def oauth(tmp_path_factory):
 
 
 def by_oauth(server, name):
-    """The cookies of a person with this name at the provider, obtained as a browser obtains them."""
+    """Logs in through the provider as a browser does, as the person `name`. Returns the cookies."""
     asked = server.get("/login?next=/console")
     assert asked.status == 302 and "/authorize?" in asked.headers["location"]
     state = parse_qs(urlsplit(asked.headers["location"]).query)["state"][0]
@@ -236,7 +244,7 @@ def by_oauth(server, name):
 
 
 def test_a_provider_proves_names_and_the_settings_give_them_roles(oauth):
-    """Everybody has an account at the provider. The operator chooses the field that is the name."""
+    """Everybody has an account at the provider. The operator chooses which field is the name."""
     assert oauth.get().status == 302 and "/login" in oauth.get().headers["location"]
     for name, may_act in (("ann", True), ("bob", False)):
         cookies = by_oauth(oauth, name)
@@ -249,7 +257,7 @@ def test_a_provider_proves_names_and_the_settings_give_them_roles(oauth):
 
 
 def test_a_name_from_the_provider_is_shown_as_text(oauth):
-    """A person who chooses their name there might choose markup."""
+    """People choose their own names at the provider, so a name might be markup."""
     answer = oauth.get(Cookie=by_oauth(oauth, "<img src=x onerror=alert(1)>"))
     assert answer.status == 403 and "&lt;img src=x" in answer.body and "<img" not in answer.body
 
@@ -275,7 +283,7 @@ def private(request, tmp_path_factory):
 
 
 def test_a_private_socket_needs_no_token(private):
-    """The kernel reports the user of the connection; other users cannot even connect."""
+    """The kernel reports the user of the connection. Other users cannot even connect."""
     assert stat.S_IMODE(os.stat(private.socket).st_mode) == 0o600
     page = private.get()
     assert page.status == 200 and page.session_token
@@ -283,13 +291,15 @@ def test_a_private_socket_needs_no_token(private):
 
 
 def test_a_foreign_page_is_refused_on_the_socket_too(private):
-    """Jupyter's proxy passes on the browser's origin."""
+    """Jupyter's proxy passes on the `Origin` header of the browser."""
     assert private.get(Origin="http://evil.example", Host="localhost:8888").status == 403
     assert private.get(Origin="http://localhost:8888", Host="localhost:8888").status == 200
 
 
 def test_the_proxys_credentials_are_not_in_the_page(private):
-    """It passes on Jupyter's own cookies and token; a script in the page could read them."""
+    """The proxy passes on Jupyter's cookies and token. A script in the page must not be able to
+    read them.
+    """
     page = private.get(
         f"{private.path}?token=jupyters",
         Cookie="username-localhost-8888=jupyters",
@@ -305,7 +315,7 @@ def test_the_proxys_credentials_are_not_in_the_page(private):
 
 
 def status_for_nobody(path):
-    """The status that a process of the user `nobody` gets on that socket, or its error."""
+    """The status that a process of the user `nobody` receives on the socket, or its error."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -330,7 +340,9 @@ def status_for_nobody(path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
 def test_another_user_needs_the_token_even_if_the_socket_is_open_to_them(tmp_path):
-    """Normally they cannot connect. If its mode or directory was changed, the kernel reports their user id."""
+    """Normally other users cannot connect. If the mode of the socket or directory was changed, the
+    kernel reports their user id.
+    """
     folder = Path(tempfile.mkdtemp(prefix="gpu-"))
     path = str(folder / "s")
     try:
@@ -355,7 +367,7 @@ def mine(tmp_path):
 
 
 def test_a_new_directory_is_private(mine):
-    """Whatever the umask is."""
+    """The directory is private whatever the umask is."""
     before = os.umask(0)
     try:
         assert sockets.prepare(str(mine / "new" / "s")) == mine / "new" / "s"
@@ -373,7 +385,9 @@ def test_a_directory_that_others_may_enter_is_refused(mine, mode):
 
 
 def test_a_directory_that_others_could_replace_is_refused(mine):
-    """A user who may rename a directory above it could put their own server there, and would get Jupyter's cookies."""
+    """A user who may rename a directory above it could put their own server there, and would
+    receive Jupyter's cookies.
+    """
     inner = mine / "shared" / "mine"
     inner.mkdir(parents=True)
     inner.chmod(0o700)
@@ -388,7 +402,9 @@ def test_a_directory_that_others_could_replace_is_refused(mine):
 
 
 def test_an_existing_file_or_server_is_not_replaced(mine):
-    """A file stays, a link is not followed, a listening server stays. A socket without a server is removed."""
+    """A file stays, a link is not followed, and a listening server keeps its socket. A socket
+    without a server is removed.
+    """
     (mine / "file").write_text("precious")
     (mine / "link").symlink_to(mine / "elsewhere")
     for name in ("file", "link"):
@@ -412,7 +428,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused(mine):
 
 
 def test_the_first_free_port_is_used_unless_one_was_named():
-    """On a shared machine the first ones belong to other users' consoles."""
+    """On a shared machine, other users' consoles have the first ports."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -426,7 +442,7 @@ def test_the_first_free_port_is_used_unless_one_was_named():
 
 
 def test_an_interrupted_console_leaves_nothing(tmp_path):
-    """No traceback, and the socket is removed."""
+    """There is no traceback, and the socket is removed."""
     tmp_path.chmod(0o700)
     path = str(tmp_path / "s")
     with serving(console(tmp_path, socket_path=path), tmp_path, socket_path=path) as server:
@@ -437,7 +453,7 @@ def test_an_interrupted_console_leaves_nothing(tmp_path):
 
 
 def test_read_only_makes_every_visitor_a_viewer(tmp_path):
-    """The operator too: it is for a screen on the wall."""
+    """The operator becomes a viewer, too. The option is meant for a screen on the wall."""
     port = free_port()
     environ = {"GPU_CONSOLE_TOKEN": OPERATORS}
     with serving(
@@ -449,7 +465,7 @@ def test_read_only_makes_every_visitor_a_viewer(tmp_path):
 
 
 def test_each_start_makes_a_new_token(environment):
-    """Unless one is set. No settings page shows a token."""
+    """A token that is set stays the same at each start. No settings page shows a token."""
     first, second = http_server.access_rules(), http_server.access_rules()
     assert (
         len(first.operator_token) > 40
@@ -468,7 +484,9 @@ def test_each_start_makes_a_new_token(environment):
 
 
 def test_only_a_terminal_gets_the_url_with_the_token(environment, tmp_path):
-    """Otherwise the output is a log, and the URL is in a file that nobody else can read."""
+    """If the output is not a terminal, it may be a log. The URL is then in a file that nobody else
+    can read.
+    """
     environment.setenv("XDG_STATE_HOME", str(tmp_path))
     address = f"http://127.0.0.1:8211/?token={OPERATORS}"
     environment.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))

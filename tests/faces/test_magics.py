@@ -1,4 +1,4 @@
-"""%gpu and %%gpu in a shell: every verb, every kind of error, and the state after them."""
+"""%gpu and %%gpu in a shell: every verb, every kind of error, and the state afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @pytest.fixture
 def models(rt, monkeypatch, tmp_path):
-    """Two models that do not fit together; qwen is on the card, llama in RAM."""
+    """Two models that do not fit together. qwen is on the card and llama is in RAM."""
     for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
         rt.register(name, backend="fake", size=size)
         rt.preload(name)
@@ -37,7 +37,7 @@ def models(rt, monkeypatch, tmp_path):
 
 
 def run(shell, cell):
-    """The value of a cell. Raises the cell's error."""
+    """Runs a cell and returns its value. Raises the error of the cell."""
     with capture_output(display=False):
         outcome = shell.run_cell(cell)
     outcome.raise_error()
@@ -102,7 +102,7 @@ FRAMES = {
 
 @pytest.mark.parametrize("words", SHOWN)
 def test_a_verb_returns_a_value_that_displays_itself(shell, models, words):
-    """As text, and as HTML for a browser."""
+    """The value is displayed as text, and as HTML in a browser."""
     answer = run(shell, f"%gpu {words}")
     assert SHOWN[words] in repr(answer)
     assert set(answer._repr_mimebundle_()) == {"text/plain", "text/html"}
@@ -110,7 +110,7 @@ def test_a_verb_returns_a_value_that_displays_itself(shell, models, words):
 
 @pytest.mark.parametrize("words", FRAMES)
 def test_a_table_is_a_dataframe(shell, models, words):
-    """`df = %gpu models` works, with the columns that notebooks use."""
+    """`df = %gpu models` returns a data frame with the columns that notebooks use."""
     frame = run(shell, f"df = %gpu {words}\ndf")
     assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == FRAMES[words].split()
 
@@ -134,7 +134,7 @@ def test_gpuctl_is_a_second_name_for_the_magic(shell, models):
 
 
 def test_an_answer_can_be_stored_and_silenced(shell, models):
-    """-o also stores the answer under a name; a semicolon hides it."""
+    """`-o` also stores the answer under a name. A semicolon hides the answer."""
     answer = run(shell, "%gpu plan qwen -o planned")
     assert shell.user_ns["planned"] is answer and answer.value.granted
     assert printed(shell, "%gpu health;") == ""
@@ -163,7 +163,7 @@ def test_json_is_valid_text_and_a_tree(shell, models, words):
 
 
 def test_unknown_values_are_null_in_json(shell, models):
-    """JSON has no NaN."""
+    """JSON cannot represent NaN."""
     models.register("new", backend="fake", size="1GiB")
     row = next(row for row in json.loads(run(shell, "%gpu models --json")) if row["name"] == "new")
     assert row["where"] == "disk" and row["idle_seconds"] is None
@@ -171,7 +171,7 @@ def test_unknown_values_are_null_in_json(shell, models):
 
 @pytest.mark.parametrize("verb", render.EMPTY)
 def test_an_empty_table_says_what_to_type(shell, verb):
-    """The frame itself is unchanged; the sentence is a display of its own."""
+    """The data frame itself is not changed. The sentence is a separate display."""
     with capture_output(display=False) as captured:
         frame = shell.run_cell(f"%gpu {verb}").result
     if frame.empty:
@@ -181,13 +181,13 @@ def test_an_empty_table_says_what_to_type(shell, verb):
 
 
 def test_python_values_are_displayed_like_the_magics(shell, models):
-    """`rt.status()` at the end of a cell looks as `%gpu` does."""
+    """`rt.status()` at the end of a cell looks like `%gpu`."""
     assert "1 simulated GPU" in printed(shell, "rt.status()")
     assert "qwen is loaded already" in printed(shell, "rt.plan('qwen')")
 
 
 def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
-    """Quotes are removed, as in a shell."""
+    """Quotes are removed, as a shell does."""
     (tmp_path / "my model").mkdir()
     with pytest.raises(errors.NotAModel) as caught:
         run(shell, f"%gpu load new '{tmp_path}/my model'")
@@ -197,7 +197,7 @@ def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
 
 
 def test_a_failed_load_leaves_the_name_free(shell, models, tmp_path):
-    """The next try, with the right source, does not fail because the name is in use."""
+    """The next attempt with the right source must not fail because the name is taken."""
     with pytest.raises(errors.LoadFailed):
         run(shell, f"%gpu load new {tmp_path}")
     run(shell, "%gpu load new --backend fake --size 1GiB --importance high --keep")
@@ -243,7 +243,7 @@ def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
     ],
 )
 def test_a_failure_is_a_gpu_error_and_is_shown_as_one_sentence(shell, models, line, kind):
-    """It has no traceback of the magic. It is raised, so that nbval sees it."""
+    """The error has no traceback of the magic. It is raised, so that nbval notices it."""
     with pytest.raises(kind):
         run(shell, f"%gpu {line}")
     shown = printed(shell, f"%gpu {line}")
@@ -277,7 +277,9 @@ def held(rt):
 
 
 def test_a_cell_runs_in_the_users_namespace_under_a_lease(shell, rt):
-    """Its last expression is displayed, as in any cell, and then the memory that it used."""
+    """The value of the last expression is displayed, as in any cell. Then the memory that the cell
+    used is shown.
+    """
     shown = printed(
         shell, "%%gpu 8GiB\nkind = [(l.kind, l.bytes) for l in rt.status().leases()]\nlen(kind)"
     )
@@ -300,7 +302,7 @@ def test_a_semicolon_silences_the_last_expression_only(shell, rt):
 )
 @pytest.mark.parametrize("line", ["8GiB", "--model llama", "1GiB --model llama --importance high"])
 def test_a_cell_releases_everything_whatever_it_raises(shell, models, line, raises):
-    """It releases the lease, the pin, and the name `model`."""
+    """The lease, the pin and the name `model` are released."""
     printed(shell, f"%%gpu {line}\nseen = [l.pins for l in rt.status().leases()]\n{raises}")
     assert any(shell.user_ns["seen"])
     assert held(models) == [] and "model" not in shell.user_ns
@@ -308,7 +310,9 @@ def test_a_cell_releases_everything_whatever_it_raises(shell, models, line, rais
 
 
 def test_a_traceback_shows_the_users_own_lines_once(shell, rt):
-    """Lines are counted as in the notebook, with the magic's line. No line of the magic's code is shown."""
+    """Lines are counted as in the notebook, including the line of the magic. No line of the magic's
+    own code is shown.
+    """
     shown = printed(shell, "%%gpu 1GiB\ndef f():\n    1 / 0\n\nf()")
     assert shown.count("ZeroDivisionError") == 2  # its head and its last line
     assert "line 5" in shown and "line 3, in f()" in shown
@@ -316,7 +320,9 @@ def test_a_traceback_shows_the_users_own_lines_once(shell, rt):
 
 
 def test_a_traceback_ends_with_its_error(shell, rt):
-    """The function added to an error refers to no frame, so the user's tensors end with the error."""
+    """The function that is added to an error refers to no frame. So the user's tensors become free
+    when the error is dropped.
+    """
     printed(shell, "%%gpu 1GiB\nraise ValueError('x')")
     render_own = sys.last_value._render_traceback_
     assert not [
@@ -346,7 +352,7 @@ OUT_OF_MEMORY = "raise MemoryError('Tried to allocate 2.00 GiB')"
 
 @pytest.fixture
 def room(shell, rt, monkeypatch):
-    """What the front end says after an out-of-memory error, and the errors that it was asked about."""
+    """The errors for which the extension was asked to make room, and the answers that it will give."""
     asked, answers = [], []
 
     def make_room(error):
@@ -385,7 +391,7 @@ def test_a_cell_never_runs_again_unasked_without_room_or_twice(
 
 
 def test_a_cell_can_hold_a_model_under_the_name_model(shell, models):
-    """The user's own value of `model` is restored after the cell."""
+    """After the cell, the user's own value of `model` is restored."""
     shell.user_ns["model"] = "mine"
     run(
         shell,
@@ -478,7 +484,9 @@ def test_no_progress_is_written_to_a_stream_that_is_no_terminal(tmp_path):
     ],
 )
 def test_tab_offers_verbs_options_and_models(shell, models, text, offered):
-    """It works in a line magic, a cell magic and an assignment, and offers nothing else."""
+    """Completion works in a line magic, in a cell magic and in an assignment. It offers no other
+    words.
+    """
     with capture_output(display=False):
         found = [one.text for one in shell.Completer.completions(text, len(text))]
     assert set(found) == offered
@@ -539,7 +547,7 @@ def state(shell):
 
 
 def test_unloading_removes_everything(fresh_shell, rt):
-    """It also restores a magic that another extension had registered under the same name."""
+    """Another extension's magic of the same name is restored."""
     theirs = fresh_shell.magics_manager.magics["line"]["gpu"] = lambda line: "theirs"
     before = state(fresh_shell)
     for _ in range(2):  # loading twice is loading once
@@ -552,7 +560,9 @@ def test_unloading_removes_everything(fresh_shell, rt):
 
 
 def test_loading_opens_nothing_and_the_first_use_raises_the_error(fresh_shell, monkeypatch):
-    """A bad setting fails in the cell that needs the runtime. It can be corrected without another load."""
+    """A bad setting fails in the cell that needs the runtime. The user can correct it without
+    loading the extension again.
+    """
     opened = []
 
     def fails():
@@ -576,7 +586,7 @@ def test_rt_is_the_runtime_in_the_first_cell_that_names_it(shell, rt):
 
 
 def test_help_is_the_table_of_verbs(shell):
-    """`%gpu?` shows it: one line for each verb."""
+    """`%gpu?` shows the help text, with one line for each verb."""
     doc = shell.find_magic("gpu").__doc__
     assert all(
         f"  %gpu {verb.name}" in doc or verb.name == "status" for verb in verbs.verbs(verbs.MAGIC)
@@ -584,7 +594,7 @@ def test_help_is_the_table_of_verbs(shell):
 
 
 def test_loading_imports_nothing_heavy(child_environment):
-    """The packages of models and tables are imported when the first one is needed."""
+    """The packages for models and tables are imported when they are first needed."""
     code = (
         "from IPython.core.interactiveshell import InteractiveShell as S; import sys; s = S.instance();"
         "s.run_cell('%load_ext gpu'); s.run_cell('%gpu'); assert 'rt' in s.user_ns;"
@@ -609,7 +619,7 @@ def test_values_for_display_are_facts():
 
 
 def test_the_book_shows_that_a_cell_runs_and_when_it_ended(shell, models):
-    """Other processes see whether this notebook runs a cell, and how long it has been idle."""
+    """Other processes can see whether this notebook runs a cell, and how long it has been idle."""
     state = "(lambda s: (s.busy_since, s.idle_since))(rt.status().sections[rt.status().owner.id])"
     run(shell, "1")
     busy, idle = run(shell, state)

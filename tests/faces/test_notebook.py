@@ -1,4 +1,6 @@
-"""A real kernel: the outputs that a notebook keeps, and the errors of failing cells."""
+"""A real kernel runs a notebook. The tests check the outputs that the notebook keeps, and the
+errors of failing cells.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """The outputs of each cell, run once for all tests of this module."""
+    """The outputs of each cell. The notebook runs once for all tests of this module."""
     environment = {"GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": "memory:", "TZ": "UTC"}
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(source) for source in CELLS]
@@ -50,7 +52,7 @@ def test_loading_the_extension_leaves_no_output(outputs):
 
 
 def test_a_load_settles_to_done_and_shows_its_bytes(outputs):
-    """The bar that remains depends on the outcome only."""
+    """The final progress bar depends only on the outcome, so that outputs can be compared."""
     progress, outcome = outputs[1]
     assert progress.data["text/plain"] == f"loading qwen  {'█' * 32}  14.0 GiB, done"
     assert "width:100.00%" in progress.data["text/html"]
@@ -72,7 +74,7 @@ def test_a_magic_can_be_assigned(outputs):
     [(4, "ZeroDivisionError"), (5, "UnknownVerb"), (6, "DoesNotFit"), (8, "KeyboardInterrupt")],
 )
 def test_a_failing_cell_has_one_error_output(outputs, cell, kind):
-    """nbval looks for error outputs."""
+    """nbval notices a failing cell by its error output."""
     errors = [output for output in outputs[cell] if output.output_type == "error"]
     assert [error.ename for error in errors] == [kind]
     shown = "\n".join(errors[0].traceback)
@@ -86,7 +88,7 @@ def test_the_errors_of_the_magic_are_a_sentence(outputs):
 
 
 def test_bad_syntax_goes_to_standard_error(outputs):
-    """As IPython shows all usage errors. For nbval it is no failure."""
+    """IPython shows all usage errors in this way. For nbval they are no failures."""
     assert "Usage: %gpu evict NAME" in "".join(output.get("text", "") for output in outputs[7])
 
 

@@ -1,4 +1,6 @@
-"""What comes next, from the notebook's file and from the executor's command line."""
+"""The cells that come next, as read from the notebook's file and from the command line of the
+program that runs it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ CELLS = [FileCell(f"id{n}", f"x = {n}") for n in range(4)]
 
 
 def test_code_cells_of_a_file_that_are_not_empty(tmp_path):
-    """Empty cells are never sent, and count for nothing."""
+    """A program that runs a notebook never sends empty cells, so they are not counted."""
     path = tmp_path / "n.ipynb"
     cells = [
         {"cell_type": "markdown", "source": "# x"},

@@ -1,4 +1,4 @@
-"""The tab Now, without a browser: what it shows, and that its figures are made once."""
+"""The tab Now, without a browser: what it shows, and that its figures are made only once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .polling import opened, refresh
 
 
 def words(html):
-    """The text of HTML."""
+    """The text of a piece of HTML, without its tags."""
     return " ".join(re.sub("<[^>]*>", " ", html).split())
 
 
 def heading(snapshot, device=0):
-    """The heading of a device."""
+    """The heading that the tab shows for a device."""
     return now.heading(snapshot, snapshot.devices[device], bars(snapshot)[device])
 
 
@@ -32,7 +32,7 @@ def test_the_heading_shows_level_free_memory_and_use():
 
 
 def test_the_heading_has_the_bar_in_words():
-    """For screen readers."""
+    """A screen reader reads the words of the bar."""
     assert 'role="img">sim:0: qwen of train.ipynb 14.0 GiB' in heading(samples.busy)
 
 
@@ -65,7 +65,7 @@ def test_every_device_has_a_card_and_the_first_ones_history_is_shown():
 
 
 def test_figures_are_made_once():
-    """Each second brings new data, and never a new figure."""
+    """Each second brings new data for the same figures."""
     tab = opened(NowTab, samples.busy, history=lambda seconds, points: pasts.day(seconds=seconds))
     made = [card.chart.figure for card in tab._cards.values()] + [tab._chart.figure]
     tab.poller.rt.snapshot = replace(
@@ -93,7 +93,9 @@ def test_another_window_is_fetched_and_shown_whole():
 
 
 def test_an_empty_history_is_noted_above_a_chart_with_axes():
-    """The axes show the last 15 minutes and the device's size, not 1 January 1970."""
+    """The axes show the last 15 minutes and the device's size. Without data, Bokeh would begin at 1
+    January 1970.
+    """
     tab = opened(NowTab, samples.busy, history=lambda seconds, points: History((), (), seconds))
     assert tab._note.html.startswith("No history of sim:0 is recorded yet")
     assert (tab._chart.time.end, tab._chart.time.end - tab._chart.time.start) == (

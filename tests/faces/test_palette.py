@@ -1,4 +1,6 @@
-"""The console's colours: they can be told apart by every viewer, in both themes, and are kept."""
+"""The console's colours. Every viewer can tell them apart, in both themes, and each lease keeps its
+colour.
+"""
 
 from __future__ import annotations
 
@@ -32,32 +34,34 @@ LABELS = st.lists(st.from_regex(r"[a-e]{1,3}@[1-9]", fullmatch=True), max_size=3
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_any_two_colours_can_be_told_apart(sight):
-    """Ten times the just noticeable difference, for every kind of colour-blindness."""
+    """Any two colours differ by ten times the just noticeable difference, for every kind of colour
+    blindness.
+    """
     nearest = min(distance(one, other, sight) for one, other in itertools.combinations(COLOURS, 2))
     assert nearest >= 10
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_edge_of_every_stretch_stands_out_from_the_page(page):
-    """The fill alone does not: yellow on white has a contrast of 1.3."""
+    """The fill alone does not stand out: yellow on white has a contrast of 1.3."""
     assert contrast(EDGE, PAGES[page]) >= 3
 
 
 def test_text_on_a_colour_is_legible():
-    """The test checks the names in the bars and the words of the levels."""
+    """The text is a name in a bar, or the word of a level."""
     looks = [style_of(slot) for slot in range(SLOTS)]
     assert min(contrast(look.colour, look.ink) for look in (*looks, *LEVELS.values())) >= 4.5
 
 
 def test_levels_differ_without_colour():
-    """Levels differ by mark and word. The bands behind a chart differ by hatch and strength."""
+    """Levels also differ by mark and word. The bands behind a chart differ by hatch and strength."""
     assert len({look.mark for look in LEVELS.values()}) == len(LEVELS) == len(Level)
     assert len({(look.alpha, look.hatch) for look in LEVELS.values()}) == len(Level)
     assert level_word(Level.HIGH) == "◕ HIGH"
 
 
 def test_a_model_has_the_colour_that_it_has_in_a_notebook():
-    """As long as no other lease has taken that colour."""
+    """The lease gets this colour if no other lease has it already."""
     from gpu_runtime.rendering.elements import look
 
     for name in ("qwen", "llama", "BAAI/bge-m3", "a"):
@@ -65,12 +69,12 @@ def test_a_model_has_the_colour_that_it_has_in_a_notebook():
 
 
 def test_a_lease_is_named_by_model_and_process():
-    """Two notebooks can hold the same model."""
+    """Two notebooks can hold the same model, so the label has the process, too."""
     assert label(Lease("4121.10.0", "qwen")) == "qwen@4121"
 
 
 def test_a_lease_keeps_its_style_while_others_change():
-    """Over time, and in every tab that uses the same palette."""
+    """The style stays the same over time, and in every tab that uses the same palette."""
     palette = Palette()
     before = palette.styles(["qwen@1", "llama@2"])
     palette.styles([f"model-{n}@3" for n in range(40)])
@@ -81,8 +85,8 @@ def test_a_lease_keeps_its_style_while_others_change():
 
 @given(LABELS)
 def test_leases_differ_as_long_as_there_are_free_styles(labels):
-    """No two leases of one bar have the same style, and no two of the first seven the same
-    colour.
+    """The leases of one bar have different styles as far as there are enough. The first seven have
+    different colours.
     """
     chosen = assign_slots({}, labels)
     few = dict(list(chosen.items())[:SLOTS])
@@ -104,7 +108,7 @@ def test_assigned_styles_stay_and_new_leases_avoid_recent_styles(first, then):
 
 
 def test_memory_is_bounded():
-    """A month of kernels gives many labels."""
+    """The kernels of a month have many labels. The palette forgets the oldest ones."""
     palette = Palette()
     for pid in range(KEPT + 200):
         palette.styles([f"qwen@{pid}"])
@@ -120,5 +124,5 @@ def test_memory_is_bounded():
     ],
 )
 def test_the_colour_distance_is_the_published_one(one, other, expected):
-    """Pairs from the paper's table: Sharma, Wu & Dalal 2005."""
+    """The pairs are from the table in Sharma, Wu & Dalal 2005."""
     assert ciede2000(np.array(one), np.array(other)) == pytest.approx(expected, abs=1e-4)

@@ -1,5 +1,5 @@
-"""One poller for all sessions: it polls only while a session is open, and survives ledger
-failures.
+"""One poller serves all sessions. It polls only while a session is open, and survives failures of
+the ledger.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Session:
 
 
 class FakeRuntime:
-    """A runtime with one snapshot that counts its calls."""
+    """A runtime with one snapshot, which counts the calls of its methods."""
 
     def __init__(self):
         self.snapshot, self.status_calls, self.reap_calls, self.failure = samples.busy, 0, 0, None
@@ -61,12 +61,12 @@ def rt():
 
 @pytest.fixture
 def poller(rt, clock):
-    """A poller whose thread never starts: the test polls."""
+    """A poller whose thread never starts. The test calls its polls itself."""
     return Poller(rt, clock=clock, wall=lambda: 1000.0 + clock.now, start=lambda work: None)
 
 
 def test_an_unchanged_snapshot_is_published_once_a_second(poller, rt, clock):
-    """Sessions then redraw what depends on the time alone, no more often than a person can read."""
+    """Sessions then redraw what changes with time alone, and not more often than a person can read."""
     poller.poll()
     first = poller.result.revision
     clock.now += REFRESH_SECONDS / 2
@@ -85,7 +85,7 @@ def test_a_changed_queue_is_published_at_once(poller, rt):
 
 
 def with_first_lease(snapshot, **more):
-    """The snapshot with changed fields of its first lease."""
+    """The snapshot, in which the first lease has the changed fields `more`."""
     owner, section = next(iter(snapshot.sections.items()))
     first, *others = section.leases
     leases = (replace(first, **more), *others)
@@ -93,7 +93,9 @@ def with_first_lease(snapshot, **more):
 
 
 def test_the_use_of_models_is_published_with_the_next_second(poller, rt, clock):
-    """On a busy box it changes with each poll, and twenty sessions would redraw twice a second."""
+    """On a busy box the use of models changes with each poll. Without this rule twenty sessions
+    would redraw twice a second.
+    """
     poller.poll()
     first = poller.result.revision
     rt.snapshot = with_first_lease(samples.busy, pins=3, uses=99, last_used=samples.busy.now)
@@ -108,7 +110,7 @@ def test_the_use_of_models_is_published_with_the_next_second(poller, rt, clock):
     "news", [{"shares": ()}, {"keep": True}, {"phase": Phase.LEAVING}, {"importance": 1}]
 )
 def test_the_place_and_the_settings_of_a_model_are_published_at_once(poller, rt, news):
-    """An operator who has just clicked waits for it."""
+    """An operator who has just clicked waits for this change."""
     poller.poll()
     rt.snapshot = with_first_lease(samples.busy, **news)
     poller.poll()
@@ -136,7 +138,7 @@ def test_an_unexpected_error_does_not_end_the_polling(poller, rt, caplog):
 
 
 def test_the_poller_reaps_dead_processes(poller, rt, clock):
-    """On a box whose last kernel was killed no other process ends its leases."""
+    """If the last kernel of a box was killed, no other process would remove its leases."""
     for clock.now in (10.0, 10.1, 11.5):
         poller.poll()
     assert (rt.status_calls, rt.reap_calls) == (3, 2)
@@ -171,7 +173,7 @@ def test_newly_fetched_data_counts_as_news(poller):
 
 
 def test_data_that_no_session_requests_is_not_fetched_and_is_forgotten(poller, clock):
-    """A tab that is not open costs nothing."""
+    """A tab that nobody has opened costs nothing."""
     fetched = []
     poller.latest("history", fetched.append, every=1.0)
     poller.poll()
@@ -203,7 +205,7 @@ def test_a_value_is_computed_once_for_all_sessions(poller):
 
 
 def test_it_polls_only_while_a_session_is_open(rt):
-    """One thread serves twenty sessions; without a session there is none."""
+    """One thread serves twenty sessions. It does not poll when no session is open."""
     running = []
     poller = Poller(
         rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start()

@@ -1,4 +1,4 @@
-"""The rows of the tables of models, leases and the queue, from a snapshot."""
+"""The rows of the tables of models, leases and the queue, made from a snapshot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def texts(row):
 
 
 def column(found, columns, title):
-    """The texts of one column."""
+    """The texts in the column with this title."""
     n = [column.title for column in columns].index(title)
     return [row.cells[n].text for row in found]
 
@@ -59,7 +59,7 @@ def test_a_model_is_shown_with_its_place_and_its_owner():
     ],
 )
 def test_a_place_is_written_as_in_the_seeds(backend, shares, words):
-    """Equal shares alone are not tensor parallel: the engine has to compute that way."""
+    """Equal shares are not always tensor parallel: the engine must compute that way."""
     assert place(Lease("1", "qwen", shares=shares, backend=backend)) == words
 
 
@@ -119,7 +119,7 @@ def test_a_block_of_code_is_a_lease_and_no_model():
 
 
 def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
-    """A whole card can be leased for a model that fills half of it."""
+    """A whole card can be leased for a model that fills only half of it."""
     whole = lease(
         "qwen", 20, owner=BOB, filled=(Share("sim:0", 14 * GIB),), pins=1, pinned_since=NOW - 70
     )
@@ -185,7 +185,9 @@ def test_a_kernel_is_busy_idle_or_unknown(busy, idle, words):
 
 
 def test_a_table_of_idle_models_stays_the_same_for_five_seconds():
-    """Otherwise two hundred rows would be sent each second to each session."""
+    """If the idle times changed every second, two hundred rows would be sent each second to each
+    session.
+    """
     world = replace(samples.eight, now=5000.0)
     encodings = [encoded(leases(replace(world, now=world.now + passed))) for passed in (0, 2.9)]
     assert encodings[0] == encodings[1]
@@ -226,9 +228,7 @@ def test_the_request_of_a_stopped_process_is_shown_as_overtaken():
 
 
 def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases():
-    """An operator who clicked Evict sees that the process is stopped and that the request is
-    kept.
-    """
+    """An operator who clicked Evict sees that the process is stopped, and that the request is kept."""
     asked = Ticket(
         "k",
         BOB.id,
@@ -289,7 +289,7 @@ def test_the_same_rows_are_not_sent_again():
     "said", [None, "evict", ["evict"], {}, {"verb": 1, "id": "x"}, {"verb": "evict", "id": None}]
 )
 def test_a_malformed_message_does_nothing(said):
-    """A client can send anything over its websocket."""
+    """A client can send any message over its websocket."""
     pressed = []
     Table(MODELS, lambda *press: pressed.append(press))._handle_msg(said)
     assert pressed == []
@@ -304,7 +304,7 @@ def test_a_pressed_button_sends_the_id_of_its_row():
 
 
 def test_a_name_is_sent_as_text():
-    """The browser gets JSON and makes text nodes; it never parses a name as HTML."""
+    """The browser gets JSON and makes text nodes of it. It never parses a name as HTML."""
     (row,) = json.loads(encoded(models(samples.hostile)))
     assert (
         row[1][0][0]

@@ -1,4 +1,4 @@
-"""The schedule as text and as HTML."""
+"""The schedule of waiting cells and their models, shown as text and as HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The text of a terminal, as whole strings: alignment is part of the meaning."""
+"""The text for a terminal. Tests compare whole strings, because the alignment is part of the
+meaning.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from .samples import GIB, lease, snapshot
 
 
 def test_status_shows_devices_holders_and_the_last_decision():
-    """In that order, and the counters at the end."""
+    """The text has these parts in this order. The counters are at the end."""
     assert (
         text.status(samples.busy)
         == """\
@@ -39,7 +41,7 @@ Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB
 
 
 def test_status_shows_an_overdraft_other_programs_and_a_failing_monitor():
-    """On a real card, memory without a lease is shown with its process."""
+    """On a real card, memory without a lease is shown with the process that holds it."""
     assert (
         text.status(samples.overdraft)
         == """\
@@ -59,7 +61,7 @@ other programs   512 MiB  cuda:0  python3, carol, pid 999         not governed""
 
 
 def test_status_lists_the_queue():
-    """A request that waits, and a request to another process."""
+    """The queue has a request that waits for room, and a request to another process."""
     assert (
         text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0]
         == """\
@@ -90,7 +92,7 @@ def test_an_empty_status_says_what_to_type(seen, prompt, hint):
 
 
 def test_unknown_is_never_shown_as_zero():
-    """Nothing is measured if the driver does not answer."""
+    """If the driver does not answer, no figure of the card is known."""
     assert "not measured" in text.status(samples.unmeasured)
     assert text.size(None) == "unknown"
 
@@ -119,7 +121,7 @@ Nothing was done. Do it:  %gpu preload gemma"""
 
 @pytest.mark.parametrize("path", ["models/gemma", "gemma.Q4_K_M.gguf"])
 def test_a_plan_for_a_path_says_how_to_load_it(path):
-    """It is not registered, so it cannot be preloaded."""
+    """A path is not registered, so its model cannot be preloaded by name."""
     assert text.plan(replace(samples.fits, name=path), samples.busy, path).endswith(
         f"Do it:  %gpu load {path}"
     )
@@ -200,12 +202,14 @@ def test_a_name_cannot_control_the_terminal():
 
 
 def _spoiled(value):
-    """The text `value` with characters that control a terminal."""
+    """The text `value` with added characters that would control a terminal."""
     return f"a\x1b]0;x\x07{value}\x9b31m\x7f"
 
 
 def test_no_text_face_can_control_the_terminal():
-    """Names, paths, reasons and devices come from other users. As text, in `print` and as JSON."""
+    """Names, paths, reasons and device names come from other users. The test checks the text,
+    `print` and JSON.
+    """
     event = Event(
         1, samples.WALL, *map(_spoiled, ("qwen", "loaded", "sim:0")), because=_spoiled("it")
     )
@@ -241,7 +245,7 @@ def test_no_text_face_can_control_the_terminal():
 @pytest.mark.parametrize("cells", [8, 16, 32])
 @pytest.mark.parametrize("name", ["busy", "overdraft", "eight", "empty", "waiting"])
 def test_a_bar_is_as_long_as_requested(name, cells):
-    """The length holds also in an overdraft, in which more is claimed than the device has."""
+    """The length is right also if a device is overdrawn, that is, if more is claimed than it has."""
     assert {len(text.draw(bar, cells)[0]) for bar in views.bars(getattr(samples, name))} == {cells}
 
 
@@ -251,7 +255,7 @@ def test_a_small_lease_beside_a_large_one_is_visible():
 
 
 def test_wide_letters_do_not_break_the_columns():
-    """A Chinese character takes two columns."""
+    """A Chinese character is as wide as two columns."""
     lines = text.table([("千问", "1"), ("qwen", "2")], ("MODEL", "N"))
     assert [text.width(line) for line in lines] == [8, 8, 8]
 
@@ -267,7 +271,7 @@ def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
 
 
 def test_the_bars_after_a_plan_conserve_bytes():
-    """The bytes that a move removes from one device are added to another."""
+    """The bytes that a move removes from one device are added to another device."""
     before = {bar.device.id: bar.used_bytes for bar in views.bars(samples.busy)}
     after = {
         bar.device.id: bar.used_bytes for bar in views.bars_after(samples.busy, samples.fits.steps)
@@ -276,7 +280,7 @@ def test_the_bars_after_a_plan_conserve_bytes():
 
 
 def test_a_drained_card_shows_the_user_and_the_time():
-    """The user and the time are in the text and in the HTML."""
+    """Both the text and the HTML name them."""
     seen = samples.drained
     line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line
@@ -285,7 +289,9 @@ def test_a_drained_card_shows_the_user_and_the_time():
 
 
 def test_json_has_every_field_and_plain_values():
-    """Empty fields are included. Times are epoch seconds; idle times are counted from now."""
+    """Empty fields are included. Times are seconds since the epoch, and idle times are seconds
+    before now.
+    """
     status = plain.status(samples.busy)
     assert status["devices"][0] == {
         "id": "sim:0",

@@ -1,4 +1,6 @@
-"""Servers with options that no gate can make safe: they show no console and name the option to remove."""
+"""Some options of a server make it unsafe in spite of the gate. Such a server shows no console and
+names the option to remove.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ for _ in running:
 
 @pytest.fixture(scope="module")
 def ended(folder):
-    """What each server printed with `--warm`, and its exit status. They run at the same time."""
+    """What each server printed with `--warm`, and its exit status. All servers run at the same
+    time.
+    """
     environ = served.environ(folder) | {"PANEL_COOKIE_SECRET": "a" * 32}
     words = [
         panel_serve(folder, *flags, "--warm", "--port", str(free_port()))[1:] for flags in REFUSED
@@ -114,14 +118,16 @@ def ended(folder):
 
 @pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
 def test_a_server_with_an_unsafe_option_does_not_start(ended, flags):
-    """With `--warm` the script runs at the start, and ends the process."""
+    """With `--warm` the script runs when the server starts, and ends the process."""
     output, code = ended[flags]
     assert code == 1 and REFUSED[flags] in output, output
     assert "token=" not in output
 
 
 def test_without_warm_every_request_after_the_first_page_is_refused(folder):
-    """The script runs only then; routes that were open before are closed too."""
+    """Without `--warm` the script runs only at the first page. Routes that were open before are
+    closed from then on, too.
+    """
     port = free_port()
     words = panel_serve(folder, "--port", str(port), "--plugins", "plugin")
     with serving(words, folder, port=port, path="/console") as server:
@@ -137,7 +143,7 @@ def test_without_warm_every_request_after_the_first_page_is_refused(folder):
 
 
 def test_more_than_one_process_is_refused(folder):
-    """Each would have its own token, and a visitor's requests reach any of them."""
+    """Each process would have a token of its own, but a visitor's request may reach any of them."""
     port = free_port()
     words = panel_serve(folder, "--port", str(port), "--num-procs", "2")
     with serving(words, folder, port=port, path="/console") as server:
@@ -152,7 +158,7 @@ def test_more_than_one_process_is_refused(folder):
 
 
 def test_with_a_token_that_is_too_short_nothing_is_served(folder):
-    """An invalid setting must not lead to a server without it."""
+    """If a setting is invalid, the server must not run without it."""
     port = free_port()
     words = panel_serve(folder, "--port", str(port), "--warm")
     environ = served.environ(folder) | {"GPU_CONSOLE_TOKEN": "short"}

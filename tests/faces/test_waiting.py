@@ -1,4 +1,4 @@
-"""The line that a cell shows while its model waits; it is removed when the model is loaded."""
+"""A cell shows a line while its model waits. The line is removed when the model is loaded."""
 
 from __future__ import annotations
 

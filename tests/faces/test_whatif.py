@@ -1,4 +1,4 @@
-"""The tab What if: a plan in words, and the bars after it; nothing is changed."""
+"""The tab What if. It shows a plan in words and the bars after the plan, and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAN = replace(samples.fits, steps=(OUT, IN))
 
 
 def drawn(snapshot):
-    """Title, bytes and kind of every stretch, by device."""
+    """The title, bytes and kind of every stretch, by device."""
     return {
         bar.device.id: [(one.title, one.bytes, one.kind) for one in bar.stretches]
         for bar in bars.bars(snapshot)
@@ -29,7 +29,9 @@ def drawn(snapshot):
 
 
 def test_the_bars_after_a_plan_are_those_of_its_steps():
-    """The evicted model is in host memory; the new one is hatched, since it is not there yet."""
+    """The evicted model is in host memory. The new model is hatched, since it is not on the card
+    yet.
+    """
     assert drawn(after(samples.busy, PLAN.steps)) == {
         "sim:0": [("gemma", 12 * GIB, "arriving"), ("reranker", 4 * GIB, "settled")],
         "host": [("qwen", 14 * GIB, "settled"), ("llama", 8 * GIB, "settled")],
@@ -42,7 +44,9 @@ def test_an_unloaded_model_is_gone_from_the_bar():
 
 
 def test_bytes_are_conserved_by_a_plan():
-    """The claims of a device change by what leaves and arrives; unknown figures stay unknown."""
+    """The claims of a device change by the bytes that leave and arrive. Unknown figures stay
+    unknown.
+    """
     then = after(samples.unmeasured, (Load("5.1.0/gemma", (Share("cuda:0", 2 * GIB),)),))
     assert then.devices[0].claimed_bytes == 16 * GIB and then.devices[0].measured_bytes is None
     then = after(samples.busy, PLAN.steps)
@@ -98,7 +102,7 @@ def test_names_are_escaped():
 
 
 def test_the_choices_are_all_models_that_can_be_planned_for():
-    """A name that two processes have is listed for each of them."""
+    """If two processes know the same name, each of them has an entry."""
     twice = samples.snapshot(
         samples.lease("qwen", 1),
         samples.lease("qwen", 1, owner=samples.BOB),
@@ -116,7 +120,7 @@ def test_bad_input_gets_one_clear_message(rt, typed):
 
 
 def test_a_typed_path_is_not_read(rt, monkeypatch, tmp_path):
-    """A viewer must not make the server read files that they name."""
+    """A viewer could otherwise make the server read any file by typing its path."""
     monkeypatch.setattr(rt, "plan", lambda *_: pytest.fail("planned"))
     assert "is not a size" in request_plan(rt, str(tmp_path), ["qwen"]).error
 

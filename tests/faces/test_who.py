@@ -1,4 +1,6 @@
-"""%gpu who and %gpu free in a real shell: variables, outputs, errors, threads, and what comes free."""
+"""%gpu who and %gpu free in a real shell. They list variables, outputs, errors and threads, and
+what becomes free without them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ SETUP = "import torch\ndef mib(n): return torch.ones(n * 2**18)"
 
 
 def run(shell, cell):
-    """The value of a cell that is numbered as in a notebook. Raises the cell's error."""
+    """Runs a cell with a number, as a notebook does. Returns the value of the cell, and raises its
+    error.
+    """
     with capture_output(display=False):
         outcome = shell.run_cell(cell, store_history=True)
     outcome.raise_error()
@@ -39,7 +43,7 @@ def fails(shell, cell):
 
 @pytest.fixture
 def notebook(shell):
-    """A shell whose outputs and errors of other tests are gone."""
+    """A shell without outputs and errors of other tests."""
     registered.front_end.release(registered.front_end.names())
     fails(shell, "raise ValueError('the last error of this fixture')")
     run(shell, SETUP)
@@ -51,7 +55,7 @@ def notebook(shell):
 
 
 def table(rt):
-    """Name -> (MiB reached, MiB that it alone frees)."""
+    """Maps each name to the MiB that it reaches and the MiB that it alone would free."""
     frame = rt.who()
     rows = zip(frame["name"], frame["bytes"], frame["alone_bytes"], strict=True)
     return {name: (reached // MIB, alone // MIB) for name, reached, alone in rows}
@@ -77,7 +81,7 @@ def test_a_variable_is_listed_with_its_bytes_and_its_cell(notebook, rt):
 
 
 def test_a_small_tensor_is_not_device_memory(notebook, rt):
-    """On simulated cards storages of 1 MiB and more count."""
+    """On simulated cards only storages of at least 1 MiB count."""
     run(notebook, "x = torch.ones(1000)")
     assert table(rt) == {}
 
@@ -88,7 +92,9 @@ def test_two_names_of_one_storage_free_nothing_alone(notebook, rt):
 
 
 def test_an_output_counts_once_with_all_its_names(notebook, rt):
-    """IPython keeps it in Out, as _7, as _, among its hidden names and as the last result."""
+    """IPython keeps an output in Out, as `_7`, as `_`, among its hidden names, and as the last
+    result.
+    """
     run(notebook, "mib(3)")
     number = notebook.execution_count - 1
     run(notebook, "pass")
@@ -150,7 +156,9 @@ def test_a_running_function_is_listed(notebook, rt):
 
 
 def test_a_function_that_is_debugged_keeps_its_variables(notebook, rt):
-    """Python writes a frame's copy of its variables back after each step of a debugger."""
+    """After each step of a debugger, Python writes its copy of a frame's variables back. The search
+    must not spoil that copy.
+    """
 
     def train():
         batch = torch.ones(3 * 2**18)
@@ -200,7 +208,7 @@ def test_garbage_and_modules_are_listed_as_elsewhere(notebook, rt):
 
 
 def test_a_governed_model_is_listed_and_its_variable_frees_nothing(notebook, rt):
-    """The runtime holds it too: `%gpu evict` frees it."""
+    """The runtime holds the model as well. `%gpu evict` would free its memory."""
     run(notebook, "net = torch.nn.Linear(512, 1024, bias=False).eval()")
     rt.register("net", notebook.user_ns["net"])
     rt.preload("net")
@@ -217,7 +225,7 @@ def test_a_governed_model_is_listed_and_its_variable_frees_nothing(notebook, rt)
 
 
 def test_a_model_that_is_away_holds_no_device_memory(notebook, rt):
-    """Its storages lie in host memory; on a simulated card these are CPU storages too."""
+    """The storages are in host memory. On a simulated card these are CPU storages as well."""
     run(notebook, "net = torch.nn.Linear(512, 1024, bias=False).eval()")
     rt.register("net", notebook.user_ns["net"])
     rt.preload("net")
