@@ -263,7 +263,8 @@ class Kernel:
             RuntimeError,
         ) as error:  # a failure of its own, or of the process that it asked
             if not any(
-                words in str(error) for words in ("told to fail", "is gone", "does not hold")
+                words in str(error)
+                for words in ("told to fail", "could not be moved", "is gone", "does not hold")
             ):
                 raise
 
