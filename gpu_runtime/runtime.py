@@ -418,7 +418,8 @@ class Runtime:
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
         """Moves what the notebook `who` (a file name or pid; else this one) holds to RAM until its next cell.
 
-        With `checkpoint` the driver moves any process; without `yes` it only says what may go wrong.
+        `who="never"` exempts this notebook, `who="asked"` ends that. With `checkpoint` the driver
+        moves any process; without `yes` it only says what may go wrong.
         """
         return checkpoints.park(self._session, who, checkpoint, yes)
 

@@ -34,6 +34,7 @@ LONGEST_COUNT_SECONDS = 0.05
 COUNT_SHARE = 20  # the next count follows a slow one after so many times its duration
 PARK_AGAIN_SECONDS = 60.0  # an idle kernel that could not be parked is tried again after this time
 SWAPS_A_TURN = 5  # a turn lasts at least this many times what leaving and returning takes
+NEVER, ASKED = "never", "asked"  # instead of a notebook: this one is exempt, or is so no longer
 
 
 class Kernel:
@@ -51,6 +52,7 @@ class Kernel:
         self._count_again_at = 0.0
         self._uncounted = False
         self._park_again_at = 0.0
+        self._may_leave = session.settings.gpu_park != "never"
         self.refused = ""  # why the next cell must not run: its memory is away
 
     @property
@@ -272,7 +274,7 @@ class Kernel:
             resident.lease,
             kind=NAME,
             shares=resident.backend.measure(handle),
-            movable=session.settings.gpu_park != "never",
+            movable=self._may_leave,
             settled_at=now,
             last_used=now,
             backend=NAME,
@@ -330,6 +332,18 @@ class Kernel:
             because = f"{show_bytes(resident.lease.bytes)} leaves when this cell has ended"
             return Outcome(verb="park", name=NAME, done=False, because=because, bytes=0)
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
+
+    def exempt(self, never: bool) -> Outcome:
+        """From now on this kernel is `never` parked, after it has returned; or is parked when asked."""
+        resident = self.resident
+        if never and resident is not None and resident.place is not Place.HERE:
+            operations.preload(self._session, self._id())
+        self._may_leave = not never
+        if resident is not None:
+            resident.settle_at(replace(resident.lease, movable=self._may_leave))
+            self._session.publish()
+        because = f"this notebook is {'never parked' if never else 'parked when asked'}"
+        return Outcome(verb="park", name=NAME, done=True, because=because, bytes=0)
 
     def park_quietly(self, because: str) -> None:
         """Parks the kernel, unless a recent attempt failed. A failure is logged and not raised."""
@@ -413,6 +427,8 @@ def _relieve(session: Session, resident: KernelResident | None) -> None:
 
 def park(session: Session, who: str = "") -> Outcome:
     """Parks the kernel of `who`, or of this process if `who` is empty; see Runtime.park."""
+    if who in (NEVER, ASKED):
+        return _own(session).exempt(who == NEVER)
     if not who:
         return _own(session).park()
     return replace(

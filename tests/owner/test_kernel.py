@@ -348,6 +348,26 @@ def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
     assert [e.action for e in rt.why("kernel")].count("offloaded") == 1 and not kernel.refused
 
 
+def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
+    """`%gpu park never` brings its memory back, and then no request of another process moves it."""
+    devices = "sim:64MiB,host:4GiB"
+    settings = dict(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
+    rt, kernel = started(monitor=True, **settings)
+    kept = torch.randn(16 * FLOATS)
+    cell(kernel)
+    rt.park()
+    assert rt.park("never").because == "this notebook is never parked" and HOST not in own(rt)
+    other = runtime(**settings)
+    fakes(other, m="50MiB")
+    with pytest.raises(GpuError):
+        other.preload("m", timeout=0.3)
+    with pytest.raises(GpuError):
+        rt.park()
+    assert rt.park("asked").done
+    other.preload("m", timeout=20)
+    assert HOST in own(rt) and kept is not None
+
+
 def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_book):
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
