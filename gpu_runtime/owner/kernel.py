@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,12 +18,12 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Stillness, is_out_of_memory
 from ..errors import CannotGovern, GpuError
-from ..facts import LeaseId, Outcome, Share, lease_title
+from ..facts import LeaseId, Outcome, lease_title
 from ..scheduler import relief
 from ..units import MIB, show_bytes, show_seconds
 from . import acquire, kernel_names, operations, release
 from .cell_room import CellRoom, forget_frames, make_room
-from .kernel_resident import NAME, Bytes, KernelResident
+from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
 from .pins import Anchor, new_anchor
 from .resident import Place
 from .session import Session, log
@@ -254,7 +253,7 @@ class Kernel:
         backend = session.backend(NAME)
         if self._handle is None:
             self._handle = backend.open(  # type: ignore[attr-defined]
-                self._stillness, lambda: _governed_keys(session), lambda: _governed_shares(session)
+                self._stillness, lambda: governed_keys(session), lambda: governed_shares(session)
             )
         size = sum(share.bytes for share in backend.measure(self._handle))
         if resident is None and size >= LEAST_BYTES:
@@ -358,27 +357,6 @@ class Kernel:
 
     def _id(self) -> LeaseId:
         return LeaseId(self._session.me, NAME)
-
-
-def _governed_keys(session: Session) -> set[int]:
-    """The keys of all storages that belong to models of this process."""
-    keys: set[int] = set()
-    for resident in list(session.residents.values()):
-        groups = getattr(resident.handle, "groups", None)
-        if groups is not None:
-            keys.update(group.storage._cdata for group in groups())
-    return keys
-
-
-def _governed_shares(session: Session) -> Iterator[Share]:
-    """The bytes of those models of this process whose tensors torch allocated in this process."""
-    for resident in list(session.residents.values()):
-        if resident.place is not Place.HERE or not hasattr(resident.handle, "groups"):
-            continue
-        if resident.postpones_measuring():
-            yield from resident.lease.filled or resident.lease.shares
-        else:
-            yield from resident.backend.measure(resident.handle)
 
 
 def attach(session: Session, stillness: Stillness) -> Kernel:

@@ -6,7 +6,7 @@ the lease of a model with working memory does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -148,3 +148,24 @@ def claiming(lease: Lease, claims: Bytes) -> Lease:
     shares = tuple(Share(card, size) for card, size in claimed.items())
     more = sum(claimed.values()) - sum(held.values())
     return replace(lease, shares=shares, filled=own, working_bytes=more)
+
+
+def governed_keys(session: Session) -> set[int]:
+    """The keys of all storages that belong to models of this process."""
+    keys: set[int] = set()
+    for resident in list(session.residents.values()):
+        groups = getattr(resident.handle, "groups", None)
+        if groups is not None:
+            keys.update(group.storage._cdata for group in groups())
+    return keys
+
+
+def governed_shares(session: Session) -> Iterator[Share]:
+    """The bytes of those models of this process whose tensors torch allocated in this process."""
+    for resident in list(session.residents.values()):
+        if resident.place is not Place.HERE or not hasattr(resident.handle, "groups"):
+            continue
+        if resident.postpones_measuring():
+            yield from resident.lease.filled or resident.lease.shares
+        else:
+            yield from resident.backend.measure(resident.handle)
