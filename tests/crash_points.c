@@ -1,6 +1,7 @@
 /* Kills this process before its n-th change of files below a directory: see stories/test_crash_points.py.
 
-   Loaded with LD_PRELOAD. Nothing is counted until crash_arm(directory, n) is called; with n = 0 it only counts.
+   The library is loaded with LD_PRELOAD. It counts nothing until crash_arm(directory, n) is called.
+   With n = 0 it counts, but does not kill.
    Changes are writes, truncations, locks and unlocks, syncs, and names that are made, changed or removed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>

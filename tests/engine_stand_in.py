@@ -1,16 +1,17 @@
-"""A stand-in for an engine that is not installed: it accepts the engine's flags and speaks its protocol.
+"""A stand-in for an engine that is not installed.
 
     python engine_stand_in.py vllm serve MODEL --port 8300 …
 
-It accepts the flags in the engine's recorded help; another flag ends it, as argparse does. Variables:
+It accepts the flags in the engine's recorded help and speaks the engine's protocol. Any other flag
+ends it, as argparse does. Environment variables change what it does:
 
-    STAND_IN_RECORD    a file for the arguments of each start, one JSON line per start
-    STAND_IN_SAYS      it ends at once with this text
+    STAND_IN_RECORD    it appends the arguments of each start to this file, one JSON line per start
+    STAND_IN_SAYS      it prints this text and ends at once
     STAND_IN_MUTE      it never becomes ready
-    STAND_IN_LOADS     it listens only once this file exists, as engines do that load their model first
-    STAND_IN_HEARD     a file for each request: its path and its Authorization header
-    STAND_IN_SPREAD=N  Ollama's model is half in RAM at the first N starts
-    STAND_IN_CHILD     a file for the pid of a child process in a session of its own
+    STAND_IN_LOADS     it listens only once this file exists, like an engine that loads its model first
+    STAND_IN_HEARD     it appends the path and the Authorization header of each request to this file
+    STAND_IN_SPREAD=N  at the first N starts, half of Ollama's model is in RAM
+    STAND_IN_CHILD     it starts a child in a session of its own, and writes the child's pid to this file
 """
 
 from __future__ import annotations

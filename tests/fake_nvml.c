@@ -1,7 +1,7 @@
 /* A libnvidia-ml.so.1 whose cards are described by a text file: it tests the real binding without a card.
  *
- * FAKE_NVML names the file. It is read again at every call; a test replaces it while processes run. Each line is
- * `key value`; of several lines with one key the last counts:
+ * The variable FAKE_NVML names the file. The library reads it again at every call, since a test replaces it while
+ * processes run. Each line is `key value`. If a key is in several lines, the last one counts:
  *     count 8                  cards
  *     init 9                   nvmlInit fails with this error
  *     0.error 15               every call on card 0 fails with this error

@@ -2,7 +2,7 @@
 
     python impostor.py PORT UID
 
-It poses as an engine, as any user of the machine can. With a UID it first becomes that user.
+The program poses as an engine, as any user of the machine can. With a UID it first becomes that user.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Deliberate faults, one line each, in the scheduler, the ledgers and the owner. The tests must notice every one.
+"""Deliberate faults in the scheduler, the ledgers and the owner, each in one line of code.
+
+The tests must notice every fault.
 
     python -m tests.mutants            all of them, a few minutes
     python -m tests.mutants grace      those whose name contains "grace"
 
-Not part of the ordinary run. Each fault is applied to a copy of the package in a temporary directory, and its
-tests run against that copy with `-x -q`. The result is *caught* or *survived*; a survivor is a law without a
-test. A fault whose line is no longer in the code is *stale* and must be renewed. The exit status is the number
-of survivors and stale faults.
+This module is not part of the ordinary run. It applies each fault to a copy of the package in a
+temporary directory, and runs the fault's tests against that copy with `-x -q`. The result is
+*caught* or *survived*. A fault that survived shows a law without a test. A fault whose line is no
+longer in the code is *stale* and must be renewed. The exit status is the number of survived and
+stale faults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The person for whom a thread acts."""
+"""The name of the person for whom a thread acts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_it_applies_to_its_own_thread_and_ends_with_its_block():
 
 
 def test_a_name_is_one_line_of_bounded_length():
-    """It is stored in a page and a log that other users read."""
+    """The name is stored in a page and a log that other users read."""
     assert printable("ann\r\n2026-01-01 ERROR\x1b[31m") == "ann 2026-01-01 ERROR [31m"
     assert len(printable("a" * 10_000)) == MOST_LETTERS
 

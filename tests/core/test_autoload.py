@@ -1,4 +1,6 @@
-"""`gpu autoload` adds one block to the environment's configuration, and takes just that out again."""
+"""`gpu autoload` adds one block to the environment's IPython configuration. Undoing it removes only
+this block.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_a_kernel_finds_the_extension_and_imports_no_torch(tmp_path):
-    """As a kernel starts: IPython reads the configuration, then loads the extensions that it names."""
+    """The test starts IPython as a kernel does: it reads the configuration, and then loads the
+    extensions named there.
+    """
     autoload(prefix=str(tmp_path))
     code = (
         "import sys\n"

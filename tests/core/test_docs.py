@@ -1,7 +1,8 @@
-"""What can be used is documented in `docs/`, its links lead somewhere, and its examples run.
+"""All that can be used is documented in `docs/`. The links there lead to something, and the
+examples run.
 
 The reference pages list names; their texts come from the code (`docs/_ext/reference.py`). So a
-setting, verb, error, route or field that no page lists is missing from the site, and fails here.
+setting, verb, error, route or field that no page lists is missing from the site, and a test fails.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def page(name: str) -> str:
 
 
 def listed(name: str, directive: str) -> list[str]:
-    """The names that a page lists in its directives of that kind."""
+    """The names that the page lists in its directives of the given kind."""
     return [line.name for line in reference.lines_in(page(name), directive)]
 
 
@@ -57,12 +58,12 @@ def listed(name: str, directive: str) -> list[str]:
 
 
 def test_the_readme_is_short():
-    """All else is in `docs/`."""
+    """Everything that does not fit is in `docs/`."""
     assert len(README.splitlines()) <= MOST_README_LINES
 
 
 def test_the_first_screen_has_the_commands_and_a_working_cell():
-    """What a newcomer needs, before any scrolling."""
+    """A newcomer sees the commands and a cell without scrolling."""
     screen = "\n".join(README.splitlines()[:FIRST_SCREEN_LINES])
     assert all(
         words in screen for words in ("make run", "make test", "%load_ext gpu", "optimizer.step()")
@@ -85,7 +86,7 @@ def test_every_verb_is_listed_once_and_says_what_it_does():
 
 
 def test_the_python_of_a_verb_exists():
-    """The table's column `In Python` names methods of the runtime."""
+    """The column `In Python` of the table names methods of the runtime."""
     lines = reference.lines_in(page("reference/verbs"), "verbs")
     named = {name for line in lines for name in re.findall(r"rt\.(\w+)", line.note)}
     assert {name for name in named if not hasattr(Runtime, name)} - {"settings"} == set()
@@ -104,7 +105,7 @@ def test_every_error_is_listed_once_with_what_to_do():
 
 
 def test_the_attributes_of_an_error_are_documented():
-    """The base class has none of its own."""
+    """The base class GpuError has no attributes of its own."""
     undocumented = {
         name
         for name, kind in reference.errors().items()
@@ -126,7 +127,7 @@ def test_no_route_is_hidden_from_the_description():
 
 
 def test_every_field_of_memory_is_documented(tmp_path):
-    """Of each answer, its own table."""
+    """Each answer has its own table on the page."""
     with Runtime(devices="sim:1GiB,host:1GiB", ledger="memory:") as rt:
         rt.register("one", backend="fake", size="8 MiB")
         rt.preload("one")
@@ -149,7 +150,7 @@ def test_every_field_of_memory_is_documented(tmp_path):
 
 
 def test_every_field_of_ours_in_a_body_is_documented():
-    """Those that the description has, and those that the code reads."""
+    """The fields are those in the API's description and those that the code reads."""
     ours = set(re.findall(r'"(x_\w+)"', inspect.getsource(requests)))
     ours |= {name for name in openai.schema("chat")["properties"] if name.startswith("x_")}
     assert ours <= set(listed("reference/http", "body-fields"))
@@ -160,7 +161,7 @@ def test_every_status_is_documented():
 
 
 def test_every_method_of_the_runtime_is_listed_once():
-    """Properties too."""
+    """Properties count as methods here."""
     members = inspect.getmembers(Runtime, lambda each: callable(each) or isinstance(each, property))
     public = [name for name, _ in members if not name.startswith("_")]
     methods = [name for name in listed("reference/python", "functions") if hasattr(Runtime, name)]
@@ -168,7 +169,7 @@ def test_every_method_of_the_runtime_is_listed_once():
 
 
 def test_every_export_is_documented():
-    """As an error, or by name on the page about Python."""
+    """An export is in the list of errors, or named on the page about Python."""
     others = set(gpu_runtime.__all__) - set(reference.errors())
     assert {
         name for name in others if f"gpu_runtime.{name}" not in page("reference/python")
@@ -176,7 +177,7 @@ def test_every_export_is_documented():
 
 
 def test_the_columns_of_frames_are_documented():
-    """In their order."""
+    """The page lists the columns in the order of the code."""
     rows = re.findall(r"^\| `rt\.(\w+)\(\)`.*? \| (.*) \|$", page("reference/python"), re.MULTILINE)
     assert {name: columns.split(", ") for name, columns in rows} == {
         "models": tables.MODELS,
@@ -204,7 +205,9 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_link_leads_somewhere(name):
-    """To a file of this repository, and to a section that it has."""
+    """A link leads to a file of this repository and, if it has an anchor, to a section of that
+    file.
+    """
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(PAGES[name])):
         path, _, anchor = link.partition("#")
         if "://" in link:
@@ -215,7 +218,7 @@ def test_every_link_leads_somewhere(name):
 
 
 def test_links_of_the_notebooks_into_the_docs_lead_to_a_section():
-    """The anchor too; `test_runbooks.py` checks the files."""
+    """This test checks the anchors of the links. `test_runbooks.py` checks their files."""
     checked = 0
     for file in (ROOT / "notebooks").glob("*.ipynb"):
         for path, anchor in re.findall(r"\]\(\.\./(docs/[^)\s#]+)#?([^)\s]*)\)", file.read_text()):
@@ -226,7 +229,9 @@ def test_links_of_the_notebooks_into_the_docs_lead_to_a_section():
 
 
 def test_every_page_is_in_the_contents():
-    """So that it is two clicks from any other; the build checks the clicks themselves."""
+    """A page in the contents is at most two clicks from every other page. The build of the docs
+    checks the clicks themselves.
+    """
     missing = []
     for name in PAGES:
         if not name.startswith("docs/") or name == "docs/index.md":
@@ -243,7 +248,7 @@ def test_every_page_is_in_the_contents():
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_every_file_that_is_named_exists(name):
-    """A newcomer opens the right file at the first try."""
+    """A newcomer must be able to open each file that the page names."""
     folders = ("gpu_runtime/", "kernel_ext/", "panels/", "tests/", "docs/", "notebooks/")
     paths = {path for path in re.findall(r"`([\w./]+)`", PAGES[name]) if path.startswith(folders)}
     assert paths
@@ -275,13 +280,17 @@ GUIDES = [name for name in sorted(PAGES) if name.startswith(("docs/guides/", "do
 
 
 def cells(text: str) -> list[str]:
-    """The examples of a page, as cells of one notebook. A comment before a fence can exclude it."""
+    """The Python examples of a page, as the cells of one notebook. A comment before a fence can
+    exclude an example.
+    """
     text = re.sub(r"<!-- not run: .*? -->\n```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^```(?:python|ipython)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def run_examples(names: list[str], devices: str, place: Path) -> str:
-    """Runs each page as a notebook of its own, one after the other; returns what was shown."""
+    """Runs the examples of each page as a separate notebook, one after the other. Returns what they
+    showed.
+    """
     paths = [str(ROOT / part) for part in ("", "kernel_ext", "panels")]
     settings = {
         "GPU_DEVICES": devices,
@@ -305,21 +314,21 @@ def run_examples(names: list[str], devices: str, place: Path) -> str:
 
 @pytest.mark.timeout(MOST_SECONDS + 10)
 def test_the_first_examples_run(tmp_path):
-    """On a card that holds one of the two models: the first is offloaded, and the reason is shown."""
+    """The card holds only one of the two models. The first is offloaded, and the reason is shown."""
     shown = run_examples(FIRST_PAGES, "sim:96MiB,host:8GiB", tmp_path)
     assert shown.count("ranker needs") >= len(FIRST_PAGES), shown
 
 
 @pytest.mark.timeout(MOST_SECONDS + 10)
 def test_the_examples_of_guides_and_reference_run(tmp_path):
-    """Pages with examples, each from the first to the last."""
+    """The examples of each page run from the first to the last."""
     names = [name for name in GUIDES if cells(PAGES[name])]
     assert len(names) > 4
     run_examples(names, "sim:24GiB,host:64GiB", tmp_path)
 
 
 def typed(text: str) -> list[str]:
-    """Every `gpu VERB …` and `%gpu VERB …` in a page's code blocks."""
+    """Every `gpu VERB …` and `%gpu VERB …` in the code blocks of a page."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines()]
     found = [re.match(r"(?:\$ |%)gpu(?: (.*?))?(?:\s+#.*)?$", line.strip()) for line in lines]
@@ -327,7 +336,7 @@ def typed(text: str) -> list[str]:
 
 
 def test_every_command_on_the_pages_can_be_typed():
-    """Verb and options, as the table of verbs takes them."""
+    """The verbs and options are those of the table of verbs."""
     commands = [command for text in PAGES.values() for command in typed(text)]
     assert len(commands) > 10
     for command in filter(None, commands):
@@ -341,13 +350,13 @@ def test_every_command_on_the_pages_can_be_typed():
 
 
 def test_a_name_that_is_not_listed_is_noticed():
-    """Only lines of the directive count."""
+    """Only names in the lines of the directive count as listed."""
     text = "`GPU_LEDGER`\n```{settings}\nGPU_DEVICES\n```\n```{verbs}\nstatus = rt.status()\n```\n"
     assert [line.name for line in reference.lines_in(text, "settings")] == ["GPU_DEVICES"]
     assert reference.lines_in(text, "verbs") == [reference.Line("status", "rt.status()")]
 
 
 def test_pages_too_far_apart_are_noticed():
-    """Three clicks are one too many."""
+    """Two clicks are allowed, and these pages are three clicks apart."""
     links = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
     assert site_checks.reached("a", links, 2) == {"a", "b", "c"}

@@ -1,4 +1,4 @@
-"""The examples in docstrings run and give what they show."""
+"""The examples in docstrings run and give the results that they show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOTS = (Path(gpu_runtime.__file__).parent, Path(__file__).parents[1])
 
 
 def _modules_with_examples() -> list[str]:
-    """Names of the modules of gpu_runtime and of the tests that contain examples."""
+    """The names of the modules of gpu_runtime and of the tests that contain examples."""
     names = []
     for root in ROOTS:
         for path in sorted(root.rglob("*.py")):

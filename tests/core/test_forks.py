@@ -20,7 +20,7 @@ LOCKS = {"Lock", "RLock", "Condition", "allocate_lock"}
 
 
 def bare_locks(source: str) -> list[int]:
-    """The lines at the top of a module on which a lock is made that `forks` does not know."""
+    """The lines of a module's top level that make a lock without registering it in `forks`."""
     found = []
     for node in ast.parse(source).body:
         value = getattr(node, "value", None)
@@ -33,7 +33,7 @@ def bare_locks(source: str) -> list[int]:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_each_lock_of_a_module_is_known_to_forks(folder):
-    """A child that needs a lock which its parent held at the fork would wait for it for good."""
+    """If the parent holds the lock at the fork, a child that needs it would wait for ever."""
     found = {
         name: lines
         for path in (ROOT / folder).rglob("*.py")
@@ -52,7 +52,7 @@ def test_the_names_of_locks_are_those_of_threading():
 
 
 def test_a_lock_that_nobody_uses_any_more_is_forgotten():
-    """Each ledger and each journal has one; a notebook may open thousands."""
+    """Each ledger and each journal has a lock. A notebook may open thousands of them."""
     before = len(forks._awaited) + len(forks._freed)
     kept = [forks.awaited(threading.Lock()), forks.freed(threading.Lock())]
     assert len(forks._awaited) + len(forks._freed) == before + 2

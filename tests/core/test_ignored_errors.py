@@ -1,4 +1,4 @@
-"""No error is ignored without a stated reason."""
+"""No error is ignored without a comment that gives the reason."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ FILES = [
 
 
 def ignored(source: str) -> list[int]:
-    """The lines of `source` where an error is ignored and no comment says why."""
+    """The lines of `source` where an error is ignored and no comment gives the reason."""
     lines = source.split("\n")
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -39,7 +39,7 @@ def _ignores(handler: ast.ExceptHandler) -> bool:
 
 
 def _reports(node: ast.AST) -> bool:
-    """Whether the value may say what happened: a call, a name or a text."""
+    """Whether the value may report the error: it contains a call, a name or a text."""
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value
     return bool(is_text) or isinstance(node, (ast.Call, ast.Name, ast.JoinedStr))
 
@@ -49,7 +49,7 @@ def _suppresses(block: ast.With) -> bool:
 
 
 def test_every_ignored_error_has_a_reason():
-    """A comment on the handler says why the error needs no attention."""
+    """A comment on the handler explains why the error needs no attention."""
     found = {str(path.relative_to(ROOT)): ignored(path.read_text()) for path in FILES}
     assert {path: lines for path, lines in found.items() if lines} == {}
 

@@ -23,7 +23,9 @@ NEEDED_LATER = [
     "package", ["gpu_runtime", "gpu", "gpu_runtime.web.auth", "gpu_panels.launcher"]
 )
 def test_an_import_loads_no_library_that_is_only_needed_later(package, tmp_path):
-    """torch alone takes a second. A notebook that only shows the status must not wait for it."""
+    """The import of torch alone takes a second. A notebook that only shows the status must not wait
+    for it.
+    """
     program = (
         f"import sys, {package}; print(*(name for name in {NEEDED_LATER} if name in sys.modules))"
     )

@@ -17,7 +17,7 @@ def kernel():
 
 
 def test_nothing_is_known_before_a_cell_has_run(kernel):
-    """A script runs no cells, so it must not count as idle."""
+    """A script runs no cells, so it must not count as an idle kernel."""
     assert kernel.state == State(busy_since=0.0, idle_since=0.0)
 
 
@@ -31,7 +31,7 @@ def test_it_is_busy_from_the_start_of_a_cell_to_its_end(kernel):
 
 
 def test_a_cell_that_runs_another_is_busy_until_its_own_end(kernel):
-    """The same holds for a subshell that answers while a cell is running."""
+    """A subshell that answers while a cell is running is such a case, too."""
     kernel.began("outer")
     kernel.now += 5
     kernel.began("inner")
@@ -42,7 +42,7 @@ def test_a_cell_that_runs_another_is_busy_until_its_own_end(kernel):
 
 
 def test_the_end_of_a_cell_counts_even_if_its_start_was_not_recorded(kernel):
-    """The cell that loads the extension is such a cell."""
+    """An example is the cell that loads the extension."""
     kernel.ended("%load_ext gpu")
     assert kernel.state == State(idle_since=1000.0)
 

@@ -1,7 +1,8 @@
-"""A folder is a layer: which folders it may import, and which modules no decision may import.
+"""A folder is a layer. The tests check which folders it may import, and which modules no decision
+may import.
 
-`MAY_IMPORT` has one line a folder. Imports inside functions count like those at the top of a file.
-The one exception is the public facade: `gpu_runtime/__init__` opens `gpu_runtime.runtime`.
+`MAY_IMPORT` has one line for each folder. Imports inside functions count like those at the top of a
+file. The one exception is the public facade: `gpu_runtime/__init__` opens `gpu_runtime.runtime`.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ MODULES = {module_of(path) for path in sources()}
 
 
 def folder_of(module: str) -> str | None:
-    """The folder (or top-level file) that a module belongs to; None for another distribution's."""
+    """The folder or top-level file that a module belongs to. None if the module is of another
+    distribution.
+    """
     top, *below = module.split(".")
     if top in ("gpu", "gpu_panels"):
         return top
@@ -102,7 +105,7 @@ def folder_of(module: str) -> str | None:
 
 
 def imports(tree: ast.AST, module: str) -> Iterator[str]:
-    """Every module that this one imports, at the top or inside a function, as absolute names."""
+    """The absolute names of all modules that `module` imports, at the top or inside a function."""
     package = module.split(".") if module in PACKAGES else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -118,7 +121,7 @@ def imports(tree: ast.AST, module: str) -> Iterator[str]:
 
 
 def complaints(source: str, module: str) -> list[str]:
-    """The forbidden imports of this module, each in a sentence."""
+    """One sentence for each forbidden import of this module."""
     tree = ast.parse(source)
     folder = folder_of(module)
     if folder not in MAY_IMPORT:
@@ -150,7 +153,9 @@ def test_every_module_imports_downward_only(path):
 
 
 def test_no_two_modules_import_each_other():
-    """Imports inside functions or for types count too: files that import each other have no order for reading."""
+    """Imports inside functions or for types count, too. Two files that import each other cannot be
+    read one after the other.
+    """
     uses = {module_of(path): set(imports(ast.parse(path.read_text()), module_of(path))) & MODULES
             for path in sources()}  # fmt: skip
     uses["gpu_runtime"].discard("gpu_runtime.runtime")  # the facade
@@ -163,7 +168,7 @@ def test_no_two_modules_import_each_other():
 
 
 def test_what_the_console_shows_is_computed_without_panel():
-    """`gpu_panels/data` is pure: of its own package it imports itself and the palette alone."""
+    """`gpu_panels/data` is pure. Of its own package it imports only itself and the palette."""
     pure = [path for path in sources() if path.parent.name == "data" and "gpu_panels" in path.parts]
     assert pure
     for path in pure:
@@ -189,7 +194,7 @@ def test_what_the_console_shows_is_computed_without_panel():
     ("gpu.magics", "from gpu_runtime.owner.session import Session", "gpu may not import owner"),
 ])  # fmt: skip
 def test_a_forbidden_import_is_caught(module, source, complaint):
-    """These checks can fail."""
+    """The checks notice a fault: each of these imports is forbidden."""
     found = complaints(source, module)
     assert len(found) == 1 and complaint in found[0]
 
@@ -201,5 +206,5 @@ def test_a_forbidden_import_is_caught(module, source, complaint):
     ("gpu.magics", "from gpu_runtime import Runtime, runtime\nfrom gpu_runtime.units import show_bytes"),
 ])  # fmt: skip
 def test_an_allowed_import_is_not_reported(module, source):
-    """These checks do not fail without a reason."""
+    """The checks do not complain without a reason: each of these imports is allowed."""
     assert complaints(source, module) == []

@@ -1,4 +1,6 @@
-"""Every fault in `tests/mutants.py` matches one line of the code; `python -m tests.mutants` tries each."""
+"""Every fault in `tests/mutants.py` matches exactly one line of the code. `python -m tests.mutants`
+tries each fault.
+"""
 
 from __future__ import annotations
 

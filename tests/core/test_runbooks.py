@@ -18,7 +18,7 @@ RUNBOOKS = {
 
 
 def prose(name: str) -> str:
-    """The markdown of a runbook."""
+    """The markdown text of a runbook."""
     return "\n\n".join(
         "".join(cell["source"])
         for cell in RUNBOOKS[name]["cells"]
@@ -27,13 +27,13 @@ def prose(name: str) -> str:
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
-    """The cells of the table that begins with that heading."""
+    """The cells of the table that follows that heading."""
     table = text[text.index(f"| {heading} |") :].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
 
 
 def test_the_docs_list_every_runbook_by_its_title():
-    """One line each, in order. A new runbook needs its line."""
+    """The page has one line for each runbook, in order. A new runbook needs a line."""
     lines = [
         f"- [{prose(name).partition(chr(10))[0].removeprefix('# ')}](../notebooks/{name})"
         for name in RUNBOOKS
@@ -44,7 +44,7 @@ def test_the_docs_list_every_runbook_by_its_title():
 
 @pytest.mark.parametrize("name", RUNBOOKS)
 def test_a_runbook_begins_with_when_to_use_it_and_its_links_exist(name):
-    """A reader in trouble decides by the first lines whether this is the right page."""
+    """A reader in trouble decides by the first lines whether this runbook is the right one."""
     text = prose(name)
     assert re.match(r"# \d\d · .+\n\n\*\*When to use this:\*\* ", text)
     links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
@@ -55,7 +55,9 @@ def test_a_runbook_begins_with_when_to_use_it_and_its_links_exist(name):
 
 @pytest.mark.parametrize("name", RUNBOOKS)
 def test_a_runbook_is_stored_with_the_outputs_of_one_run_from_top_to_bottom(name):
-    """The outputs are shown on the web, and nbval compares with them. Only cells that demonstrate an error may fail."""
+    """The outputs are shown on the web, and nbval compares new ones with them. Only cells that
+    demonstrate an error may fail.
+    """
     code = [cell for cell in RUNBOOKS[name]["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     failed = [
@@ -69,7 +71,7 @@ def test_a_runbook_is_stored_with_the_outputs_of_one_run_from_top_to_bottom(name
 
 
 def test_the_table_of_the_pressure_drill_matches_the_code():
-    """The level at each boundary, and how long a model must be idle to be evicted."""
+    """The table shows the level at each boundary, and how long a model must be idle to be evicted."""
     shown = rows(prose("06_pressure.ipynb"), "level")
     assert [row[0] for row in shown] == [word for word in Level if word is not Level.UNKNOWN]
     floors = [0.0, *(float(re.match(r"\d+", row[1])[0]) / 100 for row in shown[1:])]
@@ -89,7 +91,7 @@ def test_the_table_of_the_pressure_drill_matches_the_code():
 
 
 def test_every_symptom_of_the_troubleshooting_table_has_its_section():
-    """Each section reproduces the symptom, diagnoses it and cures it."""
+    """Each section reproduces the symptom, diagnoses it and removes it."""
     text = prose("13_troubleshooting.ipynb")
     named = [row[-1] for row in rows(text, "you see")]
     sections = re.split(r"^## (?=\d+ · )", text, flags=re.MULTILINE)[1:]
@@ -102,7 +104,7 @@ def test_every_symptom_of_the_troubleshooting_table_has_its_section():
 
 
 def test_the_runbook_of_the_console_describes_every_tab():
-    """A new tab needs its description there."""
+    """A new tab needs a description in this runbook."""
     from gpu_panels.tabs import registry
 
     described = re.findall(r"\*\*([^*]+)\*\*", prose("05_operator_console.ipynb"))

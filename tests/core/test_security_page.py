@@ -29,7 +29,9 @@ def existing_tests() -> set[str]:
 
 
 def claims(page: str) -> list[tuple[str, str]]:
-    """The rows of the tables of what people can and cannot do: the sentence, and its tests."""
+    """The rows of the two tables, of what people can do and cannot do: each sentence with its
+    tests.
+    """
     rows = re.findall(r"^\| (.+?) \| (.*?) \|$", page[page.index("## Who can do what") :], re.M)
     return [(claim, tests) for claim, tests in rows if tests != "test"]
 

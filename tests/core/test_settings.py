@@ -1,4 +1,4 @@
-"""Settings: the source of a value, the values that are rejected, and the rules made from them."""
+"""Settings: where a value comes from, which values are rejected, and the rules that decisions use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DEFAULTS = {
 
 @pytest.fixture
 def environment(environment):
-    """Without the isolated GPU_CONFIG_FILE: these tests read the defaults, and no file."""
+    """Removes the isolated GPU_CONFIG_FILE, so that the tests read the defaults and no file."""
     environment.delenv("GPU_CONFIG_FILE")
     return environment
 
@@ -66,13 +66,13 @@ def row(settings: Settings, name: str):
 
 
 def test_the_defaults_are_those_of_the_documents(environment):
-    """Semantik's numbers are the defaults."""
+    """The defaults are the numbers of the Semantik governor."""
     assert {row.name: row.value for row in Settings.load().sources()} == DEFAULTS
     assert Settings.load().rules() == Rules()
 
 
 def test_an_argument_wins_over_the_environment_and_that_over_the_default(environment):
-    """And each value shows its source."""
+    """The table of settings shows the source of each value: default, environment or argument."""
     assert row(Settings.load(), "GPU_MEMORY_MAX_PERCENT")[1:4] == ("0.9", "0.9", "default")
     environment.setenv("GPU_MEMORY_MAX_PERCENT", "0.8")
     assert row(Settings.load(), "GPU_MEMORY_MAX_PERCENT")[1:4] == ("0.8", "0.9", "environment")
@@ -82,7 +82,7 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(environ
 
 
 def test_none_means_not_given_and_empty_means_unset(environment):
-    """`Runtime(devices=None)` and `GPU_DEVICES=` set nothing, so the next source applies."""
+    """`Runtime(devices=None)` and `GPU_DEVICES=` set nothing, so the next source counts."""
     environment.setenv("GPU_DEVICES", "sim:1x8GiB")
     assert Settings.load(gpu_devices=None).gpu_devices == "sim:1x8GiB"
     environment.setenv("GPU_DEVICES", "")
@@ -90,7 +90,7 @@ def test_none_means_not_given_and_empty_means_unset(environment):
 
 
 def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_path):
-    """A notebook's folder must not change the settings of the machine."""
+    """A file in a notebook's folder must not change the settings of the machine."""
     (tmp_path / ".env").write_text("GPU_POLICY=cost_aware\n")
     environment.chdir(tmp_path)
     assert Settings.load().gpu_policy == "keep_score"
@@ -114,7 +114,7 @@ def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_pat
     ],
 )
 def test_text_in_the_environment_becomes_a_value(environment, name, text, value):
-    """The variable has the setting's name in capitals."""
+    """The variable's name is the name of the setting in capitals."""
     environment.setenv(name.upper(), text)
     assert getattr(Settings.load(), name) == value
 
@@ -147,7 +147,7 @@ def test_text_in_the_environment_becomes_a_value(environment, name, text, value)
     ],
 )
 def test_a_bad_value_is_rejected_in_one_sentence(environment, name, value, expected):
-    """It has the setting as it was written, the value, and what is expected."""
+    """The error has the setting as the user wrote it, the value, and what is expected."""
     environment.setenv(name.upper(), value)
     with pytest.raises(BadSetting) as error:
         Settings.load()
@@ -170,7 +170,7 @@ def test_a_bad_value_is_rejected_in_one_sentence(environment, name, value, expec
     ],
 )
 def test_a_wrong_type_is_rejected(name, value):
-    """A number is not text, and True is not 100 %."""
+    """A number is not taken as text, and True is not taken as 100 %."""
     with pytest.raises(BadSetting) as error:
         Settings.load(**{name: value})
     assert error.value.setting == name
@@ -185,13 +185,13 @@ def test_an_unknown_name_is_rejected_with_the_most_similar_known_one():
 
 
 def test_settings_do_not_change_once_loaded():
-    """Otherwise a decision and its explanation could use different numbers."""
+    """If settings could change, a decision and its explanation could use different numbers."""
     with pytest.raises(Exception, match="frozen"):
         Settings.load().gpu_policy = "cost_aware"  # type: ignore[misc]
 
 
 def test_rules_have_the_numbers_that_decisions_use():
-    """The idle time at HIGH is never longer than at MODERATE, whatever was set."""
+    """Whatever is set, the idle time at HIGH is never longer than at MODERATE."""
     settings = Settings.load(
         eviction_grace_seconds=1,
         eviction_idle_threshold_seconds=20,
@@ -212,7 +212,7 @@ def test_rules_have_the_numbers_that_decisions_use():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_loaded(environment, name):
-    """The output of `gpu config --preset` is accepted when it is exported."""
+    """The output of `gpu config --preset` is accepted when a user exports it."""
     for variable, value in preset(name).items():
         environment.setenv(variable, value)
     exported = {row.name for row in Settings.load().sources() if row.source == "environment"}
@@ -220,7 +220,7 @@ def test_every_preset_can_be_loaded(environment, name):
 
 
 def test_presets_are_those_of_the_document():
-    """Smaller cards have a smaller part for models, and idle models are evicted sooner."""
+    """On smaller cards a smaller part is for models, and idle models are evicted sooner."""
     assert preset("8 gb") == {
         "GPU_MEMORY_MAX_PERCENT": "0.85",
         "ENABLE_CPU_OFFLOAD": "true",
@@ -235,7 +235,7 @@ def test_presets_are_those_of_the_document():
 
 @pytest.mark.parametrize("name", ["24GB+", "48GB", "80GB", "141 GB", "32GiB", "24g"])
 def test_larger_cards_have_the_preset_of_the_largest(name):
-    """The document's heading is `24GB+ VRAM`."""
+    """The heading of that preset in the document is `24GB+ VRAM`."""
     assert preset(name) == preset("24GB")
 
 
@@ -247,7 +247,7 @@ def test_other_sizes_have_no_preset(name):
 
 
 def test_passwords_are_never_shown(environment):
-    """A password is neither in the table nor in an error message."""
+    """Neither the table nor an error message shows a password."""
     environment.setenv("GPU_LEDGER", "redis://ops:s3cret@box:6379/0")
     assert row(Settings.load(), "GPU_LEDGER").value == "redis://ops:***@box:6379/0"
     with pytest.raises(BadSetting) as error:
@@ -258,7 +258,9 @@ def test_passwords_are_never_shown(environment):
 
 @pytest.mark.parametrize("name", ["gpu_console_token", "gpu_console_viewer_token"])
 def test_a_token_is_never_shown(environment, name):
-    """A token is not in the table, which `gpu doctor` prints, nor in a repr or an error message."""
+    """`gpu doctor` prints the table of settings. A token is neither there, nor in a repr or an
+    error message.
+    """
     token = "4f1c8a90b2d74e6f9a3b"
     environment.setenv(name.upper(), token)
     settings = Settings.load()
@@ -283,13 +285,13 @@ def test_a_token_is_never_shown(environment, name):
     )
 )
 def test_no_password_survives_masking(password):
-    """A password may have any characters, even @ or /."""
+    """A password may contain any characters, even @ or /."""
     assert masked(f"redis://ops:{password}@box:6379/0") == "redis://ops:***@box:6379/0"
 
 
 @given(st.floats(0, 1))
 def test_every_fraction_from_0_to_1_is_accepted(fraction):
-    """The bounds are included."""
+    """The bounds 0 and 1 are accepted, too."""
     assert Settings.load(gpu_memory_max_percent=fraction).gpu_memory_max_percent == fraction
 
 
@@ -297,11 +299,11 @@ def test_every_fraction_from_0_to_1_is_accepted(fraction):
     st.one_of(st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True))
 )
 def test_every_other_number_is_rejected(number):
-    """90 is the likely mistake."""
+    """The likely mistake is a percentage, such as 90."""
     with pytest.raises(BadSetting):
         Settings.load(gpu_memory_max_percent=number)
 
 
 def test_every_setting_has_a_description():
-    """`gpu config` shows one for each."""
+    """`gpu config` shows the description of each setting."""
     assert all(row.doc.endswith(".") for row in Settings.load().sources())

@@ -1,4 +1,4 @@
-"""Our threads start in one step, so an interrupt leaves them either started or not started."""
+"""Our threads start in one step. An interrupt leaves a thread either started or not started."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def test_it_runs_in_parallel_and_can_be_waited_for():
 
 
 def test_an_interrupt_during_its_start_leaves_it_running():
-    """`threading.Thread.start` waits for the new thread. An interrupt of that wait left a thread that never ran and a
-    process that never ended: about once in ten thousand presses of the stop button.
+    """`threading.Thread.start` waits for the new thread. Before, an interrupt of that wait left a
+    thread that never ran and a process that never ended. This happened about once in ten thousand
+    presses of the stop button.
     """
     begun, ended, tried = [], [], 0
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -47,14 +48,14 @@ def test_an_interrupt_during_its_start_leaves_it_running():
 
 @pytest.mark.parametrize("many", [0, 1, 3])
 def test_works_are_done_in_parallel(many):
-    """Each of them waits for all the others."""
+    """Each function waits until all the others run, too."""
     all_here, done = threading.Barrier(many or 1, timeout=20), []
     threads.side_by_side([lambda: done.append(all_here.wait())] * many)
     assert sorted(done) == list(range(many))
 
 
 def test_works_are_done_one_after_the_other_if_no_thread_can_be_started(monkeypatch):
-    """None can be started while the interpreter is ending."""
+    """While the interpreter is ending, no thread can be started."""
 
     def too_late(work):
         raise RuntimeError("can't create new thread at interpreter shutdown")

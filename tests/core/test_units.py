@@ -1,4 +1,6 @@
-"""Sizes and durations as text: they are parsed as people mean them, and shown text can be parsed again."""
+"""Sizes and durations as text. Text is parsed as people mean it, and text that we show can be
+parsed again.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ SIZES = st.integers(0, 2**63 - 1)
     ],
 )
 def test_gb_is_decimal_gib_and_a_bare_g_are_binary(text, size):
-    """The sizes in the Kitchen Brigade document, and the ways in which people write sizes."""
+    """The texts are the sizes in the Kitchen Brigade document, and other ways in which people write
+    sizes.
+    """
     assert parse_bytes(text) == size
 
 
@@ -94,7 +98,7 @@ def test_text_that_is_not_a_size_is_rejected_and_quoted(text):
 
 @given(SIZES)
 def test_a_number_without_a_unit_is_bytes(size):
-    """Exactly, as a number and as text."""
+    """The number is exact, given as a number and as text."""
     assert parse_bytes(size) == parse_bytes(str(size)) == parse_bytes(f"{size} B") == size
 
 
@@ -109,13 +113,13 @@ def test_a_unit_multiplies(number, unit, space):
 
 @given(st.integers(0, 2**62))
 def test_a_shown_size_can_be_parsed_within_its_digits(size):
-    """Rounding may lose at most half of the last digit."""
+    """Rounding loses at most half a unit of the last digit."""
     assert parse_bytes(show_bytes(size)) == pytest.approx(size, rel=0.051, abs=0)
 
 
 @given(SIZES)
 def test_a_shown_size_is_short(size):
-    """Three digits, or a whole number if there are more. The sign is in front."""
+    """The text has three digits, or a whole number if that has more digits. The sign is in front."""
     number = show_bytes(size).split()[0]
     assert len(number.replace(".", "")) <= 3 or number.isdigit()
     assert len(number) <= 4 or size >= 2**50  # there is no unit larger than TiB
@@ -124,7 +128,7 @@ def test_a_shown_size_is_short(size):
 
 @given(st.text())
 def test_any_text_is_a_size_or_is_rejected(text):
-    """No other error is raised, and no size is negative."""
+    """Any text is a size of 0 or more, or raises the error for bad sizes."""
     try:
         assert parse_bytes(text) >= 0
     except BadSize as error:
@@ -145,7 +149,7 @@ def test_any_text_is_a_size_or_is_rejected(text):
     ],
 )
 def test_durations_are_parsed_as_written(text, seconds):
-    """A bare number is seconds."""
+    """A number without a unit is seconds."""
     assert parse_seconds(text) == seconds
 
 
@@ -153,14 +157,14 @@ def test_durations_are_parsed_as_written(text, seconds):
     "text", ["", "soon", "-1", -1, "1 y", float("nan"), float("inf"), True, None, [5], "5 GiB"]
 )
 def test_text_that_is_not_a_duration_is_rejected_and_quoted(text):
-    """The message names durations, not sizes."""
+    """The error message is about durations, not about sizes."""
     with pytest.raises(BadSize, match="is not a duration. Write it like 30, '10m' or '2h'"):
         parse_seconds(text)
 
 
 @given(st.floats(0, 10**7))
 def test_a_shown_duration_can_be_parsed(seconds):
-    """Within the rounding: half a unit of the last digit shown."""
+    """The parsed value differs by at most half a unit of the last digit that is shown."""
     shown = show_seconds(seconds)
     number = float(shown.split()[0])
     unit = parse_seconds(f"1 {shown.split()[1]}")

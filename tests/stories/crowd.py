@@ -1,10 +1,12 @@
-"""Many kernels on one book; some are killed, stopped or restarted at random. An auditor checks the book.
+"""A crowd of kernels shares one book. They are killed, stopped and restarted at random.
 
     python -m tests.stories.crowd sqlite:///tmp/ledger --kernels 16 --seconds 20 --seed 1
 
-The auditor does not rely on the book. Each process has a slot in a shared file and writes there the bytes that it holds
-on each device. It writes *before* it takes bytes and *after* it has freed them, so a slot never shows less than the
-process holds. Processes are forked from one that has imported everything, so that a restart takes milliseconds.
+An auditor checks the book against bytes that are counted without it. Each process has a slot in a
+shared file and writes there the bytes that it holds on each device. It adds bytes *before* it takes
+them and subtracts them *after* it has freed them, so a slot never shows less than the process holds.
+The warden starts, kills and stops the processes. They are forked from a process that has imported
+everything, so that a restart takes milliseconds.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ _FIELDS = 3 + len(IDS)  # version, pid, times served, bytes on each device
 
 
 class Slots:
-    """A row of numbers for each process, in a file that all of them map. Slot 0 is the warden's: 1 there means stop."""
+    """A row of numbers for each process, in a file that all processes map.
+
+    Slot 0 belongs to the warden. A 1 there tells all processes to stop.
+    """
 
     def __init__(self, path: Path, kernels: int) -> None:
         size = (kernels + 1) * _FIELDS * 8
@@ -77,7 +82,7 @@ class Slots:
         self[0, 0] = 1
 
     def clear(self, slot: int) -> None:
-        """Sets the row of a dead process to 0: its bytes are free. The process must be dead."""
+        """Sets the row of a process to 0, since its bytes are free. The process must be dead."""
         for field in range(1, _FIELDS):
             if field != 2:
                 self[slot, field] = 0
@@ -87,7 +92,11 @@ class Slots:
         return [self[slot, 2] for slot in range(1, self.look().count)]
 
     def look(self) -> Look:
-        """The content of all slots at one instant: two copies in a row are equal, and no version is used twice."""
+        """The content of all slots at one instant.
+
+        The file is read until two copies in a row are equal. Each change of a slot has a new
+        version, so equal copies mean that nothing changed.
+        """
         before = self._map[:]
         while (after := self._map[:]) != before:
             before = after
@@ -111,7 +120,11 @@ class Look:
         return {id: self._cells[slot * _FIELDS + 3 + n] for n, id in enumerate(IDS)}
 
     def too_much(self, alive: Callable[[int], bool] = bool) -> str:
-        """The device that is over its limit, and the processes with bytes on it; empty if there is none."""
+        """A sentence about the device that is over its limit, with the processes that hold its
+        bytes.
+
+        Empty if no device is. Only processes that are `alive` count.
+        """
         held = {
             slot: self.held(slot)
             for slot in range(1, self.count)
@@ -126,7 +139,9 @@ class Look:
 
 
 class Account:
-    """One process's slot, which that process updates. It checks all slots each time after it has taken bytes."""
+    """The slot of one process, which updates it. Each time after it has taken bytes, it checks all
+    slots.
+    """
 
     def __init__(self, slots: Slots, slot: int, tell: Callable[[str], None]) -> None:
         self._slots, self._slot, self._tell = slots, slot, tell
@@ -152,10 +167,10 @@ class Account:
 
 
 def overcommit(slots: Slots) -> str:
-    """A sentence about a device that is over its limit at this instant; empty if there is none.
+    """A sentence about a device that is over its limit at this instant. Empty if there is none.
 
-    A process that dies frees its bytes before its slot can be cleared. So a suspected overdraft is checked again a
-    moment later, without the processes that are dead by then.
+    The bytes of a dying process are free before its slot can be cleared. So a suspected overdraft
+    is checked again a moment later, without the processes that are dead by then.
     """
     look = slots.look()
     if not look.too_much():
@@ -200,7 +215,9 @@ class AuditedBackend(FakeBackend):
 
 
 class Kernel:
-    """A runtime with a few fake models, which acts at random. All kernels' models together do not fit."""
+    """A runtime with a few fake models, which acts at random. The models of all kernels together do
+    not fit.
+    """
 
     def __init__(
         self,
@@ -234,7 +251,9 @@ class Kernel:
             )
 
     def on_the_way(self, verb: str) -> None:
-        """Called while bytes are moved: it waits, and sometimes raises an error."""
+        """The hook of the fake models: it is called while bytes are moved. It waits, and sometimes
+        raises an error.
+        """
         time.sleep(self.dice.choice([0, 0, 0.001, 0.01]))
         if self.dice.random() < 0.03:
             raise RuntimeError("it was told to fail")
@@ -338,7 +357,9 @@ def be_a_kernel(
     forgives: tuple[type[Exception], ...] = (),
     fuse: int = 0,
 ) -> None:
-    """A kernel that acts until the crowd stops. With a `fuse` it dies at that line of the ledgers' code."""
+    """Runs a kernel that acts until the crowd stops. With a `fuse` it kills itself at that line of
+    the ledgers' code.
+    """
     if fuse:
         die_at(fuse)
     kernel = Kernel(url, slots, slot, seed, tell, forgives)
@@ -354,7 +375,9 @@ def be_a_kernel(
 
 
 def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Path) -> None:
-    """Checks without pause: no device is over its limit, and no living process holds more than the book records."""
+    """Checks without pause that no device is over its limit, and that no living process holds bytes
+    that the book lacks.
+    """
     ledger = open_ledger(url)
     looks = 0
     while not slots.stopping:
@@ -369,7 +392,10 @@ def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Pa
 
 
 def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
-    """Bytes that a living process holds and that the book does not have, if its slot did not change meanwhile."""
+    """Sentences about bytes that a living process holds and that the book does not have.
+
+    A process counts only if its slot did not change while the book was read.
+    """
     before, book, after = slots.look(), read(), slots.look()
     for slot in range(1, after.count):
         pid = after.pid(slot)
@@ -423,8 +449,9 @@ class Warden:
 
     forgives: tuple[type[Exception], ...] = ()  # further errors that a kernel may get
     damages = False  # whether the book may be damaged at the end
-    # The share of kernels that die by themselves at a line of the ledgers' code, and the last such line. One
-    # transaction has some 300 lines, the opening of a runtime some 3,000.
+    # The share of kernels that kill themselves at a line of the ledgers' code, and the largest
+    # number of that line. One transaction has some 300 lines; the opening of a runtime has some
+    # 3,000.
     with_fuse = 0.0
     longest_fuse = 8_000
 
@@ -440,7 +467,9 @@ class Warden:
         self.fused: set[int] = set()  # the pids of those that will die by themselves
 
     def run(self, seconds: float, kills: int = 0) -> Report:
-        """Disturbs the crowd for so many `seconds`, or, if given, until so many `kills` are done."""
+        """Disturbs the crowd for `seconds`. If `kills` is given, it ends earlier, after that many
+        kills.
+        """
         began = time.monotonic()
         auditor = self.fork(
             "auditor",
@@ -526,7 +555,7 @@ class Warden:
         self.bury(slot, pid)
 
     def bury(self, slot: int, pid: int) -> None:
-        """Counts a killed process, and removes its log after a last look."""
+        """Counts a killed process, reads its log a last time and removes the log."""
         self.hear()
         for log in self.directory.glob(f"*.{pid}.log"):
             log.unlink()
@@ -562,7 +591,7 @@ class Warden:
         self.running = {slot: other for slot, other in self.running.items() if other != pid}
 
     def hear(self) -> None:
-        """Reads the messages of the auditor and the kernels."""
+        """Reads the messages of the auditor and of the kernels."""
         for log in self.directory.glob("*.log"):
             text = log.read_text()
             new = text[self.heard.get(log, 0) :]
@@ -570,7 +599,7 @@ class Warden:
             self.wrong += [f"{log.name}: {line}" for line in new.splitlines() if "WRONG: " in line]
 
     def join(self, pids: Iterable[int]) -> None:
-        """Waits for all these processes to end. A process that hangs prints where."""
+        """Waits for all these processes to end. A process that hangs prints where it hangs."""
         left = set(pids)
         deadline = time.monotonic() + HANG_SECONDS + 20
         while left:
@@ -589,7 +618,9 @@ class Warden:
             time.sleep(0.01)
 
     def look_for_leftovers(self) -> None:
-        """Checks that the book and its directory are empty after all processes have ended and were reaped."""
+        """Checks that the book and its directory are empty after all processes have ended and were
+        reaped.
+        """
         with Runtime(devices=DEVICES, ledger=self.url, monitor=False) as rt:
             rt._session.reap()
             book = rt._session.ledger.read()

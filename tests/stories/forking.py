@@ -1,6 +1,6 @@
 """A busy parent that forks again and again: `python -m tests.stories.forking URL FORKS SEED`.
 
-Its threads read, write, lease and read the journal without pause. Each child does one thing and
+The threads of the parent read the book and the journal, write and lease without pause. Each child does one thing and
 ends. The parent prints the results of its children as JSON.
 """
 
@@ -57,14 +57,14 @@ ACTS: tuple[Callable[[gpu_runtime.Runtime], None], ...] = (
 
 
 def in_pool(number: int) -> int:
-    """The task of a worker in a pool: every fourth worker uses the runtime."""
+    """The work of a process in a pool: every fourth of them uses the runtime."""
     if number % 4 == 0:
         status(gpu_runtime.runtime())
     return number
 
 
 def fork_once(rt: gpu_runtime.Runtime, act: Callable[[gpu_runtime.Runtime], None]) -> str:
-    """Forks a child that calls `act`. Returns how it ended: `ended`, `hangs` or `fails`."""
+    """Forks a child that calls `act`. Returns how the child ended: `ended`, `hangs` or `fails`."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -99,7 +99,7 @@ def pool() -> str:
 
 
 def command() -> str:
-    """A command whose `preexec_fn` makes Python run the hooks of a fork."""
+    """Runs a command whose `preexec_fn` makes Python call the hooks of a fork."""
     try:
         done = subprocess.run(["true"], preexec_fn=lambda: None, timeout=ENDS_SECONDS)
     except subprocess.TimeoutExpired:
@@ -130,8 +130,8 @@ def main(url: str, forks: int, seed: int) -> None:
     rt = gpu_runtime.runtime()
     rt.register("held", backend="fake", size="1GiB")
     rt.preload("held")
-    # If a thread imports a module at the fork, the child can never import it: a limit of Python.
-    # So the modules that the calls below need are imported first.
+    # If a thread imports a module at the moment of the fork, the child can never import it. This is
+    # a limit of Python. So the modules that the calls below need are imported first.
     for act in (rt.status, rt.events, lambda: rt.history("1m")):
         act()
     load(rt)

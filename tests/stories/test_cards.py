@@ -1,6 +1,7 @@
-"""Processes that see different cards of one host, and use the same name for each card.
+"""Processes that see different cards of one host. They use the same name for each card.
 
-They use the real binding and a driver of our own, with eight cards, instances, and cards that fail.
+They use the real NVML binding and a driver of our own. It has eight cards, instances of a divided
+card, and cards that fail.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ TORCH = "{device.id: rt.probe.place(device.id).torch for device in rt.probe.devi
 
 
 def hold(kernel, name, gib, **options):
-    """Loads a model of that size. Returns the cards that hold it, or the error."""
+    """Loads a model of `gib` GiB in the kernel. Returns the cards that hold it, or the error."""
     words = "".join(f", {key}={value!r}" for key, value in options.items())
     kernel.evaluate(f"rt.register({name!r}, backend='fake', size='{gib}GiB'{words}) and None")
     return kernel.evaluate(f"rt.preload({name!r}, timeout=3).where")
 
 
 def test_two_processes_that_see_different_cards_do_not_take_them_for_one(host, driver):
-    """Both call their first card cuda:0 in torch. In the book the two cards have two names, and both can be filled."""
+    """In both processes torch calls the first card cuda:0. In the book these are two cards with two
+    names, and both can be filled.
+    """
     driver.set(count=2)
     one, other = host.kernel(CUDA_VISIBLE_DEVICES="0"), host.kernel(CUDA_VISIBLE_DEVICES="1")
     assert one.evaluate(TORCH) == {"cuda:0": "cuda:0", "host": "cpu"}
@@ -36,7 +39,9 @@ def test_two_processes_that_see_different_cards_do_not_take_them_for_one(host, d
 
 
 def test_two_processes_that_order_the_cards_otherwise_share_each(host, driver):
-    """One process takes 60 GiB of an 80 GiB card. The other process sees that, although it is its second card."""
+    """One process takes 60 GiB of an 80 GiB card. For the other process it is the second card, but
+    it sees the same use.
+    """
     driver.set(count=2)
     one, other = host.kernel(CUDA_VISIBLE_DEVICES="0,1"), host.kernel(CUDA_VISIBLE_DEVICES="1,0")
     assert other.evaluate(TORCH) == {"cuda:1": "cuda:0", "cuda:0": "cuda:1", "host": "cpu"}
@@ -57,7 +62,9 @@ def test_a_process_may_not_use_a_card_that_it_does_not_see(host, driver):
 def test_containers_whose_drivers_number_different_cards_alike_agree_by_uuid(
     host, driver, library, tmp_path
 ):
-    """The driver in each container shows one card, with the number 0. The book identifies cards by UUID."""
+    """In each container the driver shows one card, with the number 0. The book identifies the cards
+    by UUID.
+    """
     from tests.nvml_driver import Driver, Kernel
 
     there = tmp_path / "container"
@@ -96,7 +103,9 @@ def test_visible_devices_choose_among_eight_cards(host, driver, visible, seen):
 
 
 def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
-    """Each instance has its own memory. Temperature and power are the card's, and its utilisation is unknown."""
+    """Each instance has memory of its own. Its temperature and power are those of the card, and its
+    utilisation is unknown.
+    """
     driver.set(count=2, _0_mig=3, _0_1_free=4 * GIB)
     uuid = "MIG-00000000-0000-0000-{:04d}-000000000000".format
     one, other = (
@@ -116,7 +125,7 @@ def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
 
 
 def test_without_a_choice_cuda_shows_one_instance_and_nothing_beside_it(host, driver):
-    """Source: MIG User Guide, Device Enumeration."""
+    """The rule is in NVIDIA's MIG User Guide, section Device Enumeration."""
     driver.set(count=2, _1_mig=2)
     kernel = host.kernel()
     assert kernel.evaluate(TORCH) == {"cuda:1.0": "cuda:0", "host": "cpu"}
@@ -140,8 +149,9 @@ def test_an_explicit_choice_comes_before_the_visible_devices_and_within_them(hos
 
 
 def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(host, driver):
-    """A model that fits on no card is refused with the figures. So is a model for which a full card cannot make
-    room."""
+    """A model that fits on no card is refused with the figures. A model for which a full card
+    cannot make room is refused, too.
+    """
     seen = "[d.id for d in rt.probe.devices]"
     assert host.kernel(devices="auto", DEVELOPMENT_CPU_ONLY="true").evaluate(seen) == [
         "sim:0",
@@ -157,7 +167,7 @@ def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(
 
 
 def test_where_there_is_no_nvml_the_tool_answers_for_the_helper_too(host, driver, tmp_path):
-    """nvidia-smi is on the PATH and the library is missing: cards are listed and measured with the tool."""
+    """The library is missing, but nvidia-smi is on the PATH. The tool lists and measures the cards."""
     (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
     recorded = Path(__file__).parents[1] / "devices" / "recorded" / "nvidia_smi_windows.xml"
     tool = tmp_path / "bin" / "nvidia-smi"
@@ -187,7 +197,7 @@ def test_a_card_that_shows_no_memory_but_is_known_to_share_the_machines_is_unifi
 
 @pytest.mark.parametrize("how", ["na", "forbidden"])
 def test_a_card_that_does_not_say_how_much_memory_it_has_is_not_used(host, driver, how):
-    """It is also not treated as a card that shares the machine's memory."""
+    """The card is also not taken for a card that shares the machine's memory."""
     driver.set(count=2, _0_total=how)
     kernel = host.kernel()
     assert list(kernel.evaluate(TORCH)) == ["cuda:1", "host"]

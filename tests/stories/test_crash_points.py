@@ -1,7 +1,9 @@
-"""A process is killed before any one change that it makes to the ledger's files. No other process is harmed.
+"""A process is killed before any one change that it makes to the ledger's files. No other process
+is harmed.
 
-Every deed is done again and again by a new process, which is killed before its first change, its second, … until a
-process completes the deed. A library in front of the C library (crash_points.c) counts the changes and kills.
+Each piece of work is done again and again by a new process. The first process is killed before its
+first change, the next one before its second, and so on, until a process completes the work. A
+library in front of the C library (crash_points.c) counts the changes and kills.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ Say = Callable[[str], None]
 
 
 def write(url: str, arm: Callable[[], None], say: Say) -> None:
-    """A second grant, in a ledger that is open already."""
+    """Writes a second grant into a ledger that is open already. The kill is armed only for this
+    write.
+    """
     door = open_ledger(url)
     put(door, "qwen")
     arm()
@@ -42,7 +46,7 @@ def write(url: str, arm: Callable[[], None], say: Say) -> None:
 
 
 def live(url: str, arm: Callable[[], None], say: Say) -> None:
-    """The whole life of an open ledger: open, write, close."""
+    """Does everything that a ledger does in its life: it opens, writes and closes."""
     arm()
     door = open_ledger(url)
     put(door, "qwen")
@@ -53,14 +57,14 @@ def live(url: str, arm: Callable[[], None], say: Say) -> None:
 
 
 def mend(url: str, arm: Callable[[], None], say: Say) -> None:
-    """The book is gone, and the next owner that opens the ledger makes a new one."""
+    """Deletes the book. The next owner that opens the ledger makes a new one."""
     book = Path(url.removeprefix("sqlite://")).glob("*/book-*.db")
     os.unlink(next(book))
     live(url, arm, say)
 
 
 def work(url: str, arm: Callable[[], None], say: Say) -> None:
-    """A kernel's work: it loads, uses and evicts a model, and ends."""
+    """Does the work of a kernel: it loads, uses and evicts a model, and ends."""
     arm()
     with Runtime(devices="sim:24GiB,host:64GiB", ledger=url, monitor=False) as rt:
         rt.register("qwen", backend="fake", size="3GiB")
@@ -78,7 +82,10 @@ DEEDS = {deed.__name__: deed for deed in (write, live, mend, work)}
 
 
 def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
-    """The number of changes before which it was killed. Raises AssertionError if another process was harmed."""
+    """Runs the work again and again and kills it before each change. Returns the number of changes.
+
+    Raises AssertionError if another process was harmed.
+    """
     library = ctypes.CDLL(None)
     directory = url.removeprefix("sqlite://").encode()
     neighbour = open_ledger(url)
@@ -99,7 +106,9 @@ def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
 def done_by_another(
     deed: Callable[..., None], url: str, arm: Callable[[], None]
 ) -> tuple[str, bool]:
-    """The last report of the process, and whether it completed the deed."""
+    """Does the work in a forked process. Returns its last report, and whether it completed the
+    work.
+    """
     inbox, outbox = os.pipe()
     pid = os.fork()
     if not pid:
@@ -123,7 +132,11 @@ def done_by_another(
 
 
 def judge(neighbour: Ledger, said: str, when: str, *, may_be_rebuilt: bool) -> None:
-    """Checks that the book is valid and has all reported writes, dead owners can be reaped, and a new grant works."""
+    """Checks the book after a kill.
+
+    The book must be valid and have all reported writes. Dead owners can be reaped, and a new grant
+    works.
+    """
     book = neighbour.read()
     assert "mine" in names(neighbour), f"{when}: a living neighbour lost its lease"
     assert not said or said in names(neighbour), (
@@ -141,7 +154,9 @@ def judge(neighbour: Ledger, said: str, when: str, *, may_be_rebuilt: bool) -> N
 
 
 def look_for_leftovers(neighbour: Ledger, url: str) -> None:
-    """Checks that the next owner that opens the ledger removes unfinished files of dead processes."""
+    """Checks that the next owner that opens the ledger removes the unfinished files of dead
+    processes.
+    """
     for path in neighbour.directory.rglob("*"):
         os.utime(path, (0, 0), follow_symlinks=False)
     without(neighbour, neighbour.owner.id)

@@ -1,8 +1,8 @@
-"""A crowd at work while its book is damaged again and again. No lease is lost, no byte is granted twice, and no kernel
-fails.
+"""A crowd of kernels works while its book is damaged again and again.
 
-The vandal damages the bytes of the book, its file, CURRENT and SQLite's journal. It does not damage the owners' own
-files: without them the book could not be rebuilt, and an owner's leases would be missing until its next write.
+No lease is lost, no byte is granted twice, and no kernel fails. The test damages the bytes of the
+book, its file, CURRENT and SQLite's journal. It does not damage the owners' own files. Without them
+the book could not be rebuilt, and an owner's leases would be missing until its next write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.stories.crowd import Report, Warden, crowd
 
 
 class Vandal(Warden):
-    """Damages the book, where the Warden class would kill a process."""
+    """Damages the book at the moments at which the Warden class would kill a process."""
 
     forgives = (LedgerUnavailable,)
     damages = True

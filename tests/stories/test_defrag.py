@@ -1,4 +1,6 @@
-"""Two real processes and one book: one process sees the other's allocator map and requests a defragmentation."""
+"""Two real processes and one book. One process sees the other's allocator map and requests a
+defragmentation.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def here(ledger: str) -> Iterator[Runtime]:  # noqa: F811
 
 
 def seen(rt: Runtime, wanted: Callable[[AllocatorMap | None], bool]) -> AllocatorMap | None:
-    """The only map, as soon as it is as wanted; after 15 s, the map as it is."""
+    """The only map, as soon as `wanted` is true of it. After 15 s the map is returned as it is."""
     deadline = time.monotonic() + 15
     while True:
         map = next(iter(rt.allocator_maps()), None)
@@ -37,9 +39,9 @@ def seen(rt: Runtime, wanted: Callable[[AllocatorMap | None], bool]) -> Allocato
 
 
 def test_another_kernels_cache_is_seen_and_given_back(kernel, here):  # noqa: F811
-    """The test runs with a file and with Redis. The map is published automatically.
+    """The map is published automatically. The test runs with SQLite and with Redis.
 
-    The answer has the bytes, and a new map follows at once.
+    The answer has the freed bytes, and a new map follows at once.
     """
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
@@ -69,7 +71,9 @@ def test_what_a_killed_kernel_held_is_drawn_no_longer(kernel, here):  # noqa: F8
 
 
 def test_a_stopped_kernel_keeps_its_cache_and_who_asked_is_told(kernel, here):  # noqa: F811
-    """Only the owner can give the cache back."""
+    """Only the owner of the cache can give it back, and the owner is stopped. The requester gets an
+    error that says so.
+    """
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
     assert (

@@ -1,4 +1,6 @@
-"""Real kernels with real workers. After any of them dies, no process is left running and no memory stays claimed."""
+"""Real kernels with real workers. After any of them dies, no process is left running and no memory
+stays claimed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ pytest.importorskip(
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """A model that is slow enough to be killed during a generation: some milliseconds for each token."""
+    """The file of a slow model. It takes some milliseconds for each token, so it can be killed
+    during a generation.
+    """
     return tiny_models.gguf_lm(tmp_path_factory.mktemp("gguf") / "slow.gguf", size="24 MiB")
 
 
@@ -84,7 +88,9 @@ def kernel(ledger, file):
 
 
 def test_a_kernel_that_is_killed_takes_its_worker_along_and_its_lease_goes(kernel, ledger):
-    """It is killed with -9 during a generation: the socket closes, and the system signals the worker."""
+    """The kernel is killed with SIGKILL during a generation. Its socket closes, and the system
+    signals the worker.
+    """
     kernel.say("phi.create_completion('hello', max_tokens=400)")
     os.kill(kernel.process.pid, signal.SIGKILL)
     assert soon(lambda: not alive(kernel.worker))
@@ -101,7 +107,9 @@ def test_a_kernel_that_ends_in_order_leaves_no_worker(kernel):
 
 
 def test_the_stop_button_ends_the_call_and_not_the_worker(kernel):
-    """Jupyter signals the whole process group, and the worker is not in it. The worker stops the abandoned call."""
+    """Jupyter signals the kernel's whole process group. The worker is not in this group, and only
+    stops the abandoned call.
+    """
     kernel.say("phi.create_completion('hello', max_tokens=480)")
     assert soon(lambda: psutil.Process(kernel.worker).cpu_percent(0.1) > 20)
     os.killpg(kernel.process.pid, signal.SIGINT)
@@ -111,7 +119,9 @@ def test_the_stop_button_ends_the_call_and_not_the_worker(kernel):
 
 
 def test_the_worker_outlives_the_thread_that_loaded_it(kernel):
-    """The system sends the signal of a parent's death when the forking thread ends. So that thread must stay alive."""
+    """The system sends the signal of a parent's death when the thread that forked ends. So that
+    thread must stay alive.
+    """
     kernel.say("assert not loading.is_alive() and phi.create_completion('hello', max_tokens=2)")
     assert kernel.hear() == "done" and alive(kernel.worker)
 
@@ -139,7 +149,7 @@ def test_a_worker_that_kills_itself_with_others_waiting_fails_each_of_them_once(
 
 
 def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> dict[str, int]:
-    """Two threads use all models while a third kills their processes. Returns the counts."""
+    """Two threads use all models while a third thread kills their processes. Returns the counts."""
     chance, ended, went = random.Random(seed), threading.Event(), {"answered": 0, "died": 0}
 
     def use(of: int) -> None:
@@ -175,7 +185,7 @@ def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> 
 def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_stays(
     ledger, tmp_path, kills
 ):
-    """Only one of the two models fits at a time, so drops, loads and kills happen at the same time."""
+    """Only one of the two models fits at a time. So drops, loads and kills happen at the same time."""
     me = psutil.Process()
     with Runtime(devices="sim:10MiB,host:64MiB", ledger=ledger, gpu_memory_max_percent=1.0) as rt:
         names = ["phi", "mini"]

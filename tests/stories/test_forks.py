@@ -1,4 +1,6 @@
-"""A process that forks while its threads use the ledger: no child hangs, and no child blocks other processes."""
+"""A process forks while its threads use the ledger. No child hangs, and no child blocks other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ STATIC_MEMORY, STATIC_FILES = 3, 11  # SQLite's locks around its memory, and aro
 
 
 def child(act: Callable[[], object], seconds: float = 30.0) -> str:
-    """What a forked child returns from `act`, or its error; `hangs` after so many `seconds`."""
+    """Calls `act` in a forked child. Returns the text of its result or error.
+
+    Returns `hangs` if the child has not ended after `seconds`.
+    """
     inbox, outbox = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -81,7 +86,9 @@ def url(request, tmp_path) -> Iterator[str]:
 
 
 def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(url, tmp_path):
-    """When the ledger was still opened at the fork, 1 of 200 children hung, and all others waited for its lock."""
+    """Before, when a child still opened the ledger at the fork, 1 of 200 children hung, and all
+    others waited for its lock.
+    """
     found = run(url, 60, 1, {"XDG_STATE_HOME": str(tmp_path)})
     assert set(found) == {"ended"} and found["ended"] >= 60
 
@@ -96,12 +103,14 @@ def test_no_child_of_a_busy_parent_hangs_for_long(url, tmp_path, seed):
 
 
 class Paused:
-    """A thread that writes the book, and pauses for a moment at one line of the ledger's code."""
+    """A thread that writes the book and pauses for a moment at one line of the ledger's code."""
 
     PAUSE_SECONDS = 0.02
 
     def __init__(self, write: Callable[[], object], line: int) -> None:
-        """It pauses at the `line`-th executed line of `write`; with 0 it only counts them."""
+        """The thread pauses at the `line`-th executed line of `write`. With 0 it only counts the
+        lines.
+        """
         self.lines = 0
         self.at, self.done = threading.Event(), threading.Event()
         self._write, self._line = write, line
@@ -134,7 +143,9 @@ class Paused:
     "stride", [pytest.param(1, marks=pytest.mark.soak), 37], ids=["each step", "some steps"]
 )
 def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_ledger(url, stride):
-    """If the step is inside SQLite, or holds a file for a moment, the fork waits for its end."""
+    """If the thread is inside SQLite at this step, or holds a file for a moment, the fork waits for
+    the end of that.
+    """
     with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=url) as rt:
         forks = fork_at_each_step(rt, stride)
     soak.add("sqlite" if url.startswith("sqlite") else "redis", forks_at_a_step_of_a_write=forks)
@@ -189,7 +200,7 @@ def test_a_child_that_closes_the_runtime_closes_its_own(rt):
 
 
 def test_a_block_that_a_child_leaves_ends_in_the_parent_only(rt):
-    """A `with` block that forks ends twice. Its lease is the parent's."""
+    """Both the parent and the child leave the `with` block. The lease belongs to the parent only."""
     with rt.lease("1GiB"):
 
         def leaves() -> str:
@@ -210,7 +221,9 @@ def test_a_block_that_a_child_leaves_ends_in_the_parent_only(rt):
 
 
 def test_a_fork_waits_until_no_thread_is_inside_sqlite(rt):
-    """Only then is SQLite whole in the child."""
+    """If a thread were inside SQLite at the fork, the child would get a copy of SQLite that is half
+    changed.
+    """
     lock = rt._opened.ledger._store._lock
     lock.acquire()
     threading.Timer(0.2, lock.release).start()
@@ -218,7 +231,9 @@ def test_a_fork_waits_until_no_thread_is_inside_sqlite(rt):
 
 
 def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
-    """The fork waits at most a second, so a thread that hangs in a driver or on a disk does not stop it."""
+    """The fork waits at most a second. So a thread that hangs in a driver or on a disk does not
+    stop it.
+    """
     monkeypatch.setattr(forks, "WAIT_SECONDS", 0.05)
     with rt._opened.ledger._store._lock:
         answer = child(rt.status)
@@ -228,7 +243,9 @@ def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
 
 @pytest.mark.parametrize("which", [STATIC_MEMORY, STATIC_FILES])
 def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, which, monkeypatch):
-    """An example is the thread that saves IPython's history. The child gets an error that advises `spawn`."""
+    """An example is the thread that saves IPython's history. The child gets an error that advises
+    `spawn`.
+    """
     monkeypatch.setattr(after_fork, "TRY_SECONDS", 0.5)
     import _sqlite3
 
@@ -262,7 +279,9 @@ def test_locks_that_other_threads_hold_are_free_in_the_child():
 
 
 def test_a_child_has_nothing_to_finish_for_its_parent():
-    """Before, its end waited up to 60 s for the parent's work, and its threads were switched ten times as often."""
+    """Before, the end of a child waited up to 60 s for its parent's work, and its threads were
+    switched ten times as often.
+    """
     usual = sys.getswitchinterval()
     mark = object()
     threads._unfinished.add(mark)
@@ -277,8 +296,9 @@ def test_a_child_has_nothing_to_finish_for_its_parent():
 
 
 def test_a_child_keeps_neither_the_turn_nor_the_lock_of_its_parent(rt):
-    """A file lock belongs to the open file, which the child shares. Before, all processes waited while the child
-    lived."""
+    """A file lock belongs to the open file, which the child shares. Before, all processes waited
+    for the lock while the child lived.
+    """
     directory = rt._opened.ledger.directory
     queue = rt._opened.ledger._queue
     assert queue.try_enter()
@@ -335,7 +355,7 @@ def _device_ids(_: int) -> list[str]:
 
 
 def test_workers_of_a_pool_use_the_runtime(rt):
-    """The workers are started as joblib starts them."""
+    """joblib starts the workers of a pool in the same way."""
     _rt[:] = [rt]
     with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.map_async(_device_ids, range(4)).get(60)

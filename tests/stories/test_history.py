@@ -1,4 +1,7 @@
-"""The host's helper writes the history without a console: for SQLite and Redis, after a kill and a new start."""
+"""The host's helper process writes the history without a console.
+
+It does so for SQLite and Redis, after a kill and after a new start.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ def ledger(request: Any, tmp_path: Path) -> Iterator[str]:
 
 
 class Box:
-    """A ledger with one kernel on simulated cards. Its helper starts at once, not after five seconds."""
+    """A ledger with one kernel on simulated cards. The helper starts at once, not after five
+    seconds.
+    """
 
     def __init__(self, ledger: str, notes: Path) -> None:
         self.ledger, self.kernel = ledger, Kernel(ledger)
@@ -40,7 +45,7 @@ class Box:
         self.directory = Path(notes.read_text())
 
     def moments(self) -> tuple[Moment, ...]:
-        """The recorded moments of the card, read without a runtime in this process."""
+        """The recorded moments of the card. They are read without a runtime in this process."""
         return tuple(
             one
             for one in record_in(self.directory).between(0, 1e11, 10**15)
@@ -48,7 +53,7 @@ class Box:
         )
 
     def used(self) -> list[int]:
-        """The card's bytes in use, in GiB, each value once."""
+        """The GiB in use on the card, each different value once."""
         steps: list[int] = []
         for one in self.moments():
             if not steps or steps[-1] != one.measured_bytes // GIB:
@@ -74,7 +79,9 @@ def box(ledger: str, tmp_path: Path) -> Iterator[Box]:
 
 
 def test_what_happens_is_recorded_while_nobody_looks(box):
-    """One process for the host records it without a request. A later reader sees the figures and the reasons."""
+    """One process of the host records the use without any request. A later reader sees the figures
+    and the reasons.
+    """
     box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
     until(lambda: box.used() == [10])
     box.kernel.tell("rt.evict('qwen')")

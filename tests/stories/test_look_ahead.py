@@ -1,4 +1,6 @@
-"""Run All in real kernels: the extension sees the cells that wait, and models are loaded ahead."""
+""" "Run All" in real kernels. The extension sees the cells that wait, and their models are loaded
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ LOOK = "print('seen', [(c.cell, c.uses, c.running) for c in upcoming.cells(['a',
 
 @contextlib.contextmanager
 def running_kernel(arguments=(), stderr=None, notebook=""):
-    """A kernel on a simulated card with a ledger of its own, and its client."""
+    """A kernel on a simulated card, with a ledger of its own, and the client of that kernel."""
     paths = os.pathsep.join(
         filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
     )
@@ -65,7 +67,7 @@ def send(client, codes):
 
 
 def results(client, ids, seconds=60.0):
-    """(status, printed text) of each cell, once all have ended."""
+    """The status and the printed text of each cell, once all of them have ended."""
     replies: dict[str, str] = {}
     printed = dict.fromkeys(ids, "")
     idle: set[str] = set()
@@ -89,12 +91,12 @@ def run_all(client, codes):
 
 
 def seen(text):
-    """The cells that `LOOK` printed."""
+    """The list of cells that the code `LOOK` printed."""
     return eval(re.search(r"seen (.*)", text)[1])
 
 
 def test_a_running_cell_sees_the_cells_that_wait_and_their_models(kernel):
-    """JupyterLab sends every cell at once. None of them is lost, and each runs in its turn."""
+    """JupyterLab sends all cells at once. None of them is lost, and they run in their order."""
     _, client = kernel
     run_all(client, ["%load_ext gpu", "order = []"])
     cells = [
@@ -116,7 +118,7 @@ def test_a_running_cell_sees_the_cells_that_wait_and_their_models(kernel):
 
 
 def test_a_kernel_that_starts_with_the_extension_loses_no_message(tmp_path):
-    """`gpu autoload` loads the extension before the kernel reads its sockets."""
+    """`gpu autoload` loads the extension in the same way, before the kernel reads its sockets."""
     log = tmp_path / "log"
     with log.open("w") as stderr, running_kernel(["--IPKernelApp.extensions=gpu"], stderr) as found:
         _, client = found
@@ -153,7 +155,7 @@ def test_three_hundred_cells_keep_their_order(kernel):
 
 
 def test_without_the_extension_the_kernel_reads_as_before(kernel):
-    """`%unload_ext` takes the tap away."""
+    """The extension reads the kernel's messages ahead. `%unload_ext` ends that."""
     _, client = kernel
     run_all(client, ["%load_ext gpu", "%unload_ext gpu"])
     found = run_all(client, [f"time.sleep(0.2); {LOOK}", "print('ran')"])
@@ -164,7 +166,11 @@ def test_without_the_extension_the_kernel_reads_as_before(kernel):
 
 
 def three_models(card, order, mode="auto"):
-    """A notebook: its models take a second to load, and its cells use them for longer in turn."""
+    """The code of a notebook with three models.
+
+    Each model takes a second to load. The cells use the models in the given order, each for longer
+    than a load takes.
+    """
     setup = f"""
 %env GPU_DEVICES=sim:{card},host:64GiB
 %env GPU_PREFETCH={mode}
@@ -190,7 +196,9 @@ def used(name):
 
 
 def outcome(printed):
-    """Seconds that the cells waited for their models, what was loaded or moved, and unused guesses."""
+    """Reads what the last cell printed: the seconds that the cells waited for their models, what
+    was loaded or moved, and the number of unused guesses.
+    """
     return json.loads(re.search(r"end (.*)", printed)[1])
 
 
@@ -210,7 +218,9 @@ def test_run_all_hides_most_of_the_load_time_if_the_card_holds_two_of_three_mode
 
 
 def test_a_card_that_holds_one_model_evicts_nothing_that_the_next_cell_needs():
-    """Each model arrives once for each of its turns, as without look-ahead."""
+    """The card holds one model. Each model is loaded only once for its cells, as without
+    look-ahead.
+    """
     with running_kernel() as (_, client):
         setup, *cells = three_models("14GiB", "aabcc")
         run_all(client, [setup])
@@ -230,7 +240,9 @@ PROGRAMS = {
 def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(
     tmp_path, program, card, order
 ):
-    """The program sends the next cell when the last has ended; the notebook's file has the order."""
+    """The program sends a cell only when the last one has ended. The order of the cells is in the
+    notebook's file.
+    """
     import nbformat
 
     if importlib.util.find_spec(program) is None:
@@ -257,7 +269,9 @@ def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(
 
 
 def test_a_run_all_that_loads_the_extension_itself_is_looked_ahead_by_the_file(tmp_path):
-    """Its later cells were sent before the extension could see them."""
+    """The later cells were sent before the extension was loaded, so it cannot see them. It reads
+    them from the notebook's file.
+    """
     codes = [
         "%load_ext gpu\nfrom gpu_runtime.upcoming_cells import upcoming",
         f"x = 1; {LOOK}",

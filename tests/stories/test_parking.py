@@ -1,4 +1,6 @@
-"""Notebooks of plain torch code share one simulated card that holds one of them. No cell names `rt`."""
+"""Notebooks of plain torch code share a simulated card that holds only one of them. No cell uses
+`rt`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ losses = []
 
 
 class Notebook:
-    """A real kernel with `%load_ext gpu` and nothing else of ours."""
+    """A real kernel with `%load_ext gpu`, and no other code of ours."""
 
     def __init__(self, name: str, url: str, **settings: str) -> None:
         self.name = name
@@ -52,7 +54,7 @@ class Notebook:
         self.run("%load_ext gpu")
 
     def run(self, code: str, timeout: float = 90) -> str:
-        """What the cell printed, displayed or raised, as text."""
+        """Runs a cell. Returns what it printed, displayed or raised, as text."""
         shown: list[str] = []
 
         def show(message) -> None:
@@ -74,7 +76,7 @@ class Notebook:
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens notebooks on one ledger, and a runtime that reads it."""
+    """A function that opens notebooks on one ledger, and a runtime that reads this ledger."""
     url = f"sqlite://{tmp_path}/ledger"
     made: list[Notebook] = []
 
@@ -89,7 +91,7 @@ def opened(tmp_path):
 
 
 def places(rt) -> dict[str, set[str]]:
-    """Notebook -> the devices on which its kernel holds memory."""
+    """Maps each notebook to the devices on which its kernel holds memory."""
     found: dict[str, set[str]] = {}
     for section in rt.status().sections.values():
         for lease in section.leases:
@@ -99,7 +101,7 @@ def places(rt) -> dict[str, set[str]]:
 
 
 def held_bytes(rt, notebook: Notebook) -> int:
-    """What the kernel of `notebook` holds by the book, on the card and in RAM."""
+    """The bytes that the kernel of `notebook` holds on the card and in RAM, by the book."""
     return sum(
         share.bytes
         for section in rt.status().sections.values()
@@ -115,7 +117,9 @@ def within_limit(rt) -> bool:
 
 
 def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(opened):
-    """Both finish with the losses of running alone, and an idle one is never beside the other for long."""
+    """Both notebooks compute the losses that they compute alone. Together they exceed the card only
+    until the next measurement.
+    """
     open_notebook, rt = opened
     train, tune = open_notebook("train.ipynb"), open_notebook("tune.ipynb")
     for seed, notebook in enumerate((train, tune)):
@@ -156,7 +160,9 @@ def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(opened):
 
 
 def test_a_cell_whose_memory_cannot_return_does_not_run(opened):
-    """Stopping the wait refuses the cell: IPython would run it although the hook was interrupted."""
+    """The user stops the wait. IPython would run the cell although the hook was interrupted, so the
+    extension must refuse it.
+    """
     open_notebook, rt = opened
     parked = open_notebook("parked.ipynb")
     parked.run("import torch; x = torch.ones(30_000_000); ran = False")
@@ -176,7 +182,9 @@ def test_a_cell_whose_memory_cannot_return_does_not_run(opened):
 
 
 def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(opened):
-    """Run All sends every cell at once, so the kernel is never idle; the other one waits one turn."""
+    """ "Run All" sends every cell at once, so the kernel is never idle. The other notebook waits for
+    one turn.
+    """
     open_notebook, rt = opened
     runs, waits = (
         open_notebook("runs.ipynb", GPU_PARK_TURN_SECONDS="2"),
@@ -206,7 +214,9 @@ x = torch.zeros(25_000_000)
 
 
 def test_a_restarted_kernel_finds_free_what_its_first_cell_takes(opened):
-    """The other notebook has left before the cell's first line, and not because of an overdraft."""
+    """The other notebook's memory has left before the first line of the cell, and not because of an
+    overdraft.
+    """
     open_notebook, _ = opened
     before = open_notebook("again.ipynb")
     assert "[]" in before.run(TAKES_MOST)

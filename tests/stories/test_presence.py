@@ -1,4 +1,4 @@
-"""A status names no dead process as a living holder, and says of a living one what it does."""
+"""The status shows what each process does. It never names a dead process as a living holder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kernel(tmp_path):
 
 @pytest.fixture
 def console(tmp_path):
-    """A runtime without a monitor: nothing but the status itself looks after the others."""
+    """A runtime without a monitor, so only its status looks at the other processes."""
     with Runtime(
         devices=DEVICES,
         ledger=f"sqlite://{tmp_path}/ledger",
@@ -58,7 +58,7 @@ def test_a_killed_process_is_shown_as_ended_at_once(kernel, console):
 
 
 def test_a_stopped_process_is_shown_as_stopped_until_it_goes_on(kernel, console):
-    """No other process has to send it a request first."""
+    """The status notices it without a request of another process."""
     kernel.signal(signal.SIGSTOP)
     until(lambda: state(console, kernel) is ProcessState.STOPPED, 10.0)
     assert ", stopped" in text.status(console.status())
@@ -78,7 +78,7 @@ def test_who_waits_for_a_stopped_process_learns_why(kernel, console):
 
 @pytest.mark.soak
 def test_who_waits_for_a_process_that_writes_its_core_dump_learns_why(kernel, console, tmp_path):
-    """The memory is granted once the dump is written."""
+    """The memory is granted once the core dump is written."""
     if "/" in PATTERN.read_text() or PATTERN.read_text().startswith("|"):
         pytest.skip("needs a kernel that writes core dumps into the working directory")
     kernel.tell("held = rt.use('qwen'); held.__enter__(); import os, resource")

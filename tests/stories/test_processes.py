@@ -1,5 +1,8 @@
-"""Real processes on one real ledger, in SQLite and in Redis: the memory of a killed, stopped or restarted kernel, and
-its next holder."""
+"""Real processes on a real ledger, in SQLite and in Redis.
+
+The stories are about the memory of a kernel that is killed, stopped or restarted, and about the
+next holder of that memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ DEVICES = "sim:24GiB,host:64GiB"
 
 
 class Kernel:
-    """Another process with a runtime of its own. It runs commands line by line."""
+    """Another process with a runtime. It runs commands line by line."""
 
     def __init__(self, ledger: str, devices: str = DEVICES) -> None:
         program = textwrap.dedent(f"""
@@ -103,7 +106,7 @@ def here(ledger: str) -> Iterator[Runtime]:
 
 
 def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
-    """The next process that needs the room reaps its leases, after its death is proved."""
+    """Its death is proved first. Then the next process that needs the room removes its leases."""
     other = kernel()
     assert (
         other.tell(
@@ -164,7 +167,9 @@ def test_a_model_in_use_in_another_kernel_is_waited_for(kernel, here):
 
 
 def test_a_stopped_kernel_is_not_dead(kernel, here):
-    """It does not answer, and keeps its memory: bytes are freed only if the operating system confirms the death."""
+    """A stopped kernel does not answer and keeps its memory. Bytes are freed only if the operating
+    system confirms the death.
+    """
     other = kernel()
     assert (
         other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")

@@ -1,4 +1,4 @@
-"""Kernels that share a Redis that fails. They keep their models, and no byte is granted twice."""
+"""Kernels that share a Redis which fails. They keep their models, and no byte is granted twice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_a_flushed_redis_does_not_free_a_card_in_use(redis, other, here):
 
 
 def test_what_ends_while_redis_is_away_is_known_when_it_is_back(redis, other, here):
-    """Nothing is granted while Redis is away. Cells continue, and their releases are written later."""
+    """While Redis is away, nothing is granted. Cells continue, and their releases are written
+    later.
+    """
     assert other.tell(HOLD) == "done"
     fakes(here, llama="14GiB")
     redis.kill()
@@ -81,7 +83,7 @@ def test_a_kernel_killed_while_redis_is_away_leaves_nothing_behind(redis, other,
 
 
 def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
-    """The speed is not that of polling, because notifications are local sockets, with Redis too."""
+    """Notifications are local sockets also with Redis. So a recall is faster than polling."""
     assert (
         other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
         == "done"
@@ -94,7 +96,7 @@ def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
 
 
 def test_one_view_over_all_hosts(monkeypatch, ledger, here):
-    """There is a page for each host: this host first, the others by name, each with its leases."""
+    """Each host has a page with its leases. This host is first, and the others are ordered by name."""
     from gpu_runtime.rendering.render import shown
 
     fakes(here, llama="14GiB")

@@ -1,4 +1,6 @@
-"""`gpu serve` as programs use it: a real server, llama.cpp models that do not fit together, the official client."""
+"""`gpu serve` as programs use it: a real server, two llama.cpp models that do not fit together, and
+OpenAI's client.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MODELS = ("writer", "editor")
 
 @pytest.fixture(scope="module")
 def kitchen(tmp_path_factory):
-    """The directory of a catalogue with two GGUF models; the card can hold only one of them at a time."""
+    """The directory of a catalogue with two GGUF models. The card can hold only one of them at a
+    time.
+    """
     place = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(MODELS):
         samples.gguf_lm(place / f"{name}.gguf", seed=seed)
@@ -94,7 +98,9 @@ def test_the_official_client_lists_asks_and_streams(served):
 
 
 def test_32_clients_and_two_models_that_do_not_fit_together(served):
-    """Every call is answered by its own model, and there are far fewer swaps than calls."""
+    """Every call is answered by the model that it names. There are far fewer swaps of models than
+    calls.
+    """
     answers, errors = [], []
 
     def call(number: int) -> None:
@@ -158,7 +164,9 @@ def test_an_engine_killed_in_the_middle_is_one_clear_error_and_the_next_call_ans
 
 
 def test_who_hangs_up_lets_go_of_the_model(served):
-    """The other model needs its room, and gets it long before the remaining tokens would have been generated."""
+    """The other model needs the room. It gets the room long before the remaining tokens would have
+    been generated.
+    """
     stream = client(served).chat.completions.create(
         model="writer", messages=say(), max_tokens=450, stream=True
     )
@@ -199,7 +207,9 @@ def test_what_is_wrong_with_a_call_is_said_and_nothing_is_lost(served, body, sta
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits):
-    """A client that sends the body at once gets the reason too, and can use the connection for the next call."""
+    """A client that sends the body at once gets the reason as well, and can use the connection for
+    the next call.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Authorization", f"Bearer {TOKEN}")
@@ -219,7 +229,7 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
 
 
 def test_fields_of_ours_do_not_come_by_header(served):
-    """A proxy may add headers, but the body is written by the client."""
+    """A proxy may add headers. Only the body is written by the client."""
     answer = served.get(
         "/v1/chat/completions",
         method="POST",

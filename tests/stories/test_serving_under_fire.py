@@ -1,5 +1,7 @@
-"""`gpu serve` while its engines are killed and strangers flood it: every call gets an answer or an error, and nothing
-is left."""
+"""`gpu serve` while its engines are killed and strangers flood it.
+
+Every call gets an answer or an error, and nothing is left afterwards.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ MODELS: dict[str, dict[str, str]] = {
 CALLERS = 4
 ENGINES = ("llama_cpp/worker", "llama_cpp.server", "llama-server")
 FAR_FUTURE = 300.0  # seconds after which every call must have ended
-# Another user's process: it guesses tokens, sends requests that do not end, bodies that are announced and do not come,
-# and bytes that are no HTTP. It prints how often, when its input ends.
+# A process of another user. It guesses tokens, sends requests that do not end, announces bodies
+# that it does not send, and sends bytes that are no HTTP. When its input ends, it prints the number
+# of its requests.
 FLOOD = """
 import os, random, select, socket, sys
 port, uid = map(int, sys.argv[1:])
@@ -71,7 +74,9 @@ print(sent)
 
 @contextmanager
 def flooded(server: Served, sent: list[int]) -> Iterator[None]:
-    """Another user floods the server meanwhile. At the end, the number of requests is added to `sent`."""
+    """Another user floods the server during the block. At its end, the number of that user's
+    requests is added to `sent`.
+    """
     words = [sys.executable, "-c", FLOOD, str(server.port), str(NOBODY)]
     flood = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -84,7 +89,7 @@ def flooded(server: Served, sent: list[int]) -> Iterator[None]:
 
 @pytest.fixture
 def ledger(request, tmp_path) -> Iterator[tuple[str, str]]:
-    """The kind of a ledger, and its URL. A test may select it: `indirect`; by default SQLite."""
+    """The kind of a ledger and its URL. It is SQLite, unless a test selects a kind with `indirect`."""
     if getattr(request, "param", "sqlite") == "sqlite":
         yield "sqlite", f"sqlite://{tmp_path}/ledger"
         return
@@ -125,7 +130,7 @@ def served(tmp_path, ledger):
 
 
 class Fire:
-    """Threads that call and a thread that kills engines, for a number of seconds."""
+    """Threads that call the server, and a thread that kills its engines, for a number of seconds."""
 
     def __init__(self, server: Served, seconds: float) -> None:
         self.server, self.until = server, time.monotonic() + seconds
@@ -189,7 +194,9 @@ class Fire:
             self.ended["answered"] += 1
 
     def _kill(self) -> None:
-        """Kills an engine, but only after an answer since the last kill. Otherwise every breaker would be open."""
+        """Kills an engine, but only if a call was answered since the last kill. Otherwise every
+        model would count as failing and would not be called.
+        """
         chance, answered = random.Random(7), -1
         while time.monotonic() < self.until:
             time.sleep(chance.uniform(0.1, 1.0))
@@ -235,7 +242,7 @@ def told(server: Served, path: str, method: str = "GET") -> object:
 
 
 def until(holds: Callable[[], bool], seconds: float) -> None:
-    """Waits until `holds()`, at most so long."""
+    """Waits until `holds()` is true, or until `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -253,7 +260,9 @@ def put_away(server: Served) -> None:
 
 
 def holdings(server: Served) -> dict[str, int]:
-    """The server's own files, threads, processes and memory, while no model is loaded."""
+    """The number of the server's files, threads, processes and ports, and its memory, while no
+    model is loaded.
+    """
     process = psutil.Process(server.process.pid)
     family = [process, *process.children(recursive=True)]
     return {
@@ -282,9 +291,10 @@ def under_fire(
     growth_mib: int,
     flood: Callable[[Served], AbstractContextManager[object]] = nullcontext,
 ) -> Fire:
-    """Compares the server's resources before and after, without the first seconds, in which threads start.
+    """Compares the server's resources before and after calls and kills.
 
-    `flood(server)` lasts as long as the fire that is measured.
+    The first `warm_seconds` are not compared, since threads start then. `flood(server)` lasts as
+    long as the calls that are compared.
     """
     Fire(server, warm_seconds).run()
     put_away(server)
@@ -326,7 +336,7 @@ def test_engines_are_killed_while_another_user_floods_the_server(served):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ledger", ["sqlite", "redis"], indirect=True)
 def test_engines_are_killed_and_the_server_is_flooded_for_minutes(served, ledger):
-    """As the tests before, for so long that a leak of a few KiB for each call would be visible."""
+    """The run is so long that a leak of a few KiB for each call would be visible."""
     seconds = 300
     sent: list[int] = []
     fire = under_fire(served, seconds, 60, 30, flood=lambda server: flooded(server, sent))
@@ -340,7 +350,9 @@ def test_engines_are_killed_and_the_server_is_flooded_for_minutes(served, ledger
 
 
 def test_the_server_is_killed_and_its_engines_end_with_it(served):
-    """After kill -9 of the server itself, its engines end too, and the next server begins with an empty card."""
+    """The server itself is killed with SIGKILL. Its engines end, too, and the next server begins
+    with an empty card.
+    """
     talk = client(served)
     for model in ("writer", "reader"):
         talk.chat.completions.create(

@@ -1,6 +1,8 @@
-"""The stop button interrupts a notebook's actions at random instructions, on a real ledger. Nothing is leaked.
+"""The stop button interrupts the actions of a notebook at random instructions, on a real ledger.
+Nothing is leaked.
 
-The storm runs in a process of its own. Otherwise threads of other tests would look like leaked threads.
+The test runs the actions in a separate process. Otherwise threads of other tests would look like
+leaked threads.
 """
 
 from __future__ import annotations
@@ -110,8 +112,10 @@ def leased(rt: Runtime) -> None:
 
 
 def look_for_leaks(rt: Runtime) -> None:
-    """Checks, after all moves have ended and the monitor has published, that nothing is pinned, leased or requested,
-    and that the book shows the real place of each model."""
+    """Waits until all moves have ended and the monitor has published. Then checks for leaks.
+
+    Nothing may be pinned, leased or requested. The book must show the real place of each model.
+    """
     keeper = rt._session
     until = time.monotonic() + 20
     while why := leaks(rt):

@@ -1,6 +1,7 @@
-"""A process trains while another one evicts its model, over and over: a plain script, and a notebook's kernel.
+"""A process trains while another process evicts its model again and again. The process is a plain
+script, or the kernel of a notebook.
 
-Losses and weights are those of an undisturbed run, bit for bit, and nothing crashes.
+Losses and weights are equal, to the bit, to those of an undisturbed run, and nothing crashes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ print(result(), flush=True)
 
 
 def undisturbed(steps: int) -> list[Any]:
-    """Losses and digest of the weights after so many steps in a process without gpu-console."""
+    """The losses and the digest of the weights after `steps` steps in a process without
+    gpu-console.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM + ALONE], input=str(steps), text=True, capture_output=True
     )
@@ -74,7 +77,7 @@ def undisturbed(steps: int) -> list[Any]:
 
 
 class Evictor:
-    """Evicts `m` from this process, over and over, from a thread."""
+    """A thread of this process that evicts the model `m` again and again."""
 
     def __init__(self, rt: Runtime) -> None:
         self.rt, self.evictions, self.enough = rt, 0, threading.Event()
@@ -110,7 +113,9 @@ def here(ledger: str) -> Iterator[Runtime]:
 
 
 def test_a_script_trains_on_while_another_process_evicts_its_model(here, ledger):
-    """Without pins from `forward` to `step`, 7 of 8 such runs ended with SIGSEGV, and one with wrong weights."""
+    """Without pins from `forward` to `step`, 7 of 8 such runs ended with SIGSEGV, and one computed
+    wrong weights.
+    """
     script = subprocess.Popen(
         [sys.executable, "-c", PROGRAM + SCRIPT, DEVICES, ledger],
         stdin=subprocess.PIPE,
@@ -133,7 +138,9 @@ def test_a_script_trains_on_while_another_process_evicts_its_model(here, ledger)
 
 
 def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledger, tmp_path):
-    """While a cell runs the model stays. Between two cells it leaves, with a graph that waits for `backward`."""
+    """While a cell runs, the model stays. Between two cells it leaves, although a graph still waits
+    for `backward`.
+    """
     paths = os.pathsep.join((str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
     settings = {"PYTHONPATH": paths, "GPU_LEDGER": ledger, "GPU_DEVICES": DEVICES}
     manager, client = start_new_kernel(
@@ -141,7 +148,9 @@ def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledge
     )
 
     def run(code: str) -> None:
-        """Waits for the reply. The messages of the other channel can be late, or lost."""
+        """Runs a cell and waits for its reply. Messages of the output channel can be late or lost,
+        so they are not used.
+        """
         request = client.execute(code)
         while (reply := client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != request:
             pass

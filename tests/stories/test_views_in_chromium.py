@@ -1,4 +1,6 @@
-"""The views in a real browser: both themes, tooltips, zoom, filters, files, the viewer's time zone."""
+"""The views of the console in a real browser: both themes, tooltips, zoom, filters, files, and the
+viewer's time zone.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def browser():
 
 @contextmanager
 def page_at(browser, url, tab="Now", **context):
-    """A page with this tab in front. At its end, it checks that there was no error and no request to other hosts."""
+    """A page with this tab in front. At the end of the block it fails on errors and on requests to
+    other hosts.
+    """
     made = browser.new_context(viewport={"width": 1280, "height": 900}, **context)
     page, complaints = made.new_page(), []
     page.on(
@@ -140,7 +144,9 @@ _ZOOM = """async () => {
 
 
 def test_a_day_is_repainted_within_a_tenth_of_a_second_when_zoomed(browser, url):
-    """From the change of the range to the painted frame; the best of twelve on a busy machine."""
+    """The time is measured from the change of the range to the painted frame. The best of twelve
+    counts, since the machine may be busy.
+    """
     with page_at(browser, url) as page:
         page.get_by_role("button", name="24 h").click(timeout=30_000)
         page.wait_for_function("""() => Bokeh.documents.map((doc) => doc.get_model_by_name("history")).some((plot) =>

@@ -1,4 +1,6 @@
-"""A notebook that never calls the runtime: what holds its memory, in a real kernel, and what letting go frees."""
+"""A notebook that never calls the runtime, in a real kernel: `%gpu who` lists what holds its
+memory, and `%gpu free` releases it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def cell(tmp_path):
-    """A function that runs a cell in a kernel and returns what it prints and shows, as text."""
+    """A function that runs a cell in a kernel. It returns what the cell prints and shows, as text."""
     paths = (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", ""))
     manager, client = start_new_kernel(
         env={
@@ -50,18 +52,23 @@ def cell(tmp_path):
 
 
 def held(cell):
-    """Name -> (MiB reached, MiB that it alone frees)."""
+    """Maps each name to the MiB that it reaches and the MiB that it alone would free."""
     rows = json.loads(cell("print(rt.who().to_json(orient='records'))"))
     return {row["name"]: (row["bytes"] // MIB, row["alone_bytes"] // MIB) for row in rows}
 
 
 def becomes(cell, expected) -> bool:
-    """Whether the table is as `expected`, at the latest at the fifth try: one that takes 3 s is partial."""
+    """Whether the table is as `expected`, at the latest at the fifth attempt.
+
+    A search that takes 3 s ends early, and its table is partial.
+    """
     return any(held(cell) == expected for _ in range(5))
 
 
 def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
-    """The memory is held by outputs, one of them deleted, a loss with its graph, and the error of a cell."""
+    """The memory is held by two outputs, one of them deleted, by a loss with its graph, and by the
+    error of a cell.
+    """
     assert "No variable or output holds memory" in cell("%gpu who")
     assert cell("import sys; print('torch' in sys.modules)") == "False\n"
     cell("import torch\ndef mib(n): return torch.ones(n * 2**18)")
@@ -82,7 +89,9 @@ def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
 
 
 def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(tmp_path):
-    """The answer runs nothing in its cells and brings nothing back; a stopped one is named."""
+    """The list is made without running a cell and without restoring parked memory. A stopped
+    notebook gives an error that names it.
+    """
     url = f"sqlite://{tmp_path}/ledger"
     train, other = Notebook("train.ipynb", url), Notebook("other.ipynb", url)
     try:
