@@ -17,7 +17,7 @@ OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)
 
 
 class Words:
-    """A stream of `count` chunks, `pause` seconds apart; `closed` is whether it was closed."""
+    """A stream of `count` chunks, `pause` seconds apart. `closed` is True once the stream was closed."""
 
     def __init__(self, count: int, pause: float = 0.0) -> None:
         self.sent, self.closed, self._count, self._pause = 0, False, count, pause
@@ -37,7 +37,10 @@ class Words:
 
 
 class Gateway:
-    """Answers with the call itself. The model `slow` never answers; `let_go` is whether its call was cancelled."""
+    """A gateway that answers with the call itself.
+
+    The model `slow` never answers. `let_go` is True once a call of `slow` was cancelled.
+    """
 
     def __init__(self) -> None:
         self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
@@ -77,7 +80,7 @@ class Gateway:
 
 
 def with_visitor(app: Any, visitor: Visitor | None) -> Any:
-    """The application with this visitor, as behind a gate. None: without a gate."""
+    """The application as it is behind a gate that admitted `visitor`. With None, there is no gate."""
 
     async def gated(scope: Any, receive: Any, send: Any) -> None:
         if visitor is not None:

@@ -45,7 +45,11 @@ async def stream_text(reply: Any) -> str:
 
 
 class Scripted(EchoAdapter):
-    """Follows its script: raises an exception, waits for an event, or echoes. A tuple's error follows a piece."""
+    """An engine that follows its script, with one entry of the script for each call.
+
+    It raises an exception, or answers with the prompt. With an event, it waits for the event after each piece. With
+    a tuple, it raises the error in the tuple after the first piece.
+    """
 
     def __init__(self, value: Any, spec: Any, script: list[Any], log: list[str]) -> None:
         super().__init__(value, spec)
@@ -70,7 +74,7 @@ class Scripted(EchoAdapter):
 
 
 class Harness:
-    """`models`: name -> GiB, on one card of 24 GiB of which 21.6 may be claimed."""
+    """A gateway with `models` (name -> GiB) on one card of 24 GiB, of which 21.6 GiB may be claimed."""
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class Harness:
 
 @asynccontextmanager
 async def harness(*args: Any, **kwargs: Any) -> AsyncIterator[Harness]:
-    """A gateway. Afterwards no turn, pin or ticket may remain."""
+    """A block with a Harness. At the end of the block no turn, pin or ticket may remain."""
     made = Harness(*args, **kwargs)
     try:
         yield made

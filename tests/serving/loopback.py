@@ -10,8 +10,11 @@ from typing import Any
 
 
 class Loopback:
-    """Answers each request with the next of `answers`: a dict as JSON, a list as events, an int as a status, bytes as
-    they are; `None` disconnects. `requests` has the path, headers and body of each request."""
+    """A server that answers each request with the next of `answers`.
+
+    It sends a dict as JSON, a list as events, an int as a status, and bytes unchanged. For `None` it disconnects.
+    `requests` has the path, headers and body of each request.
+    """
 
     def __init__(self) -> None:
         self.answers: list[Any] = []

@@ -25,12 +25,12 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 async def settle() -> None:
-    """Lets every task run that can run now."""
+    """Returns after every task that can run now has run."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 async def until(true: Callable[[], Any]) -> None:
-    """Returns once `true()` holds: for the work of threads."""
+    """Returns once `true()` is true. Tests use it to wait for the work of threads."""
     while not true():
         await asyncio.sleep(0.001)

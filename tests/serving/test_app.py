@@ -22,7 +22,7 @@ def rt(runtime):
 
 
 def every_call(rt):
-    """Method and path of every route: those in the description, and those of the description itself."""
+    """Yields the method and path of every route, including the routes that serve the API's description."""
     described = client(rt).get("/openapi.json").json()["paths"]
     return [
         (method.upper(), path.replace("{model_type}", "llm").replace("{id}", "job-1"))
@@ -32,7 +32,7 @@ def every_call(rt):
 
 
 def test_without_a_gate_every_request_is_refused(rt):
-    """The routes of the description and those of the documentation."""
+    """An application without a gate refuses its API routes and also the routes of its documentation."""
     http = client(rt, visitor=None)
     calls = every_call(rt)
     assert {path for _, path in calls} >= {

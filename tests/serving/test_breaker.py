@@ -1,4 +1,4 @@
-"""Circuit breakers: five failures in a row open one for 30 s; then one call may try the model."""
+"""Circuit breakers: five failures in a row open a breaker for 30 s, and then one call may try the model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def is_open(breakers: Breakers) -> bool:
 
 
 def test_five_failures_in_a_row_open_it(breakers):
-    """Four do not. The error says how often, why, and for how long."""
+    """Four failures in a row do not open the breaker.
+
+    The error of an open breaker has the number of failures, the last error, and the remaining seconds.
+    """
     fail(breakers, 4)
     assert not is_open(breakers)
     fail(breakers, 1)
@@ -61,7 +64,7 @@ def test_five_failures_in_a_row_open_it(breakers):
 
 
 def test_a_success_resets_the_count(breakers):
-    """Only consecutive failures count."""
+    """Four failures, a success and four more failures do not open the breaker."""
     fail(breakers, 4)
     breakers.enter("qwen").succeeded()
     fail(breakers, 4)
@@ -69,7 +72,7 @@ def test_a_success_resets_the_count(breakers):
 
 
 def test_a_call_that_was_withdrawn_does_not_count(breakers):
-    """A caller that leaves, or makes a mistake, is neither a failure nor a success of the model."""
+    """A call is withdrawn if its caller left or made a mistake. It resets no count and is no failure."""
     fail(breakers, 4)
     breakers.enter("qwen").withdrawn()
     fail(breakers, 1)
@@ -77,7 +80,7 @@ def test_a_call_that_was_withdrawn_does_not_count(breakers):
 
 
 def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
-    """While the probe runs, all others fail at once."""
+    """That call is the probe. While it runs, every other call of the model fails at once."""
     fail(breakers)
     clock.now += OPEN_SECONDS - 0.1
     assert is_open(breakers)
@@ -92,7 +95,7 @@ def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
 
 
 def test_a_failed_probe_opens_it_for_another_30_s(breakers, clock):
-    """Counted from the probe's end."""
+    """The 30 s begin when the probe ends, not when the probe starts."""
     fail(breakers)
     clock.now += OPEN_SECONDS
     probe = breakers.enter("qwen")
@@ -106,7 +109,7 @@ def test_a_failed_probe_opens_it_for_another_30_s(breakers, clock):
 
 
 def test_after_a_withdrawn_probe_the_next_call_may_probe(breakers, clock):
-    """Otherwise the model would get no calls for ever."""
+    """If a withdrawn probe blocked the next probe, the model would never get calls again."""
     fail(breakers)
     clock.now += OPEN_SECONDS
     breakers.enter("qwen").withdrawn()
@@ -114,7 +117,7 @@ def test_after_a_withdrawn_probe_the_next_call_may_probe(breakers, clock):
 
 
 def test_calls_that_began_before_it_opened_do_not_change_it(breakers, clock):
-    """A slow success does not close it, and a slow failure does not keep it open longer."""
+    """A late success does not close an open breaker, and a late failure does not keep the breaker open longer."""
     old = [breakers.enter("qwen") for _ in range(3)]
     fail(breakers)
     old[0].succeeded()
@@ -130,7 +133,7 @@ def test_calls_that_began_before_it_opened_do_not_change_it(breakers, clock):
 
 
 def test_every_model_has_its_own_breaker(breakers):
-    """A failure of one says nothing about the others."""
+    """Failures of one model do not open the breaker of another model."""
     fail(breakers)
     breakers.enter("phi").succeeded()
     assert {model: state.state for model, state in breakers.states().items()} == {
@@ -140,7 +143,7 @@ def test_every_model_has_its_own_breaker(breakers):
 
 
 def test_invented_names_fill_no_memory_and_remove_no_open_breaker(breakers):
-    """A caller can invent any `provider:name`."""
+    """A caller can invent any `provider:name`, and each new name gets a breaker. The number of breakers is limited."""
     fail(breakers)
     for n in range(2 * MAX_BREAKERS):
         breakers.enter(f"openai:{n}").succeeded()
@@ -148,7 +151,7 @@ def test_invented_names_fill_no_memory_and_remove_no_open_breaker(breakers):
 
 
 class Model:
-    """A simple model of a breaker, to compare with."""
+    """A simple reference implementation of a breaker, with which the real breaker is compared."""
 
     failures, opened_at, probing = 0, None, False
 

@@ -1,4 +1,4 @@
-"""What is remembered of clients, and what profiles and fields change in a prompt."""
+"""The records of clients, and the changes that profiles and fields make to a prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_a_clients_pattern_has_its_intervals_and_models():
-    """The newest interval has the most weight."""
+    """The average interval between a client's calls gives the newest interval the most weight."""
     clients = Clients()
     for now, model in ((0.0, "a"), (10.0, "a"), (15.0, "b")):
         clients.enter("bot", model, now)
@@ -29,7 +29,7 @@ def test_a_clients_pattern_has_its_intervals_and_models():
 
 
 def test_a_cooldown_begins_at_the_end_of_the_call_for_its_client_only():
-    """The error has the seconds."""
+    """The refusal of a call during the cooldown has the remaining seconds."""
     clients = Clients()
     clients.enter("bot", "a", 0.0)
     clients.enter("bot", "a", 1.0)
@@ -48,7 +48,7 @@ def test_a_cooldown_begins_at_the_end_of_the_call_for_its_client_only():
 
 
 def test_invented_names_fill_no_memory():
-    """Names of clients and of models. A client with a running call is not forgotten."""
+    """The numbers of remembered clients and models are limited. A client with a running call is never forgotten."""
     clients = Clients()
     clients.enter("busy", "a", 0.0)
     for n in range(MAX_CLIENTS + 10):
@@ -65,7 +65,7 @@ def test_invented_names_fill_no_memory():
 
 
 def test_the_body_overrides_the_profile():
-    """The profile fills in what the body leaves out."""
+    """Only fields that the body leaves out are taken from the client's profile."""
     profile = Profile(
         "Be brief.",
         importance="batch",
@@ -98,7 +98,7 @@ def test_the_body_overrides_the_profile():
 
 
 def test_a_profile_replaces_the_model_default():
-    """Programs that must send a name send `default`."""
+    """A call of the model `default` uses the model of the profile. Some programs must send a model name."""
     assert (
         apply_profile(read_call("chat", {**CHAT, "model": "default"}), Profile(model="phi")).model
         == "phi"
@@ -107,7 +107,7 @@ def test_a_profile_replaces_the_model_default():
 
 
 def test_a_template_cannot_leave_its_sandbox():
-    """It comes with the model, from an unknown author."""
+    """A chat template comes with the model, from an unknown author, so it must not reach Python's internals."""
     for evil in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
@@ -118,7 +118,7 @@ def test_a_template_cannot_leave_its_sandbox():
 
 
 def test_a_template_may_reject_a_conversation():
-    """The error has the template's own words."""
+    """The refusal of a conversation has the message that the template raised."""
     with pytest.raises(chat_template.BadConversation, match="roles must alternate"):
         chat_template.render("{{ raise_exception('roles must alternate') }}", CHAT["messages"])
 
@@ -129,7 +129,7 @@ def test_a_template_may_reject_a_conversation():
     st.lists(st.sampled_from(["END", "ab", "a", "DN"]), min_size=1, max_size=3),
 )
 def test_a_stop_string_is_found_however_the_text_is_cut(text, cuts, stops):
-    """No part of it is sent, and nothing before it is lost."""
+    """No part of the stop string is sent, and no text before the stop string is lost."""
     places = sorted({min(cut, len(text)) for cut in cuts})
     parts = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     stop = StopText(stops)
@@ -141,7 +141,7 @@ def test_a_stop_string_is_found_however_the_text_is_cut(text, cuts, stops):
 
 
 def test_a_models_cost_is_its_slowest_load_and_the_99th_percentile_of_its_answers():
-    """Only the last calls count. The cost is None if nothing was measured."""
+    """Only the most recent calls count. A part of the cost is None if it was never measured."""
     costs = Costs()
     assert costs.of("a") == Cost()
     for seconds in (9.0, 1.0, 2.0, 3.0, 4.0, 5.0):

@@ -46,7 +46,7 @@ both = pytest.mark.parametrize("name", ["writer", "gguf"])
 @both
 @in_loop
 async def test_a_stream_has_the_text_and_the_counts_of_the_whole_answer(name, sources):
-    """At temperature zero a model gives the same answer twice."""
+    """At temperature zero a model answers a stream and a whole call with the same text."""
     options = {"max_tokens": 12, "temperature": 0}
     async with with_models(sources, name) as k:
         whole = await k.chat(name, "hello", **options)
@@ -69,7 +69,7 @@ async def test_a_stream_has_the_text_and_the_counts_of_the_whole_answer(name, so
 @both
 @in_loop
 async def test_the_prompt_is_made_by_the_models_chat_template(name, sources):
-    """More messages are more tokens of prompt. A template in the catalogue replaces the model's own."""
+    """A longer conversation has more prompt tokens. A template in the catalogue replaces the model's own template."""
     async with with_models(sources, name) as k:
         alone = (await k.chat(name, "hello", max_tokens=1)).json["usage"]["prompt_tokens"]
         long = (
@@ -92,7 +92,7 @@ async def test_the_prompt_is_made_by_the_models_chat_template(name, sources):
 @both
 @in_loop
 async def test_the_refusal_of_a_too_long_prompt_has_the_figures(name, sources):
-    """It is no failure of the model, which answers the next call."""
+    """A too long prompt does not count as a failure of the model, and the model answers the next call."""
     async with with_models(
         sources, name, **({"context_length": 64} if name == "gguf" else {})
     ) as k:
@@ -112,7 +112,7 @@ async def test_the_refusal_of_a_too_long_prompt_has_the_figures(name, sources):
 @both
 @in_loop
 async def test_a_caller_that_leaves_ends_the_generation(name, sources):
-    """This holds for a stream and for a whole answer. The model is free long before the answer would have ended."""
+    """This is so for a stream and for a whole answer. The model is free long before the answer would have ended."""
     async with with_models(sources, name) as k:
         reply = await k.chat(name, stream=True, max_tokens=150)
         await anext(reply.events)
@@ -129,7 +129,7 @@ async def test_a_caller_that_leaves_ends_the_generation(name, sources):
 @both
 @in_loop
 async def test_an_answer_ends_at_a_stop_string(name, sources):
-    """The stop string is not sent."""
+    """The answer that the caller gets does not contain the stop string."""
     async with with_models(sources, name) as k:
         full = answer_text(await k.chat(name, max_tokens=16, temperature=0))
         stop = full[5:7]
@@ -144,7 +144,7 @@ async def test_an_answer_ends_at_a_stop_string(name, sources):
 
 @in_loop
 async def test_a_stream_that_is_not_read_to_its_end_is_closed():
-    """Closing is how the engine learns it; the garbage collector is not needed."""
+    """The reader's end closes the engine's stream at once, without the garbage collector."""
 
     class Stream:
         closed = False
@@ -183,7 +183,7 @@ async def test_a_stream_that_is_not_read_to_its_end_is_closed():
 
 @in_loop
 async def test_a_seed_makes_sampling_repeatable(sources):
-    """The same seed gives the same answer."""
+    """Two calls with the same seed get the same answer."""
     async with with_models(sources, "writer") as k:
         one, two, other = [
             answer_text(await k.chat("writer", max_tokens=16, temperature=1.5, seed=seed))
@@ -195,7 +195,7 @@ async def test_a_seed_makes_sampling_repeatable(sources):
 @both
 @in_loop
 async def test_a_plain_prompt_is_continued(name, sources):
-    """Without any template."""
+    """A plain prompt (not a chat) is passed to the model without a chat template."""
     async with with_models(sources, name) as k:
         reply = await k.gateway.answer(
             "completions", {"model": name, "prompt": "the quick", "max_tokens": 4}
@@ -209,7 +209,10 @@ async def test_a_plain_prompt_is_continued(name, sources):
 
 @in_loop
 async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
-    """Base64 works too; OpenAI's own client requests it. A text has the same vector alone and among others."""
+    """A text has the same vector alone and among other texts.
+
+    Vectors are also returned as base64, which OpenAI's own client requests.
+    """
     async with with_models(sources, "embedder") as k:
 
         async def embed(texts: Any, **more: Any) -> Any:
@@ -238,7 +241,7 @@ async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
 
 @in_loop
 async def test_a_call_that_does_not_fit_the_models_type_is_refused(sources):
-    """A clear 400, and no failure of the model."""
+    """The caller gets a 400 with a clear reason, and the call does not count as a failure of the model."""
     async with with_models(sources, "writer", "embedder") as k:
         for kind, body in (
             ("embeddings", {"model": "writer", "input": "a"}),
@@ -267,7 +270,7 @@ async def test_a_call_that_does_not_fit_the_models_type_is_refused(sources):
 async def test_after_a_killed_worker_one_call_fails_and_the_next_reloads(
     sources,
 ):
-    """kill -9 during a stream: the lease is returned, and the model answers again."""
+    """A worker is killed with SIGKILL during a stream. Its lease is released, and the next call is answered."""
     import os
     import signal
 

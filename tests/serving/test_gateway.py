@@ -22,7 +22,7 @@ DIED = EngineDied("the engine of qwen (pid 7) is gone: killed.", name="qwen", pi
 
 @in_loop
 async def test_an_answer_names_its_model():
-    """The name is in the body and in the headers. Then the model is released."""
+    """The model's name is in the body and in the headers of the answer. Afterwards the model is released."""
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", x_client_id="bot", x_priority="high")
         assert answer_text(reply) == "hello there"
@@ -36,7 +36,7 @@ async def test_an_answer_names_its_model():
 
 @in_loop
 async def test_a_stream_names_its_model_in_its_first_event():
-    """The model stays pinned until the last event."""
+    """The model of a stream stays pinned until the last event."""
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", stream=True)
         assert reply.events.first["x_gpu"] == {"asked": "qwen", "model": "qwen"}
@@ -46,7 +46,7 @@ async def test_a_stream_names_its_model_in_its_first_event():
 
 @in_loop
 async def test_a_stream_that_is_never_read_is_released_when_closed():
-    """A client may disconnect before the first event is sent."""
+    """A client may disconnect before the first event is sent. Closing such a stream releases the model."""
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", stream=True)
         await reply.aclose()
@@ -55,7 +55,7 @@ async def test_a_stream_that_is_never_read_is_released_when_closed():
 
 @in_loop
 async def test_nothing_remains_of_a_cancelled_call():
-    """Cancelled while it waits, while the answer is made, and during a stream."""
+    """Calls are cancelled while they wait, while their answer is made, and during a stream."""
     async with harness(
         qwen=4, scripts={"qwen": [asyncio.Event(), asyncio.Event()]}, options={"qwen": ALONE}
     ) as k:
@@ -77,7 +77,7 @@ async def test_nothing_remains_of_a_cancelled_call():
 
 @in_loop
 async def test_a_cancelled_call_withdraws_its_request_from_the_ledger():
-    """Another process holds the card."""
+    """While another process holds the card, a call waits in the ledger. Its cancellation removes the request."""
     other = Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:test-gateway-ticket")
     other.register("train", backend="fake", size="20 GiB")
     try:
@@ -93,7 +93,10 @@ async def test_a_cancelled_call_withdraws_its_request_from_the_ledger():
 
 @in_loop
 async def test_an_urgent_call_is_urgent_among_other_processes_too():
-    """Like `rt.use` with that importance. After the answer the model has its own importance again."""
+    """An urgent call evicts another process's model of importance `high`, as `rt.use` with that importance does.
+
+    After the answer the model has its own importance again.
+    """
     book = "memory:urgent-call"
     with Runtime(devices="sim:24GiB,host:64GiB", ledger=book, eviction_grace_seconds=0) as other:
         other.register("theirs", backend="fake", size="14 GiB", importance="high")
@@ -114,7 +117,7 @@ async def test_an_urgent_call_is_urgent_among_other_processes_too():
 
 @in_loop
 async def test_a_call_without_room_waits_and_others_continue():
-    """Memory of another process does not block a model that fits."""
+    """A call of a model without room waits. Meanwhile, calls of a model that fits are answered."""
     other = Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:test-gateway-room")
     other.register("train", backend="fake", size="10 GiB")
     try:
@@ -133,7 +136,7 @@ async def test_a_call_without_room_waits_and_others_continue():
 
 @in_loop
 async def test_two_models_that_do_not_fit_together_answer_32_clients():
-    """No call is lost or answered by the other model, and the models change seldom."""
+    """No call is lost or answered by the wrong model, and the models are exchanged only seldom."""
     async with harness(a=16, b=16) as k:
         replies = await asyncio.gather(*(k.chat("ab"[n % 2], f"call {n}") for n in range(32)))
         assert [(reply.model, answer_text(reply)) for reply in replies] == [
@@ -144,7 +147,7 @@ async def test_two_models_that_do_not_fit_together_answer_32_clients():
 
 @in_loop
 async def test_an_unknown_model_is_a_404_with_the_nearest_name():
-    """Nothing is loaded and nothing is remembered for it."""
+    """For an unknown model nothing is loaded, and no record of the model is kept."""
     async with harness(qwen=4) as k:
         for name in ("qwem", "task:qwem", "task:"):
             with pytest.raises(Refused) as refused:
@@ -157,7 +160,7 @@ async def test_an_unknown_model_is_a_404_with_the_nearest_name():
 
 @in_loop
 async def test_a_stand_in_answers_only_if_configured():
-    """The answer says which model gave it, and why."""
+    """An answer of a stand-in names the stand-in and the reason. Without a configured stand-in the call is refused."""
     stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
     async with harness(stand_ins, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         reply = await k.chat("qwen", "hello")
@@ -184,7 +187,7 @@ async def test_a_stand_in_answers_only_if_configured():
 
 @in_loop
 async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
-    """The reason has the figures. The smaller context is tried first."""
+    """The stand-in with the smaller context is tried first. The reason in the answer has the figures."""
     serving = ServingConfig(fallback={"huge": ("long", "short")})
     async with harness(
         serving,
@@ -211,7 +214,7 @@ async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
 async def test_a_model_is_not_loaded_for_a_call_that_its_type_cannot_serve(
     model_type, backend, kind, body
 ):
-    """Others would be evicted for an answer that is known before."""
+    """The refusal of such a call is known in advance, so no other model must be evicted for it."""
     async with harness() as k:
         source = "" if backend == "fake" else "m.gguf"
         k.rt.register("m", backend=backend, size="4GiB", model_type=model_type, source=source)
@@ -222,7 +225,7 @@ async def test_a_model_is_not_loaded_for_a_call_that_its_type_cannot_serve(
 
 @in_loop
 async def test_a_callers_mistake_is_not_tried_on_other_models():
-    """It is no failure of the model: such calls do not open its breaker."""
+    """Calls with a mistake are refused with 400, and do not open the model's breaker."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
     async with harness(serving, qwen=4, phi=4) as k:
         for _ in range(6):
@@ -235,7 +238,10 @@ async def test_a_callers_mistake_is_not_tried_on_other_models():
 
 @in_loop
 async def test_closing_refuses_running_and_new_calls():
-    """Waiting calls, running calls, and streams, which would otherwise look complete. It counts for no breaker."""
+    """Closing ends waiting calls, running calls and streams with an error; a stream must not look complete.
+
+    These errors do not count as failures of the model.
+    """
     held, read = asyncio.Event(), asyncio.Event()
     async with harness(qwen=12, phi=12, scripts={"qwen": [read, held]}) as k:
         stream = await k.chat("qwen", "one two", stream=True)
@@ -276,7 +282,7 @@ async def broken():
 
 @in_loop
 async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
-    """While it is open, calls fail at once with `Retry-After`. The probe's success lets all calls pass."""
+    """While the breaker is open, calls fail at once with `Retry-After`. After a successful probe all calls pass."""
     async with broken() as k:
         calls_before = len(k.log)
         with pytest.raises(Refused) as refused:
@@ -300,7 +306,7 @@ async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
 
 @in_loop
 async def test_after_a_cancelled_probe_the_next_call_probes():
-    """Otherwise the model would get no calls for ever."""
+    """If a cancelled probe blocked the next probe, the model would never get calls again."""
     async with broken() as k:
         k.clock.now += 30.0
         k.scripts["qwen"] = [asyncio.Event()]
@@ -313,7 +319,7 @@ async def test_after_a_cancelled_probe_the_next_call_probes():
 
 @in_loop
 async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
-    """They do not fail on the model one by one."""
+    """Twelve calls wait for a dead model. Five of them fail and open the breaker; the other seven fail at once."""
     async with harness(qwen=4, scripts={"qwen": [DIED] * 20}, options={"qwen": ALONE}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(12)), return_exceptions=True)
         assert all(isinstance(error, Refused) for error in results)
@@ -322,7 +328,7 @@ async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
 
 @in_loop
 async def test_a_failed_load_counts_once_however_many_wait_for_it():
-    """Otherwise one slow disk would open the breaker at once."""
+    """Eight calls wait for one load that fails. Only one failure counts, so the breaker stays closed."""
     async with harness(qwen=4, options={"qwen": {"fails": True}}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(8)), return_exceptions=True)
         assert all("fails to load because its options say so" in str(error) for error in results)
@@ -331,7 +337,7 @@ async def test_a_failed_load_counts_once_however_many_wait_for_it():
 
 @in_loop
 async def test_a_stream_that_breaks_off_ends_with_its_error():
-    """It counts as a failure. No other model continues in the middle of an answer."""
+    """A stream that breaks off counts as a failure of the model. No other model continues the answer."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
     async with harness(serving, qwen=4, phi=4, scripts={"qwen": [(DIED,)]}) as k:
         reply = await k.chat("qwen", stream=True)
@@ -345,7 +351,7 @@ async def test_a_stream_that_breaks_off_ends_with_its_error():
 
 @in_loop
 async def test_three_decode_failures_in_a_row_reload_the_model_once():
-    """A broken context does not repair itself; two failures may be temporary."""
+    """After two decode failures the model is kept, since they may be temporary. A broken context stays broken."""
     failed = RuntimeError("llama_decode returned -3")
     async with harness(
         qwen=4, scripts={"qwen": [failed, failed, None, failed, failed, failed, failed]}
@@ -368,7 +374,7 @@ async def test_three_decode_failures_in_a_row_reload_the_model_once():
 
 @in_loop
 async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
-    """So does the thinking mode. The caller's own field wins."""
+    """The profile and the thinking mode change the engine's prompt. A field in the call overrides the profile."""
     written = {
         "chat_template": "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
     }
@@ -401,7 +407,7 @@ async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
 
 @in_loop
 async def test_a_client_in_cooldown_gets_retry_after():
-    """The client set the cooldown itself. It applies to no other client."""
+    """The client has set the cooldown itself with its last call. Other clients are answered meanwhile."""
     async with harness(qwen=4) as k:
         await k.chat("qwen", x_client_id="bot", x_cooldown=10)
         k.clock.now += 4
@@ -415,7 +421,7 @@ async def test_a_client_in_cooldown_gets_retry_after():
 
 @in_loop
 async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
-    """With `pin_primary` the first candidate always serves the task."""
+    """A warm candidate is preferred. With `pin_primary` the first candidate always serves the task."""
     tasks = {"free": Task(("a", "b")), "pinned": Task(("a", "b"), pin_primary=True)}
     async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         await k.chat("b")
@@ -427,7 +433,7 @@ async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
 
 @in_loop
 async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers():
-    """The refusal is not delayed until the time is over."""
+    """The refusal is sent at once, before the budget has passed. It has the budget and the expected seconds."""
     tasks = {"quick": Task(("a",), budget_s=10.0)}
     async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         k.gateway.costs.add_load("a", 47.0)
@@ -449,7 +455,7 @@ async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers()
 
 @in_loop
 async def test_a_budget_that_is_spent_ends_the_call():
-    """When no measurement could predict it."""
+    """A model without measurements gets the call. When the budget is spent, the call is ended."""
     async with harness(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:
         with pytest.raises(Refused) as refused:
             await k.chat("a", x_budget=0.05)
@@ -462,7 +468,7 @@ async def test_a_budget_that_is_spent_ends_the_call():
 
 @in_loop
 async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
-    """300 s for a language model, as in Model Boss. `x_stay_warm` overrides it."""
+    """A language model is evicted after 300 s without calls, as in Model Boss. `x_stay_warm` overrides this time."""
     async with harness(llm=4, eyes=4, options={"eyes": {"model_type": "vision"}}) as k:
         await k.chat("llm")
         await k.chat("eyes")
@@ -480,7 +486,7 @@ async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
 
 @in_loop
 async def test_a_full_queue_is_a_503_with_retry_after():
-    """GPU_SERVE_QUEUE is the number of calls that may wait."""
+    """When GPU_SERVE_QUEUE calls wait already, the next call is refused with 503."""
     gate = asyncio.Event()
     async with harness(
         qwen=4,
@@ -504,7 +510,7 @@ async def test_a_full_queue_is_a_503_with_retry_after():
 
 @in_loop
 async def test_models_and_tasks_are_listed():
-    """Tasks under the name that a call uses."""
+    """The list of models has the tasks under the names that calls use, such as `task:classify`."""
     async with harness(ServingConfig(tasks={"sum": Task(("qwen",))}), qwen=4) as k:
         rows = {row["id"]: row["x_gpu"] for row in k.gateway.models()}
         assert rows == {
@@ -515,6 +521,6 @@ async def test_models_and_tasks_are_listed():
 
 @in_loop
 async def test_the_state_contains_the_cloud_guard():
-    """`/api/v1/config` shows it."""
+    """The gateway's state has the value of the cloud guard, which `/api/v1/config` shows."""
     async with harness(qwen=4, guard=CloudGuard(None, False)) as k:
         assert k.gateway.state().allow_cloud is False

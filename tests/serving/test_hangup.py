@@ -1,4 +1,4 @@
-"""A client that disconnects before the first event of a stream: the model is released all the same."""
+"""If a client disconnects before the first event of a stream, the model is released all the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.serving.loops import in_loop, until
 
 @in_loop
 async def test_a_stream_whose_client_left_before_the_first_event_is_closed():
-    """Its generator never started, so a `finally` in it would not run."""
+    """The stream's generator never started, so a `finally` block in the generator would not run."""
     from gpu_runtime.serving.api.openai import Sent
 
     async with harness(qwen=4) as k:

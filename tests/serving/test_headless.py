@@ -1,4 +1,4 @@
-"""`gpu serve` as a real process: without Panel it serves all but the console, with Panel the console too."""
+"""`gpu serve` as a real process. With Panel it also serves the console; without Panel it serves all other routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.faces.served import OPERATORS, Conversation, free_port, serving
 
-# `python -c` with a module search in which Panel and Bokeh do not exist.
+# A script that starts `gpu serve` as if Panel and Bokeh were not installed.
 WITHOUT_PANEL = """
 import sys
 
@@ -77,7 +77,7 @@ def upgrade(server, path, **headers):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_every_route_answers_with_the_token_and_refuses_without_it(server, path):
-    """Both kinds of server have the same routes and the same gate."""
+    """Both kinds of server, with and without Panel, have the same routes and the same gate."""
     assert server.get(path, **TOKEN).status == 200
     assert server.get(path, Accept="application/json").status == 401
     assert server.get(path).status == 403
@@ -86,7 +86,7 @@ def test_every_route_answers_with_the_token_and_refuses_without_it(server, path)
 
 
 def test_no_page_of_another_origin_is_answered(server):
-    """Even with the token: a browser may add it to a foreign page's request."""
+    """A request from a foreign page is refused even with the token, since a browser may add the cookie to it."""
     assert server.get("/health", Origin="http://evil.example", **TOKEN).status == 403
     assert server.get("/health", Origin=f"http://127.0.0.1:{server.port}", **TOKEN).status == 200
 
@@ -99,7 +99,7 @@ def test_no_websocket_opens_without_the_token(server):
 
 
 def test_a_body_above_the_limit_is_refused_with_a_reason(server):
-    """The limit is 32 MiB. The body itself is never sent: its announced length is enough."""
+    """The limit is 32 MiB. The announced length is enough for the refusal, so the test sends no body."""
     headers = {**TOKEN, "Expect": "100-continue", "Content-Length": str(40 << 20)}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.putrequest("POST", "/v1/chat/completions")
@@ -112,7 +112,7 @@ def test_a_body_above_the_limit_is_refused_with_a_reason(server):
 
 
 def test_the_token_leaves_the_url_and_the_cookie_opens_the_page(server):
-    """With a console the page is the console, else it is the documentation of the routes."""
+    """A URL with the token redirects to a page without it. The page is the console or the routes' documentation."""
     first = server.get(f"/?token={OPERATORS}")
     assert first.status == 302 and OPERATORS not in str(first.headers)
     path = first.headers["location"].removeprefix(".")
@@ -121,7 +121,7 @@ def test_the_token_leaves_the_url_and_the_cookie_opens_the_page(server):
 
 
 def test_without_panel_one_line_says_so_and_there_is_no_console(headless):
-    """The hint names the extra to install."""
+    """The printed line names the extra to install for the console."""
     lines = [line for line in headless.output.splitlines() if "the console" in line]
     assert lines == [
         "gpu: serving without the console: it needs panel, which is not installed. "
@@ -137,7 +137,7 @@ def test_without_panel_one_line_says_so_and_there_is_no_console(headless):
 
 
 def test_with_panel_the_same_port_serves_the_console(with_console):
-    """The page is Bokeh's, and its websocket opens for the visitor of the page."""
+    """The page is made by Bokeh, and its websocket opens for the visitor of the page."""
     page = with_console.get("/", **TOKEN)
     assert page.status == 200 and page.session_token
     assert "serving without the console" not in with_console.output
@@ -153,7 +153,7 @@ def test_with_panel_the_same_port_serves_the_console(with_console):
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_a_server_on_a_unix_socket_needs_no_token_from_its_owner(kind, tmp_path):
-    """The kernel reports the user of the connection. The socket is removed at the end."""
+    """The kernel reports which user opened the connection. The socket is removed when the server ends."""
     tmp_path.chmod(0o700)
     path = tmp_path / "s"
     command = [*COMMANDS[kind], "serve", "--socket", str(path)]

@@ -1,4 +1,4 @@
-"""How long models stay warm: the longest time of their calls, and then until no call holds them."""
+"""How long a model stays warm: the longest time that its calls set, and until no call holds the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Card:
 
 @in_loop
 async def test_of_several_times_the_longest_counts():
-    """A later call does not shorten the time of an earlier one."""
+    """A later call with a shorter time does not shorten the time that an earlier call set."""
     card = Card()
     card.keep_warm.keep("a", 100.0)
     card.keep_warm.keep("a", 10.0)
@@ -38,7 +38,7 @@ async def test_of_several_times_the_longest_counts():
 
 @in_loop
 async def test_a_model_in_use_at_the_end_of_its_time_is_tried_again():
-    """A notebook in the same process may use it."""
+    """A notebook in the same process may use the model, so its eviction is refused and tried again later."""
     card = Card()
     card.held.add("a")
     card.keep_warm.keep("a", 10.0)
@@ -51,7 +51,7 @@ async def test_a_model_in_use_at_the_end_of_its_time_is_tried_again():
 
 @in_loop
 async def test_a_model_to_evict_soon_is_evicted_at_the_end_of_its_calls():
-    """The times of the calls make no difference, because the model must be loaded again."""
+    """The keep-warm times of the calls make no difference, because the model must be loaded again."""
     card = Card()
     card.held.add("a")
     card.keep_warm.keep("a", 1000.0)

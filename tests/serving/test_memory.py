@@ -1,4 +1,4 @@
-"""`/memory/*`, path by path as in the Semantik governor."""
+"""Each route `/memory/*` answers in the format of the Semantik governor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATS = {
 
 @pytest.fixture
 def rt(runtime):
-    """A card of 24 GiB, 21.6 of them usable; an embedding model and a reranker on it."""
+    """A runtime with an embedding model and a reranker on a card of 24 GiB, of which 21.6 GiB are usable."""
     rt = runtime(eviction_grace_seconds=0, monitor=False)
     rt.register("emb", backend="fake", size="4GiB", model_type="embedding", quantization="float16")
     rt.register("rank", backend="fake", size="2GiB", model_type="reranker")

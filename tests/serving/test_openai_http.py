@@ -1,4 +1,4 @@
-"""Engines that are servers, and clouds: a server on this machine stands in for both."""
+"""Engines that are servers, and clouds. In these tests a server on this machine plays both roles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from tests.serving.loops import in_loop, until
 
 
 def engine(there: Loopback, chat_template: str | None = None) -> Any:
-    """Lets that server answer for every model, as if `rt.use` had yielded its address."""
+    """A function that makes adapters. With it, the server `there` answers for every model.
+
+    The adapters behave as if `rt.use` had yielded the address of that server.
+    """
 
     def make_adapter(value: Any, spec: Any, http: Any) -> HttpAdapter:
         served = SimpleNamespace(
@@ -35,7 +38,7 @@ def engine(there: Loopback, chat_template: str | None = None) -> Any:
 
 @in_loop
 async def test_the_engine_gets_its_own_name_and_the_caller_ours():
-    """The engine's headers are sent, and none of our own fields."""
+    """The engine gets its own name of the model and its own headers, and none of our `x_*` fields."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [completion("hello")]
         reply = await k.chat("qwen", "hi", top_k=40, x_priority="high", x_unknown=[1])
@@ -51,7 +54,7 @@ async def test_the_engine_gets_its_own_name_and_the_caller_ours():
 
 @in_loop
 async def test_a_stream_is_passed_on_event_by_event():
-    """The first event arrives before the last one is made."""
+    """The caller gets the first event before the engine has made the last event."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
         there.answers = [[chunk("one "), gate, chunk("two"), "[DONE]"]]
@@ -63,7 +66,7 @@ async def test_a_stream_is_passed_on_event_by_event():
 
 @in_loop
 async def test_a_caller_that_leaves_disconnects_from_the_engine():
-    """The engine notices it and stops computing."""
+    """When the caller leaves, the connection to the engine is closed, so the engine can stop computing."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
         there.answers = [[chunk("one "), gate, *[chunk("x" * 4096)] * 10_000], [gate]]
@@ -75,7 +78,10 @@ async def test_a_caller_that_leaves_disconnects_from_the_engine():
 
 @in_loop
 async def test_a_call_waits_while_its_engine_restarts():
-    """Otherwise five quick calls would open the breaker for 30 s, for a restart of 2 s. It uses the new address."""
+    """A call waits for the restart and then uses the engine's new address.
+
+    If calls failed instead, five quick calls would open the breaker for 30 s, although a restart takes 2 s.
+    """
     async with loopback() as there, harness(qwen=4) as k:
         served = SimpleNamespace(
             base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True
@@ -107,7 +113,7 @@ async def test_a_call_waits_while_its_engine_restarts():
 )
 @in_loop
 async def test_an_engines_failure_is_reported(answer, why):
-    """The error has the engine's status and message, and counts for its breaker."""
+    """The error has the engine's status and message, and counts as a failure of the model."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [answer]
         with pytest.raises(Refused, match=why) as refused:
@@ -117,7 +123,7 @@ async def test_an_engines_failure_is_reported(answer, why):
 
 @in_loop
 async def test_a_stream_that_ends_without_done_broke_off():
-    """An engine that dies during an answer sends no [DONE]."""
+    """An engine that dies during an answer sends no [DONE], so such a stream counts as broken off."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [
             [chunk("one "), None],
@@ -131,7 +137,7 @@ async def test_a_stream_that_ends_without_done_broke_off():
 
 @in_loop
 async def test_an_engines_refusal_is_the_callers_mistake():
-    """With the engine's own message."""
+    """If an engine refuses a call, the caller gets a refusal with the engine's own message."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [400]
         with pytest.raises(Refused, match="qwen refused: status 400, as told") as refused:
@@ -141,7 +147,10 @@ async def test_an_engines_refusal_is_the_callers_mistake():
 
 @in_loop
 async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
-    """A switch is sent if the template has one, or is unknown. Otherwise a word is added to the message."""
+    """The variable `enable_thinking` is sent if the engine's template reads it or is unknown.
+
+    For any other template, a word is added to the last user message.
+    """
     knows, knows_not = "{% if enable_thinking %}", "{{ messages[0].content }}"
     for own, options, switched in (
         (None, {}, True),
@@ -168,7 +177,7 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
 
 @in_loop
 async def test_other_kinds_use_their_own_paths():
-    """Embeddings, images, and plain completions."""
+    """Calls for embeddings, images and plain completions each use the path of their kind."""
     async with (
         loopback() as there,
         harness(
@@ -198,7 +207,10 @@ def cloudy(there: Loopback) -> dict[str, str]:
 
 @in_loop
 async def test_a_cloud_answers_last_and_only_if_allowed():
-    """Local models, then the cloud, then 503. If clouds are not allowed, 503 at once. A cloud takes no memory."""
+    """Local models are tried first, then the cloud, and then the call is refused with 503.
+
+    If clouds are not allowed, the cloud is not tried. A cloud takes no memory.
+    """
     serving = ServingConfig(fallback={"huge": ("claude:haiku", "vast")})
     async with (
         loopback() as there,
@@ -227,7 +239,7 @@ async def test_a_cloud_answers_last_and_only_if_allowed():
 
 @in_loop
 async def test_a_cloud_that_was_requested_is_never_blocked():
-    """A deliberate choice: `claude:sonnet`, or the first candidate of a task."""
+    """A cloud that the call names, or that is the first candidate of a task, is a deliberate choice."""
     tasks = {"far": Task(("claude:sonnet", "qwen")), "near": Task(("qwen", "claude:sonnet"))}
     async with (
         loopback() as there,
@@ -246,7 +258,7 @@ async def test_a_cloud_that_was_requested_is_never_blocked():
 
 @in_loop
 async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
-    """And no key of one provider is sent to another."""
+    """The refusal names the missing variable. The key of one provider is never sent to another provider."""
     async with harness(qwen=4, environment={"OPENAI_API_KEY": "s3cret"}) as k:
         for model, missing in (
             ("claude:sonnet", "no CLAUDE_API_KEY"),
@@ -257,5 +269,5 @@ async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
 
 
 def test_a_key_is_never_shown():
-    """The key is hidden even when a cloud is printed."""
+    """The key is hidden when a Cloud object is printed."""
     assert "s3cret" not in repr(Cloud("claude", "https://x", "s3cret", "sonnet"))

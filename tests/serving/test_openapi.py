@@ -14,7 +14,7 @@ OURS = (503, 507)  # intended refusals, with a reason
 
 
 def test_no_request_breaks_the_server(runtime):
-    """Valid and invalid bodies for every route: no server error except intended refusals."""
+    """Valid and invalid bodies are sent to every route. No answer is a server error, except intended refusals."""
     rt = runtime(monitor=False)
     rt.register("emb", backend="fake", size="1GiB", model_type="embedding")
     gateway = Gateway()

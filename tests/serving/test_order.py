@@ -30,53 +30,56 @@ def keys(waiting: list[Waiting], engines: dict[str, Engine], now: float = 0.0) -
 
 
 def test_importance_counts_before_warmth_and_warmth_before_arrival():
-    """The order of the Model Boss queue: (priority, warm_bump, submitted_at)."""
+    """Calls are ordered as in the Model Boss queue, by (priority, warm_bump, submitted_at)."""
     waiting = [call(1, "cold"), call(2, "warm"), call(3, "cold", "high"), call(4, "warm", "batch")]
     assert keys(waiting, {"warm": WARM, "cold": COLD}) == [3, 2, 1, 4]
 
 
 def test_every_thirty_seconds_raise_a_call_by_one_class():
-    """A batch call that is a minute old has the class of a normal call, and arrived first."""
+    """After a minute, a batch call has the class of a normal call. It then starts first, since it arrived earlier."""
     old, new = call(1, "a", "batch", arrived=0.0), call(2, "a", "normal", arrived=60.0)
     assert keys([new, old], {"a": WARM}, now=59.9) == [2, 1]
     assert keys([new, old], {"a": WARM}, now=60.0) == [1, 2]
 
 
 def test_a_cold_model_that_has_waited_starts_before_new_calls_of_warm_ones():
-    """Even if both are urgent: age counts beyond the highest class."""
+    """An urgent call that has waited 30 s starts before a new urgent call, although the new call's model is warm."""
     cold, warm = call(1, "b", "urgent", arrived=0.0), call(2, "a", "urgent", arrived=30.0)
     assert keys([cold, warm], {"a": WARM, "b": COLD}, now=29.0) == [2, 1]
     assert keys([cold, warm], {"a": WARM, "b": COLD}, now=30.0) == [1, 2]
 
 
 def test_a_warm_model_starts_as_many_calls_as_it_can_run():
-    """The rest waits without blocking others."""
+    """The further calls of a busy model wait, and calls of other models start."""
     engines = {"a": Engine(ModelState.WARM, active=1, concurrency=3), "b": WARM}
     waiting = [call(1), call(2), call(3), call(4, "b")]
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(1, 2, 4))
 
 
 def test_a_cold_model_is_loaded_once_for_all_its_calls():
-    """Each cold model begins to load at once: the ledger decides which of them have room."""
+    """Two calls of a cold model cause one load. All cold models begin to load, and the ledger decides which fit."""
     assert next_steps([call(1, "a"), call(2, "a"), call(3, "b")], {}, 0.0) == NextSteps(
         load=("a", "b")
     )
 
 
 def test_no_more_loads_begin_than_there_are_threads_for():
-    """Fifty cold models do not make fifty requests in the ledger."""
+    """At most MAX_LOADS loads run at once, so fifty cold models do not make fifty requests in the ledger."""
     busy = {f"busy{n}": LOADING for n in range(MAX_LOADS - 1)}
     assert next_steps([call(1, "a"), call(2, "b")], busy, 0.0) == NextSteps(load=("a",))
 
 
 def test_a_model_that_cannot_be_loaded_now_blocks_no_other():
-    """Another process holds the card; what fits beside it continues."""
+    """An urgent model waits for memory of another process. Calls of models that are on the card still start."""
     waiting = [call(1, "big", "urgent"), call(2, "a", "batch")]
     assert next_steps(waiting, {"big": LOADING, "a": WARM}, 0.0) == NextSteps(start=(2,))
 
 
 def test_calls_of_a_warm_model_start_before_those_of_a_cold_one_of_their_class():
-    """Models change when their calls are done, not after each call."""
+    """While a load waits for model a, a later call of a still starts if both calls have the same class.
+
+    So models are exchanged when the waiting calls are done, and not after each call.
+    """
     waiting = [call(1, "b"), call(2, "a")]
     engines = {
         "a": Engine(ModelState.WARM, active=1, concurrency=4),
@@ -86,7 +89,10 @@ def test_calls_of_a_warm_model_start_before_those_of_a_cold_one_of_their_class()
 
 
 def test_a_model_that_blocks_a_more_important_call_starts_no_more_calls():
-    """Otherwise a steady stream of normal calls would keep an urgent one out for ever. Other models continue."""
+    """A load for an urgent call waits for model a. New normal calls of a do not start, and other models continue.
+
+    Without this rule, a steady stream of normal calls would delay the urgent call for ever.
+    """
     waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
     engines = {
         "a": Engine(ModelState.WARM, active=1, concurrency=4),
@@ -129,7 +135,7 @@ engines = st.fixed_dictionaries(
 
 @given(calls, engines, st.floats(500, 1000))
 def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines, now):
-    """Whatever waits."""
+    """For any waiting calls and any engine states, started calls fit the concurrency and loads are of cold models."""
     out = next_steps(waiting, engines, now)
     model = {call.key: call.model for call in waiting}
     for name in MODELS:
@@ -143,7 +149,7 @@ def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines
 
 @given(calls, engines, st.floats(500, 1000))
 def test_a_free_place_of_a_model_that_blocks_no_load_is_taken(waiting, engines, now):
-    """A call that cannot start blocks only the models that its own load waits for."""
+    """A warm model with a free place starts its waiting calls, unless some load waits for the model's eviction."""
     out = next_steps(waiting, engines, now)
     in_the_way = {
         name
@@ -174,7 +180,10 @@ eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, like 
     st.sampled_from(ModelState),
 )
 def test_a_call_after_the_ageing_bound_never_starts_first(mine, theirs, after, later, place, other):
-    """So a call waits at most for those that arrived within that time, however warm or important they are."""
+    """A call can be overtaken only by calls that arrive within `overtaken_for_seconds` after it.
+
+    This holds for all importances and all states of the two models.
+    """
     first = Waiting(1, "a", mine, 0.0)
     second = Waiting(2, "b", theirs, overtaken_for_seconds(mine, theirs) + after)
     now = second.arrived + later
@@ -182,6 +191,6 @@ def test_a_call_after_the_ageing_bound_never_starts_first(mine, theirs, after, l
 
 
 def test_the_ageing_bound_is_exact():
-    """Shortly before it, a call of a warm model does start first."""
+    """A call of a warm model that arrives shortly before the bound still starts first."""
     cold, warm = Waiting(1, "a", 10, 0.0), Waiting(2, "b", 10, AGEING_SECONDS - 0.5)
     assert keys([cold, warm], {"b": WARM}, now=AGEING_SECONDS - 0.1) == [2, 1]

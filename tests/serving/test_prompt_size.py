@@ -1,4 +1,7 @@
-"""A huge prompt delays nobody: it is refused before it is tokenised whole, and before the call waits for its turn."""
+"""A huge prompt delays no other call.
+
+The prompt is refused before all of it is tokenised, and before its call waits for the model.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def test_images_do_not_count_as_text():
 
 @in_loop
 async def test_a_prompt_that_cannot_fit_is_refused_before_its_turn():
-    """The model is not loaded for it, and other calls do not wait for it."""
+    """A prompt with too many characters for the model's context is refused, and the model is not loaded."""
     spec = ModelSpec(QWEN, "fake", options={"context_length": 8})
     with pytest.raises(Refused, match="its context is 8 tokens; the prompt has 39 or more"):
         require_room(read_call("chat", chat("x" * 10_000)), spec)
@@ -93,7 +96,7 @@ def test_counting_ends_when_the_caller_has_left():
 
 @given(st.lists(st.sampled_from(["a", "bc", " ", "defg"]), max_size=60), st.integers(0, 40))
 def test_a_prompt_that_fits_is_never_refused(pieces, most):
-    """Cuts fall anywhere, and a cut word counts as two."""
+    """The pieces are cut at any character, and a cut word counts as two tokens."""
     text = "".join(pieces)
     before, prompt_size.PIECE_CHARACTERS = prompt_size.PIECE_CHARACTERS, 5
     try:
@@ -104,7 +107,7 @@ def test_a_prompt_that_fits_is_never_refused(pieces, most):
 
 
 class Words:
-    """A tokenizer: a token for each word. `before` is called before each count."""
+    """A tokenizer that makes one token of each word. It calls `before` before each count."""
 
     chat_template = None
 
@@ -119,7 +122,10 @@ class Words:
 
 @in_loop
 async def test_a_long_prompt_that_cannot_fit_takes_no_turn_of_a_model_whose_tokenizer_is_known():
-    """In its turn, it would keep the model from all others for as long as counting takes."""
+    """Such a prompt is counted and refused before its call waits for the model.
+
+    If it were counted during the call's turn, all other calls of the model would wait meanwhile.
+    """
     async with harness(qwen=4) as k:
         spec, tokenizer = k.rt.spec(QWEN), Words()
         value = SimpleNamespace(
@@ -136,7 +142,7 @@ async def test_a_long_prompt_that_cannot_fit_takes_no_turn_of_a_model_whose_toke
 
 @in_loop
 async def test_counting_before_the_turn_ends_with_the_call():
-    """A caller that hangs up leaves no thread behind that counts on."""
+    """If the caller disconnects, the thread that counts the tokens of its prompt stops soon."""
     counts, goes_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -157,7 +163,7 @@ async def test_counting_before_the_turn_ends_with_the_call():
 
 
 def test_an_embedding_ends_with_its_caller():
-    """A call may have 2,048 texts."""
+    """A call may have 2,048 texts. Once its caller has left, no further text is embedded."""
     left, read = threading.Event(), []
     value = SimpleNamespace(
         config=SimpleNamespace(max_position_embeddings=4), tokenizer=read.append, device="cpu"
@@ -168,7 +174,7 @@ def test_an_embedding_ends_with_its_caller():
 
 
 def test_the_worker_of_llama_cpp_stops_counting_when_the_caller_has_left(monkeypatch):
-    """It answers nobody else meanwhile."""
+    """The worker cannot answer another call while it counts, so it must stop after the next piece."""
 
     class Llama:
         counted = 0

@@ -1,4 +1,4 @@
-"""Turns at models: which call gets one, and that nothing remains of a call that was cancelled."""
+"""The queue of calls: which call may use its model next, and that nothing remains of a cancelled call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Clock:
 
 
 class Shelf:
-    """Models on a card with room for `room` of them. The test itself loads them; `log` has the order of events."""
+    """A card with room for `room` models, and a queue of calls.
+
+    The test itself completes the loads by `arrive`. `log` has the loads and the started calls in their order.
+    """
 
     def __init__(self, *warm: str, room: int = 1, concurrency: int = 1, limit: int = 256) -> None:
         self.warm, self.room, self.many = list(warm), room, concurrency
@@ -57,7 +60,10 @@ class Shelf:
         ]
 
     def arrive(self) -> None:
-        """Does the ledger's work: loads that fit after evicting idle models are done, others wait."""
+        """Does the work of the ledger for all pending loads.
+
+        A load that fits after idle models were evicted is completed. Any other load waits.
+        """
         for hold in self.holds:
             if hold.ready.done() or hold.released:
                 continue
@@ -76,7 +82,7 @@ class Shelf:
 
 
 class Answer:
-    """A running call: it waits for its turn, then runs until the test ends it."""
+    """A call that waits until it may start, and then runs until the test ends it."""
 
     def __init__(self, shelf: Shelf, model: str, importance: int, name: str) -> None:
         self._end = asyncio.Event()
@@ -99,7 +105,7 @@ class Answer:
 
 @asynccontextmanager
 async def done(shelf: Shelf) -> AsyncIterator[None]:
-    """Afterwards no call waits or runs, and no model is pinned."""
+    """A block after which no call may wait or run, and no model may be pinned."""
     yield
     await settle()
     assert (shelf.queue.depth(), shelf.queue.active(), shelf.pinned()) == ({}, {}, [])
@@ -108,7 +114,7 @@ async def done(shelf: Shelf) -> AsyncIterator[None]:
 
 @in_loop
 async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call():
-    """Two calls, one pin."""
+    """Two calls of a warm model share one pin, which ends with the second call."""
     shelf = Shelf("a", concurrency=2)
     async with done(shelf):
         one, two = shelf.call("a"), shelf.call("a")
@@ -121,7 +127,7 @@ async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call()
 
 @in_loop
 async def test_calls_start_by_importance_when_a_place_is_free():
-    """Not by arrival."""
+    """When a place is free, the most important waiting call starts, even if it arrived later."""
     shelf = Shelf("a")
     async with done(shelf):
         answers = [
@@ -136,7 +142,7 @@ async def test_calls_start_by_importance_when_a_place_is_free():
 
 @in_loop
 async def test_a_model_stays_pinned_between_successive_calls():
-    """Between two calls another model could take its memory, and it would be loaded again."""
+    """A second call waits when the first call ends. The pin is kept, so no other model can take the memory."""
     shelf = Shelf("a")
     async with done(shelf):
         first, second = shelf.call("a"), shelf.call("a")
@@ -148,7 +154,10 @@ async def test_a_model_stays_pinned_between_successive_calls():
 
 @in_loop
 async def test_models_change_when_their_calls_are_done_not_after_each():
-    """A and B in turn, with room for one of them: two loads, not eight."""
+    """Eight calls of a and b arrive alternately, and the card has room for one model.
+
+    All calls of a run first and then all calls of b, so there are two loads and not eight.
+    """
     shelf = Shelf()
     async with done(shelf):
         answers = [shelf.call(model, name=f"{model}{n}") for n in range(4) for model in "ab"]
@@ -164,7 +173,7 @@ async def test_models_change_when_their_calls_are_done_not_after_each():
 
 @in_loop
 async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
-    """B waits for A; A continues, and C beside it."""
+    """The load of b waits for the eviction of a. Meanwhile further calls of a and of c run."""
     shelf = Shelf("a", "c", room=2)
     async with done(shelf):
         running = [shelf.call("a"), shelf.call("c")]
@@ -189,7 +198,10 @@ async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
 
 @in_loop
 async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
-    """Once B has waited 30 s longer than new calls, A starts no more calls, ends, and is evicted."""
+    """New calls of a arrive every 5 s. Once the call of b has waited 30 s longer than they, a starts no more calls.
+
+    Then a is evicted, and the call of b starts.
+    """
     shelf = Shelf("a")
     async with done(shelf):
         running = shelf.call("a", name="a0")
@@ -215,7 +227,7 @@ async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
 
 @in_loop
 async def test_a_failed_load_fails_all_waiting_calls_and_counts_once():
-    """Five callers of one failed load are not five failures."""
+    """Three calls wait for a load that fails. One gets the error itself, and the other two get LoadShared."""
     shelf = Shelf()
     answers = [shelf.call("a") for _ in range(3)]
     await settle()
@@ -227,7 +239,10 @@ async def test_a_failed_load_fails_all_waiting_calls_and_counts_once():
 
 @in_loop
 async def test_a_model_whose_engine_failed_is_pinned_again():
-    """The pinned object may be dead. In a steady stream of calls it would never be released."""
+    """After the failure no further call starts on the old pin. When the running calls have ended, a new pin is taken.
+
+    Without this, a steady stream of calls would keep the pin of a dead object for ever.
+    """
     shelf = Shelf("a", concurrency=2)
     async with done(shelf):
         one, two = shelf.call("a"), shelf.call("a")
@@ -244,7 +259,10 @@ async def test_a_model_whose_engine_failed_is_pinned_again():
 
 @in_loop
 async def test_a_more_important_call_requests_the_model_again():
-    """A batch call's request waits behind those of all notebooks, and an urgent call would wait with it."""
+    """A load waits in the ledger with the importance of a batch call. A call of importance high then arrives.
+
+    The load is requested again with that importance, so that it does not wait behind all notebooks.
+    """
     shelf = Shelf("a")
     async with done(shelf):
         running = shelf.call("a")
@@ -299,7 +317,7 @@ actions = st.lists(
 
 @given(actions, st.integers(1, 2))
 def test_nothing_remains_of_any_call_however_it_ends(actions, concurrency):
-    """Ends, cancellations at any moment, failed loads: no place is lost, and no pin outlives its calls."""
+    """Calls end, are cancelled at any moment, or fail to load. No place is lost, and no pin outlives its calls."""
 
     @in_loop
     async def play() -> None:

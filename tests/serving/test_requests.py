@@ -33,13 +33,13 @@ def refusal(kind: str, body: Any) -> Refused:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_body_reaches_the_engine_as_it_was_sent(kind):
-    """Unknown fields are passed on: the engine checks them."""
+    """Fields that the gateway does not know are passed on, and the engine checks them."""
     body = ASKS[kind] | {"top_k": 40, "nested": {"x_inside": 1}}
     assert read_call(kind, body) == Call(kind, body["model"], body)
 
 
 def test_our_fields_are_read_and_no_engine_sees_them():
-    """Engines refuse fields that they do not know."""
+    """The `x_*` fields are removed from the body, because engines refuse fields that they do not know."""
     ours = {
         "x_client_id": "bot",
         "x_priority": "high",
@@ -66,7 +66,7 @@ def test_our_fields_are_read_and_no_engine_sees_them():
 
 @pytest.mark.parametrize("name", ["X_PRIORITY", "x-priority", "X-Priority"])
 def test_our_fields_are_recognized_in_any_spelling(name):
-    """As in a header, for example."""
+    """A field such as `X-Priority`, in the spelling of a header, is read as `x_priority`."""
     assert read_call("chat", CHAT | {name: 1}) == Call("chat", "qwen", CHAT, importance=1)
 
 
@@ -89,7 +89,7 @@ def test_our_fields_are_recognized_in_any_spelling(name):
     )
 )
 def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
-    """Hostile values end in a clear 400, or are accepted; nothing else."""
+    """Any value of our fields is accepted or refused with a 400. An accepted body has none of our fields."""
     try:
         call = read_call("chat", CHAT | ours)
     except Refused as refused:
@@ -124,7 +124,7 @@ def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
     ),
 )
 def test_every_invalid_body_gets_a_400_with_a_reason(kind, body):
-    """Never an internal error."""
+    """An invalid body is refused with 400 and a reason. It never causes an internal error."""
     try:
         read_call(kind, body)
     except Refused as refused:
@@ -163,21 +163,21 @@ def test_every_invalid_body_gets_a_400_with_a_reason(kind, body):
     ],
 )
 def test_the_refusal_names_the_field(kind, change, param):
-    """Under the name that the caller wrote."""
+    """The refusal has the name of the invalid field in the caller's own spelling."""
     refused = refusal(kind, ASKS[kind] | change)
     assert (refused.status, refused.facts["param"]) == (400, param)
     assert param in refused.message
 
 
 def test_half_a_surrogate_pair_is_the_callers_mistake():
-    """It is valid JSON, and tokenizers fail on it."""
+    """Half a surrogate pair is valid JSON, but tokenizers fail on it. So it is refused with 400."""
     assert (
         refusal("chat", CHAT | {"messages": [{"role": "user", "content": "\ud800"}]}).status == 400
     )
 
 
 def test_a_refusal_has_the_shape_that_openai_clients_read():
-    """It has `Retry-After` in whole seconds if a retry may succeed."""
+    """A refusal has the header `Retry-After` in whole seconds if a retry may succeed."""
     refused = Refused(503, "queue_full", "the queue is full", 0.2)
     assert refused.headers == {"Retry-After": "1"}
     assert refused.body() == {

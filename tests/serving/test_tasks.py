@@ -40,29 +40,29 @@ def names(
 
 
 def test_without_a_warm_candidate_the_written_order_counts():
-    """The first is the best."""
+    """Without a warm candidate, the order in the file counts, and its first candidate is the best."""
     assert names(Task(("a", "b", "c"))) == ["a", "b", "c"]
 
 
 def test_a_warm_candidate_is_tried_first():
-    """Unless the first one's quality is needed: `pin_primary`."""
+    """A warm candidate goes before the first candidate, except with `pin_primary`."""
     assert names(Task(("a", "b", "c")), "c") == ["c", "a", "b"]
     assert names(Task(("a", "b", "c"), pin_primary=True), "c") == ["a", "b", "c"]
 
 
 def test_a_cloud_is_no_warm_candidate():
-    """It does not go before a cold local primary; it is only its stand-in."""
+    """A cloud needs no load, but it still does not go before a cold local candidate that is first in the file."""
     assert names(Task(("a", "claude:haiku", "b")), "b") == ["b", "a", "claude:haiku"]
     assert names(Task(("claude:haiku", "a")), "a") == ["claude:haiku", "a"]
 
 
 def test_a_local_name_with_a_colon_is_no_cloud():
-    """Ollama's names have one."""
+    """Ollama's names contain a colon, so a name that is known as a local model is no cloud."""
     assert names(Task(("a", "d:local")), allow_cloud=False) == ["a", "d:local"]
 
 
 def test_models_slower_than_the_budget_are_left_out():
-    """A model that was never measured may try."""
+    """A model that was never measured stays a candidate."""
     slow, quick = Cost(load=40.0, answer=2.0), Cost(load=3.0, answer=2.0)
     assert names(Task(("a", "b", "c"), budget_s=10.0), a=slow, b=quick) == ["b", "c"]
     assert names(Task(("a", "b"), budget_s=10.0), "a", a=slow, b=quick) == ["a", "b"]
@@ -70,7 +70,7 @@ def test_models_slower_than_the_budget_are_left_out():
 
 
 def test_the_refusal_of_a_too_short_budget_has_both_numbers():
-    """The budget, and the expected time."""
+    """The refusal has the budget and the shortest expected time, and its text has each model's time."""
     with pytest.raises(Refused) as refused:
         names(
             Task(("a", "b"), budget_s=1.5), "b", a=Cost(load=40.0, answer=2.0), b=Cost(answer=2.5)
@@ -98,7 +98,7 @@ def test_the_refusal_of_a_too_short_budget_has_both_numbers():
     ],
 )
 def test_no_time_is_assumed_for_a_model_that_was_never_measured(cost, is_warm, seconds):
-    """None instead of a figure."""
+    """A part that was never measured adds nothing. If no part was measured, the result is None."""
     assert expected_seconds(is_warm, cost) == seconds
 
 
@@ -109,7 +109,7 @@ choices = st.lists(
 
 @given(choices, st.booleans())
 def test_the_guard_never_removes_the_first(choices, allow_cloud):
-    """So the list is never empty: the first is a deliberate choice."""
+    """The first choice is deliberate, so it stays even if it is a cloud. All later clouds are removed."""
     left = guarded(choices, allow_cloud)
     assert left[0] == choices[0]
     assert left == tuple(choices) if allow_cloud else not any(choice.cloud for choice in left[1:])
@@ -126,7 +126,7 @@ def test_the_guard_never_removes_the_first(choices, allow_cloud):
 def test_the_chain_is_the_requested_model_then_small_contexts_then_clouds(
     others, allow_cloud, contexts
 ):
-    """Each once; models with an unknown context after those with a known one."""
+    """Each model is listed once. Local models with an unknown context come after those with a known context."""
     found = chain("q", others, contexts.get, lambda name: ":" not in name, allow_cloud)
     assert found[0] == Choice("q") and len({choice.model for choice in found}) == len(found)
     local = [contexts.get(choice.model, 99) for choice in found[1:] if not choice.cloud]
@@ -136,7 +136,7 @@ def test_the_chain_is_the_requested_model_then_small_contexts_then_clouds(
 
 
 def test_a_clouds_address_and_key_are_environment_variables_of_its_name():
-    """A known provider needs only a key; an own address needs none."""
+    """A known provider needs only a key in the environment. A provider with its own address needs no key."""
     assert (
         cloud_of("claude:sonnet", {"CLAUDE_API_KEY": "k"}).base_url
         == "https://api.anthropic.com/v1"
@@ -150,7 +150,7 @@ def test_a_clouds_address_and_key_are_environment_variables_of_its_name():
 
 
 def test_the_guard_survives_restarts_and_is_seeded_once(tmp_path):
-    """A value set over HTTP holds, whatever the environment has at the next start."""
+    """A value that was set over HTTP stays valid after a restart, whatever the environment says then."""
     path = tmp_path / "state" / "serving.json"
     assert CloudGuard(path, True).allowed and not CloudGuard(path, False).allowed
     CloudGuard(path, True).allow(False)
@@ -163,7 +163,7 @@ def test_the_guard_survives_restarts_and_is_seeded_once(tmp_path):
     "text", ["", "{", "[]", '{"allowCloudFallback": "yes"}', '{"allow": true}']
 )
 def test_an_unreadable_guard_allows_no_cloud(tmp_path, text):
-    """A value had been set, and it is unknown."""
+    """The file shows that a value was set, but the value is unknown. So no cloud is allowed."""
     path = tmp_path / "serving.json"
     path.write_text(text)
     assert not CloudGuard(path, True).allowed
@@ -171,13 +171,13 @@ def test_an_unreadable_guard_allows_no_cloud(tmp_path, text):
 
 @pytest.mark.parametrize("value", ["false", 0, None, {}])
 def test_the_guard_is_true_or_false(tmp_path, value):
-    """A word is refused."""
+    """The guard accepts only True and False. A word such as "false" is refused."""
     with pytest.raises(BadSetting, match="true or false"):
         CloudGuard(tmp_path / "serving.json", True).allow(value)
 
 
 def test_the_file_has_tasks_clients_and_stand_ins(tmp_path):
-    """As in its docstring and in the README."""
+    """`tasks.yaml` is read as the docstring of the module `tasks` and the README show it."""
     file = tmp_path / "tasks.yaml"
     file.write_text("""
 tasks:
@@ -234,7 +234,7 @@ fallback:
     ],
 )
 def test_an_error_in_the_file_is_named(tmp_path, text, field, problem):
-    """File, field and problem."""
+    """The error names the file, the field and the problem."""
     file = tmp_path / "tasks.yaml"
     file.write_text(text)
     with pytest.raises(BadDocument) as bad:

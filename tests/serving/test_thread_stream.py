@@ -1,4 +1,7 @@
-"""Blocking work in a thread, read in the event loop: in order, with its errors, and never left running."""
+"""Blocking work in a thread, whose values are read in the event loop.
+
+The values keep their order, errors reach the reader, and no work is left running.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.serving.loops import in_loop, until
 
 @in_loop
 async def test_values_arrive_in_order_and_the_error_last():
-    """Values emitted before the error arrive."""
+    """The reader gets all values that were emitted before the error, and then the error."""
 
     def work(emit, cancelled):
         for n in range(100):
@@ -29,7 +32,10 @@ async def test_values_arrive_in_order_and_the_error_last():
 
 @in_loop
 async def test_a_reader_that_stops_waits_for_the_end_of_the_work():
-    """An engine that still computes cannot take the next call."""
+    """A reader that closes the stream returns only after the work has ended.
+
+    An engine that still computes cannot take the next call.
+    """
     ended = threading.Event()
 
     def work(emit, cancelled):
@@ -45,7 +51,7 @@ async def test_a_reader_that_stops_waits_for_the_end_of_the_work():
 
 @in_loop
 async def test_a_cancelled_reader_ends_the_work_too():
-    """For example, a client disconnects."""
+    """When the reading task is cancelled, for example by a disconnected client, the work ends too."""
     began, ended = threading.Event(), threading.Event()
 
     def work(emit, cancelled):
@@ -67,7 +73,7 @@ async def test_a_cancelled_reader_ends_the_work_too():
 
 @in_loop
 async def test_one_value_from_a_thread():
-    """Its result, or its error."""
+    """`in_thread` returns the result of the work, or raises its error."""
     assert await in_thread(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         await in_thread(lambda: 1 / 0)
