@@ -1,6 +1,7 @@
-"""The protocol of a backend, and two tests that all backends share: hub ids and out-of-memory errors.
+"""The protocol of a backend, and two tests that all backends share: hub ids and out-of-memory
+errors.
 
-No backend is defined here; `registry.py` opens them by name.
+No backend is defined in this module. `registry.py` opens backends by name.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STA
 
 
 class NotStill(Exception):
-    """A kernel's memory stays: it was used meanwhile, or something in it may use the memory."""
+    """The kernel's memory was not moved: it was used meanwhile, or running code may use it."""
 
 
 class Stillness(Protocol):
-    """Knows whether anything runs in this process that may touch a tensor."""
+    """Tells whether code that may touch a tensor runs in this process."""
 
     def why_not(self) -> str:
-        """Why the kernel's memory must not be moved now; empty if it may be moved."""
+        """The reason why the kernel's memory must not be moved now, or an empty text if it may be
+        moved.
+        """
         ...
 
     def mark(self) -> object:
@@ -35,7 +38,8 @@ class Stillness(Protocol):
     def change(self, mark: object, act: Callable[[], None]) -> str:
         """Calls `act` while no other thread of the process runs, and returns an empty text.
 
-        If the kernel was used since `mark`, or something runs, returns why, and `act` is not called.
+        If the kernel was used since `mark`, or code runs, `act` is not called. The reason is
+        returned then.
         """
         ...
 
@@ -51,10 +55,11 @@ class Backend(Protocol):
     can_split: bool  # False: a model stays on one device, whatever its layout says
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the source of `spec` shows about the model's size; nothing is loaded.
+        """What the source of `spec` shows about the model's size. Nothing is loaded.
 
-        `origin` is the live Python object that the model was registered with, if any. The package
+        `origin` is the live Python object with which the model was registered, or None. The package
         `estimation` turns the evidence into a footprint.
+
         Raises NotAModel, and LoadFailed for a damaged source.
         """
         ...
@@ -62,8 +67,9 @@ class Backend(Protocol):
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         """Relative sizes of the consecutive pieces between which the model of `spec` may be cut.
 
-        One piece: the model must stay whole. None: it may be cut at any byte.
-        A loaded `model` gives exact sizes; otherwise they come from `origin` or the source.
+        A model with one piece must stay whole. An empty result means that it may be cut at any
+        byte. A loaded `model` gives exact sizes. Otherwise the sizes come from `origin` or from the
+        source.
         """
         ...
 
@@ -76,38 +82,41 @@ class Backend(Protocol):
         progress: Progress | None = None,
         into: Any = None,
     ) -> Any:
-        """A handle to the model of `spec`, resident on its `shares`, for the other methods.
+        """Loads the model of `spec` onto its `shares`. Returns a handle for the other methods.
 
-        `origin` is the live Python object that the model was registered with (a factory callable).
-        `progress` is called with bytes done and bytes in total.
-        `into` is a handle, or a value, of an earlier load. It is refilled in place, so references
-        to it stay valid.
+        `origin` is the live Python object with which the model was registered (a factory callable).
+        `progress` is called with bytes done and bytes in total. `into` is a handle, or a value, of
+        an earlier load. It is refilled in place, so references to it stay valid.
+
         On any failure, an interrupt included, nothing stays allocated. Raises LoadFailed,
         CannotGovern, or the device's own out-of-memory error (see `is_out_of_memory`).
         """
         ...
 
     def value(self, model: Any) -> Any:
-        """The object that `use` yields for the handle `model`: for torch the nn.Module."""
+        """The object that `use` yields for the handle `model`. For torch it is the nn.Module."""
         ...
 
     def move(self, model: Any, shares: Shares) -> None:
-        """Moves the bytes of `model` to new `shares`, all or nothing. Python objects stay the same."""
+        """Moves all bytes of `model` to new `shares`, or none. The Python objects stay the same."""
         ...
 
     def drop(self, model: Any) -> None:
         """Frees the bytes of `model`, also if user code still holds the object. Repeating is safe.
 
-        Bytes that exist nowhere else stay with an object that user code holds, and are freed with it.
+        Bytes that exist nowhere else stay with an object that user code holds. They are freed with
+        that object.
         """
         ...
 
     def measure(self, model: Any) -> Shares:
-        """Device id -> bytes of the storages of `model`; empty for a dropped model."""
+        """The bytes of the storages of `model` on each device; empty for a dropped model."""
         ...
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:
-        """Tensors of `model` that are not on its shares, each as `NAME on DEVICE`; normally none."""
+        """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`; normally
+        empty.
+        """
         ...
 
     def droppable(self, model: Any) -> bool:
@@ -115,7 +124,10 @@ class Backend(Protocol):
         ...
 
     def unchanged(self, model: Any) -> bool:
-        """Whether `model` and its source are proven unchanged since the load. Called before a drop."""
+        """Whether `model` and its source are proven unchanged since the load.
+
+        Called before a drop.
+        """
         ...
 
 
@@ -135,7 +147,8 @@ def looks_like_hub_id(text: str) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that a device ran out of memory.
 
-    True for our own error, torch's, Python's MemoryError, and the texts of CUDA libraries.
+    True for this package's error, torch's error, Python's MemoryError, and the texts of CUDA
+    libraries.
     """
     if isinstance(error, (OutOfMemory, MemoryError)):
         return True

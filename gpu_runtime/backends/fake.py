@@ -1,7 +1,7 @@
-"""Models that hold their declared bytes and nothing else: for drills, runbooks and tests.
+"""Models that hold their declared bytes and nothing else, for drills, runbooks and tests.
 
-On a simulated device and on the host the bytes are only counted; no memory page is used. On a real card
-nothing is allocated.
+On a simulated device and on the host the bytes are only counted, and no memory page is used. On a
+real card nothing is allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ Hook = Callable[[str], Any]
 
 
 class FakeModel:
-    """The object that `use` yields for a fake model: its name and its place. A call returns its arguments."""
+    """The object that `use` yields for a fake model. It has a name and a place; a call returns its
+    arguments.
+    """
 
     def __init__(self, name: str, hook: Hook | None) -> None:
         """A model called `name`; `hook` is called with "load" or "move" during those steps."""
@@ -36,8 +38,8 @@ class FakeModel:
 class FakeBackend:
     """Loads, moves and drops fake models.
 
-    For drills: a callable `origin` is called with "load" or "move" as soon as the bytes are held,
-    before anything else happens. If it raises, the step fails with that error.
+    For drills, `origin` may be a callable. It is called with "load" or "move" as soon as the bytes
+    are held, before anything else happens. If it raises, the step fails with that error.
     `options={"fails": True}` makes every load fail.
     """
 
@@ -50,13 +52,15 @@ class FakeBackend:
         self.probe = probe
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """No evidence: `spec` must declare a size. `origin` is ignored."""
+        """Shows no size, so `spec` must declare a size. `origin` is ignored."""
         return Evidence(why_unknown="a fake model has only the size that it declares")
 
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: FakeModel | None = None
     ) -> tuple[int, ...]:
-        """Empty: the `model` of `spec` may be cut at any byte. `origin` is ignored."""
+        """Returns an empty tuple: the `model` of `spec` may be cut at any byte. `origin` is
+        ignored.
+        """
         return ()
 
     def load(
@@ -68,10 +72,11 @@ class FakeBackend:
         progress: Progress | None = None,
         into: Any = None,
     ) -> FakeModel:
-        """The fake model of `spec`, holding the bytes of `shares`; `into` is used again if given.
+        """The fake model of `spec`, which holds the bytes of `shares`. If `into` is given, it is
+        used again.
 
-        `progress` is called at 0, half and all of the bytes. Raises what a callable `origin` raises,
-        LoadFailed for `options={"fails": True}`, and OutOfMemory.
+        `progress` is called at 0, half and all of the bytes. Raises what a callable `origin`
+        raises, LoadFailed for `options={"fails": True}`, and OutOfMemory.
         """
         if isinstance(into, FakeModel):
             model = into
@@ -80,7 +85,7 @@ class FakeBackend:
         total = sum(share.bytes for share in shares)
 
         def arrive() -> None:
-            """Calls the hook, or fails as the options say."""
+            """Calls the hook, and fails if the options require it."""
             if model.hook:
                 model.hook("load")
             if spec.options.get("fails"):
@@ -134,7 +139,7 @@ class FakeBackend:
             arrive()
             (_, old), model.place = model.place, (shares, tuple(held))
         except BaseException:
-            # The blocks are freed now, because a notebook keeps its last traceback and so this frame.
+            # A notebook keeps its last traceback, and so this frame. So free the blocks now.
             if model.place[0] is not shares:
                 _free(held)
             raise

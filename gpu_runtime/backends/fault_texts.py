@@ -1,7 +1,8 @@
-"""Faults recognised by the text of an error or a log: out of memory, driver reset, lost context.
+"""Recognises faults by the text of an error or a log: out of memory, driver reset, lost context.
 
-Pure: text in, `Fault` out. These errors have no class of their own: torch raises RuntimeError for
-most, llama.cpp prints a line and aborts, servers answer 500. So they are recognised by their texts.
+Pure: text in, `Fault` out. These errors have no class of their own. torch raises RuntimeError for
+most of them, llama.cpp prints a line and aborts, and servers answer 500. So they are recognised by
+their texts.
 
 Sources: Kitchen Brigade, GPU Allocation Semantics, sections 3 and 6; NVIDIA, CUDA Runtime API,
 cudaError_t; cuBLAS, cublasStatus_t; llama.cpp, ggml-cuda.cu, ggml-metal.m and llama-context.cpp;
@@ -86,7 +87,9 @@ _KNOWN = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _
 
 
 def recognise(text: str) -> Fault | None:
-    """The fault that `text` shows, an error message or the end of a log; None if it shows none.
+    """The fault that `text` (an error message or the end of a log) shows.
+
+    None if it shows no fault.
 
     >>> fault = recognise("RuntimeError: CUDA error: device-side assert triggered")
     >>> fault.kind, fault.line

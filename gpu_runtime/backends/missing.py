@@ -1,6 +1,6 @@
-"""A stand-in for a backend that this version lacks, or that a plan need not open.
+"""A stand-in for a backend that this version lacks, or that a dry run need not open.
 
-Its models can be planned but not loaded. It imports no torch.
+The size of its models can be read, but they cannot be loaded. It imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .formats import sources
 
 
 class AbsentBackend:
-    """Reads the size of a model from its source; it never loads anything."""
+    """Reads the size of a model from its source. It never loads a model."""
 
     can_move = False
     can_split = True
@@ -25,7 +25,9 @@ class AbsentBackend:
         self.name = name
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the local files of `spec` show; without files, only its name. `origin` is ignored."""
+        """What the local files of `spec` show; without files, what its name shows. `origin` is
+        ignored.
+        """
         is_local = os.path.exists(os.path.expanduser(spec.source))
         if not is_local and not looks_like_hub_id(spec.source):
             return Evidence(name=spec.source, why_unknown=_why_absent(spec.source))
@@ -38,7 +40,8 @@ class AbsentBackend:
             return Evidence(name=spec.source, why_unknown=reason)
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Empty: without its backend, the `model` of `spec` counts as divisible at any byte.
+        """Returns an empty tuple: without its backend, the `model` of `spec` counts as divisible
+        anywhere.
 
         `origin` is ignored.
         """

@@ -39,7 +39,7 @@ def backend_names() -> tuple[str, ...]:
 def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> Backend:
     """The backend called `name`, on the devices of `probe`. Raises BadSetting for an unknown name.
 
-    `settings` matter only for backends that start servers: port range and start time-out.
+    Only backends that start servers use `settings`: the port range and the start time-out.
     """
     if name not in _MODULES:
         raise BadSetting("backend", name, "one of " + ", ".join(sorted(_MODULES)))
@@ -52,7 +52,9 @@ def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> B
 
 
 def missing(name: str) -> str:
-    """What must be installed before the backend `name` can load anything; empty if nothing is."""
+    """What must be installed before the backend `name` can load anything; empty if nothing is
+    missing.
+    """
     if name in RECIPES:
         return recipe(name).missing()
     if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:
@@ -61,7 +63,10 @@ def missing(name: str) -> str:
 
 
 def runs_here(spec: ModelSpec) -> bool:
-    """Whether the model of `spec` runs in this process, so that a crash of one ends both."""
+    """Whether the model of `spec` runs in this process.
+
+    A crash of the model then ends this process.
+    """
     if spec.backend in RECIPES:
         return False
     return spec.backend != "llama_cpp" or not spec.options.get("isolated", True)
@@ -70,9 +75,9 @@ def runs_here(spec: ModelSpec) -> bool:
 def backend_for(source: Any, requested: str = "auto") -> str:
     """The name of the backend that loads `source`.
 
-    `source` is live Python, a GGUF file, a model directory or a hub id.
-    A backend `requested` by name is returned without a look at the source.
-    Raises BadSetting for an unknown backend, and NotAModel for an unusable source.
+    `source` is live Python, a GGUF file, a model directory or a hub id. If `requested` names a
+    backend, that name is returned, and the source is not read. Raises BadSetting for an unknown
+    backend, and NotAModel for an unusable source.
     """
     if requested != "auto":
         if requested not in _MODULES:

@@ -113,7 +113,8 @@ class Resident:
     def pieces(self) -> tuple[int, ...]:
         """Relative sizes of the pieces into which the model may be divided.
 
-        A model with one piece must stay whole. None means that it may be divided anywhere.
+        A model with one piece must stay whole. An empty tuple means that it may be divided
+        anywhere.
         """
         if self._pieces is None:
             self._pieces = self.backend.pieces(self.spec, self.origin)
@@ -301,7 +302,7 @@ class Resident:
         self._drop()
 
     def begin_moving(self) -> bool:
-        """Refuses new uses from now on. Returns False if the model is in use, moving or not loaded."""
+        """Refuses new uses from now on. False if the model is in use, moving or not loaded."""
         with self.gate:
             if self.handle is None or self.place is Place.MOVING or self.training.blocks():
                 return False

@@ -1,6 +1,6 @@
-"""The command-line arguments that users add to an engine (`runtime_args`): parsing and filtering.
+"""Parses and filters the command-line arguments that users add to an engine (`runtime_args`).
 
-The recipe of an engine builds the whole command line; the catalogue checks manifests with the same
+The recipe of an engine builds the whole command line. The catalogue checks manifests with the same
 parser.
 """
 
@@ -25,7 +25,7 @@ _VALUE = re.compile(r"(?!-)|-\d")  # the next word is a value unless it looks li
 
 
 def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
-    """For each flag in `words`: the flag, its value or None, and the words that it was made of.
+    """For each flag in `words`: the flag, its value or None, and the words that form both.
 
     >>> list(group_flags(("--seed", "1", "-ngl", "-1")))
     [('--seed', '1', ('--seed', '1')), ('-ngl', '-1', ('-ngl', '-1'))]
@@ -64,7 +64,7 @@ def user_arguments(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def has_flag(words: tuple[str, ...], *flags: str) -> bool:
-    """Whether one of the `flags` is in `words`. The recipe then leaves out its own.
+    """Whether one of the `flags` is in `words`. The recipe then leaves out its own flag.
 
     >>> has_flag(("--ctx-size=512",), "--ctx-size", "-c")
     True

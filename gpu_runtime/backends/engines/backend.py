@@ -1,6 +1,7 @@
-"""The backend for engines that are HTTP servers: the object that `use` yields, and the account of their bytes.
+"""The backend for engines that are HTTP servers, and the object that `use` yields for such a model.
 
-`server.py` has the lifecycle of a server; the recipe of each engine knows how to start it.
+It also accounts the bytes of these models. `server.py` has the lifecycle of a server. The recipe of
+each engine defines how it is started.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ PORTS, START_SECONDS = "8300-8399", 600.0  # defaults without settings
 
 
 class Served(EngineModel[Server]):
-    """The object that `use` yields for a server: its address, the model's name in requests, and the key.
+    """The object that `use` yields for a server: its address, the model's name in requests, and the
+    key.
 
-    `base_url` ends in `/v1`; pass it to an OpenAI client together with `api_key`. Both are valid inside
-    `with rt.use(…)`. A restart may change them: a read during a restart waits for its end.
+    `base_url` ends in `/v1`. Pass it to an OpenAI client together with `api_key`. Both are valid
+    inside `with rt.use(…)`. A restart may change them, so a read during a restart waits for its
+    end.
     """
 
     def __init__(self, name: str) -> None:
-        """The value for the model `name`, not loaded yet."""
+        """The object for the model `name`, which is not loaded yet."""
         super().__init__(name)
         self.chat_template: str | None = ""  # the model's own, as `Recipe.template` defines it
 
@@ -61,12 +64,12 @@ class Served(EngineModel[Server]):
 
     @property
     def api_key(self) -> str:
-        """The key in those headers; `none` for an engine that has none."""
+        """The key in those headers, or `none` for an engine without a key."""
         return self.headers.get("Authorization", "Bearer none").removeprefix("Bearer ")
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The server's processes; the first is the guard of the others."""
+        """The process ids of the server. The first process is the guard of the others."""
         return self._engine.pids if self._engine else ()
 
     @property
@@ -88,9 +91,10 @@ class Served(EngineModel[Server]):
         return self._engine is not None and self._engine.listens()
 
     def _listening_server(self) -> Server:
-        """The server, if its port reaches its own processes. Raises NotResident, EngineDied.
+        """The server, if its port reaches its own processes. Otherwise raises NotResident or
+        EngineDied.
 
-        Otherwise a process of another user could get the key.
+        Without this check, a process of another user could get the key.
         """
         server = self._running_server()
         if server.listens():
@@ -156,7 +160,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         progress: Progress | None = None,
         into: Any = None,
     ) -> ServerHandle:
-        """A handle to a running server for `spec` on the cards of `shares`.
+        """Starts a server for `spec` on the cards of `shares`, and returns its handle.
 
         `progress` is called at the start and at the end. `into` is a handle or a Served of an earlier
         load, which gets the new server. `origin` is ignored.
@@ -209,7 +213,9 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         )
 
     def _measured(self, server: Server, shares: Shares) -> Shares:
-        """The bytes that the driver reports for its processes; its shares if the driver reports none."""
+        """The bytes that the driver reports for the server's processes; `shares` where it reports
+        none.
+        """
         devices = tuple(share.device for share in shares)
         charged: dict[str, int] = {}
         for pid in server.pids:

@@ -1,4 +1,4 @@
-"""Hugging Face diffusers: our own server program (`diffusers_app.py`), which serves one image pipeline.
+"""Hugging Face diffusers: our own server program (`diffusers_app.py`) serves one image pipeline.
 
 Sources: diffusers, DiffusionPipeline.from_pretrained; OpenAI, images API; Model Boss, DiffusersBackend.
 """
@@ -33,9 +33,10 @@ misplaced = placed_as_ordered
 
 
 def evidence(spec: ModelSpec) -> Evidence:
-    """The total size of the weight files of the pipeline of `spec`, which has one directory per part.
+    """The total size of the weight files of the pipeline of `spec`.
 
-    A pipeline that is not on this machine is estimated by its name. Raises NotAModel.
+    A pipeline has one directory for each part. The size of a pipeline that is not on this machine
+    is estimated from its name. Raises NotAModel.
     """
     path = Path(spec.source).expanduser()
     if (path / "model_index.json").is_file():
@@ -63,7 +64,7 @@ def missing() -> str:
 
 
 def model(order: LaunchOrder) -> str:
-    """The name of the model of `order` in requests: its own."""
+    """The name of the model of `order` in requests, which is its registered name."""
     return order.spec.name
 
 

@@ -1,7 +1,8 @@
-"""The HTTP server of one diffusers pipeline: OpenAI's images API, and `/generate` for other parameters.
+"""The HTTP server of one diffusers pipeline: OpenAI's images API, and `/generate` for other
+parameters.
 
-It runs as a program of its own, started by the recipe `diffusers.py`. It listens on a socket that it inherits,
-bound to 127.0.0.1, and rejects requests without the key.
+It runs as a separate program, which the recipe `diffusers.py` starts. It listens on a socket that
+it inherits, bound to 127.0.0.1. It rejects requests without the key.
 """
 
 # No `from __future__ import annotations` here: FastAPI evaluates the annotations, and they name what
@@ -21,7 +22,7 @@ MOST_PIXELS, MOST_PICTURES, MOST_STEPS = 4096 * 4096, 10, 500
 
 
 def app(pipeline: Any, name: str, key: str) -> Any:
-    """The FastAPI application that serves `pipeline` as the model `name` to requests with the `key`."""
+    """The FastAPI application that serves `pipeline` as the model `name`. Requests need the `key`."""
     from fastapi import Body, FastAPI, Header, HTTPException, Request
 
     JsonBody, Key = Annotated[dict[str, Any], Body()], Annotated[str, Header(alias="Authorization")]
@@ -101,14 +102,16 @@ def image_parameters(body: dict[str, Any], accepted: Any) -> dict[str, Any]:
 
 
 def whole_number(value: Any, field: str, most: int) -> int:
-    """The `value` of `field`, from 1 to `most`. Raises ValueError."""
+    """Returns `value`, the value of `field`, if it is a whole number from 1 to `most`. Raises
+    ValueError.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         raise ValueError(f"{field} must be a whole number from 1 to {most}, and is {value!r}")
     return value
 
 
 def parsed_size(size: Any) -> dict[str, int]:
-    """Width and height of a `size` like 512x512. Raises ValueError."""
+    """Width and height of a `size` such as 512x512. Raises ValueError."""
     width, _, height = str(size).partition("x")
     if width.isdigit() and height.isdigit():
         pixels = int(width) * int(height)
@@ -118,7 +121,7 @@ def parsed_size(size: Any) -> dict[str, int]:
 
 
 class Painter:
-    """Runs the pipeline, one request at a time: there is one card."""
+    """Runs the pipeline for one request at a time, because there is one card."""
 
     def __init__(self, pipeline: Any) -> None:
         """A painter for `pipeline`."""
@@ -127,7 +130,10 @@ class Painter:
         self._turn = threading.Lock()
 
     async def paint_while_connected(self, parameters: dict[str, Any], request: Any) -> list[str]:
-        """The pictures for `parameters` as base64 of PNG; empty once the client of `request` is gone."""
+        """The pictures for `parameters` as base64 of PNG.
+
+        Empty once the client of `request` has left.
+        """
         import asyncio
 
         from fastapi.concurrency import run_in_threadpool
@@ -143,7 +149,7 @@ class Painter:
     def paint(self, parameters: dict[str, Any], cancelled: threading.Event) -> list[str]:
         """The pictures for `parameters` as base64 of PNG.
 
-        The pipeline stops between two steps, and the result is empty, once `cancelled` is set.
+        Once `cancelled` is set, the pipeline stops between two steps, and the result is empty.
         """
         import torch
 
@@ -176,10 +182,10 @@ def base64_png(picture: Any) -> str:
 
 
 def load(model: str, device: str, dtype: str, balanced: bool) -> Any:
-    """The pipeline from the local files of `model`, safetensors only, on its `device`.
+    """The pipeline from the local safetensors files of `model`, on its `device`.
 
-    `dtype` is a name of torch, or "auto": bfloat16 on CUDA, else as stored. With `balanced` it is spread
-    over all visible cards.
+    `dtype` is a name of torch, or "auto", which means bfloat16 on CUDA and the stored type
+    elsewhere. With `balanced` the pipeline is spread over all visible cards.
     """
     import torch
     from diffusers import DiffusionPipeline
@@ -195,7 +201,7 @@ def load(model: str, device: str, dtype: str, balanced: bool) -> Any:
 
 
 def main() -> None:
-    """Serves the pipeline that the command line names; the environment holds the key."""
+    """Serves the pipeline that the command line names. The environment holds the key."""
     import uvicorn
 
     parser = argparse.ArgumentParser(prog="diffusers_app")

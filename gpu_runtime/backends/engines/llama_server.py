@@ -1,6 +1,7 @@
-"""llama.cpp's own server, `llama-server`; without it, llama-cpp-python's (`python -m llama_cpp.server`).
+"""llama.cpp's own server, `llama-server`. Without it, llama-cpp-python's server is used.
 
-Sources: llama.cpp, tools/server/README; llama-cpp-python, server/settings.
+The latter is `python -m llama_cpp.server`. Sources: llama.cpp, tools/server/README;
+llama-cpp-python, server/settings.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .recipe import (
     placed_as_ordered,
 )
 
-# llama-server answers 503 while it loads. llama-cpp-python's server listens only once the model is loaded, and
-# has no such path.
+# llama-server answers 503 while it loads. llama-cpp-python's server listens only once the model is
+# loaded. It has no such path, and answers 404.
 HEALTH, READY = "/health", (200, 404)
 INHERITS_SOCKET = False
 BASE = "/v1"
@@ -45,7 +46,7 @@ misplaced = placed_as_ordered
 
 
 def source(spec: ModelSpec) -> str:
-    """The path of the GGUF file of `spec`; of a split model, its first part."""
+    """The path of the GGUF file of `spec`. For a split model it is the path of the first part."""
     return str(gguf_file(spec))
 
 
@@ -60,7 +61,7 @@ def missing() -> str:
 
 
 def model(order: LaunchOrder) -> str:
-    """The name of the model of `order` in requests: its own."""
+    """The name of the model of `order` in requests, which is its registered name."""
     return order.spec.name
 
 
@@ -71,9 +72,9 @@ def command(order: LaunchOrder) -> Command:
 
 
 def template(order: LaunchOrder) -> str:
-    """The chat template in the file of `order`; empty for llama-cpp-python's server.
+    """The chat template in the file of `order`. Empty for llama-cpp-python's server.
 
-    Requests cannot switch a template in llama-cpp-python's server.
+    Requests cannot change the switches of a template in llama-cpp-python's server.
     """
     if not shutil.which("llama-server"):
         return ""

@@ -1,8 +1,9 @@
-"""Ollama: `ollama serve`, one server for each model, which keeps that model loaded.
+"""Ollama: the server `ollama serve`. Each model has a server, which keeps that model loaded.
 
-Ollama itself decides how much of a model is put on the card. So the placement is read from `/api/ps`, and
-the server is restarted if a part of the model is not on the card. Models must be pulled before: nothing
-is downloaded here. Ollama has no key: every user of this machine can send it requests.
+Ollama decides how much of a model is put on the card. So the placement is read from `/api/ps`, and
+the server is restarted if a part of the model is not on the card. The user must pull models before,
+because this module downloads nothing. Ollama has no key, so every user of this machine can send it
+requests.
 
 Sources: Ollama, docs/api and envconfig/config.go; Helix, Multi-GPU Scheduling, 5.3.
 """
@@ -42,7 +43,7 @@ def missing() -> str:
 
 
 def model(order: LaunchOrder) -> str:
-    """The name of the model of `order` in requests: Ollama's own."""
+    """The name of the model of `order` in requests, which is Ollama's name for it."""
     return order.source
 
 
@@ -66,7 +67,9 @@ def command(order: LaunchOrder) -> Command:
 
 
 def prepare(order: LaunchOrder, send: SendRequest) -> None:
-    """Loads the model of `order`: it calls `send` with a request without a prompt, which only loads.
+    """Loads the model of `order`.
+
+    It calls `send` with a request without a prompt, which only loads.
 
     Raises LoadFailed.
     """
@@ -92,7 +95,8 @@ def prepare(order: LaunchOrder, send: SendRequest) -> None:
 
 
 def misplaced(order: LaunchOrder, send: SendRequest) -> str:
-    """A clause if a part of the model of `order` is in RAM; empty if all of it is on the card.
+    """A clause for a message if a part of the model of `order` is in RAM; empty if all is on the
+    card.
 
     `send` reads the placement from the server. A model with a set number of `gpu_layers` is not checked.
     """

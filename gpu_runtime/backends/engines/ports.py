@@ -1,8 +1,11 @@
-"""Ports for engine servers: each server claims one from a range, and no claim outlives its server.
+"""Ports for engine servers.
 
-A claim is a lock on a file in a directory that only this user can enter, so no other user can hold it. The
-engine's guard inherits the open file, so the lock lasts as long as the engine. Engines of two users may
-choose the same port at the same moment. Then one of them cannot listen there, and gets the next port.
+Each server claims a port from a range, and no claim outlives its server.
+
+A claim is a lock on a file in a directory that only this user can enter, so no other user can hold
+it. The engine's guard inherits the open file, so the lock lasts as long as the engine. Engines of
+two users may choose the same port at the same moment. Then one of them cannot listen on that port,
+and gets the next port.
 """
 
 from __future__ import annotations
@@ -32,9 +35,11 @@ class Port:
         return self._claim.fileno()
 
     def bind(self) -> int:
-        """The descriptor of a socket bound to the port, for an engine that can listen on one it inherits.
+        """The descriptor of a socket bound to the port, for an engine that can listen on an
+        inherited socket.
 
-        From now on no other process can listen there. Raises OSError if one already does.
+        From now on no other process can listen on the port. Raises OSError if a process already
+        does.
         """
         # Without SO_REUSEADDR: with it on both sides, another process could bind the port too and
         # listen first.
@@ -70,10 +75,10 @@ def ports(text: str) -> range:
 
 
 def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
-    """The first port `among` these that no engine of this user has claimed and no process listens on.
+    """The first port of `among` that no engine of this user has claimed and no process listens on.
 
-    Ports in `but` are skipped. Raises LoadFailed for the model `name` if no port is left, or if other users
-    can change the directory of the claims.
+    Ports in `but` are skipped. `name` is the model, for error messages. Raises LoadFailed if no
+    port is left, or if other users can change the directory of the claims.
     """
     directory = _claims_directory(name)
     for number in among:
@@ -94,7 +99,10 @@ def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
 
 
 def _claims_directory(name: str) -> Path:
-    """The directory of the claims, made with mode 0700. Raises LoadFailed for the model `name`."""
+    """The directory of the claims, which is made with mode 0700 if needed.
+
+    Raises LoadFailed for the model `name`.
+    """
     directory = local_state() / "ports"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,7 +120,7 @@ def _claims_directory(name: str) -> Path:
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """The file `path`, locked; None if another process holds the lock."""
+    """The open file `path` with a lock on it, or None if another process holds the lock."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     file = open(os.open(path, flags, 0o600), "r+b", buffering=0)
     try:
@@ -126,7 +134,7 @@ def _lock(path: Path) -> IO[bytes] | None:
 def _listened_on(number: int) -> bool:
     """Whether a process that makes no claims already uses the port."""
     with socket.socket() as trial:
-        # As servers do: without it, connections that linger after a close would count as a user.
+        # Servers set this option too. Without it, the port of a closed connection seems in use.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("127.0.0.1", number))

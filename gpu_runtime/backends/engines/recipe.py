@@ -1,8 +1,9 @@
 """The contract of a recipe, and default members that several recipes share.
 
-A recipe is a module, one per engine. It defines how the engine's server is started for a lease, when the
-server is ready, and how requests name the model. It starts nothing itself: `server.py` does, and owns
-what all engines have in common (ports, health, restarts, logs, the end).
+A recipe is a module; each engine has one. It defines how the engine's server is started for a
+lease, when the server is ready, and how requests name the model. A recipe starts nothing itself.
+`server.py` starts the server, and has the code that all engines share: ports, health, restarts,
+logs and the end.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class LaunchOrder(NamedTuple):
     source: str  # the file or directory, or the engine's own name for the model
     port: int
     simulated: bool  # True: its cards are simulated, so it computes on the CPU
-    # Requests must carry this key. It is passed in the environment: every user can read command lines.
+    # Requests must carry this key. It is passed in the environment, because every user of the
+    # machine can read command lines.
     key: str
     config: Mapping[str, Any] = {}  # the model's config, as far as its source shows it
     # The descriptor of a socket that is bound to the port, if the recipe's engine can listen on one.
@@ -46,7 +48,10 @@ class Command(NamedTuple):
 
 
 class Recipe(Protocol):
-    """What an engine's module defines. This protocol is documentation; modules are not instances."""
+    """What an engine's module defines.
+
+    This protocol is documentation; modules are not instances.
+    """
 
     HEALTH: str  # a path that needs no key; its status shows whether the server is ready
     READY: Collection[int]  # the statuses with which it answers once the server is ready
@@ -87,14 +92,14 @@ class Recipe(Protocol):
     def template(order: LaunchOrder) -> str | None:
         """The model's own chat template, if requests may change its switches.
 
-        Requests do so by `chat_template_kwargs`. Empty if the server of `order` ignores them; None if
-        the template is not known here.
+        Requests change them by `chat_template_kwargs`. The result is empty if the server of `order`
+        ignores them. It is None if this process does not know the template.
         """
         ...
 
     @staticmethod
     def prepare(order: LaunchOrder, send: SendRequest) -> None:
-        """Does what remains once the server of `order` answers, such as loading the model.
+        """Does the remaining work once the server of `order` answers, such as loading the model.
 
         `send` sends a request to the server. Raises LoadFailed.
         """
@@ -102,7 +107,7 @@ class Recipe(Protocol):
 
     @staticmethod
     def misplaced(order: LaunchOrder, send: SendRequest) -> str:
-        """Why the model is not where `order` wants it; empty if it is.
+        """Why the model is not where `order` wants it; empty if it is there.
 
         `send` sends a request to the server.
         """
@@ -110,7 +115,7 @@ class Recipe(Protocol):
 
 
 def evidence_from_files(spec: ModelSpec) -> Evidence:
-    """What the local files of `spec` show, plus the context that the engine reserves when it starts."""
+    """What the local files of `spec` show, and the context that the engine reserves when it starts."""
     found = AbsentBackend(spec.backend).evidence(spec)
     all_fields = {**found.config, **(found.config.get("text_config") or {})}
     supported = all_fields.get("max_position_embeddings")
@@ -123,17 +128,20 @@ def evidence_from_files(spec: ModelSpec) -> Evidence:
 
 
 def path_or_name(spec: ModelSpec) -> str:
-    """The absolute path of the source of `spec` if it exists here; else the engine's own name for it."""
+    """The absolute path of the source of `spec` if it exists; else the engine's name for the model."""
     path = os.path.expanduser(spec.source)
     return os.path.abspath(path) if os.path.exists(path) else spec.source
 
 
 def nothing_to_prepare(order: LaunchOrder, send: SendRequest) -> None:
-    """`Recipe.prepare` for engines that are ready when they answer: ignores `order` and `send`."""
+    """`Recipe.prepare` for engines that are ready when they answer.
+
+    Does nothing with its arguments.
+    """
 
 
 def placed_as_ordered(order: LaunchOrder, send: SendRequest) -> str:
-    """`Recipe.misplaced` for engines that use the cards they get, or fail: always empty.
+    """`Recipe.misplaced` for engines that either use the cards they get or fail. Always empty.
 
     Ignores `order` and `send`.
     """
@@ -141,10 +149,12 @@ def placed_as_ordered(order: LaunchOrder, send: SendRequest) -> str:
 
 
 def no_template_switches(order: LaunchOrder) -> str:
-    """`Recipe.template` for engines that ignore template switches: always empty, whatever `order`."""
+    """`Recipe.template` for engines that ignore template switches. Always empty for any `order`."""
     return ""
 
 
 def custom_template(spec: ModelSpec) -> str | None:
-    """The chat template that the options of `spec` set instead of the model's own; text or a path."""
+    """The chat template, as text or a path, that the options of `spec` set instead of the model's
+    own.
+    """
     return spec.options.get("chat_template") or None

@@ -2,9 +2,9 @@
 
     IDLE → LOADING → READY → STOPPING → IDLE
 
-There are no other states; a failed load is followed by STOPPING too. A server that ends by itself is
-restarted on the same cards, at most three times; then its model is lost. The recipe of each engine knows
-how to start it.
+There are no other states; a failed load is followed by STOPPING too. A server that ends by itself
+is restarted on the same cards, at most three times. After that its model is lost. The recipe of
+each engine defines how it is started.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NEXT_STATES = {
 
 
 class Server:
-    """One engine's process, from its first start to its end, restarts included."""
+    """The process of one engine, from its first start to its end, restarts included."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """A server for `spec`, started as its `recipe` describes; `start` starts it.
+        """A server for `spec`. The method `start` starts it as its `recipe` describes.
 
-        `order_for` makes the launch order from a port and a key. `env` is the process's environment.
-        Its port is one of `port_range`. Each start may take `start_seconds`.
-        Tests replace the monotonic `clock` and `sleep`.
+        `order_for` makes the launch order from a port and a key. `env` is the environment of the
+        process. The port is one of `port_range`. Each start may take `start_seconds`. Tests replace
+        the monotonic `clock` and `sleep`.
         """
         self.spec, self.recipe = spec, recipe
         self.state, self.past = ServerState.IDLE, [ServerState.IDLE]
@@ -102,7 +102,7 @@ class Server:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Its processes: its guard, then all descendants of the guard."""
+        """The ids of the server's processes: its guard, then all descendants of the guard."""
         child = self._child
         if child is None or self.state is ServerState.IDLE:
             return ()
@@ -124,17 +124,17 @@ class Server:
 
     @property
     def starting(self) -> bool:
-        """Whether it is being restarted. Each start has a time-out, and there are at most three."""
+        """Whether the server is starting or being restarted. Each start has a time-out."""
         return self._wanted and self.error is None and self.state is not ServerState.READY
 
     def healthy(self) -> bool:
-        """Whether it is ready and answers its health check now."""
+        """Whether the server is ready and answers its health check now."""
         if self.state is not ServerState.READY:
             return False
         return self._answers_health_check()
 
     def listens(self) -> bool:
-        """Whether its port reaches its own processes, and no process that took the port from it."""
+        """Whether its port reaches its own processes, and not a process that took the port from it."""
         if self.order is None or self.state in (ServerState.IDLE, ServerState.STOPPING):
             return False
         found = listeners(self.order.port)
@@ -146,7 +146,7 @@ class Server:
         return bool(found)
 
     def launch_order(self) -> LaunchOrder:
-        """The order of the latest start. Only for a server that was started."""
+        """The launch order of the latest start. Call this only for a server that was started."""
         assert self.order is not None
         return self.order
 
@@ -158,10 +158,10 @@ class Server:
     # -- start and stop
 
     def start(self) -> None:
-        """Starts it, and waits until it is ready and its model is where it should be.
+        """Starts the server, and waits until it is ready and its model is on the ordered devices.
 
-        Raises LoadFailed, and the device's out-of-memory error. On any failure, an interrupt included,
-        no process and no port is left.
+        Raises LoadFailed, and the device's out-of-memory error. After any failure, an interrupt
+        included, no process and no port stays in use.
         """
         self._start_on_free_port()
         while why := self.recipe.misplaced(self.launch_order(), self._sender(ANSWER_SECONDS)):
@@ -179,7 +179,7 @@ class Server:
         threads.start(self._supervise)
 
     def _start_on_free_port(self) -> None:
-        """Starts it; on another port if a process that makes no claims took the port first."""
+        """Starts the server. If another process took the port first, another port is tried."""
         tried: set[int] = set()
         while True:
             port = claim(self._port_range, self.spec.name, frozenset(tried))
@@ -191,7 +191,7 @@ class Server:
                 output = self._child.tail().lower() if self._child else ""
                 port_taken = (
                     of_another_user(port.number) is not None
-                    # Also connections of an earlier engine that linger on the port for a minute.
+                    # Connections of an earlier engine also keep a port in use, for a minute.
                     or getattr(error, "errno", None) == errno.EADDRINUSE
                     or "address already in use" in output
                     or "errno 98" in output
@@ -244,7 +244,7 @@ class Server:
             self._enter(ServerState.READY)
 
     def _load_error(self, why: str) -> GpuError:
-        """The error of a failed load, with the line of its log that explains it."""
+        """The error for a failed load, with the line of the server's log that explains it."""
         output = self._child.tail() if self._child else ""
         fault = recognise(output)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
@@ -261,7 +261,10 @@ class Server:
         )
 
     def _stop(self) -> None:
-        """Ends the server and all its child processes. The guard ends them, or the whole group is killed."""
+        """Ends the server and all its child processes.
+
+        The guard ends them. If the guard does not, the whole process group is killed.
+        """
         with self._lock:
             if self.state in (ServerState.IDLE, ServerState.STOPPING):
                 return
@@ -279,14 +282,17 @@ class Server:
             self._enter(ServerState.IDLE)
 
     def end(self) -> None:
-        """Ends it and all it started. Repeating is safe."""
+        """Ends the server and all processes that it started. Repeating is safe."""
         self._wanted = False
         self._stop()
 
     # -- after the start
 
     def _supervise(self) -> None:
-        """Restarts it when it ends by itself, at most MOST_RESTARTS times. Runs in its own thread."""
+        """Restarts the server when it ends by itself, at most MOST_RESTARTS times.
+
+        This runs in a separate thread.
+        """
         while self._wanted:
             child = self._child
             if child is None:
@@ -329,7 +335,9 @@ class Server:
         self._report_loss()
 
     def watch(self, on_loss: Callable[[str, str], None]) -> None:
-        """Has `on_loss(kind, because)` called once if it ends for good; now if it already has."""
+        """Calls `on_loss(kind, because)` once if the server ends for good; at once if it already
+        has.
+        """
         self._on_loss = on_loss
         self._report_loss()
 
@@ -348,7 +356,8 @@ class Server:
     def _sender(self, seconds: float) -> SendRequest:
         """A function that sends one request to the current port, with a time-out of `seconds`.
 
-        It sends nothing to a process that is not the server's own, and the key to none: no recipe needs it.
+        It sends nothing to a process that is not the server's own. It sends the key to no process,
+        because no recipe needs the key.
         """
         order = self.launch_order()
 
@@ -357,7 +366,7 @@ class Server:
             connection = http.client.HTTPConnection("127.0.0.1", order.port, timeout=seconds)
             data = None if body is None else json.dumps(body)
             try:
-                # The listener is checked after the connection exists: it could change before.
+                # Check the listener after the connection exists. Before that, it could change.
                 connection.connect()
                 if not self.listens():
                     return 0, None

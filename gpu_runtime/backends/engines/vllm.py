@@ -1,4 +1,6 @@
-"""vLLM: `vllm serve`. At its start it takes a fixed part of each card and keeps it, even if the model needs less.
+"""vLLM: the server `vllm serve`.
+
+At its start it takes a fixed part of each card. It keeps this part even if the model needs less.
 
 Source: vLLM, CLI reference, `vllm serve`.
 """
@@ -54,8 +56,8 @@ def model(order: LaunchOrder) -> str:
 def utilization(order: LaunchOrder) -> float:
     """The part of each card of `order` that vLLM may take, from 0.01 to 0.99.
 
-    vLLM takes the same part of every card, so the smallest share decides. Rounded down, so that it stays
-    within its share.
+    vLLM takes the same part of every card, so the smallest share decides. The part is rounded down,
+    so that vLLM stays within its share.
     """
     part = min(share.bytes / order.totals[share.device] for share in order.shares)
     rounded_down = math.floor(part * 10_000) / 10_000
@@ -87,7 +89,7 @@ def command(order: LaunchOrder) -> Command:
 def template(order: LaunchOrder) -> str | None:
     """The chat template beside the source of `order`, as transformers saves it; None if unreadable.
 
-    It is in a file of its own, or in the tokenizer's config.
+    The template is in a separate file, or in the tokenizer's config.
     """
     own_file = Path(order.source, "chat_template.jinja")
     config_file = Path(order.source, "tokenizer_config.json")

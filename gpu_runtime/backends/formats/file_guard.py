@@ -1,10 +1,10 @@
-"""Files that stay whole while a load has them mapped into memory.
+"""Keeps the files of a model unchanged while a load has them mapped into memory.
 
-A process that reads a mapped page beyond the end of a file is killed (SIGBUS), and with it the whole
-notebook. So a load holds a read lease of the operating system on each file. A process that opens such
-a file for writing, or truncates it, then waits until the load is over, or until the load has noticed
-and given up. The system grants a lease to the owner of a file and to root, on local file systems.
-Where it grants none, the files are as unprotected as before.
+A process that reads a mapped page beyond the end of a file is killed (SIGBUS), and so is the whole
+notebook. So a load holds a read lease of the operating system on each file. If another process
+opens such a file for writing, or truncates it, that process waits until the load is over, or has
+noticed and given up. The system grants a lease to the owner of a file and to root, on local file
+systems. If the system grants no lease, the files are unprotected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def untouched(paths: Iterable[str], name: str) -> Iterator[Callable[[], None]]:
 
 
 def _leased(path: str) -> int | None:
-    """A descriptor of the file `path` with a read lease on it; None if the system grants none."""
+    """A descriptor of the file `path` with a read lease on it; None if the system grants no lease."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # the load itself reports a file that cannot be opened

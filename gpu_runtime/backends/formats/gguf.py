@@ -1,11 +1,12 @@
 """GGUF files on disk: what the header and the tensor table declare.
 
-Only these are read, never a weight. Token strings are skipped: a vocabulary of 400,000 strings takes a
-hundredth of a second. Every declared size is checked against the file's size, so that a truncated or
-hostile file costs one clear error and no memory.
+Only these are read, never a weight. Token strings are skipped, so a vocabulary of 400,000 strings
+takes a hundredth of a second. Every declared size is checked against the file's size. So a
+truncated or hostile file costs one clear error and no memory.
 
-Format: `GGUF`, a version, the number of tensors and of metadata pairs; the pairs; a row for each tensor
-(name, dimensions, type, offset); padding; the data. All little-endian. Source: ggml, docs/gguf.md.
+The format is: `GGUF`, a version, the number of tensors and of metadata pairs, the pairs, a row for
+each tensor (name, dimensions, type, offset), padding, and the data. All numbers are little-endian.
+Source: ggml, docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class _Unreadable(Exception):
 
 
 def files(path: Path, name: str) -> list[Path]:
-    """The files of the model that the file `path` belongs to: itself, or all parts of a split model.
+    """The files of the model that the file `path` belongs to: itself, or all parts of a split
+    model.
 
     Parts are named like `m-00001-of-00003.gguf`. Raises LoadFailed for the model `name` if a part is
     missing.
@@ -153,7 +155,10 @@ def _read_file(path: Path, name: str) -> GgufHeader:
 
 
 def _parse(data: _Reader, size: int) -> GgufHeader:
-    """The header at the start of `data`, a file of `size` bytes. Raises ValueError for a bad one."""
+    """The header at the start of `data`, a file of `size` bytes.
+
+    Raises ValueError for an invalid one.
+    """
     if data.take(4) != b"GGUF":
         raise ValueError("it does not begin as a GGUF file")
     version = data.number("<I")
@@ -192,9 +197,11 @@ def _tensor_row(data: _Reader) -> _TensorRow:
 
 
 def _weight_bytes(rows: list[_TensorRow], data_bytes: int) -> int | None:
-    """Bytes of the tensors, from the blocks of their types; None if a type is unknown here.
+    """Bytes of the tensors, from the blocks of their types.
 
-    Raises ValueError if they do not fit into the `data_bytes` of the file.
+    None if a type is unknown to this reader.
+
+    Raises ValueError if the tensors do not fit into the `data_bytes` of the file.
     """
     total = 0
     for row in rows:
@@ -218,14 +225,14 @@ def _weight_bytes(rows: list[_TensorRow], data_bytes: int) -> int | None:
 
 
 class _Reader:
-    """The beginning of a file, read only as far as needed."""
+    """The beginning of a file. Only as much as needed is read."""
 
     def __init__(self, file: Any, size: int) -> None:
         self._file, self._most = file, min(size, _LONGEST_HEADER)
         self._data, self.position = b"", 0
 
     def _need(self, count: int) -> None:
-        """Reads on until `count` bytes follow the position. Raises ValueError past the limit."""
+        """Reads the file until `count` bytes follow the position. Raises ValueError past the limit."""
         end = self.position + count
         have = len(self._data)
         if end <= have:
@@ -253,7 +260,8 @@ class _Reader:
     def value(self, kind: int) -> Any:
         """A metadata value of type `kind`: a scalar, a string, or an array.
 
-        A short array of numbers is a list, an array of strings a StringCount, a longer one None.
+        A short array of numbers becomes a list, and a longer one None. An array of strings becomes
+        a StringCount.
         """
         if kind == _STRING:
             return self.string()
@@ -279,7 +287,10 @@ class _Reader:
         return list(struct.unpack(f"<{count}{form[1]}", raw))
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` strings. The loop runs half a million times, so it makes only one call."""
+        """Skips `count` strings.
+
+        The loop runs half a million times, so each pass makes only one call.
+        """
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:
             data, at = self._data, self.position
@@ -327,7 +338,7 @@ _ENCODERS = ("bert", "t5encoder", "clip")
 def config(metadata: dict[str, Any]) -> dict[str, Any]:
     """The model's shape under Hugging Face's names, as far as a footprint needs it.
 
-    `metadata` is that of a `GgufHeader`.
+    `metadata` is the metadata of a `GgufHeader`.
     """
     architecture = str(metadata.get("general.architecture", ""))
     found: dict[str, Any] = {}

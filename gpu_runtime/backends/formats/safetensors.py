@@ -1,8 +1,8 @@
 """Safetensors checkpoints on disk: which files there are, and what their headers declare.
 
-Only the length and the JSON header of each file are read, never a weight. Every declared size is checked
-against the file's size: a truncated file that is mapped into memory would end the process, not just the
-load.
+Only the length and the JSON header of each file are read, never a weight. Every declared size is
+checked against the file's size. A truncated file that is mapped into memory would end the process,
+and not just the load.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TensorEntry(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """Identifies a version of a file: it differs once the file is changed or replaced."""
+    """Identifies a version of a file. It differs once the file is changed or replaced."""
 
     path: str
     size: int
@@ -88,7 +88,7 @@ class Checkpoint(NamedTuple):
     stamps: tuple[Stamp, ...]
 
     def weight_bytes(self, item_bytes: int | None = None) -> int:
-        """Bytes of the weights once loaded; tied weights count once.
+        """Bytes of the weights once they are loaded. Tied weights count once.
 
         With `item_bytes`, floating-point weights count that many bytes per element.
         """
@@ -101,7 +101,7 @@ class Checkpoint(NamedTuple):
         return total
 
     def _is_tied(self, name: str, entry: TensorEntry) -> bool:
-        """Whether this is an output head that shares the storage of the input embeddings."""
+        """Whether the tensor is an output head that shares the storage of the input embeddings."""
         if not name.endswith("lm_head.weight"):
             return False
         if not self.config.get("tie_word_embeddings", False):
@@ -114,9 +114,9 @@ class Checkpoint(NamedTuple):
     def pieces(self) -> tuple[int, ...]:
         """Bytes before the layers, of each layer, and after the layers, without zeros.
 
-        Empty if no single list of layers holds most of the model: names do not show the order of
-        several lists. Only names are used: `model.layers.7.mlp.up_proj.weight` belongs to the list
-        `model.layers` at place 7.
+        The result is empty if no single list of layers holds most of the model, because names do
+        not show the order of several lists. Only names are used:
+        `model.layers.7.mlp.up_proj.weight` belongs to the list `model.layers` at place 7.
         """
         total = self.weight_bytes()
         lists = self._layer_lists()
@@ -137,7 +137,7 @@ class Checkpoint(NamedTuple):
         return tuple(size for size in consecutive if size)
 
     def _layer_lists(self) -> dict[str, dict[int, int]]:
-        """Bytes per layer: prefix of a list -> place in the list -> bytes."""
+        """The bytes of each layer, by the prefix of the list of layers and the place in that list."""
         lists: dict[str, dict[int, int]] = {}
         for name, entry in self.tensors.items():
             found = _LAYER.match(name)
@@ -153,7 +153,7 @@ class Checkpoint(NamedTuple):
         return tuple(stamp.path for stamp in self.stamps if stamp.path.endswith(".safetensors"))
 
     def unchanged(self) -> bool:
-        """Whether the files are still those that were read: same size, modification time and inode."""
+        """Whether the files still have the size, times of change and inode that they had when read."""
         try:
             return all(Stamp.of(Path(stamp.path)) == stamp for stamp in self.stamps)
         except OSError:  # a file that was deleted has changed
@@ -170,7 +170,8 @@ def _is_single_trunk(sizes: dict[str, int], trunk: str, total: int) -> bool:
 def read(directory: Path, name: str) -> Checkpoint:
     """The config and the headers of the model `name` in `directory`.
 
-    Raises NotAModel if it holds no model, LoadFailed for a damaged file, which it names.
+    Raises NotAModel if `directory` holds no model. Raises LoadFailed for a damaged file, with the
+    file's name.
     """
     config_path = directory / "config.json"
     if not config_path.is_file():
@@ -195,8 +196,8 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
 
     Raises LoadFailed for the model `name`, with the file and what is wrong with it.
 
-    Format: 8 bytes of little-endian header length, a JSON header, then the data, without gaps, to the end
-    of the file.
+    The format is: 8 bytes of little-endian header length, a JSON header, then the data. The data
+    has no gaps and reaches to the end of the file.
     """
     try:
         size = path.stat().st_size
@@ -222,7 +223,7 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
 
 
 def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
-    """Why sorted `spans` of data do not fill a file of `size` bytes exactly from `start`; or empty."""
+    """Why the sorted `spans` do not fill a file of `size` bytes exactly from `start`; else empty."""
     end = 0
     for begin, until in spans:
         if begin != end or until < begin:
@@ -235,7 +236,7 @@ def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
 
 
 def _entry(fields: dict[str, Any]) -> TensorEntry:
-    """A header's entry, checked. Raises ValueError, TypeError or KeyError for an impossible one."""
+    """A header's entry after a check. Raises ValueError, TypeError or KeyError if it is impossible."""
     begin, end = fields["data_offsets"]
     entry = TensorEntry(fields["dtype"], tuple(fields["shape"]), end - begin)
     if any(type(number) is not int or number < 0 for number in (*entry.shape, begin, end)):
@@ -247,7 +248,10 @@ def _entry(fields: dict[str, Any]) -> TensorEntry:
 
 
 def _weight_files(directory: Path, name: str) -> list[Path]:
-    """The files with weights: a single one, or the shards of an index. Raises if there are none."""
+    """The files with weights: a single file, or the files that an index lists.
+
+    Raises without files.
+    """
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -272,7 +276,10 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """The files that the `index` lists. Raises LoadFailed if one is missing or in another directory."""
+    """The files that the `index` lists.
+
+    Raises LoadFailed if one is missing or in another directory.
+    """
     weight_map = _json_object(index, index.read_bytes(), name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(name, index, "it has no weight_map")

@@ -1,7 +1,7 @@
-"""The evidence of a model's size that a path, a file or a hub id gives, whichever backend may load it.
+"""What a path, a file or a hub id shows about a model's size, whichever backend may load the model.
 
-`plan` uses it for models that are not registered, and backends use it for their sources. It imports no
-torch and loads nothing.
+`plan` uses it for models that are not registered, and backends use it for their sources. It imports
+no torch and loads nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LARGEST_POINTER = 1024  # bytes
 def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> Evidence:
     """What the `source` of the model `name` shows about its size.
 
-    Of the `options`, `dtype` (or `torch_dtype`) and `revision` matter.
-    Raises NotAModel if the source is not a model, LoadFailed for a damaged one.
+    Only the `options` `dtype` (or `torch_dtype`) and `revision` are used. Raises NotAModel if the
+    source is not a model, and LoadFailed for a damaged source.
     """
     options = options or {}
     dtype = str(options.get("dtype", options.get("torch_dtype")))
@@ -77,7 +77,7 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
 
 
 def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evidence:
-    """The evidence from the headers of a `checkpoint`.
+    """What the headers of a `checkpoint` show about the size.
 
     With `item_bytes`, floating-point weights count that many bytes per element.
     """
@@ -91,7 +91,7 @@ def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evid
 
 
 def of_gguf(path: Path, name: str) -> Evidence:
-    """The evidence from the GGUF file `path` of the model `name`, with all its parts.
+    """What the GGUF file `path` of the model `name` shows about the size, all its parts included.
 
     Raises LoadFailed for a damaged file.
     """
@@ -119,8 +119,8 @@ def of_gguf(path: Path, name: str) -> Evidence:
 def only(found: list[Path], name: str) -> Path:
     """The first file of the single model among the GGUF files `found`.
 
-    All parts of a split model count as one model. Raises NotAModel for the model `name` if there are
-    several models.
+    All parts of a split model count as one model. Raises NotAModel for the model `name` if the
+    files belong to several models.
     """
     models = [path for path in found if gguf.part_of(path) in (0, 1)]
     if len(models) == 1:
@@ -142,13 +142,13 @@ def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
 
 
 def _of_pointers(path: Path) -> Evidence | None:
-    """Evidence from a clone made without Git LFS, whose pointers state sizes; None for real files."""
+    """What a clone without Git LFS shows, whose pointer files state sizes. None for real files."""
     size = _bytes_behind_pointers(sorted(path.glob("*.safetensors")))
     return Evidence(file_bytes=size, file_format="safetensors") if size else None
 
 
 def _bytes_behind_pointers(files: Iterable[Path]) -> int:
-    """Bytes of the files that Git LFS pointers stand for, plus real files; 0 if none is a pointer."""
+    """The bytes of the files for which Git LFS pointers stand, plus real files. 0 without pointers."""
     total, pointers = 0, 0
     for file in files:
         size = _pointed_bytes(file)
@@ -175,7 +175,7 @@ def _pointed_bytes(file: Path) -> int | None:
 
 
 def _fingerprint(stamps: Iterable[Stamp]) -> str:
-    """A digest of the files' identities: it differs once a file is changed or replaced."""
+    """A digest of the files' identities. It differs once a file is changed or replaced."""
     identities = []
     for stamp in stamps:
         folder, file_name = os.path.split(stamp.path)

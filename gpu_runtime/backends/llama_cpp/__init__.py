@@ -1,4 +1,4 @@
-"""GGUF models run by llama-cpp-python, in a worker process or in this process.
+"""GGUF models that llama-cpp-python runs, in a worker process or in this process.
 
 The server programs `llama-server` and `llama_cpp.server` are recipes in `engines`.
 """

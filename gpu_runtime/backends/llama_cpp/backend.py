@@ -1,9 +1,10 @@
-"""The backend for GGUF models by llama-cpp-python: in a worker process each, or in this process.
+"""The backend for GGUF models by llama-cpp-python, in one worker process for each or in this
+process.
 
-An out-of-memory error or a failed check of llama.cpp ends its process. So the default is a worker: after a
-crash the caller gets one error, and nothing else is affected. `isolated=False` loads into this process.
-Users hold the same kind of object in both cases. llama.cpp cannot move a loaded model, so an evicted model
-is dropped, and loaded again later.
+An out-of-memory error or a failed check in llama.cpp ends its process. So a worker process is the
+default: after a crash the caller gets one error, and nothing else is affected. `isolated=False`
+loads the model into this process. Users hold the same kind of object in both cases. llama.cpp
+cannot move a loaded model, so an evicted model is dropped, and loaded again later.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from .worker import METHODS, OUR_METHODS
 
 
 class LlamaModel(EngineModel[LlamaEngine]):
-    """The object that `use` yields: a proxy with the methods of `llama_cpp.Llama` for a model in a worker.
+    """The object that `use` yields: a proxy with the methods of `llama_cpp.Llama`.
 
-    `create_chat_completion(messages, stream=True)` returns an iterator; closing it ends the generation. A
-    call while the model is evicted first restores it, if this process governs it; otherwise it raises
-    NotResident. So a call never reaches a closed model.
+    `create_chat_completion(messages, stream=True)` returns an iterator; closing the iterator ends
+    the generation. If the model is evicted and this process governs it, a call first restores it.
+    Otherwise the call raises NotResident. So a call never reaches a closed model.
     """
 
     def __repr__(self) -> str:
@@ -47,7 +48,7 @@ class LlamaModel(EngineModel[LlamaEngine]):
 
     @property
     def pid(self) -> int | None:
-        """The process id of its worker; None without a worker and while it is not loaded."""
+        """The process id of its worker. None if it has no worker or is not loaded."""
         return self._engine.pid if self._engine else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,13 +88,15 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     model_type = LlamaModel
 
     def __init__(self, probe: Probe) -> None:
-        """Loads to the devices of `probe`."""
+        """Loads models onto the devices of `probe`."""
         self.probe = probe
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The weights of `spec` that go to the card, from the header; `origin` is ignored.
+        """The weights of `spec` that are loaded to the card, read from the header. `origin` is
+        ignored.
 
-        Cache and work space are taken at the load, so they count even if no context was requested.
+        llama.cpp takes cache and work space at the load. So both count even if no context was
+        requested.
         """
         return gguf_evidence(spec)
 
@@ -106,11 +109,11 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         progress: Progress | None = None,
         into: Any = None,
     ) -> LlamaHandle:
-        """A handle to the model of `spec`, loaded to the cards of `shares`; `origin` is ignored.
+        """Loads the model of `spec` to the cards of `shares`, and returns its handle.
 
-        `progress` is called with bytes done and in total. `into` is a handle or a LlamaModel of an earlier
-        load, which gets the new engine.
-        Raises BadSetting, NotAModel, LoadFailed, and the device's out-of-memory error.
+        `origin` is ignored. `progress` is called with bytes done and in total. `into` is a handle
+        or a LlamaModel of an earlier load, which gets the new engine. Raises BadSetting, NotAModel,
+        LoadFailed, and the device's out-of-memory error.
         """
         found = self.evidence(spec)
         path = str(gguf_file(spec))
@@ -140,7 +143,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
             raise
 
     def _card_numbers(self, shares: Shares) -> tuple[int, ...] | None:
-        """This process's numbers of the shares' cards; None for simulated cards."""
+        """The numbers that the shares' cards have in this process. None for simulated cards."""
         names = [self.probe.place(share.device).torch for share in shares]
         if "cpu" in names:
             return None
@@ -149,7 +152,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     def _open_channel(
         self, spec: ModelSpec, shares: Shares, isolated: bool
     ) -> tuple[Channel, Path]:
-        """A new channel, to a worker process or to a thread, and the path of its log."""
+        """A new channel to a worker process or to a thread, and the path of its log."""
         log = new_log(spec.name)
         if isolated:
             cards = card_environment(self.probe, shares if gpu_layers(spec) else ())
@@ -162,9 +165,10 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         return ThreadChannel(append_to_log), log
 
     def _charged(self, pid: int | None, shares: Shares) -> dict[str, int]:
-        """Bytes by device that the driver charges to the worker, its CUDA context included.
+        """The bytes on each device that the driver charges to the worker, its CUDA context
+        included.
 
-        Empty without a worker, and where the driver does not report it.
+        Empty without a worker, and empty if the driver does not report the bytes.
         """
         if pid is None:
             return {}

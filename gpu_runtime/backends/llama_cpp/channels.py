@@ -1,4 +1,4 @@
-"""Channels to a llama.cpp worker: a process over a socket, or a thread of this process.
+"""Channels to a llama.cpp worker, which is a process behind a socket or a thread of this process.
 
 A channel carries the messages that `worker.py` defines. `rpc.py` turns them into results and errors.
 """
@@ -26,14 +26,14 @@ class Channel:
     child: Child | None = None  # the worker process, if there is one
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends `message`. Raises TypeError if it cannot be sent.
+        """Sends `message`. Raises TypeError if `message` cannot be sent.
 
-        Never fails because the engine is gone: `receive` reports that.
+        If the engine has ended, this method does not fail. `receive` reports that.
         """
         raise NotImplementedError
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None if there will be no more."""
+        """Waits for the next message and returns it. Returns None if there will be no more."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class ProcessChannel(Channel):
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends `message` as one line. Raises TypeError for what JSON cannot hold."""
+        """Sends `message` as one line. Raises TypeError for a value that JSON cannot hold."""
         line = worker.to_line(message)
         with self._sending:
             try:
@@ -64,7 +64,10 @@ class ProcessChannel(Channel):
                 pass
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None once the socket is closed, or the worker sends no message."""
+        """Waits for the next message and returns it.
+
+        Returns None if the socket is closed, or if a line is not a message.
+        """
         try:
             line = self._file.readline(worker.LONGEST_LINE)
             return worker.from_line(line) if line.endswith(b"\n") else None
@@ -87,7 +90,7 @@ class ThreadChannel(Channel):
     """A channel to a thread of this process. Any object can be sent."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        """Starts the thread; `log` gets the lines that llama.cpp prints."""
+        """Starts the thread. `log` is called with each line that llama.cpp prints."""
         self._inbox = worker.Inbox()
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._running = threads.start(lambda: self._run(log))
@@ -103,10 +106,10 @@ class ThreadChannel(Channel):
         self._inbox.take(message)
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None once the thread has ended."""
+        """Waits for the next message and returns it. Returns None once the thread has ended."""
         return self._answers.get()
 
     def close(self) -> None:
-        """Asks the thread to end, and waits up to STOP_SECONDS for it."""
+        """Requests that the thread ends, and waits up to STOP_SECONDS for its end."""
         self._inbox.take(None)
         self._running.wait(STOP_SECONDS)

@@ -1,7 +1,8 @@
-"""The options of a GGUF model: checked, turned into arguments of `llama_cpp.Llama`, and into evidence.
+"""Checks the options of a GGUF model, and turns them into arguments of `llama_cpp.Llama`.
 
-Here is also the account of a loaded model's bytes (`taken`). Nothing here starts a process or imports
-llama_cpp. The backend `llama_cpp` and the recipe of `llama-server` share these functions.
+It also computes what the file shows about the size, and accounts a loaded model's bytes (`taken`).
+Nothing here starts a process or imports llama_cpp. The backend `llama_cpp` and the recipe of
+`llama-server` share these functions.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ SPLIT_MODES = {"layer": 1, "row": 2}  # Source: llama.h, llama_split_mode
 
 
 def gguf_file(spec: ModelSpec) -> Path:
-    """The file that llama.cpp opens for `spec`: of a split model, the first part.
+    """The file that llama.cpp opens for `spec`. For a split model it is the first part.
 
     Raises NotAModel, LoadFailed.
     """
@@ -88,8 +89,8 @@ def gguf_file(spec: ModelSpec) -> Path:
 def gguf_evidence(spec: ModelSpec) -> Evidence:
     """What the GGUF file of `spec` shows about the memory that llama.cpp takes on the card.
 
-    Cache and work space are taken at the load, so the default context counts as if it were requested.
-    Raises BadSetting, NotAModel, LoadFailed.
+    llama.cpp takes cache and work space at the load. So the default context counts as if it were
+    requested. Raises BadSetting, NotAModel, LoadFailed.
     """
     check(spec)
     if os.path.exists(os.path.expanduser(spec.source)):
@@ -109,7 +110,7 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
 
 
 def check(spec: ModelSpec) -> None:
-    """Raises BadSetting if `spec` has an impossible option, or one that gpu-console decides."""
+    """Raises BadSetting if `spec` has an impossible option, or an option that gpu-console decides."""
     for option, instead in RESERVED_OPTIONS.items():
         if option in spec.options:
             raise BadSetting(option, spec.options[option], instead)
@@ -137,7 +138,8 @@ def gpu_layers(spec: ModelSpec) -> int:
 
 
 def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
-    """The part of the model on the card, from 0 to 1, by the `spec`'s layers and the file's `config`.
+    """The part of the model on the card, from 0 to 1, by the layers of `spec` and the file's
+    `config`.
 
     The output counts as one more layer.
     """
@@ -151,9 +153,10 @@ def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
 
 
 def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
-    """Tokens of context, of all sequences of `spec` together.
+    """The number of tokens of context of all sequences of `spec` together.
 
-    The default is the length that the model supports by its `config`, at most CONTEXT_TOKENS.
+    The default for each sequence is the length that the model supports by its `config`, at most
+    CONTEXT_TOKENS.
     """
     supported = config.get("max_position_embeddings")
     usual = CONTEXT_TOKENS
@@ -164,7 +167,10 @@ def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
 
 
 def flash_attention(spec: ModelSpec) -> bool:
-    """Whether `spec` uses flash attention: on request, and for a quantised cache, which needs it."""
+    """Whether `spec` uses flash attention: if it is requested, or if the cache is quantised.
+
+    A quantised cache needs flash attention.
+    """
     cache_type = CACHE_TYPES.get(str(spec.options.get("cache_dtype")).lower(), 1)
     return bool(spec.options.get("flash_attn", cache_type not in _UNQUANTISED))
 
@@ -178,9 +184,9 @@ def llama_arguments(
 ) -> dict[str, Any]:
     """The arguments of `Llama` that load the file `path` of `spec`, split over its `shares`.
 
-    `config` is that of the file. `cards` are the numbers of the shares' cards in a process that sees
-    others too; None: the cards are simulated. A worker sees only its own cards, so they count from 0 in
-    the order of the shares.
+    `config` is the config of the file. `cards` are the numbers of the shares' cards in a process
+    that also sees other cards. `cards` is None if the cards are simulated. A worker sees only its
+    own cards, so it counts them from 0 in the order of the shares.
     """
     isolated = spec.options.get("isolated", True)
     numbers = tuple(range(len(shares))) if isolated or cards is None else cards
@@ -219,10 +225,10 @@ def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
 def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str, int]) -> Shares:
     """The bytes that a loaded model holds on the devices of its `shares`.
 
-    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. On real cards
-    the buffers are named by the cards' order (CUDA0, CUDA1); if the driver's account `charged` is larger,
-    it counts instead. Without card buffers the model computes on the CPU. The simulated cards then hold
-    `part` of all its bytes, over the shares in proportion.
+    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. On real
+    cards the buffers are named by the cards' order (CUDA0, CUDA1). If the driver's figure in
+    `charged` is larger, the driver's figure counts. Without card buffers the model computes on the
+    CPU. The simulated cards then hold `part` of all its bytes, in proportion to the shares.
     """
     buffers = facts["buffers"]
     on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}

@@ -1,6 +1,7 @@
-"""Calls to a llama.cpp model in a worker process or a thread: requests, answers, streams, cancellation.
+"""Calls to a llama.cpp model in a worker process or a thread: requests, answers, streams,
+cancellation.
 
-An engine that ends, for whatever reason, reports that once to its watcher, before any caller gets the
+An engine that ends, for any reason, reports its end once to its watcher, before any caller gets the
 error. So when a caller sees the error, the lease is already returned.
 """
 
@@ -45,10 +46,10 @@ OnLoss = Callable[[str, str], None]  # called with kind and because
 
 
 class LlamaEngine:
-    """A model at the other end of a channel. Thread-safe; calls are answered one after the other."""
+    """A model at the other end of a channel. Thread-safe. Calls are answered one after the other."""
 
     def __init__(self, name: str, channel: Channel, log: Path | None) -> None:
-        """An engine for the model `name` over `channel`; error messages name its `log`."""
+        """An engine for the model `name` over `channel`. Error messages name its file `log`."""
         self.name, self.log = name, log
         self.facts: dict[str, Any] = {}
         self._channel = channel
@@ -65,17 +66,17 @@ class LlamaEngine:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id; None for a model in this process."""
+        """The process id of the worker. None for a model in this process."""
         return self._channel.child.pid if self._channel.child else None
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The worker's process id; empty without a worker."""
+        """The process id of the worker as a tuple; empty without a worker."""
         return (self.pid,) if self.pid else ()
 
     @property
     def alive(self) -> bool:
-        """Whether it can still answer calls."""
+        """Whether the engine can still answer calls."""
         return self._error is None
 
     # -- the load
@@ -83,10 +84,12 @@ class LlamaEngine:
     def load(
         self, arguments: dict[str, Any], progress: Callable[[float], None] | None
     ) -> dict[str, Any]:
-        """The worker's facts about the model, once it is loaded with these `arguments` of Llama.
+        """Loads the model with these `arguments` of Llama.
 
-        `progress` is called with the part done, from 0 to 1. On any failure, an interrupt included, the
-        engine ends. Raises LoadFailed, and the device's out-of-memory error.
+        Returns the worker's facts about the model.
+
+        `progress` is called with the finished part, from 0 to 1. After any failure, an interrupt
+        included, the engine ends. Raises LoadFailed, and the device's out-of-memory error.
         """
         try:
             self._channel.send({"load": arguments})
@@ -148,7 +151,9 @@ class LlamaEngine:
     # -- its end
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Has `on_loss(kind, because)` called once if it ends by itself; now if it already has."""
+        """Calls `on_loss(kind, because)` once if the engine ends by itself; at once if it already
+        has.
+        """
         with self._lock:
             self._on_loss = on_loss
         self._report_loss()
@@ -167,7 +172,7 @@ class LlamaEngine:
             self._reporting = False
 
     def end(self) -> None:
-        """Ends it and all it started. Repeating is safe."""
+        """Ends the engine and all that it started. Repeating is safe."""
         self._wanted = False
         self._close(
             EngineDied(
@@ -182,15 +187,16 @@ class LlamaEngine:
         )
 
     def _close(self, error: GpuError) -> None:
-        """Ends the engine; calls that wait raise `error`, or the error of an earlier end."""
+        """Ends the engine. Waiting calls raise `error`, or the error of an earlier end."""
         with self._lock:
-            # This is first, because the reader will find the channel closed and record another error.
+            # Set the error first: the reading thread then finds the channel closed, and would
+            # record another error.
             self._error = self._error or error
         self._channel.close()
         self._report_loss()
         if self._reporting:
-            # The watcher runs in another frame and ends this engine meanwhile. That frame wakes the
-            # callers, once the watcher has updated the book.
+            # The watcher has called this method while it reports the loss. The outer call wakes the
+            # callers after the watcher has updated the book.
             return
         with self._lock:
             waiting, self._pending = list(self._pending.values()), {}
@@ -199,7 +205,10 @@ class LlamaEngine:
             answers.put({"over": True})
 
     def _read(self) -> None:
-        """Distributes messages to the callers until the channel ends. Runs in its own thread."""
+        """Distributes messages to the callers until the channel ends.
+
+        This runs in a separate thread.
+        """
         while (message := self._channel.receive()) is not None:
             number = message.get("id")
             if number is None:
@@ -235,7 +244,7 @@ class LlamaEngine:
     # -- calls
 
     def ask(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the model's `method` called with `args` and `kwargs`.
+        """The result of the model's `method`, called with `args` and `kwargs`.
 
         Raises BadCall, EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
         """
@@ -248,9 +257,10 @@ class LlamaEngine:
         return self._outcome(method, message)
 
     def stream(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-        """The items that the model's `method`, called with `args` and `kwargs`, produces.
+        """Yields the items that the model's `method` produces, called with `args` and `kwargs`.
 
-        If the iterator is closed before its end, the engine stops computing. Raises as `ask`.
+        If the iterator is closed before its end, the engine stops computing. Raises the errors of
+        `ask`.
         """
         number, answers = self._send_call(method, args, kwargs)
         done = False
@@ -267,7 +277,7 @@ class LlamaEngine:
                 self.cancel(number)
 
     def cancel(self, number: int) -> None:
-        """Cancels the call with this `number`: its answer is no longer wanted."""
+        """Cancels the call with this `number`, because its answer is no longer wanted."""
         with self._lock:
             self._pending.pop(number, None)
         self._channel.send({"cancel": number})
@@ -275,7 +285,7 @@ class LlamaEngine:
     def _send_call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, queue.SimpleQueue[Any]]:
-        """The number of a call that was sent, and the queue of its answers."""
+        """Sends a call. Returns its number and the queue of its answers."""
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
             if self._error is not None:
@@ -306,7 +316,7 @@ class LlamaEngine:
             self._failures = 0
             return message["end"]
         kind, text = message["error"]["type"], message["error"]["text"]
-        # The text of a caller's error may quote the caller's input, so it is not searched for faults.
+        # The text of a caller's error may quote the caller's input. So do not search it for faults.
         fault = None if kind in _CALLER_ERRORS else recognise(text)
         self._failures = decode_failures(self._failures, fault)
         if kind in _CALLER_ERRORS:
@@ -320,7 +330,7 @@ class LlamaEngine:
         raise self._fault_error(fault, text)
 
     def _fault_error(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
-        """The error for a fault of the engine; closes the engine if the model must be loaded again."""
+        """The error for a fault of the engine. Closes the engine if the model must be loaded again."""
         kind = fault.kind.value if fault else "error"
         line = (fault.line if fault else text).strip().rstrip(".")
         if fault is not None and fault.loses_context and self.pid is None:
@@ -361,5 +371,5 @@ class LlamaEngine:
 
 
 def _copy_of(error: GpuError) -> GpuError:
-    """The same error for one more caller, so that each has a traceback of its own."""
+    """A copy of `error` for one more caller, so that each caller has a separate traceback."""
     return type(error)(str(error), **error.facts)

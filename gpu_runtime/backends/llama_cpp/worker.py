@@ -1,8 +1,9 @@
-"""The computing side of a llama.cpp model: it loads one model, then answers calls one after the other.
+"""The computing side of a llama.cpp model: it loads one model, then answers calls one after the
+other.
 
-As a program it is the process of an isolated model: JSON lines travel over a socket whose file descriptor is
-its argument. For a model in this process, a thread runs `work`. It imports only the standard library and
-llama_cpp: every load pays for its imports.
+As a program it is the process of an isolated model. JSON lines travel over a socket, whose file
+descriptor is its argument. For a model in this process, a thread runs `work`. The module imports
+only the standard library and llama_cpp, because every load pays for its imports.
 
 Messages to the worker: {"load": arguments of Llama}, {"id", "call", "args", "kwargs"}, {"cancel": id}.
 Messages from it: {"progress": 0 to 1}, {"loaded": facts} or {"failed": error}, then for each call any
@@ -62,7 +63,7 @@ class NoOffload(Exception):
 
 
 class Inbox:
-    """The messages that were received: calls in their order, and the ids of cancelled calls."""
+    """The received messages: calls in their order, and the ids of cancelled calls."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -118,7 +119,7 @@ def _load(
     progress: Callable[[float], None],
     note_line: Callable[[str], None],
 ) -> Any:
-    """The loaded model. Raises NoOffload, and what `Llama` raises."""
+    """Loads the model and returns it. Raises NoOffload, and the errors of `Llama`."""
     from llama_cpp import llama_cpp as lib
 
     @lib.llama_log_callback
@@ -175,13 +176,15 @@ class _OurMethods:
         stream: bool = True,
         **given: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Continues a prompt in one round trip: texts, then how it ended and the token counts.
+        """Continues a prompt in one round trip.
 
-        A chat template writes the beginning of the sequence itself. With `add_bos`, for a plain
-        prompt, it is added, and nothing in the prompt is a special token. A prompt that is too long
-        for the context gives one item {"too_long": tokens}. At most `most` tokens are written.
-        With `by_piece` each piece of text is an item of its own. `stream` is read only by the proxy
-        in the caller's process, which then returns items one by one.
+        Yields texts, then how it ended and the token counts.
+
+        A chat template writes the beginning-of-sequence token itself. With `add_bos`, for a plain
+        prompt, that token is added, and no text of the prompt is read as a special token. A prompt
+        that is too long for the context gives one item {"too_long": tokens}. At most `most` tokens
+        are written. With `by_piece`, each piece of text is a separate item. Only the proxy in the
+        caller's process reads `stream`; with it, the proxy returns the items one by one.
         """
         too_many = self._tokens_if_too_many(prompt, special=not add_bos)
         if too_many:
@@ -209,9 +212,10 @@ class _OurMethods:
         }
 
     def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
-        """At least how many tokens `prompt` has, if they exceed the context; else 0.
+        """A lower bound of the number of tokens in `prompt` if they exceed the context; else 0.
 
-        Piece by piece: a huge prompt would otherwise keep the model busy although it cannot fit.
+        The prompt is counted in pieces. A huge prompt would otherwise keep the model busy although
+        it cannot fit.
         """
         counted = 0
         for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
@@ -231,7 +235,7 @@ class _OurMethods:
         return len(self.tokenize(text.encode(), add_bos=False, special=False))
 
     def drill(self, words: str) -> None:
-        """Fails with the text `words`, as a driver would: for runbooks and tests."""
+        """Fails with the text `words`, as a driver would. Runbooks and tests use it."""
         raise RuntimeError(words)
 
 
@@ -267,7 +271,7 @@ def _set_template(model: Any, template: str) -> None:
 
 
 def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """What is known of a loaded model: its weights to the byte, and llama.cpp's buffers.
+    """Facts about a loaded model: the exact bytes of its weights, and llama.cpp's buffers.
 
     The buffers map a device (CPU, CUDA0, …) to bytes by use (model, KV, compute, …).
     """
@@ -315,7 +319,7 @@ def _answer(
 
 
 def _with_grammar(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments, with a grammar given as text turned into a LlamaGrammar."""
+    """The keyword arguments. A grammar that is given as text becomes a LlamaGrammar."""
     if not isinstance(kwargs.get("grammar"), str):
         return kwargs
     from llama_cpp import LlamaGrammar
@@ -331,7 +335,7 @@ def _described(error: BaseException) -> dict[str, str]:
 
 
 def to_line(message: dict[str, Any]) -> bytes:
-    """One `message` as a line of JSON; bytes are encoded as base64. Raises TypeError for other objects.
+    """`message` as a line of JSON. Bytes are encoded as base64. Raises TypeError for other objects.
 
     >>> from_line(to_line({"id": 1, "args": [b"hi"]}))
     {'id': 1, 'args': [b'hi']}
@@ -357,7 +361,7 @@ def _plain(value: Any) -> Any:
 
 
 def main(number: int, owner: int) -> None:
-    """Runs the process of an isolated model; it ends with its owner, and its whole group with it.
+    """Runs the process of an isolated model. The process and its whole group end with its owner.
 
     `number` is the file descriptor of the socket to the process `owner`.
     """

@@ -1,4 +1,4 @@
-"""Child processes that run engines: how they start, what they log, which cards they see, how they end.
+"""Child processes that run engines: their start, their logs, the cards they see, and their end.
 
-The protocols and command lines of the engines themselves live in `llama_cpp` and `engines`.
+The protocols and command lines of the engines are in `llama_cpp` and `engines`.
 """

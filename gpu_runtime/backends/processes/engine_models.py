@@ -1,7 +1,7 @@
-"""What the backends share whose engines place a model when they load it, and never move it.
+"""The common part of backends whose engines place a model when they load it, and never move it.
 
-The engine is a server, a worker process or a thread. The bytes of its model are accounted here; its
-weights are never changed here, so an evicted model is dropped and loaded again later.
+The engine is a server, a worker process or a thread. This module accounts the bytes of its model.
+No code here changes the weights, so an evicted model is dropped and loaded again later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...facts import ModelSpec, Shares, where
 
 
 class Engine(Protocol):
-    """What runs one model."""
+    """The program or thread that runs one model."""
 
     @property
     def pids(self) -> tuple[int, ...]: ...
@@ -32,17 +32,20 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineModel(Generic[E]):
-    """The base of what `use` yields: the model's name, and its engine while it is loaded."""
+    """The base of the object that `use` yields.
+
+    It has the model's name, and its engine while loaded.
+    """
 
     def __init__(self, name: str) -> None:
-        """The value for the model `name`, not loaded yet."""
+        """The object for the model `name`, which is not loaded yet."""
         self.name = name
         self._engine: E | None = None
         self._where = ""
         self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins the model
 
     def _not_loaded(self, hint: str) -> NotResident:
-        """The error of a use while the model is not loaded; `hint` ends in an example."""
+        """The error for a use while the model is not loaded. `hint` ends in an example."""
         return NotResident(
             f"{self.name} is not loaded.\n  {hint}", name=self.name, where="not loaded"
         )
@@ -55,7 +58,10 @@ class EngineHandle(Generic[E, V]):
     """An engine with its model, and the account of the model's bytes."""
 
     def __init__(self, engine: E, value: V) -> None:
-        """Ends `engine` when the handle is garbage-collected. `value` is what users hold."""
+        """`engine` ends when this handle is garbage-collected.
+
+        `value` is the object that users hold.
+        """
         self.engine, self.value = engine, value
         self.shares: Shares = ()
         self.blocks: list[Block] = []
@@ -63,15 +69,16 @@ class EngineHandle(Generic[E, V]):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The engine's processes; empty for a model in this process."""
+        """The process ids of the engine; empty if the model runs in this process."""
         return self.engine.pids
 
     def watch(self, on_loss: Callable[[str, str], None]) -> None:
-        """Has `on_loss(kind, because)` called once if the engine ends by itself."""
+        """Calls `on_loss(kind, because)` once if the engine ends by itself."""
         self.engine.watch(on_loss)
 
     def loaded(self, shares: Shares, probe: Probe) -> None:
-        """Accounts the bytes of `shares` on the devices of `probe`, and hands out the engine.
+        """Accounts the bytes of `shares` on the devices of `probe`, and lets users reach the
+        engine.
 
         Raises the device's out-of-memory error.
         """
@@ -102,7 +109,9 @@ class EngineBackend(Generic[H, V]):
     model_type: ClassVar[type]  # what `use` yields
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Empty: the engine divides the `model` of `spec` itself. `origin` is ignored."""
+        """Returns an empty tuple: the engine divides the `model` of `spec` itself. `origin` is
+        ignored.
+        """
         return ()
 
     def value(self, model: H) -> V:
@@ -124,19 +133,21 @@ class EngineBackend(Generic[H, V]):
         model.end()
 
     def measure(self, model: H) -> Shares:
-        """The bytes of `model` by device, as measured after its load; empty once it is dropped."""
+        """The bytes of `model` on each device, as measured after its load; empty once it is
+        dropped.
+        """
         return model.shares
 
     def elsewhere(self, model: H) -> tuple[str, ...]:
-        """Empty: the tensors of `model` are not visible here."""
+        """Returns an empty tuple, because the tensors of `model` are not visible to this process."""
         return ()
 
     def droppable(self, model: H) -> bool:
-        """True: the weights of `model` are never changed."""
+        """Always True, because the weights of `model` never change."""
         return True
 
     def unchanged(self, model: H) -> bool:
-        """True: the weights of `model` are never changed."""
+        """Always True, because the weights of `model` never change."""
         return True
 
     def _reused(self, into: Any, name: str) -> V:

@@ -1,11 +1,11 @@
-"""A guard process between an owner and its server: when the owner is gone, the server ends too.
+"""A guard process between an owner and its server. When the owner has ended, it ends the server.
 
 A server does not watch its owner, and it may start processes in sessions of their own. This small
-process leads the server's process group. It waits for the first of two events: the server ends, or the
-socket to the owner closes, which the kernel does when the owner dies. Then it ends all its descendants.
-If the server ended by itself, the guard passes on its exit status.
+process leads the server's process group. It waits until the server ends or the socket to the owner
+closes. The operating system closes that socket when the owner dies. Then the guard ends all its
+descendants. If the server ended by itself, the guard returns the server's exit status.
 
-It runs as a program of its own and uses only the standard library.
+The guard runs as a separate program and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: 0
 def descendants(pid: int) -> list[int]:
     """The process ids of all descendants of process `pid`.
 
-    Orphans are included if `pid` is a subreaper, as this guard is: the kernel makes them its children.
+    If `pid` is a subreaper, as this guard is, its orphaned descendants are included, because the
+    kernel makes them its children.
     """
     found: list[int] = []
     try:
@@ -45,8 +46,8 @@ def descendants(pid: int) -> list[int]:
 def end_all(patience: float, server: int | None) -> None:
     """Ends all descendants of this process.
 
-    A `server` that still runs first receives SIGTERM. After at most `patience` seconds every process
-    that is left is killed.
+    If `server` still runs, it first receives SIGTERM. After at most `patience` seconds every
+    remaining process is killed.
     """
     if server is not None:
         _signal(server, signal.SIGTERM)
@@ -77,10 +78,10 @@ def _reap() -> None:
 
 
 def main(line: int, owner: int, patience: float, command: list[str]) -> int:
-    """Runs `command` and guards it; returns its exit code.
+    """Runs `command`, guards it, and returns its exit code.
 
-    `line` is the file descriptor of the socket to the process `owner`. When it closes, the server gets
-    `patience` seconds to end in order.
+    `line` is the file descriptor of the socket to the process `owner`. When that socket closes, the
+    server gets `patience` seconds to end normally.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # only the closed socket ends this guard
@@ -107,7 +108,7 @@ def main(line: int, owner: int, patience: float, command: list[str]) -> int:
 
 
 def _become(command: list[str], line: int, guard: int) -> None:
-    """Replaces the forked child by `command`; it is killed when the `guard` dies. Never returns."""
+    """Replaces the forked child by `command`, which is killed when the `guard` dies. Never returns."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.close(line)

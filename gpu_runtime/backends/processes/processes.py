@@ -1,9 +1,9 @@
-"""Child processes for engines: each runs in a session of its own, writes a log, and ends with its group.
+"""Child processes for engines. Each runs in its own session, writes a log, and ends with its group.
 
-The kernel's stop button does not reach them: Jupyter signals the kernel's whole process group, and they
-are in another one. They end with their owner in two ways: by a socket that the system closes, and by a
-signal at their parent's death. That signal is sent when the *thread* that started them ends. So one thread
-that never ends starts them all.
+The kernel's stop button does not reach these processes. Jupyter signals the kernel's whole process
+group, and they are in another group. They end with their owner in two ways: by a socket that the
+system closes, and by a signal at their parent's death. The system sends that signal when the
+*thread* that started them ends. So one thread that never ends starts all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_forget_starter)  # a forked child has no suc
 
 
 def _in_starter_thread(work: Callable[[], Any]) -> Any:
-    """The result of `work()`, run in the thread that never ends; raises what `work` raises."""
+    """Runs `work()` in the thread that never ends. Returns its result, or raises its error."""
     global _jobs
     with _lock:
         if _jobs is None:
@@ -64,7 +64,7 @@ def _run_jobs(jobs: queue.SimpleQueue[Any]) -> None:
 
 
 class Child:
-    """A child process that leads a process group of its own."""
+    """A child process that leads its own process group."""
 
     def __init__(
         self,
@@ -74,9 +74,10 @@ class Child:
         env: dict[str, str] | None = None,
         fds: Sequence[int] = (),
     ) -> None:
-        """Starts `command` with its output appended to the file `log`.
+        """Starts `command`. Its output is appended to the file `log`.
 
-        `env` is its environment, this process's own by default. It inherits the file descriptors `fds`.
+        `env` is its environment, which defaults to the environment of this process. The child
+        inherits the file descriptors `fds`.
         """
         self.log = log
         with open(log, "ab") as file:
@@ -95,7 +96,8 @@ class Child:
         self._ending = threading.Lock()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits up to `seconds` (None: for ever) for its end; returns whether it has ended.
+        """Waits up to `seconds` for the end of the process. None means no limit. Returns whether it
+        has ended.
 
         The process is not reaped before `end`, so its number is not used again until then.
         """
@@ -123,9 +125,9 @@ class Child:
             return True
 
     def end(self, patience: float = 0.0) -> int:
-        """Ends the whole group; returns the exit status as `subprocess` gives it.
+        """Ends the whole group. Returns the exit status in the form of `subprocess`.
 
-        With `patience`, in seconds, the group first receives SIGTERM and gets that long to end.
+        With `patience`, in seconds, the group first receives SIGTERM and that time to end.
         """
         with self._ending:
             if self._popen.returncode is None:
@@ -187,8 +189,9 @@ def _modified_ns(path: Path) -> int:
 
 
 def python_file(file: Path) -> list[str]:
-    """The command that runs the Python `file` of this package as a program, without the package itself.
+    """The command that runs the Python `file` of this package as a program, without the package.
 
-    `-P` keeps the file's directory off `sys.path`: modules beside it may have the names of libraries.
+    The option `-P` keeps the file's directory off `sys.path`, because modules in that directory may
+    have the names of libraries.
     """
     return [sys.executable, "-P", str(file)]

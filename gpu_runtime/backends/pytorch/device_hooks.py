@@ -1,8 +1,9 @@
-"""The hooks that run a module over several cards: accelerate's, installed and removed by us.
+"""The hooks that run a module over several cards: accelerate's hooks, installed and removed by us.
 
-The weights are already on their cards, so `dispatch_model` moves none. Its changes to the root module are
-undone: the model's own `forward` stays that of its class. So a call pins the model before anything else
-happens (see `owner/governed_calls.py`), and a deep copy shares nothing with the original.
+The weights are already on their cards, so `dispatch_model` moves none. Its changes to the root
+module are undone, so the model's `forward` stays the one of its class. So a call pins the model
+before anything else happens (see `owner/governed_calls.py`), and a deep copy shares nothing with
+the original.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Dispatch:
     def __init__(self, module: nn.Module, device_map: Mapping[str, str]) -> None:
         """Installs the hooks: each part of `module` runs on its device in `device_map`.
 
-        The map goes from paths to torch devices; inputs move to the first device. It covers all weights,
-        so no other card gets any, and accelerate does no memory planning of its own.
+        `device_map` maps paths to torch devices; inputs move to the first device. It covers all
+        weights. So no other card gets any weights, and accelerate plans no memory.
         """
         from accelerate import dispatch_model
 
@@ -61,7 +62,7 @@ class Dispatch:
         }
 
     def _restore_root(self, own: Mapping[str, Any]) -> None:
-        """Restores the root's own attributes; only `hf_device_map` stays, as transformers expects."""
+        """Restores the root's own attributes. Only `hf_device_map` stays, as transformers expects."""
         for name in vars(self.module).keys() - own.keys() - {"hf_device_map"}:
             delattr(self.module, name)
         if "forward" in own:
@@ -74,7 +75,7 @@ class Dispatch:
         return self.hooks[id(part)][1] is vars(part).get("_hf_hook")
 
     def remove(self) -> None:
-        """Removes the hooks; the weights stay where they are. Repeating is safe."""
+        """Removes the hooks. The weights stay where they are. Repeating is safe."""
         from accelerate.hooks import remove_hook_from_module
 
         for handle in self.handles:
@@ -124,7 +125,7 @@ class _Transfer:
 
 
 def _arguments_left_in_place(module: nn.Module) -> list[str] | None:
-    """Names of arguments that are on several cards themselves, such as a key/value cache."""
+    """Names of arguments that are spread over several cards themselves, such as a key/value cache."""
     names = getattr(module, "_skip_keys_device_placement", None)
     if isinstance(names, str):
         return [names]

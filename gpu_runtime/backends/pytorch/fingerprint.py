@@ -1,7 +1,8 @@
 """A fingerprint of a storage's bytes, computed on the device where the bytes are.
 
-`_version` proves nothing: fused optimizers, BatchNorm statistics, `p.data.add_()`, NumPy views and dlpack
-change bytes without changing it. So the bytes themselves are compared with those that the source gave.
+A tensor's `_version` proves nothing. Fused optimizers, BatchNorm statistics, `p.data.add_()`, NumPy
+views and dlpack change bytes without changing it. So the bytes themselves are compared with the
+bytes that the source gave.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ _ROWS_ON_A_CARD = 256  # 64 MiB of words at a time
 
 
 def digest(content: Tensor) -> Tensor:
-    """The fingerprint of `content`, [n] uint8: [rows, 2] int64 on the CPU, two sums per 256 KiB row.
+    """The fingerprint of `content`, which is [n] uint8: two sums for each row of 256 KiB.
 
-    Only the sums leave the card. Each is Σ wordᵢ·keyᵢ modulo 2⁶⁴ over 32-bit words, with a random 64-bit
-    key for every place in the row, drawn once per process. If two rows differ, some word differs by less
-    than 2³², so by an odd multiple of at most 2³¹. For random keys one sum then agrees with probability
-    2⁻³³ at most, and both sums with 2⁻⁶⁶. This holds for any change made without knowledge of the keys:
-    sign flips, swaps, permutations, a single bit. The sums of a row are at the row's place, so an exchange
-    of rows is detected too. It is no defence against code that reads the keys in this process.
+    The result is [rows, 2] int64 on the CPU. Only the sums leave the card. Each is Σ wordᵢ·keyᵢ
+    modulo 2⁶⁴ over 32-bit words, with a random 64-bit key for every place in the row, drawn once
+    per process.
 
-    Measured: 5 GB/s on two CPU cores (blake2b: 1.4 GB/s a core).
+    If two rows differ, some word differs by less than 2³², so by an odd multiple of at most 2³¹.
+    For random keys one sum then agrees with probability 2⁻³³ at most, and both sums with 2⁻⁶⁶. This
+    holds for any change made without knowledge of the keys: sign flips, swaps, permutations, a
+    single bit. The sums of a row are at the row's place, so an exchange of rows is detected too.
+    The digest is no defence against code that reads the keys in this process.
+
+    Measured: 5 GB/s on two CPU cores (blake2b: 1.4 GB/s on each core).
+
     Source: Carter and Wegman 1979, multilinear hashing; Lemire and Kaser 2014, arXiv:1202.4961.
     """
     row_bytes = 4 * WORDS

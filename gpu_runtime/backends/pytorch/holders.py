@@ -1,8 +1,9 @@
 """Which names reach which storages, and which storages become free if one name is deleted.
 
-`reached` follows references forward from a name, through autograd graphs too. Trial deletion, the method of
-Python's garbage collector, then finds the storages that become free: an object stays if an object that the
-name does not reach refers to it. An object also stays if C++ code or a library refers to it unseen.
+`reached` follows references forward from a name, also through autograd graphs. Trial deletion, the
+method of Python's garbage collector, then finds the storages that become free. An object stays if
+an object that the name does not reach refers to it. An object also stays if C++ code or a library
+refers to it in a way that Python does not see.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ class Graphs:
 def reached(
     held: list[Any], graphs: Graphs, *, shared: Collection[int] = (), limit: Limit | None = None
 ) -> Reach:
-    """The storages that the objects `held` reach. Empties `held`.
+    """The storages that the objects `held` reach. The call empties the list `held`.
 
-    `held` has one entry for each reference that the name holds. The caller must keep no reference of its
-    own. `shared` are the ids of containers at which the search ends.
+    `held` has one entry for each reference that the name holds. The caller must keep no reference
+    to the objects. `shared` are the ids of containers at which the search ends.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         walk = _Walk(graphs, frozenset(shared), limit or Limit())
@@ -80,7 +81,7 @@ def reached(
 
 
 def storages_of(handle: Any) -> frozenset[int]:
-    """The keys of the storages of a governed model, by its `handle`; none for other backends."""
+    """The keys of the storages of a governed model, by its `handle`. Empty for other backends."""
     if not isinstance(handle, TorchModel):
         return frozenset()
     return frozenset(group.storage._cdata for group in handle.groups())
@@ -89,7 +90,8 @@ def storages_of(handle: Any) -> frozenset[int]:
 class _Walk:
     """The objects that one name reaches, and the references among them.
 
-    Nodes of graphs are followed last. The objects found then have references from nodes only.
+    Nodes of graphs are followed last. The objects that are found then have references from nodes
+    only.
     """
 
     def __init__(self, graphs: Graphs, shared: Collection[int], limit: Limit) -> None:
@@ -107,7 +109,9 @@ class _Walk:
         return {one._cdata for one in every if type(one) is torch.UntypedStorage}
 
     def follow(self, pending: list[Any]) -> None:
-        """Follows all references from `pending`, which is empty afterwards. Nodes go to `later`."""
+        """Follows all references from the objects in `pending`, and empties it. Nodes are put in
+        `later`.
+        """
         if pending is not self.later:
             self._given.update(map(id, pending))
         while pending:
@@ -133,7 +137,9 @@ class _Walk:
         return issubclass(kind, types.ModuleType)
 
     def _children(self, one: Any) -> list[Any]:
-        """What an object refers to, in Python and in C++: one entry for each reference."""
+        """The objects to which an object refers, in Python and in C++, with one entry for each
+        reference.
+        """
         kind = type(one)
         if kind is torch.UntypedStorage:
             return []
@@ -152,7 +158,9 @@ class _Walk:
         return below
 
     def freed(self) -> set[int]:
-        """The keys of the storages that become free if the name is deleted, found by trial deletion."""
+        """The keys of the storages that become free if the name is deleted, found by trial
+        deletion.
+        """
         references = _references(self._objects, self._graphs, self._kinds)
         for key, count in self._given.items():
             references[key] = references.get(key, 0) - count
@@ -172,7 +180,7 @@ class _Walk:
 
 
 def _of_tensor(tensor: Tensor) -> list[Any]:
-    """What the C++ object of a tensor refers to."""
+    """The objects to which the C++ object of a tensor refers."""
     below: list[Any] = [*gradient(tensor), *graph(tensor)]
     try:
         if tensor._base is not None:
@@ -192,7 +200,8 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
 class _Kinds:
     """Whether objects of a class are nodes of autograd graphs.
 
-    Remembers classes by their ids for one search: a reference would keep a class of the notebook alive.
+    During one search, classes are remembered by their ids. A reference would keep a class of the
+    notebook alive.
     """
 
     def __init__(self) -> None:
@@ -231,10 +240,10 @@ def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
 
 
 def _in_cpp(uses: int) -> int:
-    """References to a C++ object, beyond those that count as references to its Python object.
+    """The number of references to a C++ object beyond the one of its Python object.
 
-    One of the `uses` is the Python object's. If there are others, they keep the Python object alive, which
-    is one reference of Python's.
+    One of the `uses` belongs to the Python object. If there are others, they keep the Python object
+    alive. This counts as one reference of Python's.
     """
     others = uses - 1
     return others - 1 if others > 0 and _cpp_keeps_python() else others
@@ -242,7 +251,7 @@ def _in_cpp(uses: int) -> int:
 
 @functools.cache
 def _cpp_keeps_python() -> bool:
-    """Whether torch counts a reference of C++ as one to the Python object (since 2.10)."""
+    """Whether torch counts a reference of C++ as a reference to the Python object (since 2.10)."""
     leaf = torch.ones(1, requires_grad=True)
     before = sys.getrefcount(leaf)
     result = leaf * 2
@@ -263,9 +272,10 @@ def _references_to_node() -> int:
 
 
 def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
-    """The module, class or cache that refers to a storage that no name reaches; empty if none is found.
+    """The module, class or cache that refers to a storage that no name reaches.
 
-    `ignored` are the ids of objects of the search itself. Each step up checks all objects.
+    Empty if no referrer is found. `ignored` are the ids of objects of the search itself. Each step
+    from an object to its referrers checks all objects.
     """
     level: list[Any] = [storage.storage, *storage.tensors]
     seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}
@@ -290,7 +300,7 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
 
 
 def _named(one: Any) -> str:
-    """The name of a referrer that has one; empty for others."""
+    """The name of a referrer; empty if the referrer has no name."""
     if isinstance(one, type):
         return f"class {one.__module__}.{one.__qualname__}"
     if isinstance(one, dict) and "__name__" in one and "__loader__" in one:

@@ -1,14 +1,17 @@
 """The memory that a notebook's own code holds: all its tensors that belong to no governed model.
 
-This memory leaves and returns as a whole. The bytes are copied while the kernel continues. Then one call
-into C exchanges the data pointers of all storages, at a moment when no thread of the process uses torch.
-Tensors, views, gradients, optimizer state and saved tensors of graphs keep their identity and version.
+This memory leaves and returns as a whole. The bytes are copied while the kernel continues. Then one
+call into C exchanges the data pointers of all storages, at a moment when no thread of the process
+uses torch. Tensors, views, gradients, optimizer state and saved tensors of graphs keep their
+identity and version.
 
-A card works late. So its work is waited for before the bytes are copied, in both directions, and again
-before the exchange. A card that does not come to rest within REST_SECONDS keeps its memory.
+A card works asynchronously. So the copy waits until the card has finished its work, in both
+directions, and so does the exchange. A card that does not finish within REST_SECONDS keeps its
+memory.
 
-On a simulated card the storages are CPU tensors of at least 1 MiB. Parked bytes count as host memory there
-and stay readable. On a real card a guard replaces them, and every access raises.
+On a simulated card the storages are CPU tensors of at least 1 MiB. Parked bytes count as host
+memory there and stay readable. On a real card a guard (see `swap.py`) replaces them, and every
+access raises an error.
 """
 
 from __future__ import annotations
@@ -43,14 +46,14 @@ class Away(NamedTuple):
 
 
 class Governed(NamedTuple):
-    """The models of this process that are no part of what the kernel's own code holds."""
+    """The models of this process. Their memory is not part of the memory of the kernel's own code."""
 
     keys: Callable[[], Iterable[int]]  # of their storages (`storage._cdata`)
     shares: Callable[[], Iterable[Share]] = tuple  # their bytes, on whatever device
 
 
 class KernelMemory:
-    """The handle of the backend: where the bytes are, and what is away."""
+    """The handle of the backend: where the kernel's bytes are, and which of them are away."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class KernelMemory:
         stillness: Stillness,
         governed: Governed,
     ) -> None:
-        """`memories` are the cards that the tensors count on; `governed` are the models beside them."""
+        """`memories` are the cards on which the tensors count. `governed` are the governed models."""
         self.memories, self.stillness, self.governed = tuple(memories), stillness, governed
         self.on_swapped: Callable[[], None] = lambda: None  # called at once after the exchange
         self.noted: Block | None = None  # the account of bytes that torch allocated
@@ -69,7 +72,7 @@ class KernelMemory:
 
     @property
     def memory(self) -> Memory:
-        """The first card. On simulated cards all tensors count on it."""
+        """The first card. On simulated cards all tensors count as being on it."""
         return self.memories[0]
 
     @property
@@ -100,17 +103,20 @@ class KernelBackend:
         keys: Callable[[], Iterable[int]],
         shares: Callable[[], Iterable[Share]] = tuple,
     ) -> KernelMemory:
-        """The handle of what this process holds on its cards; `keys` and `shares` as in Governed."""
+        """The handle of the memory that this process holds on its cards.
+
+        `keys` and `shares` are those of Governed.
+        """
         cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
         own = cards[:1] if cards[0].counted else cards
         return KernelMemory(own, stillness, Governed(keys, shares))
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """Nothing: its size is counted, not estimated."""
+        """Returns empty evidence, because the size is counted and not estimated."""
         return Evidence(why_unknown="it is counted after each cell")
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """One piece: a kernel leaves and returns whole."""
+        """Returns one piece, because a kernel leaves and returns as a whole."""
         return (1,)
 
     def load(
@@ -122,15 +128,17 @@ class KernelBackend:
         progress: Progress | None = None,
         into: Any = None,
     ) -> Any:
-        """Raises CannotGovern: what a notebook's code holds cannot be loaded."""
+        """Always raises CannotGovern, because memory of a notebook's code cannot be loaded."""
         why = "it is what this notebook's own code holds"
         raise CannotGovern(f"{spec.name} cannot be loaded: {why}.", name=spec.name, why=why)
 
     def value(self, model: KernelMemory) -> None:
-        """None: nothing is yielded for it."""
+        """Returns None, because `use` yields no object for a kernel."""
 
     def measure(self, model: KernelMemory) -> Shares:
-        """The bytes by device now. On a simulated card they are noted in its account."""
+        """The bytes on each device now. On a simulated card they are also noted in the card's
+        account.
+        """
         if model.away:
             return (Share(HOST, model.away_bytes),)
         sizes = self.count(model)
@@ -141,9 +149,10 @@ class KernelBackend:
         return model.last
 
     def count(self, model: KernelMemory) -> dict[str, int]:
-        """Bytes by card that the process of `model` holds beyond its governed models.
+        """The bytes on each card that the process of `model` holds beyond its governed models.
 
-        On a card these are the allocator's own figures. On a simulated card all tensors are searched.
+        On a real card these are the allocator's figures. On a simulated card all tensors are
+        searched.
         """
         if model.memory.counted:
             found, _ = self._found(model)
@@ -153,7 +162,7 @@ class KernelBackend:
         return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
 
     def watch_peaks(self, model: KernelMemory) -> None:
-        """Starts to measure how much torch allocates at most on each card."""
+        """Starts to measure the most bytes that torch allocates on each card."""
         if model.memory.counted:
             return
         model.governed_bytes = _by_card(model.governed.shares())
@@ -161,9 +170,9 @@ class KernelBackend:
             streams.reset_peak(card.torch)
 
     def peaks(self, model: KernelMemory) -> Shares:
-        """The most bytes on each card since `watch_peaks`, governed models left out.
+        """The most bytes on each card since `watch_peaks`, without the governed models.
 
-        A simulated card has no peak: there the result is what was last counted.
+        A simulated card records no peak. There the result is the last count.
         """
         if model.away or model.memory.counted:
             return model.last
@@ -176,7 +185,7 @@ class KernelBackend:
         return tuple(Share(card, size) for card, size in peak.items() if size > 0)
 
     def move(self, model: KernelMemory, shares: Shares) -> None:
-        """Moves everything to `shares`, all or nothing.
+        """Moves all bytes to `shares`, or none.
 
         Raises NotStill if the kernel is in use, and the device's out-of-memory error.
         """
@@ -234,7 +243,7 @@ class KernelBackend:
             _rest(cards)
             self._exchange(model, mark, exchange, ())
         except BaseException as error:
-            # The traceback may live for long, and keeps this frame.
+            # The traceback keeps this frame, possibly for long.
             fresh.clear()
             del exchange, noted
             st.let_go(error)
@@ -244,7 +253,9 @@ class KernelBackend:
     def _fill(
         self, model: KernelMemory, fresh: list[torch.Tensor], exchange: swap.Exchange
     ) -> None:
-        """Begins the copies of all that is away to `fresh` tensors, which are exchanged by `exchange`."""
+        """Starts the copies of all bytes that are away into `fresh` tensors, which `exchange` will
+        exchange.
+        """
         sources = []
         for one in model.away:
             size, device = one.storage.nbytes(), one.storage.device
@@ -260,7 +271,9 @@ class KernelBackend:
     def _exchange(
         self, model: KernelMemory, mark: object, exchange: swap.Exchange, away: tuple[Away, ...]
     ) -> None:
-        """Makes the exchange while no other thread runs. Raises NotStill, and then nothing has changed."""
+        """Makes the exchange while no other thread runs. If it raises NotStill, nothing has
+        changed.
+        """
 
         def act() -> None:
             """Makes all exchanges, or none."""
@@ -284,7 +297,7 @@ class KernelBackend:
         model.noted = None
 
     def must_return_to(self, model: KernelMemory) -> dict[str, int]:
-        """The bytes that return to each card: a tensor stays on its card."""
+        """The bytes that return to each card. A tensor always returns to its own card."""
         cards = {torch.device(one.torch): one.device for one in model.memories}
         sizes: dict[str, int] = {}
         for one in model.away:
@@ -295,15 +308,15 @@ class KernelBackend:
         return sizes
 
     def elsewhere(self, model: KernelMemory) -> tuple[str, ...]:
-        """Nothing: the bytes are where they were counted."""
+        """Returns an empty tuple, because the bytes are where they were counted."""
         return ()
 
     def droppable(self, model: KernelMemory) -> bool:
-        """False: a notebook's tensors exist nowhere else."""
+        """Always False, because a notebook's tensors exist nowhere else."""
         return False
 
     def unchanged(self, model: KernelMemory) -> bool:
-        """False: there is no source to compare them with."""
+        """Always False, because there is no source for a comparison."""
         return False
 
     def _place(self) -> Place:
@@ -318,13 +331,13 @@ class KernelBackend:
 
 
 def _rest(cards: Iterable[torch.device]) -> None:
-    """Waits until the cards have done their work. Raises NotStill after REST_SECONDS."""
+    """Waits until the cards have finished their work. Raises NotStill after REST_SECONDS."""
     if why := streams.not_at_rest(cards, REST_SECONDS):
         raise NotStill(why)
 
 
 def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | None]:
-    """The stream of each storage's block. Raises NotStill if one is in a private pool."""
+    """The stream of each storage's block. Raises NotStill if a block is in a private pool."""
     kinds = {card.type: card for card in cards}
     segments = [segment for card in kinds.values() for segment in streams.segments(card)]
     if not segments:
@@ -338,7 +351,9 @@ def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | 
 def _streams(
     known: Iterable[torch.Stream], away: Iterable[Away], cards: Iterable[torch.device]
 ) -> dict[torch.device, set[int]]:
-    """The streams by card: those that Python knows, those of the blocks, and the default one."""
+    """The streams of each card: those that Python knows, those of the blocks, and the default
+    stream.
+    """
     found = {card: {streams.DEFAULT} for card in cards}
     for stream in known:
         if stream.device in found:

@@ -1,9 +1,9 @@
 """Divides a module into pieces, and assigns the pieces to several cards.
 
-A piece is a part that must stay together: a layer, the embeddings, the head. Pieces are consecutive in the
-order of the module tree, and each card gets consecutive pieces. So a forward pass changes from card to card
-only once. Parts that share a storage (tied weights, shared buffers) are one piece, at the place of the
-first part, because a storage is on one card only.
+A piece is a part that must stay together: a layer, the embeddings, the head. Pieces are consecutive
+in the order of the module tree, and each card gets consecutive pieces. So a forward pass changes
+from one card to the next only once. Parts that share a storage (tied weights, shared buffers) are
+one piece, at the place of the first part, because a storage is on one card only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Sets:
 def pieces(module: nn.Module, groups: Sequence[Group]) -> tuple[Piece, ...]:
     """The pieces of `module`, in order, each with its storages of `groups`.
 
-    One piece means that the module cannot be cut.
+    A single piece means that the module cannot be cut.
     """
     leaves = list(_leaves(module)) if _may_be_cut(module) else []
     if not leaves:
@@ -82,11 +82,12 @@ def pieces(module: nn.Module, groups: Sequence[Group]) -> tuple[Piece, ...]:
 
 
 def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """For each piece the number of its share.
+    """The number of the share for each piece.
 
-    `sizes` are the bytes of the pieces, `shares` those of the shares. Pieces stay consecutive, and each
-    cut is where the running sums are nearest. Shares count as parts of their sum, so they may be larger
-    than the pieces. Every share gets a piece. Raises ValueError for fewer pieces than shares.
+    `sizes` are the bytes of the pieces, `shares` the bytes of the shares. Pieces stay consecutive.
+    Each cut is at the place where the running sums of pieces and shares differ least. Only the
+    proportions of the shares matter, so they may be larger than the pieces. Every share gets a
+    piece. Raises ValueError if there are fewer pieces than shares.
 
     >>> cut([4, 2, 2, 2, 2], [60, 60])
     [0, 0, 1, 1, 1]
@@ -113,8 +114,8 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
 def holder(name: str, table: Mapping[str, T]) -> T:
     """The entry of `table`, by module path, for the module of the tensor called `name`.
 
-    For a gradient or an optimizer state, that of its parameter. A tensor of no module in the table gets
-    the first entry.
+    A gradient or an optimizer state gets the entry of its parameter. A tensor of no module in the
+    table gets the first entry.
 
     >>> holder("layers.1.norm.weight:exp_avg", {"embed": "cuda:0", "layers.1": "cuda:1"})
     'cuda:1'
@@ -128,8 +129,9 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 def _may_be_cut(module: nn.Module) -> bool:
     """Whether hooks can run `module` in pieces.
 
-    False if weights are at its root, since no hook moves these between cards. Also False for a transformers
-    model whose authors do not declare which of its modules stay whole.
+    The result is False if weights are at the module's root, since no hook moves these between
+    cards. It is also False for a transformers model whose authors do not declare which of its
+    modules stay whole.
     """
     tensors = (*module._parameters.items(), *module._buffers.items())
     at_root = {name for name, tensor in tensors if tensor is not None}
@@ -141,8 +143,8 @@ def _may_be_cut(module: nn.Module) -> bool:
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that stay whole, in order, each with its path.
 
-    These are the modules that `_no_split_modules` names, or without it the root's children. Lists of
-    modules are always opened; a module with tensors of its own never is.
+    These are the modules that `_no_split_modules` names. Without that attribute they are the root's
+    children. A list of modules is always opened. A module with tensors of its own is never opened.
     """
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
 
@@ -171,6 +173,6 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    # Not `parameters()`: that of a governed module may load the model.
+    # `parameters()` is not used, because it may load the model of a governed module.
     for part in module.modules():
         yield from _own_tensors(part)

@@ -1,8 +1,9 @@
-"""Every storage that this process has on its devices, and why a storage cannot be moved.
+"""Finds every storage that this process has on its devices, and why a storage cannot be moved.
 
-torch has no list of its storages. The search finds them through Python's garbage collector and from autograd graphs:
-the collector alone sees 3 % of a live LSTM graph. No unpack hook runs, because the hook of a checkpoint
-computes the forward pass again. `holders.py` finds the variables that refer to a storage.
+torch has no list of its storages. So the search uses Python's garbage collector and the autograd
+graphs. The collector alone sees 3 % of a live LSTM graph. No unpack hook runs, because the hook of
+a checkpoint computes the forward pass again. `holders.py` finds the variables that refer to a
+storage.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PARTS_OF_LAYOUT = {
 
 
 class Found(NamedTuple):
-    """A storage on a device. It keeps the storage alive, so it must not be kept for long."""
+    """A storage on a device. This object keeps the storage alive, so keep it only for a short time."""
 
     storage: (
         torch.UntypedStorage
@@ -58,7 +59,7 @@ class Found(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The address of the C++ object: equal for all views of one storage."""
+        """The address of the C++ object, which is equal for all views of one storage."""
         return self.storage._cdata
 
 
@@ -89,13 +90,14 @@ class Search(NamedTuple):
 def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None = None) -> Search:
     """Every storage on a device that can be found, and why it cannot be moved.
 
-    `place(storage)` is the id of the device that a storage counts on (see `counted_on`). It is "" for
-    storages to leave out, those of the meta device included.
-    `governed` are the keys (`storage._cdata`) of storages to leave out, such as those of models. The search
-    ends at `limit`; then `whole` is false.
+    `place(storage)` returns the id of the device on which a storage counts (see `counted_on`). It
+    returns "" for storages to leave out, those of the meta device included. `governed` are the keys
+    (`storage._cdata`) of storages to leave out, such as those of models. The search ends at
+    `limit`; then `whole` is false.
 
-    Holds the interpreter for about 0.15 s per million objects. It changes no tensor and runs no code of
-    the user: no unpack hook, no `__torch_function__`, no mode. What `gc.freeze()` hid is not found.
+    The search holds the interpreter for about 0.15 s for each million objects. It changes no tensor
+    and runs no code of the user: no unpack hook, no `__torch_function__`, no mode. Objects that
+    `gc.freeze()` hid are not found.
     """
     limit = limit or Limit()
     with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -116,10 +118,11 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
 
 
 def counted_on(memories: Sequence[Memory]) -> Place:
-    """The device of a storage, by the `memories` of this process (its governed devices).
+    """A function that returns the device of a storage, by the `memories` of this process.
 
-    On a real card it is the card of the storage. Where the cards are simulated, CPU storages of
-    SIMULATED_BYTES and more count as lying on the first of them.
+    `memories` are the governed devices. On a real card the result is the card of the storage. Where
+    the cards are simulated, CPU storages of SIMULATED_BYTES and more count as being on the first
+    card.
     """
     by_torch = {
         torch.device(memory.torch): memory.device for memory in memories if memory.torch != "cpu"
@@ -138,7 +141,7 @@ def counted_on(memories: Sequence[Memory]) -> Place:
 
 
 class Tracked(NamedTuple):
-    """What the garbage collector tracks."""
+    """The objects that the garbage collector tracks."""
 
     tensors: list[Tensor]
     bare: list[torch.UntypedStorage]  # the storages that have a Python object
@@ -158,7 +161,7 @@ def tracked(limit: Limit) -> Tracked:
         if limit.over:
             return found._replace(whole=False)
         chunk = objects[start : start + _CHUNK]
-        # In C: type(), never isinstance(), which calls the user's `__class__` properties.
+        # This runs in C and uses type(). isinstance() would call the user's `__class__` properties.
         hits = itertools.compress(chunk, map(interesting.__contains__, map(type, chunk)))
         for one in hits:
             kind = type(one)
@@ -185,15 +188,17 @@ def subclasses(kind: type) -> set[type]:
 
 
 def _scripted_classes() -> set[type]:
-    """The classes of TorchScript modules, whose parameters are no Python objects until they are read."""
+    """The classes of TorchScript modules. Their parameters are no Python objects until they are
+    read.
+    """
     script = sys.modules.get("torch.jit._script")
     return subclasses(script.RecursiveScriptModule) if script else set()
 
 
 def _with_hidden(tensors: list[Tensor], nodes: set[Any], limit: Limit) -> Iterator[Tensor]:
-    """The `tensors`, their gradients, and the tensors that their autograd graphs saved. Few appear twice.
+    """The `tensors`, their gradients, and the tensors that their autograd graphs saved.
 
-    Adds the graph's nodes that were visited to `nodes`.
+    A few tensors appear twice. The visited nodes of the graphs are added to `nodes`.
     """
     seen = {id(tensor) for tensor in tensors}
     pending = tensors
@@ -265,9 +270,10 @@ def _storages(
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The strided tensors that `tensor` consists of: itself, or the parts of a sparse or wrapping one.
+    """The strided tensors of which `tensor` consists: itself, or the parts of a sparse or wrapping
+    tensor.
 
-    Tensors without bytes (fake and meta tensors, lazy parameters) have none.
+    Tensors without bytes (fake and meta tensors, lazy parameters) have no such part.
     """
     kind = type(tensor)
     if kind not in _PLAIN:
@@ -299,7 +305,9 @@ def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of `tensor`, if it has one. Python has no object of it before it is read."""
+    """The gradient of `tensor`, if it has one. Python has no object of a gradient before it is
+    read.
+    """
     try:
         if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
             return ()
@@ -323,9 +331,10 @@ _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKey
 
 
 def saved_in(roots: Iterable[Any], nodes: set[Any], limit: Limit) -> Iterator[Any]:
-    """What the autograd graphs below `roots` saved: tensors, and the objects that a pack hook returned.
+    """The objects that the autograd graphs below `roots` saved: tensors, and results of pack hooks.
 
-    Adds the nodes that were visited to `nodes`, and does not visit them again. Unpack hooks do not run.
+    The visited nodes are added to `nodes`; nodes in `nodes` are not visited again. Unpack hooks do
+    not run.
     """
     pending = list(roots)
     while pending:
@@ -368,7 +377,10 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 
 
 def _judged(entries: list[_Entry]) -> Iterator[Found]:
-    """The storages, each with the reason why it stays. Storages without memory of their own are left out."""
+    """The storages, each with the reason why it stays, if there is one.
+
+    Storages without memory of their own are left out.
+    """
     sent = _sent_to_others()
     spans: list[tuple[str, int, int, int]] = []  # torch device, address, bytes, place in the list
     reasons: list[str | None] = []  # None: the storage has no memory
@@ -390,7 +402,7 @@ def _judged(entries: list[_Entry]) -> Iterator[Found]:
 
 
 def _reason(one: _Entry, sent: Collection[int]) -> tuple[str, int]:
-    """Why a storage cannot be moved, if that is known, and its address (0: unknown)."""
+    """Why a storage cannot be moved, if a reason is known, and its address (0: unknown)."""
     storage = one.storage
     if torch._C._is_cow_tensor(one.tensors[0] if one.tensors else _view(storage)):
         return COPY_ON_WRITE, 0  # data_ptr() would copy it
@@ -408,7 +420,7 @@ def _reason(one: _Entry, sent: Collection[int]) -> tuple[str, int]:
 
 
 def _view(storage: torch.UntypedStorage) -> Tensor:
-    """A tensor of `storage` without elements: making it reads no address."""
+    """A tensor of `storage` without elements. Making this tensor reads no address."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,))
 
 
@@ -421,9 +433,10 @@ def _sent_to_others() -> frozenset[int]:
 
 
 def _overlapping(spans: list[tuple[str, int, int, int]]) -> set[int]:
-    """The places of storages that overlap in memory, as two `from_numpy()` of one array do.
+    """The indices of storages that overlap in memory, as two `from_numpy()` of one array do.
 
-    torch does not know that they share bytes. After a move, a change of one would not reach the other.
+    torch does not know that they share bytes. After a move, a change of one storage would not
+    change the other.
     """
     overlapping: set[int] = set()
     device, end, last = "", 0, -1

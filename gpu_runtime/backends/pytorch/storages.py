@@ -1,10 +1,13 @@
 """The storages of a module's tensors, and how they move between memories.
 
-A device holds storages, not tensors: tied weights, views and shared buffers are one storage and move once.
-A move has two phases. First everything is copied; if that fails or is interrupted, the copies are freed and
-nothing has changed. Then one call into C, which no signal handler can interrupt, makes the copies the
-content: it exchanges data pointers (`swap.py`), or rebinds every tensor where the storage itself cannot
-stay. The Python objects, Parameters included, stay the same.
+A device holds storages, not tensors. Tied weights, views and shared buffers are one storage and
+move once.
+
+A move has two phases. The first phase copies everything. If it fails or is interrupted, the copies
+are freed and nothing has changed. The second phase is one call into C, which no signal handler can
+interrupt. It makes the copies the content of the tensors: it exchanges data pointers (`swap.py`),
+or rebinds every tensor if the storage itself cannot stay. The Python objects, Parameters included,
+stay the same.
 """
 
 from __future__ import annotations
@@ -49,18 +52,20 @@ class Group(NamedTuple):
 
     @property
     def bytes(self) -> Tensor:
-        """The storage's content, [nbytes], uint8."""
+        """The content of the storage, as a tensor [nbytes] of uint8."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
     @property
     def referenced_elsewhere(self) -> bool:
-        """Whether more than these tensors hold the storage: a view, or what a live graph saved."""
+        """Whether something beside these tensors holds the storage: a view, or a live graph's saved
+        tensor.
+        """
         known = len(self.slots) + 1  # each tensor, and the storage's own Python object
         return torch._C._storage_Use_Count(self.storage._cdata) > known
 
     @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
-        """Name, kind and place of each tensor in the storage; equal for two loads of one source."""
+        """Name, kind and place of each tensor in the storage. Equal for two loads of one source."""
         return tuple(
             (
                 slot.name,
@@ -75,7 +80,10 @@ class Group(NamedTuple):
 
 
 def slots(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Slot]:
-    """Every parameter, buffer and gradient of `module`, and its state in `optimizer`; each tensor once."""
+    """Every parameter, buffer and gradient of `module`, and its state in `optimizer`.
+
+    Each tensor appears once.
+    """
     seen: set[int] = set()
     for slot in _all_slots(module, optimizer):
         if id(slot.tensor) not in seen:
@@ -123,7 +131,7 @@ def grouped(found: Iterable[Slot]) -> list[Group]:
 
 
 def nbytes(groups: Iterable[Group]) -> int:
-    """Bytes of all `groups` together."""
+    """The bytes of all `groups` together."""
     return sum(group.nbytes for group in groups)
 
 
@@ -137,15 +145,18 @@ def copied(
     progress: Callable[[int, int], None] | None = None,
     wait: Callable[[], None] | None = None,
 ) -> list[Tensor]:
-    """Phase one: each of the `sources`, [nbytes] uint8, in its memory and in its own storage.
+    """The first phase: copies of the `sources`, [nbytes] uint8, each in its memory and its own
+    storage.
 
-    `memories` has the target of each source. All targets are allocated before the first byte is copied.
-    `host` is the host's memory, whose locked pages speed up copies to a card.
+    `memories` has the target of each source. All targets are allocated before the first byte is
+    copied. `host` is the host's memory, whose page-locked memory speeds up copies to a card. The
+    copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, and
+    one call took 18.
 
-    Copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, one call 18.
-    `progress` is called after every leg with bytes done and bytes in total; if it raises, the move ends.
-    `wait` returns once the cards have done their work; without it this is waited for without a limit.
-    Raises the device's out-of-memory error. On any failure the copies are freed before the caller sees it.
+    `progress` is called after each part with bytes done and bytes in total. If it raises, the move
+    ends. `wait` returns once the cards have finished their work. Without `wait`, there is no limit
+    for that time. Raises the device's out-of-memory error. On any failure the copies are freed
+    before the caller sees the error.
     """
     targets: list[Tensor] = []
     made: dict[int, Tensor] = {}
@@ -174,7 +185,11 @@ def _copy_all(
     host: Memory,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Copies each source to its target: one call per route, or one per leg to report progress."""
+    """Copies each source to its target, with one call for each pair of devices.
+
+    With `progress`, the copies are made in parts of about LEG_BYTES, so that progress can be
+    reported.
+    """
     done, total = 0, sum(source.nbytes for source in sources)
     if progress:
         progress(0, total)
@@ -190,7 +205,7 @@ def _copy_all(
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
-    """Copies, and empties both lists: a traceback through here must not keep their tensors alive."""
+    """Makes the copies and empties both lists, because a traceback would keep their tensors alive."""
     try:
         if not targets:
             return
@@ -205,7 +220,11 @@ def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
 
 
 def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies through locked pages: from these a card copies at the bus's speed, from others at a fifth."""
+    """Copies through page-locked memory of the host.
+
+    A card copies from such memory at the bus's speed, and from other memory at a fifth of that
+    speed.
+    """
     for leg in _legs(sources):
         locked = _empty([sources[i].nbytes for i in leg], host)
         torch._foreach_copy_(locked, [sources[i] for i in leg])
@@ -214,14 +233,16 @@ def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) ->
 
 
 def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors are in the host's locked pages already, or the host has none."""
+    """Whether the tensors are in the host's page-locked memory already, or the host has no such
+    memory.
+    """
     if not host.pinned:
         return True
     return all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
 
 
 def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
-    """Uninitialised [size] uint8 tensors on that device, each in its own storage."""
+    """Uninitialised [size] uint8 tensors on the device of `memory`, each with a storage of its own."""
     if not memory.counted:
         return [torch.empty(size, dtype=torch.uint8, device=memory.torch) for size in sizes]
     blocks = iter(memory.allocate_row([size for size in sizes if size]))
@@ -235,7 +256,7 @@ def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
 
 
 def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
-    """For each distinct item, the places where it is."""
+    """For each distinct item, the indices at which it occurs."""
     places: dict[Hashable, list[int]] = {}
     for place, item in enumerate(items):
         places.setdefault(item, []).append(place)
@@ -259,7 +280,7 @@ def _cards(*tensors: Sequence[Tensor]) -> set[torch.device]:
 
 
 def _synchronise(cards: set[torch.device]) -> None:
-    """Waits until these cards have done their work."""
+    """Waits until the cards have finished their work."""
     for card in cards:
         module = streams.module_of(card)
         if module is not None:
@@ -270,7 +291,8 @@ def _synchronise(cards: set[torch.device]) -> None:
 
 
 def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """Phase two, prepared: calls for `at_once` that make every tensor a view of its new storage.
+    """The prepared second phase: calls for `at_once` that make every tensor a view of its new
+    storage.
 
     `targets` has the new content of each of `groups`.
     """
@@ -281,9 +303,11 @@ def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callab
 
 
 def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that take all bytes from the tensors `found`, and gradients from parameters.
+    """Calls for `at_once` that take all bytes from the tensors `found`, and gradients from
+    parameters.
 
-    Only for devices where no guard can stand in their place: the tensors have no elements then.
+    The tensors then have no elements. Use this only for devices where no guard can replace the
+    bytes.
     """
     calls: list[Callable[[], Any]] = []
     for slot in found:
@@ -325,11 +349,11 @@ def _weight_slots(module: nn.Module) -> Iterator[Slot]:
 
 
 def _rebinding(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
-    """A call into C that gives `tensor` the bytes of `other`; the Python object stays the same.
+    """A call into C that gives `tensor` the bytes of `other`. The Python object stays the same.
 
-    An accelerator that registered itself with torch has tensors of another implementation than the CPU's.
-    There the two are swapped, as `nn.Module.to` does it. torch refuses that for tensors that an autograd
-    graph still references.
+    An accelerator that registered itself with torch has tensors of another implementation than the
+    CPU's. On such a device the two tensors are swapped, as `nn.Module.to` does it. torch refuses a
+    swap for tensors that an autograd graph still references.
     """
     if torch._has_compatible_shallow_copy_type(tensor, other):
         return partial(_set_data, tensor, other)
@@ -348,9 +372,11 @@ def _view(tensor: Tensor, target: Tensor) -> Tensor:
 
 
 def let_go(error: BaseException) -> None:
-    """Clears the local variables of finished frames in the tracebacks of `error`, ours and transformers'.
+    """Clears the local variables of finished frames of ours and of transformers in `error`'s
+    tracebacks.
 
-    A notebook keeps its last traceback, and with it every tensor in those frames, until the next error.
+    A notebook keeps its last traceback until the next error, and with it every tensor in those
+    frames.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

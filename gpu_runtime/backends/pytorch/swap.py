@@ -1,10 +1,12 @@
 """Moves the bytes of a storage away and back, or drops them, by an exchange of its data pointer.
 
-A storage (c10::StorageImpl) is what a weight shares with its views, tied weights and the autograd graphs
-that saved it. Only the pointer changes, so all these objects stay valid. A guard of the same size replaces
-bytes that have left: shape, dtype and device stay, and an access raises an error.
+A storage (c10::StorageImpl) is what a weight shares with its views, tied weights and the autograd
+graphs that saved it. Only the pointer changes, so all these objects stay valid. If bytes leave, a
+guard replaces them: memory of the same size without content. Shape, dtype and device stay, and an
+access raises an error.
 
-Nothing is searched or copied here. The caller names the storages, and has copied their bytes.
+Nothing is searched or copied in this module. The caller names the storages, and has copied their
+bytes.
 """
 
 from __future__ import annotations
@@ -22,17 +24,20 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
 
 def _mark() -> Callable[[int, str], None] | None:
-    """The function of torch that makes each access of a storage raise an error with a text. CPU builds lack it."""
+    """torch's function that makes each access of a storage raise an error with a text.
+
+    None if this build of torch lacks it, as CPU builds do.
+    """
     return getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
 
 def can_swap() -> bool:
-    """Whether this torch exchanges data pointers: torch 2.12 and later do."""
+    """Whether this torch can exchange data pointers. torch 2.12 and later can."""
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 def can_guard(device: torch.device) -> bool:
-    """Whether a guard can stand for bytes that left `device`."""
+    """Whether a guard can replace bytes that left `device`."""
     return can_swap() and (device.type == "cpu" or _mark() is not None)
 
 
@@ -59,8 +64,8 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
 class Exchange:
     """An exchange of the bytes of several storages: all of them change, or none.
 
-    Prepare it with `put` and `take`. `calls` are then made by `at_once`, and `undo` reverts those that
-    were made. The old bytes are freed with this object.
+    The caller prepares it with `put` and `take`. `at_once` then makes its `calls`, and `undo`
+    reverts those that were made. The old bytes are freed with this object.
     """
 
     def __init__(self) -> None:
@@ -69,7 +74,7 @@ class Exchange:
         self._made: list[Callable[[], Any]] = []  # each exchange is its own inverse
 
     def put(self, storage: torch.UntypedStorage, content: torch.UntypedStorage) -> None:
-        """`storage` will have the bytes of `content`, which is on the same device and as large."""
+        """Prepares that `storage` gets the bytes of `content`, which has the same device and size."""
         if storage.device != content.device or storage.nbytes() != content.nbytes():
             raise ValueError(
                 f"{storage.nbytes()} bytes on {storage.device} cannot be exchanged with "
@@ -80,16 +85,19 @@ class Exchange:
         self._calls += [exchange, partial(self._made.append, exchange)]
 
     def take(self, storage: torch.UntypedStorage, sentence: str) -> None:
-        """The bytes of `storage` will leave; an access raises the `sentence`. See `guard`."""
+        """Prepares that the bytes of `storage` leave. Any access then raises an error; see `guard`.
+
+        `sentence` is the text of that error.
+        """
         device = storage.device
         self.put(storage, guard(storage.nbytes(), device, sentence))
         if device.type != "cpu":
-            # The guard's sentence does not move with its pointer.
+            # The exchange moves the guard's pointer, but not the text of its error.
             self._calls.append(partial(_mark(), storage._cdata, sentence))
 
     @property
     def calls(self) -> list[Callable[[], Any]]:
-        """The exchanges, prepared for `at_once`."""
+        """The exchanges as calls for `at_once`."""
         return list(self._calls)
 
     def undo(self) -> None:
@@ -98,5 +106,8 @@ class Exchange:
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
-    """Makes the `calls` with no Python instruction in between: the stop button acts before or after all."""
+    """Makes the `calls` with no Python instruction between two of them.
+
+    So an interrupt takes effect before all calls or after all calls.
+    """
     collections.deque(map(operator.call, calls), maxlen=0)

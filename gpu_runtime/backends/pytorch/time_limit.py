@@ -1,4 +1,4 @@
-"""A limit of time for work that can end early with a part of its result."""
+"""A time limit for work that can end early with a part of its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Limit:
-    """A limit of time, in seconds from its creation; None is no limit."""
+    """A time limit in seconds, counted from the creation of this object. None means no limit."""
 
     def __init__(
         self,
@@ -22,11 +22,11 @@ class Limit:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since this object was created."""
         return self._clock() - self.began
 
     @property
     def over(self) -> bool:
-        """Whether the time is used up."""
+        """Whether the limit is reached."""
         stopped = self._stop is not None and self._stop()
         return stopped or self.elapsed_seconds >= self._seconds

@@ -1,12 +1,15 @@
-"""The backend for modules from live Python: those a factory returns, and existing ones that are adopted.
+"""The backend for modules from live Python: those that a factory returns, and adopted existing
+ones.
 
-Every storage moves exactly once: tied weights, views, gradients and optimizer state included. The Python
-objects stay. Over several cards a module is cut between its pieces (`pieces.py`) and runs by accelerate's
-hooks (`device_hooks.py`). On a simulated card the tensors stay CPU tensors, in memory that is charged to
-that card. No model of this backend is ever emptied: what was made in Python exists nowhere else.
+Every storage moves exactly once: tied weights, views, gradients and optimizer state included. The
+Python objects stay. Over several cards a module is cut between its pieces (`pieces.py`) and runs
+with accelerate's hooks (`device_hooks.py`). On a simulated card the tensors stay CPU tensors, in
+memory that is charged to that card. No model of this backend is ever emptied, because a module that
+was made in Python exists nowhere else.
 
-While a model is in host memory, its tensors still name their card. A guard (`swap.py`) is in the place of
-their bytes, and an access raises. Without guards the tensors are rebound to the copies instead.
+While a model is in host memory, its tensors still name their card. A guard (`swap.py`) replaces
+their bytes, and an access raises an error. Without guards the tensors are rebound to the copies
+instead.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class TorchBackend:
         }
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The bytes of the model of `spec`: of its storages, if `origin` is a module.
+        """The size of the model of `spec`. If `origin` is a module, this is the size of its
+        storages.
 
         A factory is called on torch's meta device, which builds the module without data.
         """
@@ -82,7 +86,8 @@ class TorchBackend:
         progress: Progress | None = None,
         into: Any = None,
     ) -> TorchModel:
-        """The module of `spec` on its `shares`: `origin` itself, or what the factory `origin` returns.
+        """The module of `spec` on its `shares`: `origin` itself, or what the factory `origin`
+        returns.
 
         `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
         load, which gets the weights. Raises LoadFailed, CannotGovern, what the factory raises, and the
@@ -104,10 +109,10 @@ class TorchBackend:
     def adopt(
         self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> TorchModel:
-        """A handle of `spec` for an existing `module`, which stays where it is for now.
+        """A handle of `spec` for an existing `module`, which stays where it is until it is moved.
 
-        The state that `optimizer` holds for it moves with it. Raises CannotGovern, with the reason, and
-        UnknownDevice for a card that is not governed.
+        The state that `optimizer` holds for the module moves with it. Raises CannotGovern, with the
+        reason, and UnknownDevice for a card that is not governed.
         """
         model = TorchModel(spec, module, optimizer)
         self._check(model)
@@ -140,7 +145,7 @@ class TorchBackend:
         return model.module
 
     def move(self, model: TorchModel, shares: Shares) -> None:
-        """Moves the storages of `model` to `shares`, all or nothing.
+        """Moves all storages of `model` to `shares`, or none.
 
         Raises CannotGovern, and the device's out-of-memory error.
         """
@@ -153,9 +158,9 @@ class TorchBackend:
         release_cached(left)
 
     def drop(self, model: TorchModel) -> None:
-        """Lets go of the module: its bytes exist nowhere else, so they are freed together with it.
+        """Releases the module. Its bytes exist nowhere else, so they are freed when the module is.
 
-        The user may hold the module, and uses it on. Repeating is safe.
+        The user may hold the module and continue to use it. Repeating is safe.
         """
         if not model.memories:
             return
@@ -171,8 +176,9 @@ class TorchBackend:
         release_cached(left)
 
     def measure(self, model: TorchModel) -> Shares:
-        """The bytes of `model` by device now. Storages that torch allocated since are noted as held.
+        """The bytes of `model` on each device now.
 
+        Storages that torch has allocated since the last call are noted as held by the model.
         Gradients and optimizer state that grew during training are such storages.
         """
         held: dict[Memory, int] = dict.fromkeys(model.memories, 0)
@@ -191,10 +197,11 @@ class TorchBackend:
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: TorchModel | None = None
     ) -> tuple[int, ...]:
-        """Bytes of the pieces of `model`, else of the module of `spec` that `origin` is or builds.
+        """The bytes of the pieces of `model`. Without `model`, those of the module that `origin` is
+        or builds.
 
-        A factory builds it without data; if that fails, the result is one piece. With a single card the
-        result is empty, and nothing is built.
+        A factory builds the module without data. If that fails, the result is one piece. With a
+        single card the result is empty, and nothing is built.
         """
         cards = sum(not device.is_host for device in self.probe.devices)
         if not model and cards < 2:
@@ -223,16 +230,19 @@ class TorchBackend:
         return tuple(wrong)
 
     def must_return_to(self, model: TorchModel) -> dict[str, int]:
-        """The only devices that `model` can return to, with any bytes (0); empty: it can go anywhere."""
+        """The only devices to which `model` can return, with 0 for any number of bytes.
+
+        Empty if the model can return to any device.
+        """
         cards = model.cards_to_return_to()
         return {self._by_torch_device[card].device: 0 for card in cards}
 
     def droppable(self, model: TorchModel) -> bool:
-        """False: the weights of `model` exist nowhere else."""
+        """Always False, because the weights of `model` exist nowhere else."""
         return False
 
     def unchanged(self, model: TorchModel) -> bool:
-        """False: there is no source to compare `model` with."""
+        """Always False, because there is no source to compare `model` with."""
         return False
 
     def _check(self, model: TorchModel) -> None:
@@ -249,7 +259,9 @@ class TorchBackend:
     def _settled(
         self, model: TorchModel, shares: Shares, progress: Progress | None, into: Any
     ) -> TorchModel:
-        """The new model on its devices, in the object of an earlier load if there is one."""
+        """The new model on its devices. If `into` is an earlier load's object, that object gets the
+        bytes.
+        """
         try:
             self._check(model)
             model.share_with(list(self._models))
@@ -292,7 +304,7 @@ class TorchBackend:
         self._dispatch(model, model.layout)
 
     def _place(self, model: TorchModel, shares: Shares, progress: Progress | None = None) -> None:
-        """Moves the storages that are not on `shares` yet, all or nothing.
+        """Moves all storages that are not on `shares` yet, or none.
 
         The old bytes are freed last. Raises CannotGovern, and the device's out-of-memory error.
         """
@@ -325,7 +337,7 @@ class TorchBackend:
         return destination(model, groups, wanted)
 
     def _commit(self, model: TorchModel, move: Move, goal: Destination) -> None:
-        """Makes the copies the model's bytes; on a failure the old ones are its bytes again."""
+        """Makes the copies the model's bytes. On a failure the model has its old bytes again."""
         before = {name: getattr(model, name) for name in NOWHERE if name != "dispatch"}
         after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}
         after |= {"own": move.own, "away": move.away}
@@ -339,7 +351,9 @@ class TorchBackend:
             raise
 
     def _dispatch(self, model: TorchModel, layout: dict[str, Memory]) -> None:
-        """Removes the module's hooks, and installs those for `layout` if it has several torch devices."""
+        """Removes the module's hooks, and installs hooks for `layout` if it has several torch
+        devices.
+        """
         if model.dispatch:
             model.dispatch.remove()
             model.dispatch = None
@@ -360,16 +374,17 @@ def _note_foreign(model: TorchModel, memory: Memory, size: int) -> None:
 
 
 def _config(module: nn.Module) -> dict[str, Any]:
-    """The config of a module from transformers; empty for others."""
+    """The config of a module from transformers. Empty for other modules."""
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     return to_dict() if callable(to_dict) else {}
 
 
 def _context_on(memory: Memory) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the card of `memory` is torch's current one.
+    """A context in which the card of `memory` is torch's current card.
 
-    In a process that has not used a card yet, it stays the current one. A CUDA context takes some 400 MB
-    of a card. One that is created implicitly is on the current card, which is card 0 by default.
+    If the process has not used a card yet, the card stays the current one afterwards. A CUDA
+    context takes about 400 MB of a card. A context that is created implicitly is on the current
+    card, which is card 0 by default.
     """
     device = torch.device(memory.torch)
     if device.type != "cuda":
@@ -380,7 +395,9 @@ def _context_on(memory: Memory) -> contextlib.AbstractContextManager[Any]:
 
 
 def release_cached(memories: Sequence[Memory]) -> None:
-    """Returns freed memory of cards to the driver now: other processes wait for it, and ask the driver."""
+    """Returns freed memory of the cards to the driver, because other processes wait for that
+    memory.
+    """
     for memory in memories:
         if memory.torch.startswith("cuda"):
             with torch.cuda.device(memory.torch):

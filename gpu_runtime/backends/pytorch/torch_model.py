@@ -1,6 +1,6 @@
-"""A governed module: the handle of the PyTorch backends, with the present and the next place of its storages.
+"""A governed module: the handle of the PyTorch backends, with the places of its storages.
 
-Nothing is copied or allocated here; `torch_backend.py` and `storages.py` do that.
+Nothing is copied or allocated in this module; `torch_backend.py` and `storages.py` do that.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from .swap import can_guard
 
 
 class TorchModel:
-    """A module and the places of its bytes: the handle of the backend. Users hold the module itself."""
+    """A module and the places of its bytes: the handle of the backend.
+
+    Users hold the module itself.
+    """
 
     def __init__(
         self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """The handle of `module`, the model of `spec`, with the state that `optimizer` holds for it."""
+        """The handle of `module`, the model of `spec`, with its state in `optimizer`."""
         self.spec, self.module, self.optimizer = spec, module, optimizer
         self.former: Callable[[], nn.Module | None] = weakref.ref(module)
         self.memories: tuple[Memory, ...] = ()  # empty: not placed yet, or dropped
@@ -37,16 +40,16 @@ class TorchModel:
         self.noted: dict[Memory, Block] = {}  # the account of the storages that torch allocated
         self.layout: dict[str, Memory] = {}  # path of a module -> its memory; empty on one device
         self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
-        # Other models, placed before this one, that hold some of its storages: those move only with
-        # them. And those models whose storages are partly held here.
+        # `bases` are other models, placed before this one, that hold some of its storages. Such a
+        # storage moves only with them. The other set has the models for which this one is a base.
         self.bases: weakref.WeakSet[TorchModel] = weakref.WeakSet()
         self.sharers: weakref.WeakSet[TorchModel] = weakref.WeakSet()
 
     def groups(self) -> list[st.Group]:
         """The storages that move with this model.
 
-        Step counters and the like, which optimizers keep on the CPU, stay. A storage that another model
-        shares has the tensors of both.
+        Step counters and similar tensors that optimizers keep on the CPU do not move. A storage
+        that another model shares has the tensors of both models.
         """
         mine = self._own_groups()
         return [self._with_sharers(group) for group in mine] if self.is_shared else mine
@@ -76,7 +79,7 @@ class TorchModel:
         return group._replace(slots=(*group.slots, *more))
 
     def share_with(self, others: Iterable[TorchModel]) -> None:
-        """Notes as `bases` those of the placed models `others` that hold storages of this one."""
+        """Adds to `bases` the placed models of `others` that hold storages of this model."""
         mine = {group.storage._cdata for group in st.grouped(st.slots(self.module, self.optimizer))}
         for other in others:
             if other is self or not other.memories:
@@ -86,7 +89,10 @@ class TorchModel:
                 other.sharers.add(self)
 
     def hand_over(self) -> None:
-        """Updates the models that share storages with the place of these storages: this model lets go of them."""
+        """Gives the models that share storages with this model the places of these storages.
+
+        This model then no longer owns them.
+        """
         for group in self.groups():
             away = self.away.get(group.storage._cdata)
             storage = group.storage if away is None else away.untyped_storage()
@@ -115,17 +121,19 @@ class TorchModel:
         )
 
     def moves_in_training(self) -> bool:
-        """Whether storages can leave and return as they are, with all that a graph holds of them."""
+        """Whether the storages can move unchanged, including those that an autograd graph holds."""
         parts = self.module.modules()
         tensors = (p for part in parts for p in part._parameters.values() if p is not None)
         return all(can_guard(device) for device in {tensor.device for tensor in tensors})
 
     def is_away(self, tensor: torch.Tensor) -> bool:
-        """Whether the bytes of `tensor` left its card, so that a guard is in their place."""
+        """Whether the bytes of `tensor` have left its card and a guard replaces them."""
         return bool(self.away) and tensor.untyped_storage()._cdata in self.away
 
     def cards_to_return_to(self) -> tuple[str, ...]:
-        """Torch devices that the model must return to, because views or a live graph hold its storages."""
+        """Torch devices that the model must return to, because views or a live graph hold its
+        storages.
+        """
         away = [group for group in self.groups() if group.storage._cdata in self.away]
         held = [str(group.storage.device) for group in away if group.referenced_elsewhere]
         return tuple(dict.fromkeys(held))
@@ -133,8 +141,8 @@ class TorchModel:
     def place_of(self, group: st.Group, by_torch_device: Mapping[str, Memory]) -> Memory:
         """The memory of the storage of `group`.
 
-        `by_torch_device` has the memory of each torch device but the CPU. A storage that torch allocated on
-        the CPU counts where its module is.
+        `by_torch_device` maps each torch device except the CPU to its memory. A storage that torch
+        allocated on the CPU counts as being where its module is.
         """
         known = self.own.get(group.storage._cdata)
         memory = known or by_torch_device.get(str(group.storage.device))
@@ -143,12 +151,12 @@ class TorchModel:
         return holder(group.slots[0].name, self.layout) if self.layout else self.memories[0]
 
     def hooked_by_us(self, part: nn.Module) -> bool:
-        """Whether the accelerate hook on `part` is ours."""
+        """Whether this package installed the accelerate hook on `part`."""
         return self.dispatch is not None and self.dispatch.owns(part)
 
 
 class Destination(NamedTuple):
-    """Where a module should go."""
+    """Where the storages of a module should go."""
 
     memories: tuple[Memory, ...]
     places: list[Memory]  # the memory of each of its storages
@@ -158,7 +166,7 @@ class Destination(NamedTuple):
 def destination(
     model: TorchModel, groups: Sequence[st.Group], wanted: Mapping[Memory, int]
 ) -> Destination:
-    """Where the storages `groups` of `model` go, if each memory in `wanted` should get so many bytes.
+    """Where the storages `groups` of `model` go, if each memory gets its bytes in `wanted`.
 
     Raises CannotGovern if the module cannot be cut that often, or would be partly in host memory.
     """

@@ -1,9 +1,10 @@
-"""The backend for Hugging Face model directories and downloaded hub ids: safetensors only, no network.
+"""The backend for Hugging Face model directories and downloaded hub ids.
 
-A model from disk may be dropped and loaded again, since its source has it. Before a drop it is proven that
-no weight was changed in place, and after a reload that the source has the same weights. Between the two,
-guards are in the place of the bytes, and the module stays as it is: hooks, modes, settings. Users hold the
-transformers module, with `.tokenizer` or `.processor` if the directory has one.
+It reads safetensors only and uses no network. A model from disk may be dropped and loaded again,
+since its source has it. Before a drop, the backend proves that no weight was changed in place.
+After a reload, it proves that the source has the same weights. Between the two, guards (see
+`swap.py`) replace the bytes, and the module keeps its hooks, modes and settings. Users hold the
+transformers module. It has `.tokenizer` or `.processor` if the directory has one.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class TransformersModel(TorchModel):
     """A model from disk, with the digests of the bytes that its source gave."""
 
     checkpoint: Checkpoint
-    # False: the source lacks weights, so they were initialised; or a change of weights was found.
+    # False if the source lacks weights, which were then initialised, or if weights were changed.
     reproducible = True
     # Layout of a storage -> the digest of its bytes after the load.
     given: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -101,7 +102,7 @@ class TransformersBackend(TorchBackend):
         return sources.of_checkpoint(self._known(spec), dtype.itemsize if dtype else None)
 
     def _known(self, spec: ModelSpec) -> Checkpoint:
-        """The source's headers; they are read again only if the files have changed."""
+        """The source's headers. They are read again only if the files have changed."""
         checkpoint = self._checkpoints.get(spec.source)
         if checkpoint is None or not checkpoint.unchanged():
             checkpoint = self._checkpoints[spec.source] = _read(spec)
@@ -116,7 +117,7 @@ class TransformersBackend(TorchBackend):
         progress: Progress | None = None,
         into: Any = None,
     ) -> TransformersModel:
-        """The model of `spec` on its `shares`; `origin` is ignored.
+        """Loads the model of `spec` onto its `shares`. `origin` is ignored.
 
         `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
         load, which gets the weights. Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the
@@ -145,9 +146,11 @@ class TransformersBackend(TorchBackend):
         return model
 
     def drop(self, model: TransformersModel) -> None:
-        """Frees the bytes of `model`, also if user code holds the module: an access raises then.
+        """Frees the bytes of `model`, also if user code holds the module. An access then raises an
+        error.
 
-        Only weights that the source has are freed. Others stay with the module. Repeating is safe.
+        Only weights that the source has are freed. Other weights stay with the module. Repeating is
+        safe.
         """
         proven, model.proven = model.proven, False
         if not model.memories or _ending.is_set() or not (proven or self.unchanged(model)):
@@ -193,10 +196,10 @@ class TransformersBackend(TorchBackend):
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: TransformersModel | None = None
     ) -> tuple[int, ...]:
-        """Bytes of the pieces of `model`, else of the model of `spec`; `origin` is ignored.
+        """The bytes of the pieces of `model`. Without `model`, those of the model of `spec`.
 
-        Before a load they come from the headers, if the names show the order; else from the module built
-        without data.
+        `origin` is ignored. Before a load the sizes come from the headers, if the names show the
+        order. Otherwise they come from the module, built without data.
         """
         if model:
             return super().pieces(spec, origin, model)
@@ -207,7 +210,8 @@ class TransformersBackend(TorchBackend):
         return checkpoint.pieces() or super().pieces(spec, partial(_without_data, spec, checkpoint))
 
     def droppable(self, model: TransformersModel) -> bool:
-        """Whether `model` has the tensors it was loaded with, no gradients, and its source is unchanged.
+        """Whether `model` has the tensors of its load, has no gradients, and its source is
+        unchanged.
 
         The bytes themselves are not compared; `unchanged` does that.
         """
@@ -232,7 +236,7 @@ class TransformersBackend(TorchBackend):
         return model.reproducible
 
 
-# Set when the interpreter ends: nobody reads the weights then, and comparing them takes seconds.
+# Set when the interpreter ends. Then no code reads the weights, and comparing them takes seconds.
 _ending = threading.Event()
 atexit.register(_ending.set)
 
@@ -263,7 +267,8 @@ def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
 def _leg(check: Callable[[], None], progress: Progress | None, done: int, total: int) -> None:
     """Reports `progress` and calls `check`, which may raise.
 
-    With a progress callback a load goes in legs, so that it can be interrupted between them.
+    With a progress callback a load is made in parts, so that it can be interrupted between two
+    parts.
     """
     check()
     if progress:
@@ -271,7 +276,7 @@ def _leg(check: Callable[[], None], progress: Progress | None, done: int, total:
 
 
 def _dtype(spec: ModelSpec) -> torch.dtype | None:
-    """The dtype that the options set; None: as stored. Raises BadSetting."""
+    """The dtype that the options set. None means the stored dtype. Raises BadSetting."""
     wanted = spec.options.get("dtype", spec.options.get("torch_dtype"))
     if wanted is None or wanted == "auto":
         return None
@@ -284,7 +289,7 @@ def _dtype(spec: ModelSpec) -> torch.dtype | None:
 
 
 def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
-    """The class for the task or the model type; without these, the class of the saved model."""
+    """The class for the task or the model type. Without both, the class of the saved model."""
     import transformers
 
     task = spec.options.get("task")
@@ -300,7 +305,7 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
 
 
 def _auto_class_in(config: dict[str, Any]) -> str:
-    """The class that the repository's own code registers; else AutoModel."""
+    """The class that the repository's own code registers. If there is none, AutoModel."""
     for name in config.get("auto_map", {}):
         if name.startswith("AutoModel"):
             return name
@@ -324,7 +329,7 @@ def _serves(architecture: str, model_type: str) -> bool:
 def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
     """The module on the CPU, and whether all its weights came from the source. Raises LoadFailed.
 
-    Without a dtype conversion, the weights are still the pages of the mapped files.
+    Without a conversion of the dtype, the weights are still the pages of the mapped files.
     """
     options = {key: spec.options[key] for key in _PASSED_ON if key in spec.options}
     options.pop("revision", None)  # the directory is of that revision already
@@ -393,9 +398,9 @@ _loads_lock = forks.freed(threading.Lock())
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """No progress bars and no messages on stderr from transformers meanwhile.
+    """Inside the block, transformers shows no progress bars and writes no messages to stderr.
 
-    After the last of several simultaneous loads the user's own settings are restored.
+    After the last of several simultaneous loads, the user's settings are restored.
     """
     global _active_loads, _users_settings
     from transformers.utils import logging

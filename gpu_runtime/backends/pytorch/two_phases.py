@@ -1,7 +1,7 @@
-"""The second phase of a move: how the storages of a model get the copies of their bytes.
+"""The second phase of a move: the storages of a model get the copies of their bytes.
 
-Everything is prepared here as calls into C for `swap.at_once`. The copies were made before, by
-`storages.copied`.
+This module prepares everything as calls into C for `swap.at_once`. `storages.copied` has made the
+copies before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import swap
 from .torch_model import TorchModel
 
 T = TypeVar("T")
-# The state of a model on no device, as its handle records it.
+# What the handle of a model records while the model is on no device.
 NOWHERE: dict[str, Any] = {
     "memories": (),
     "own": {},
@@ -33,11 +33,12 @@ NOWHERE: dict[str, Any] = {
 
 
 class Move:
-    """The calls that give the storages of a model the copies of their bytes, and those that undo it.
+    """The calls that give the storages of a model the copies of their bytes, and the calls that
+    undo it.
 
-    A storage on the target's device exchanges its bytes with the copy. A storage whose bytes leave a card
-    for host memory gets a guard, and its copy is noted as `away`. Any other storage stays behind, and its
-    tensors are rebound to the copy.
+    A storage on the target's device exchanges its bytes with the copy. If the bytes of a storage
+    leave a card for host memory, a guard replaces them, and the copy is noted as `away`. Any other
+    storage keeps its bytes, and its tensors are rebound to the copy.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Move:
         places: Sequence[Memory],
         targets: list[Tensor],
     ) -> None:
-        """`going` are those of `groups` that move to `places`; `targets` are the copies.
+        """`going` are those of `groups` that move to `places`. `targets` are the copies.
 
-        `targets` is emptied: a traceback through the caller must not keep the copies alive.
+        The list `targets` is emptied, because a traceback through the caller must not keep the
+        copies alive.
         """
         self.exchange = swap.Exchange()
         self.rebound: list[st.Group] = []
@@ -76,7 +78,7 @@ class Move:
         targets.clear()
 
     def _require_returnable(self, model: TorchModel, group: st.Group, memory: Memory) -> None:
-        """Raises CannotGovern if a graph or a view waits for the bytes of `group` on another card."""
+        """Raises CannotGovern if a graph or a view needs the bytes of `group` on another card."""
         if group.storage._cdata not in model.away or not group.referenced_elsewhere:
             return
         name, card = model.spec.name, str(group.storage.device)
@@ -93,7 +95,7 @@ class Move:
         self.exchange.undo()
         self.calls[:] = st.rebinding(self.rebound, [group.bytes for group in self.rebound])
         while self.calls:
-            # A tensor that refuses the reverse change was not changed before.
+            # If a tensor refuses the reverse change, the change was not made.
             with contextlib.suppress(RuntimeError):
                 self.calls.pop()()
 
@@ -108,7 +110,7 @@ def _staying(
 
 
 def away_sentence(name: str) -> str:
-    """The error of an access to the tensors of the model `name` whose bytes are in host memory."""
+    """The text of the error for an access to tensors of the model `name` that are in host memory."""
     return (
         f"the weights of {name} are in host memory (gpu-console). "
         f"Bring them back:  with rt.use({name!r}) as model:"
@@ -116,7 +118,7 @@ def away_sentence(name: str) -> str:
 
 
 def dropped_sentence(name: str) -> str:
-    """The error of an access to the tensors of the model `name` that was unloaded."""
+    """The text of the error for an access to tensors of the model `name` after it was unloaded."""
     return (
         f"{name} is unloaded (gpu-console), and its weights are in its source. "
         f"Load them again:  with rt.use({name!r}) as model:"

@@ -1,7 +1,7 @@
-"""Modules that cannot be moved safely: each kind is refused with its reason.
+"""Modules that cannot be moved safely. Each kind is refused with its reason.
 
-Such a module has state outside its parameters, or other code stores the addresses of its tensors. After a
-move it would be broken.
+Such a module has state outside its parameters, or other code stores the addresses of its tensors.
+After a move the module would be broken.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def check(
 ) -> None:
     """Raises CannotGovern, with the reason, if the model `name` cannot be moved safely.
 
-    `found` are the tensors of `module`. `device_types` are the torch device types that are governed.
-    `is_ours(part)` is true for a part whose accelerate hook we installed.
+    `found` are the tensors of `module`. `device_types` are the torch device types that are
+    governed. `is_ours(part)` is true for a part whose accelerate hook this package installed.
     """
     why = _of_modules(module, is_ours)
     why = why or _of_tensors(found, device_types) or _of_storages(grouped(found))
@@ -58,7 +58,7 @@ def _of_modules(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> str 
 
 
 def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> str | None:
-    """Why this part of a module cannot be moved; `at` is its path, for the sentence."""
+    """The reason why this part of a module cannot be moved, or None. `at` is its path."""
     classes = type(part).__mro__
     for kind in classes:
         if kind.__name__ in _WRAPPERS:
@@ -89,7 +89,7 @@ def _of_tensors(found: Iterable[Slot], device_types: Collection[str]) -> str | N
 
 
 def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str | None:
-    """Why a module with this tensor cannot be moved."""
+    """The reason why a module with this tensor cannot be moved, or None."""
     kind = type(tensor)
     library = kind.__module__.split(".")[0]
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
@@ -114,9 +114,10 @@ def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str 
 
 
 def _of_storages(groups: list[Group]) -> str | None:
-    """Why two storages cannot be moved: they overlap, as two from_numpy() of one array do.
+    """The reason why two storages cannot be moved, or None.
 
-    torch does not know that they share bytes, so after a move a change of one would not reach the other.
+    Two storages that overlap cannot be moved, such as two from_numpy() of one array. torch does not
+    know that they share bytes, so after a move a change of one would not change the other.
     """
     spans = sorted(
         (
