@@ -1,4 +1,4 @@
-"""A real browser for tests, with its errors."""
+"""A real browser for tests. It records the errors of its pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN_MS = 30_000.0  # how long anything may take to be visible on a busy machin
 
 @contextmanager
 def running() -> Iterator[object]:
-    """Chromium, closed at the end of the block."""
+    """A block with a running Chromium, which is closed at the end of the block."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -28,7 +28,7 @@ def running() -> Iterator[object]:
 
 
 class BrowserPage:
-    """A page of the browser, with its errors and with requests to hosts other than its server."""
+    """A page of the browser. It records the page's errors, and the requests to hosts other than its server."""
 
     def __init__(self, browser, url: str, **context) -> None:
         self.context = browser.new_context(
@@ -67,14 +67,14 @@ class BrowserPage:
         self.page.click(f"[role=tab]:has-text('{title}')")
 
     def row(self, *words: str):
-        """The row of a table that contains these words."""
+        """The table row that contains these `words`."""
         found = self.page.locator("tbody tr")
         for word in words:
             found = found.filter(has_text=re.compile(word))
         return found
 
     def focused(self) -> str:
-        """The text of the element with the focus, in shadow roots too."""
+        """The text of the element that has the focus. The element may be inside a shadow root."""
         return self.page.evaluate(
             "() => { let one = document.activeElement; "
             "while (one && one.shadowRoot && one.shadowRoot.activeElement) one = one.shadowRoot.activeElement; "

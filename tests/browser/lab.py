@@ -1,4 +1,4 @@
-"""A real JupyterLab on loopback, with notebooks of given cells, for Chromium."""
+"""Runs a real JupyterLab on loopback with given notebooks, which Chromium opens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "languag
 def serving_lab(
     home: Path, notebooks: Mapping[str, Sequence[str]], **settings: str
 ) -> Iterator[int]:
-    """A JupyterLab in `home` with `notebooks`, file name -> cells. Yields its port.
+    """Runs a JupyterLab in the directory `home` with `notebooks` (file name -> cells). Yields its port.
 
     `settings` are added to the environment of its kernels.
     """
@@ -80,7 +80,7 @@ def serving_lab(
 
 
 def _wait(url: str, server: subprocess.Popen[bytes], output: Path) -> None:
-    """Waits until the server answers."""
+    """Returns when the `server` answers at `url`. Fails with the text in `output` if the server ends."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         assert server.poll() is None, output.read_text()
@@ -110,17 +110,17 @@ class LabNotebook:
         )
 
     def cell(self, number: int):
-        """A code cell, from 0."""
+        """The code cell with this number; the first code cell is 0."""
         return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
 
     def run(self, number: int, timeout: float = 90.0) -> str:
-        """Runs a cell as its user does, and returns what it shows once it has ended."""
+        """Runs a cell as a user does, waits until it has ended, and returns the text that it shows."""
         self.cell(number).locator(".cm-content").click()
         self.page.keyboard.press("Shift+Enter")
         return self.output(number, timeout)
 
     def output(self, number: int, timeout: float = 90.0) -> str:
-        """What a cell shows, once it has ended."""
+        """Waits until a cell has ended, and returns the text that it shows."""
         prompt = self.cell(number).locator(".jp-InputPrompt", has_text=_ENDED)
         prompt.wait_for(timeout=1000 * timeout)
         shown = self.cell(number).locator(".jp-OutputArea-output")

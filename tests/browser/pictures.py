@@ -1,7 +1,7 @@
 """Takes the pictures of the README and the runbooks: `python -m tests.browser.pictures`.
 
-The console's page is the real one, in a real Chromium, in both themes. Its data is made up, so that
-every run gives the same pictures. The notebooks are run in a real JupyterLab.
+The pictures show the real page of the console in a real Chromium, in both themes. The data is made
+up, so that every run gives the same pictures. The notebooks are run in a real JupyterLab.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cells(seed: int) -> list[str]:
 
 
 def notebooks(browser, home: Path) -> None:
-    """Runs both notebooks in turns in JupyterLab, and takes their picture side by side."""
+    """Runs the cells of both notebooks alternately in JupyterLab, and takes one picture of both."""
     settings = {"GPU_DEVICES": "sim:192MiB,host:2GiB", "EVICTION_GRACE_SECONDS": "0"}
     names = ("train.ipynb", "tune.ipynb")
     with serving_lab(home, {name: cells(n) for n, name in enumerate(names)}, **settings) as port:

@@ -1,4 +1,7 @@
-"""Imported by a kernel: leaving and returning take SWAP_SECONDS together, as of a large notebook."""
+"""Makes the parking of a kernel slow, as it is for a large notebook. A kernel imports this module.
+
+Leaving the card and returning to it then take SWAP_SECONDS together.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The console in a notebook, in a real JupyterLab in Chromium: live, clickable, and small in the
-file.
+"""The console in a notebook, opened in a real JupyterLab in Chromium.
+
+It is live, its buttons act, and it adds little to the notebook's file.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def live(lab):
 
 
 def test_the_page_is_live_and_a_click_acts(live):
-    """It has the rows, the dialog and the outcomes of the served page."""
+    """The console in a notebook has the rows, the dialog and the outcomes of the served page."""
     live.tab("Models")
     live.row("qwen", "GPU: 0").locator("button", has_text="Evict").click()
     live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
@@ -73,7 +74,7 @@ def test_the_page_is_live_and_a_click_acts(live):
 
 
 def test_no_request_goes_to_another_host(live):
-    """Panel's scripts and styles come from the kernel, also for later changes."""
+    """Panel's scripts and styles are sent by the kernel, also when the page changes later."""
     for title in (
         "Now",
         "Leases",
@@ -92,7 +93,7 @@ def test_no_request_goes_to_another_host(live):
 
 
 def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
-    """A reader of the file without a kernel sees the last state."""
+    """The saved file is smaller than 1 MiB. A reader without a kernel sees the last state of the console."""
     live.page.keyboard.press("Escape")
     live.page.click(".jp-Notebook .jp-CodeCell >> nth=0 >> .jp-InputPrompt")
     until = time.monotonic() + 60
@@ -111,7 +112,7 @@ def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
 
 
 def test_the_page_is_updated_while_a_long_cell_runs(live):
-    """By a thread, which runs while the cell waits."""
+    """A thread of the kernel updates the page while a cell waits."""
     page = live.page
     page.click(".jp-Notebook .jp-CodeCell >> nth=2 >> .cm-content")
     run_next(live)
@@ -131,7 +132,7 @@ def test_the_page_is_updated_while_a_long_cell_runs(live):
     int(ipykernel.__version__.split(".")[0]) < 7, reason="needs the subshells of ipykernel 7"
 )
 def test_a_click_acts_while_a_long_cell_runs(live):
-    """In a subshell of the kernel."""
+    """A click is handled in a subshell of the kernel while a cell runs."""
     live.row("qwen", "warm").locator("button", has_text="Restore").click()
     live.page.locator("[role=dialog] button", has_text="Restore").click()
     live.row("qwen", "GPU: 0").wait_for()

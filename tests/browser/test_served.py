@@ -56,7 +56,7 @@ def served(box):
 
 @pytest.fixture
 def opened(chromium, served):
-    """Opens the console: `opened()` as an operator."""
+    """A function that opens the console. `opened()` opens it as an operator."""
     made = []
 
     def open(token: str = OPERATORS, **context) -> BrowserPage:
@@ -82,7 +82,7 @@ def kernel(box):
 
 
 def where(kernel: Kernel) -> str:
-    """Where the kernel itself has its model."""
+    """The place of the kernel's model, as the kernel itself reports it."""
     kernel.process.stdin.write(
         "print(next(lease.where for lease in rt.status().leases() if lease.name == 'qwen'))\n"
     )
@@ -98,7 +98,7 @@ def pid(kernel: Kernel) -> str:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_tab_renders_without_an_error_or_a_foreign_request(opened, kernel, scheme):
-    """In both themes. A box without internet shows the same page."""
+    """Every tab is opened in both themes. No request goes to another host, so no internet is needed."""
     seen = opened()
     if scheme == "dark":
         seen.page.click("[aria-label='Toggle theme']")
@@ -120,9 +120,9 @@ def background(seen) -> str:
 
 
 def test_the_page_takes_the_systems_theme_until_another_is_chosen(opened, kernel):
-    """The choice is kept over a reload.
+    """A chosen theme is kept over a reload of the page.
 
-    After choosing the system's theme the page follows the system again.
+    After the user has chosen the system's theme, the page follows the system again.
     """
     light, dark = background(opened(color_scheme="light")), None
     seen = opened(color_scheme="dark")
@@ -153,7 +153,7 @@ def test_a_narrow_page_shows_its_buttons_and_times_in_24_hours(opened, kernel):
 
 
 def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
-    """A second session sees it too."""
+    """A second session also shows that the model was evicted."""
     seen, second = opened(), opened()
     for page in (seen, second):
         page.tab("Models")
@@ -174,7 +174,7 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
 
 
 def test_a_notebook_of_plain_code_lists_its_variables_and_is_parked(opened, box):
-    """It answers and leaves without a cell; its next cell brings its memory back."""
+    """A notebook that runs no cell lists its variables and is parked. Its next cell brings its memory back."""
     notebook = Notebook("train.ipynb", f"sqlite://{box}/ledger", GPU_DEVICES=DEVICES)
     try:
         notebook.run("import torch\nweights = torch.ones(8 * 2**18)")
@@ -197,7 +197,7 @@ def test_a_notebook_of_plain_code_lists_its_variables_and_is_parked(opened, box)
 
 @pytest.mark.parametrize("no", ["Enter", "Escape", "click"])
 def test_cancel_has_the_focus_and_changes_nothing(opened, kernel, no):
-    """Enter means no, and so does Escape."""
+    """In the dialog, both Enter and Escape cancel the action."""
     seen = opened()
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
@@ -235,7 +235,7 @@ def test_a_viewer_has_no_buttons(opened, kernel):
 
 
 def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):
-    """No other process can notice its death: the server of the page does."""
+    """There is no other kernel that could notice the death, so the server of the page notices it."""
     seen = opened()
     seen.tab("Leases")
     seen.row("qwen", pid(kernel)).wait_for()
@@ -244,7 +244,7 @@ def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):
 
 
 def test_an_owner_that_does_not_answer_is_shown_with_the_time(opened, kernel):
-    """Its process is stopped; the page works on and names it."""
+    """The process of the model's owner is stopped. The page keeps working, and names the owner and the time."""
     seen = opened()
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
@@ -285,7 +285,7 @@ def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
 
 
 def test_the_page_itself_notices_that_its_server_has_gone(chromium, tmp_path):
-    """It shows the age of its figures."""
+    """When the server has gone, the page shows the age of its figures."""
     port = free_port()
     words = [
         sys.executable,

@@ -1,6 +1,6 @@
 """The story of the README: two notebooks of plain torch code on one card, in a real JupyterLab.
 
-No cell names `rt`. The simulated card holds one of the two.
+No cell uses `rt`. The simulated card has room for one of the two notebooks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROUNDS = 3
 
 
 def alone(seed: int) -> list[float]:
-    """The losses of a notebook that has the card for itself."""
+    """The losses of a training that has the card for itself."""
     here: dict[str, object] = {}
     exec(TRAINING.format(seed=seed), here)
     for _ in range(ROUNDS):
@@ -57,7 +57,11 @@ def alone(seed: int) -> list[float]:
 
 
 class Watch:
-    """Looks at the ledger all the time: how long both notebooks were in full on the card, one of them idle."""
+    """Watches the ledger in a thread.
+
+    `longest_seconds` is the longest time during which both notebooks were completely on the card
+    although one of them was idle.
+    """
 
     def __init__(self, rt: Runtime) -> None:
         self._rt, self._ended = rt, threading.Event()
@@ -86,7 +90,7 @@ class Watch:
 
 
 def held(rt: Runtime) -> dict[str, tuple[str, int, bool]]:
-    """Notebook -> where its own memory is, its bytes, and whether it runs no cell."""
+    """For each notebook: the place of its code's memory, the bytes, and whether it runs no cell."""
     return {
         section.owner.notebook.rsplit("/", 1)[-1]: (
             lease.where,
@@ -100,7 +104,7 @@ def held(rt: Runtime) -> dict[str, tuple[str, int, bool]]:
 
 
 def settled(rt: Runtime) -> bool:
-    """Whether the card is within its limit, and nothing is on its way."""
+    """Whether the claims on the card are within its limit, and no lease is in use or being moved."""
     seen = rt.status()
     moving = any(lease.target or lease.pins for lease in seen.leases())
     card = seen.devices[0]
@@ -108,7 +112,7 @@ def settled(rt: Runtime) -> bool:
 
 
 def wait_until_settled(rt: Runtime) -> None:
-    """Fails after RELIEVED_SECONDS, with what the processes say."""
+    """Waits until `settled`. After RELIEVED_SECONDS it fails, with the reasons in the journal."""
     try:
         until(lambda: settled(rt), RELIEVED_SECONDS)
     except AssertionError:
@@ -118,7 +122,7 @@ def wait_until_settled(rt: Runtime) -> None:
 
 @contextmanager
 def two(tmp_path, cells, **settings):
-    """Both notebooks, open in JupyterLab, and a runtime that reads their ledger."""
+    """A block with both notebooks open in JupyterLab, and a runtime that reads their ledger."""
     notebooks = {name: cells(number) for number, name in enumerate(NAMES)}
     settings = {"GPU_DEVICES": DEVICES, "EVICTION_GRACE_SECONDS": "0.2", **settings}
     with (
@@ -135,7 +139,7 @@ def two(tmp_path, cells, **settings):
 
 
 def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(tmp_path):
-    """Their cells run in turns. Both finish, with the losses of running alone."""
+    """The cells of the two notebooks run alternately. Both get the same losses as when they run alone."""
 
     def cells(number: int) -> list[str]:
         training = TRAINING.format(seed=number)
@@ -155,7 +159,7 @@ def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(tmp_path
     assert places == {"sim:0", HOST} and watch.longest_seconds < RELIEVED_SECONDS
 
 
-# -- two Run Alls ----------------------------------------------------------------------------------
+# -- both notebooks run all their cells ------------------------------------------------------------
 
 CELLS, CELL_SECONDS, SWAP_SECONDS, TURN_SECONDS = (
     (60, 1.0, 2.0, 30.0) if SOAK else (16, 0.5, 0.4, 4.0)
@@ -168,7 +172,7 @@ FIRST = (
 
 
 def run_all_cells(number: int) -> list[str]:
-    """Both hold 114 MiB and work for a fixed time in each cell."""
+    """The cells of a notebook that holds 114 MiB and works for a fixed time in each cell."""
     return [
         "%load_ext gpu",
         FIRST,
@@ -179,7 +183,11 @@ def run_all_cells(number: int) -> list[str]:
 
 @pytest.mark.soak
 def test_two_run_alls_share_the_card_in_turns(tmp_path):
-    """Both advance and finish; a swap costs SWAP_SECONDS. The figures are printed; `make soak` has the issue's."""
+    """Both notebooks run all their cells at the same time. Both advance, and each cell runs once.
+
+    Exchanging the two notebooks takes SWAP_SECONDS. The test prints its figures. `make soak` runs it
+    with more cells and longer swaps.
+    """
     settings = {"SWAP_SECONDS": f"{SWAP_SECONDS}", "GPU_PARK_TURN_SECONDS": f"{TURN_SECONDS}"}
     with two(tmp_path, run_all_cells, **settings) as (train, tune, rt):
         for notebook in (train, tune):

@@ -1,4 +1,4 @@
-"""Reading YAML and JSON from any author: plain values with their lines, or one clear error."""
+"""Reading YAML and JSON of unknown authors. The result is plain values with their lines, or one clear error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_value_has_its_line():
 
 
 def test_names_and_dates_remain_text():
-    """YAML reads 10:30 as a number, 2024-01-02 as a date, and a key `on` as true."""
+    """Plain YAML would read 10:30 as a number, 2024-01-02 as a date, and the key `on` as true."""
     assert values("released: 2024-01-02\n10:30: x\non: y\n1: z\n") == [
         {"released": "2024-01-02", "10:30": "x", "on": "y", "1": "z"}
     ]
@@ -79,7 +79,7 @@ def test_an_error_names_the_line(text, line, message):
     "text", ["[" * 50_000 + "]" * 50_000, "{a: " * 5000 + "1" + "}" * 5000, "- " * 20_000 + "x"]
 )
 def test_deep_nesting_is_refused_and_does_not_crash(text):
-    """PyYAML's fast parser crashes on it with a segmentation fault."""
+    """PyYAML's fast parser crashes on such a text with a segmentation fault."""
     assert f"deeper than {DEEPEST}" in str(wrong(text))
 
 
@@ -95,7 +95,7 @@ def test_an_alias_to_a_value_around_it_is_refused():
     ],
 )
 def test_a_file_that_grows_through_its_aliases_is_refused(use):
-    """The attack called a billion laughs: nine times nine times nine …"""
+    """In the attack called "billion laughs", each value has nine aliases of the value before it."""
     first = "{x: 1}" if "<<" in use else "[lol]"
     lines = [f"a0: &a0 {first}"] + [f"a{n}: &a{n} {use.format(f'a{n - 1}')}" for n in range(1, 12)]
     assert "more than" in str(wrong("\n".join(lines)))
@@ -111,7 +111,7 @@ def test_a_file_that_is_too_large_or_not_text_is_refused():
 
 
 def test_json_with_tabs_and_exponents_and_several_in_a_row():
-    """JSON is YAML except for these."""
+    """Tabs, exponents and several documents in a row are valid JSON, but YAML does not read them as JSON does."""
     text = '{\n\t"a": 1e3,\n\t"b": "\\/"\n}\n{"c": null}\n'
     assert values(text, "f.json") == values(text, "-") == [{"a": 1000.0, "b": "/"}, {"c": None}]
     first, second = read(text.encode(), "f.json")
@@ -153,7 +153,7 @@ def test_json_is_read_as_it_was_written(value):
     | st.text(alphabet="{}[]:,-&*<!|>'\" \n\tab1", max_size=60).map(str.encode)
 )
 def test_any_bytes_at_all_are_read_or_refused(data):
-    """There is no other error, and no endless loop."""
+    """Any bytes are read, or refused with BadDocument. There is no other error and no endless loop."""
     for file in ("f.yaml", "f.json"):
         try:
             read(data, file)

@@ -1,4 +1,4 @@
-"""Files of models: the shapes of the three source documents, and the limits of every field."""
+"""Files that describe models: the formats of three other projects, and the limits of every field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_runtime.errors import BadDocument
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB, MIB
 
-# As in Helix's Multi-GPU Scheduling, appendix B.
+# An example from Helix, "Multi-GPU Scheduling", appendix B.
 HELIX = """\
 # Single-GPU Model (helix model apply -f) - supports Model, Agent, or AIApp kinds
 apiVersion: model.aispec.org/v1alpha1
@@ -58,7 +58,7 @@ spec:
     - '{"image":10}'
   enabled: true
 """
-# As in its section 7.2.
+# An example from Helix, "Multi-GPU Scheduling", section 7.2.
 HELIX_LIST = """\
 models:
   - name: "llama3:70b"
@@ -72,7 +72,7 @@ models:
       - "--max-model-len"
       - "32768"
 """
-# As in Kitchen Brigade's GPU Allocation Semantics, section 4.
+# An example from Kitchen Brigade, "GPU Allocation Semantics", section 4.
 KITCHEN = """\
 models:
   phi-4:
@@ -85,7 +85,7 @@ models:
     context_length: 8192
     gpu_layers: 20  # Only 20 layers on GPU (hybrid)
 """
-# Fields of Model Boss's manifests.
+# An example with the fields of Model Boss's manifests.
 BOSS = """\
 models:
   siglip2: {vram_mb: 2048, pin: true, category: vision}
@@ -150,7 +150,7 @@ def test_the_mapping_of_kitchen_brigade():
 
 
 def test_the_manifests_of_model_boss():
-    """Without a backend, the category decides it. `pinned` is kept."""
+    """If a manifest names no backend, its category decides the backend. `pinned` becomes `keep`."""
     found = {name: spec_of(entry, Settings.load()) for name, entry in entries(BOSS).items()}
     assert {name: (s.backend, s.size, s.keep, s.model_type) for name, s in found.items()} == {
         "siglip2": ("transformers", 2048 * MIB, True, "vision"),
@@ -180,7 +180,7 @@ def test_a_bare_manifest_and_json_and_all_shapes_in_one_file():
 
 
 def test_a_manifest_is_stored_unchanged():
-    """Fields without a meaning here are kept: labels, a status, fields of other tools."""
+    """Fields that have no meaning here are kept, such as labels, a status, and fields of other tools."""
     text = (
         f"apiVersion: {API_VERSION}\nkind: Agent\nmetadata: {{name: a, labels: {{team: x}}}}\n"
         "spec: {memory: 10GB, colour: red, x-memroy: 1}\nstatus: {phase: ready}\n"
@@ -365,7 +365,7 @@ def test_a_number_of_gpus_is_the_number_of_cards():
     ],
 )
 def test_a_type_is_a_known_one_or_other(written, becomes):
-    """`type` is the field of Helix, `category` that of Model Boss."""
+    """Helix calls this field `type`, and Model Boss calls it `category`. An unknown type becomes `other`."""
     assert spec(f"type: {written}").model_type == spec(f"category: {written}").model_type == becomes
 
 
@@ -373,7 +373,7 @@ def test_a_type_is_a_known_one_or_other(written, becomes):
 
 
 def test_layers_and_backend_default_to_the_settings():
-    """INFERENCE_GPU_LAYERS and INFERENCE_BACKEND of Kitchen Brigade: the manifest overrides them."""
+    """INFERENCE_GPU_LAYERS and INFERENCE_BACKEND of Kitchen Brigade are defaults. The manifest overrides them."""
     settings = {"inference_gpu_layers": 0, "inference_backend": "llamacpp"}
     silent, own = (
         spec("path: a.gguf", **settings),
@@ -384,7 +384,7 @@ def test_layers_and_backend_default_to_the_settings():
 
 
 def test_trust_needs_both_the_file_and_the_setting():
-    """A file of another author cannot make this process run code."""
+    """A file from another author cannot make this process run code, unless the setting allows it too."""
     words = "runtime_args: [--trust-remote-code, --seed, '1']"
     for fields, trusted, told in (
         (words, False, ["--seed", "1"]),

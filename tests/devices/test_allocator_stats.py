@@ -1,6 +1,4 @@
-"""Maps of allocators: every reserved byte is in the map, on a simulated card and in torch's
-snapshot.
-"""
+"""Maps of allocators. A map has every reserved byte of a simulated card or of torch's snapshot."""
 
 from __future__ import annotations
 
@@ -84,8 +82,9 @@ def drawn(*segments: SegmentMap) -> AllocatorMap:
 
 
 def test_the_map_shows_a_simulated_cards_segments_as_they_are_cut():
-    """Neighbours in use are one block, with their count; bytes that were given back are not
-    reserved.
+    """Neighbouring blocks in use are shown as one block with their count.
+
+    Bytes that were returned to the card do not count as reserved.
     """
     map = of_segments(
         "sim:0",
@@ -139,8 +138,9 @@ def test_the_bytes_that_defragmenting_releases_are_known_before(rows, freed):
 
 
 def test_torchs_snapshot_becomes_a_map():
-    """In the order of addresses, without other cards' segments; bytes that wait for a stream are
-    pending.
+    """The map has the segments of one card in the order of their addresses.
+
+    Freed bytes that a stream still uses are pending.
     """
     snapshot = [
         torch_segment(
@@ -177,8 +177,9 @@ def test_torchs_snapshot_becomes_a_map():
 
 
 def test_the_memory_of_a_private_pool_is_not_releasable():
-    """A CUDA graph replays on its addresses: empty_cache keeps them, so they are inactive and not
-    releasable.
+    """A CUDA graph uses the addresses of its private pool again, so empty_cache keeps them.
+
+    Their bytes are inactive, but not releasable.
     """
     map = of_torch("cuda:0", 0, [torch_segment(torch_block(32, "inactive"), pool=(0, 1))], {})
     assert (map.segments[0].kind, map.inactive_bytes, map.releasable_bytes) == (
@@ -189,7 +190,7 @@ def test_the_memory_of_a_private_pool_is_not_releasable():
 
 
 def test_whole_free_pages_of_an_expandable_segment_are_releasable():
-    """Pages of 20 MiB, or 2 MiB for small blocks, whatever is between them."""
+    """The pages have 20 MiB, or 2 MiB for small blocks. A free page is releasable between used pages too."""
     large = torch_segment(
         torch_block(10), torch_block(55, "inactive"), torch_block(15), expandable=True
     )
@@ -215,8 +216,9 @@ blocks = st.lists(
 
 @given(segments=st.lists(blocks, max_size=12), most=st.integers(1, 80))
 def test_a_map_is_bounded_and_keeps_every_byte(segments, most):
-    """The map of a fragmented allocator fits as well; its figures and each segment's size are
-    exact.
+    """The map of a fragmented allocator has a limited size too.
+
+    Its figures and the size of each segment stay exact.
     """
     told = tuple(
         SegmentMap(
@@ -263,8 +265,9 @@ def test_a_map_that_fits_is_unchanged():
 
 @pytest.mark.parametrize(("segments", "blocks"), [(1, 100_000), (8192 // 8, 1), (100_000, 3)])
 def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
-    """It is written whole after a change, and read by every console, which accepts at most 1 MiB
-    for a map.
+    """The whole map is written after each change, and every console reads it.
+
+    A console accepts at most 1 MiB for a map.
     """
     cut_up = tuple(
         SegmentMap(
@@ -302,7 +305,7 @@ def view(room: float | None, simulated: bool = False) -> DeviceView:
     ],
 )
 def test_the_largest_request_that_fits(releasable, largest, around, expected):
-    """Unknown is not 0."""
+    """If the largest free block or the free bytes of the card are unknown, the result is unknown, not 0."""
     map = AllocatorMap(
         "",
         "cuda:0",
@@ -326,7 +329,7 @@ def test_an_unused_card_has_no_map():
 
 
 def test_the_pulse_changes_with_the_map_and_only_then():
-    """The pulse is read every second, and decides whether a new map is made."""
+    """The pulse is a value that is read every second. A new map is made only when the pulse has changed."""
     probe = open_probe("sim:1GiB,host:1GiB")
     first = probe.pulse()
     assert probe.pulse() == first
@@ -353,7 +356,7 @@ class FakeCuda:
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """A probe of two real cards; torch numbers the second one first."""
+    """A probe of two real cards. torch gives the number 0 to the second card."""
 
     def make(cuda: FakeCuda) -> Probe:
         monkeypatch.setattr("gpu_runtime.devices.probe._started_cuda", lambda: cuda)
@@ -367,7 +370,7 @@ def on_cuda(monkeypatch):
 
 
 def test_on_real_cards_torch_is_asked_by_its_own_numbers(on_cuda):
-    """CUDA's order differs from the book's."""
+    """torch's numbers follow CUDA's order, which can differ from the order in the book."""
     cuda = FakeCuda(
         torch_segment(torch_block(20, "inactive"), device=1), torch_segment(torch_block(64))
     )

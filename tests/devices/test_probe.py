@@ -1,4 +1,4 @@
-"""Which devices are found, in which order, and what is reported if a driver fails or hangs."""
+"""The probe: which devices it finds, in which order, and its report if a driver fails or hangs."""
 
 from __future__ import annotations
 
@@ -221,8 +221,9 @@ FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]
     ],
 )
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(driver, visible, uuids):
-    """The first wrong entry ends the list; an ambiguous beginning is wrong; a card named twice
-    leaves none.
+    """The first wrong entry ends the list. The beginning of a UUID that fits two cards is wrong.
+
+    If a card is named twice, no card is visible.
     """
     driver(*FOUR)
     found = seen({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
@@ -253,14 +254,17 @@ def test_auto_uses_the_cards_if_there_are_any(driver):
 
 
 def test_bytes_that_the_driver_charges_to_this_process_count_as_used(driver):
-    """Including its context, which torch does not count."""
+    """The used bytes include the process's CUDA context, which torch does not count."""
     driver(card("GPU-aaaa", processes={os.getpid(): 3 * GIB}))
     assert open_probe("cuda").used()["cuda:0"] == 3 * GIB
 
 
 @pytest.mark.parametrize("value", ["", "-1", "9"])
 def test_hidden_cards_are_reported(driver, caplog, value):
-    """A process that sees none of the machine's cards used to be simulated without a word."""
+    """If a setting hides all cards, the process gets simulated cards, and a log line says so.
+
+    An earlier version used simulated cards without any report.
+    """
     driver(*FOUR)
     assert open_probe("auto", environment={"CUDA_VISIBLE_DEVICES": value}).simulated
     (warning,) = caplog.messages
@@ -320,8 +324,9 @@ def test_memory_that_the_driver_does_not_report_is_unknown_not_zero(driver):
 
 
 def test_a_hanging_driver_blocks_no_caller_for_long(driver, monkeypatch):
-    """The first question fails in time, the next ones at once; once the driver answers again, all
-    succeed.
+    """The first query of a hanging driver fails after a time limit, and the next queries fail at once.
+
+    When the driver answers again, all queries succeed.
     """
     there = card("GPU-aaaa")
     driver(there)

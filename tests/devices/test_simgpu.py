@@ -1,8 +1,7 @@
-"""The simulated accelerator for tests with several cards: it must behave as CUDA does where code
-relies on it.
+"""The simulated accelerator for tests with several cards. It must behave as CUDA does.
 
-A program that is wrong on CUDA, because it frees or reads memory before the work on it is done, must compute
-wrong values here. Else the tests that use this accelerator could not fail.
+A program that frees or reads memory before the work on that memory is done is wrong on CUDA. Such a program must
+also compute wrong values here. Otherwise the tests that use this accelerator could not fail.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tests.simgpu import MIB
 
 
 def test_bytes_are_counted_from_the_first_tensor_of_a_storage_to_the_last():
-    """Views share their storage; it is freed once no view is left."""
+    """Views of a tensor share one storage. Its bytes are freed when no view is left."""
     before = simgpu.used_bytes(1)
     x = torch.ones(8, 8, device="simgpu:1")
     part = x[2:4].t()
@@ -77,7 +76,7 @@ def late():
 
 
 def card_tensor(value: float, card: int = 0) -> torch.Tensor:
-    """1,024 floats with their work done."""
+    """A tensor of 1,024 floats on `card`, after all work on it was done."""
     tensor = torch.full((1024,), value, device=f"simgpu:{card}")
     torch.simgpu.synchronize(card)
     return tensor
@@ -103,7 +102,7 @@ def test_a_result_on_the_host_waits_for_its_stream(late, wait):
 
 
 def test_a_copy_that_does_not_block_is_there_after_a_wait(late):
-    """Both directions: the source is read late, and the target is written late."""
+    """A non-blocking copy reads its source late and writes its target late, in both directions."""
     x, here = card_tensor(1.0), torch.zeros(1024)
     here.copy_(x, non_blocking=True)
     assert here[0] == 0
@@ -134,7 +133,10 @@ def test_streams_are_ordered_by_events_only(late):
 
 
 def overtaken(records: bool) -> float:
-    """What a side stream reads from a block that the main stream freed and used again."""
+    """The value that a side stream reads from a block that the main stream freed and used again.
+
+    With `records`, the block was recorded for the side stream.
+    """
     side = torch.simgpu.Stream(0)
     x = card_tensor(1.0)
     address = x.data_ptr()
@@ -170,7 +172,7 @@ def test_a_block_goes_to_requests_of_its_own_stream(late):
 
 
 def test_a_segment_is_kept_by_one_storage_in_it(late):
-    """Memory that the card would need is reserved, although almost nothing of it is in use."""
+    """One small storage keeps its whole segment reserved, although almost no byte of it is in use."""
     before = torch.simgpu.memory_stats(0)["reserved_bytes.all.current"]
     large, small = (torch.empty(size, dtype=torch.uint8, device="simgpu:0") for size in (MIB, 9))
     del large

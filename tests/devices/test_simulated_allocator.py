@@ -1,5 +1,6 @@
-"""The segment allocator: bytes are conserved, neighbours join, and a request that fits by its bytes
-always fits.
+"""The allocator of segments on a simulated card.
+
+No byte is lost, free neighbours are joined, and a request for at most the free bytes always fits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sizes = st.one_of(
 
 
 class Allocator(RuleBasedStateMachine):
-    """Allocations, releases, emptied caches and other programs' memory, in any order."""
+    """A state machine of allocations, releases, emptied caches and other programs' memory, in any order."""
 
     blocks = Bundle("blocks")
 
@@ -107,7 +108,10 @@ def test_an_exact_fit_fits_whatever_the_memory_was_used_for():
 
 
 def test_segments_have_torchs_sizes():
-    """2 MiB for small requests, 20 MiB for medium ones, and one of its own for a large one."""
+    """Small requests use segments of 2 MiB, and medium requests segments of 20 MiB.
+
+    A large request gets a segment of its own.
+    """
     memory = Memory("sim:0", 1024 * MIB)
     reserved = []
     for size in (512 * KIB, 5 * MIB, 21 * MIB + 1):
@@ -155,7 +159,7 @@ def test_drills_fail_the_next_allocation_and_simulate_other_programs():
 
 
 def test_a_block_is_free_once_nothing_refers_to_it_or_its_bytes():
-    """The buffer alone keeps it, like a tensor that a user kept."""
+    """A reference to the bytes alone keeps the block, as a tensor does that a user kept."""
     memory = Memory("host", 10 * MIB)
     buffer = memory.allocate(MIB).buffer()
     assert memory.held_bytes() == MIB
@@ -168,7 +172,10 @@ def test_a_block_is_free_once_nothing_refers_to_it_or_its_bytes():
 
 
 def test_pages_are_reused():
-    """Fresh pages cost many times a copy: a block of the same size gets the same address."""
+    """After a block was freed, a new block of the same size gets the same address.
+
+    Fresh pages would cost many times the time of a copy.
+    """
     import ctypes
 
     memory = Memory("host", 100 * MIB)
@@ -177,7 +184,7 @@ def test_pages_are_reused():
 
 
 def test_on_a_real_host_reusable_pages_count_as_held():
-    """They belong to this process until empty_cache gives them back."""
+    """Reusable pages belong to this process until empty_cache returns them to the host."""
     memory = Memory("host", 100 * MIB, simulated=False)
     memory.allocate(40 * MIB).buffer()
     assert memory.held_bytes() == 40 * MIB

@@ -1,5 +1,6 @@
-"""Each vendor's module gives the same facts: nvidia-smi, ROCm and Metal, from recorded and
-documented answers.
+"""The modules for nvidia-smi, ROCm and Metal report the same facts.
+
+The tests use recorded and documented answers of the vendors' tools.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def tool(tmp_path, monkeypatch):
 
 
 def test_on_windows_the_card_is_known_and_the_bytes_of_a_process_are_not(tool):
-    """Under WDDM the driver does not know them: unknown, not zero."""
+    """Under WDDM the driver does not know the bytes of a process. They are unknown, not zero."""
     tool("nvidia_smi_windows.xml")
     listing = drivers.visible_cards({})
     [card] = listing.cards
@@ -133,8 +134,9 @@ def test_an_invalid_report_is_an_error(tool):
 
 
 class Rocm(types.ModuleType):
-    """The binding as its source documents it: dictionaries, MiB, "N/A", and an exception for
-    missing features.
+    """A fake of the ROCm binding, which answers as the binding's source documents it.
+
+    It returns dictionaries with MiB and "N/A", and raises an exception for missing features.
     """
 
     class AmdSmiException(Exception):
@@ -336,7 +338,7 @@ def test_a_mac_without_metal_has_no_card_and_an_invalid_report_is_an_error(said,
 
 
 def test_every_source_defines_all_functions_of_a_source():
-    """A new vendor is one module and one entry in SOURCES."""
+    """To add a vendor, write one module with all functions of a source, and add it to SOURCES."""
     wanted = [name for name in vars(drivers.Source) if not name.startswith("_")] + ["KIND", "NAME"]
     for name in drivers.SOURCES:
         assert [what for what in wanted if not hasattr(drivers.source(name), what)] == []

@@ -1,4 +1,4 @@
-"""How many bytes a model needs, and the source of each number."""
+"""The footprint: how many bytes a model needs, and the source of each number."""
 
 from __future__ import annotations
 
@@ -65,12 +65,15 @@ CHAIN = [  # in each row, everything below it is known too; the first known one 
     ids=["declared", "measured", "header", "shapes", "gguf file", "safetensors file", "name"],
 )
 def test_the_weights_are_from_the_best_known_source(known, evidence, expected):
-    """Declared, measured, header, shapes, file size, name: in that order. Only guesses have a factor."""
+    """The sources in their order are: declared, measured, header, shapes, file size, name.
+
+    Only estimates from a file's size or from a name are multiplied by a factor.
+    """
     assert parts(footprint("Llama-2-7B-Q4_K_M", evidence, **known)) == expected
 
 
 def test_an_unknown_size_is_an_error_that_asks_for_a_size():
-    """It is never zero: a model of no bytes would fit anywhere."""
+    """An unknown size is never taken as zero, since a model of no bytes would fit anywhere."""
     with pytest.raises(
         UnknownSize, match=r"the size of writer is unknown: its factory failed.\n.*size='8 GiB'"
     ):
@@ -80,7 +83,10 @@ def test_an_unknown_size_is_an_error_that_asks_for_a_size():
 
 
 def test_a_declared_size_is_the_whole():
-    """Its rest beyond the weights is room for the context, so it stays claimed after the load."""
+    """A declared size includes everything. The bytes beyond the weights are room for the context.
+
+    This room stays claimed after the load.
+    """
     asked = footprint("m", HEADER, declared=20 * GIB, options=dict(context_length=8192))
     assert parts(asked) == [
         ("weights", 16 * GIB, "safetensors header"),
@@ -95,7 +101,7 @@ def test_a_declared_size_is_the_whole():
 
 
 def test_the_factor_is_left_out_if_cache_and_activations_can_be_calculated():
-    """It stands for them, so both together would count them twice."""
+    """The factor stands for the cache and the activations, so using both would count them twice."""
     files = Evidence(file_bytes=10 * GIB, file_format="safetensors", config=LLAMA_3_8B)
     assert [name for name, _, _ in parts(footprint("m", files))] == ["weights", "margin"]
     assert [
@@ -115,7 +121,7 @@ def test_a_requested_context_is_reserved():
 
 
 def test_a_context_that_was_not_requested_is_mentioned_and_not_counted():
-    """It grows while the model generates, and its memory is measured."""
+    """The context grows while the model generates, and its memory is then measured."""
     found = footprint("m", HEADER)
     assert found.bytes == 16 * GIB and found.working_bytes == 0
     assert found.notes == (
@@ -125,7 +131,10 @@ def test_a_context_that_was_not_requested_is_mentioned_and_not_counted():
 
 
 def test_the_peak_is_shown_and_not_leased():
-    """One large batch would make the lease large forever. While torch keeps those bytes, they are residue."""
+    """If the peak were leased, one large batch would make the lease large for ever.
+
+    While torch keeps the bytes of the peak, they are shown as bytes beyond the lease.
+    """
     found = footprint("m", HEADER, measured=MEASURED)
     assert found.bytes == 15 * GIB
     assert found.parts[0].detail == "after it was loaded on NVIDIA H100 on 2026-11-21"
@@ -167,7 +176,10 @@ def test_a_context_cannot_be_reserved_if_the_config_does_not_describe_the_cache(
 
 
 def test_a_context_is_reserved_for_a_model_that_only_its_name_describes():
-    """`gpu plan llama-7B-Q4_K_M --context 8192`: no file, no config; the cache is at most that of full attention."""
+    """`gpu plan llama-7B-Q4_K_M --context 8192` has no file and no config, so the cache is estimated.
+
+    The estimate is an upper bound: the cache of a model of that size with full attention.
+    """
     found = footprint("llama-7B-Q4_K_M", Evidence(), options=dict(context_length=8192))
     assert [(part.name, part.source) for part in found.parts] == [
         ("weights", "name"),
@@ -175,7 +187,7 @@ def test_a_context_is_reserved_for_a_model_that_only_its_name_describes():
         ("margin", "name"),
     ]
     cache = found.parts[1]
-    # Llama 2 7B: 32 layers of 4096, keys and values of 16 bits
+    # The bound is for Llama 2 7B: 32 layers of 4096, with keys and values of 16 bits.
     assert 4 * GIB <= cache.bytes <= 4.5 * GIB
     assert cache.detail.endswith("at most, as for 7B without grouped attention")
     twice = footprint("llama-7B-Q4_K_M", Evidence(), options=dict(context_length=16384))
@@ -193,7 +205,10 @@ def test_a_larger_model_never_has_a_smaller_cache(billions, tokens):
 
 @given(weights=st.lists(st.integers(0, 10**12), max_size=90), extra=st.integers(0, 10**12))
 def test_the_pieces_sum_to_the_footprint(weights, extra):
-    """To the byte, with any overhead. No piece is smaller than its weights: a model is split between pieces."""
+    """The bytes of the pieces add up to the footprint exactly, with any overhead.
+
+    No piece is smaller than its weights, since a model is only split between pieces.
+    """
     evidence = Evidence(sum(weights), "safetensors header", pieces=tuple(weights))
     found = footprint("m", evidence, context_bytes=extra)
     assert sum(found.pieces) == (found.bytes if any(weights) else 0)
@@ -231,7 +246,7 @@ def test_a_name_shows_weights_and_format(name, size):
     "name", ["writer", "gemma-3n-E4B", "bert-base", "model-4bit", "v2", "phi-4-Q4_K_M", "a100b"]
 )
 def test_a_name_without_a_size_gives_no_guess(name):
-    """E4B means four billion active weights of eight, so it is no size."""
+    """For example, E4B means that four billion of eight billion weights are active, so it is no size."""
     assert from_name(name) is None
 
 
@@ -241,7 +256,7 @@ def test_a_registered_quantization_counts_if_the_name_has_none():
 
 @pytest.mark.parametrize("word", QUANT_BITS)
 def test_every_quantisation_is_recognised(word):
-    """`Q4_K_M` contains `Q4_K`: the longer one counts."""
+    """The longest known word counts: `Q4_K_M` is not read as `Q4_K`."""
     assert from_name(f"m-8B-{word}.gguf")[1] == f"8B at {QUANT_BITS[word]:g} bits ({word})"
 
 
@@ -341,7 +356,7 @@ def test_with_sequences_alone_the_context_is_the_longest_of_the_model():
 
 
 def test_a_model_that_generates_no_text_has_no_cache():
-    """An embedder reads its input once."""
+    """An embedding model reads its input once and generates nothing, so it needs no KV cache."""
     bert = dict(
         architectures=["BertModel"], num_hidden_layers=12, hidden_size=768, num_attention_heads=12
     )
@@ -398,7 +413,7 @@ def test_an_unusable_config_gives_an_unknown_size(config):
     )
 )
 def test_no_config_can_crash_the_estimate(config):
-    """It may be any downloaded file."""
+    """A config may be any downloaded file, so any values in it must give a size or None."""
     layers = cache_layers(config)
     assert layers is None or kv_cache_bytes(layers, tokens=100) >= 0
     active = activation_bytes(config, PlannedUse(100, 1, 16.0, 2))

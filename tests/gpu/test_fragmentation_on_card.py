@@ -1,4 +1,4 @@
-"""The map of a real card's allocator: its figures are torch's own, and defragmenting frees what it states."""
+"""The map of a real card's allocator has torch's own figures, and defragmenting frees the bytes that the map states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensor(megabytes: int):
 
 
 def test_the_map_has_torch_s_figures_and_defragmenting_frees_the_releasable_bytes(rt):
-    """Holes between kept tensors stay, empty segments are freed. Every figure is exact."""
+    """Defragmenting frees empty segments. Holes between kept tensors stay. Every figure of the map is exact."""
     kept = [tensor(3) for _ in range(12)]
     whole = [tensor(64) for _ in range(4)]
     del kept[::2], whole

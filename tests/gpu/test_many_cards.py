@@ -1,4 +1,4 @@
-"""Facts that only several real cards show: which card's memory grows, and torch's limit per process."""
+"""Tests that need several real cards: which card's memory grows, and torch's limit per process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logits(module):
 
 @two_cards
 def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(tmp_path):
-    """Logits are bit-equal, also after moves to the host and to the cards in reverse order."""
+    """The logits are bit-equal to those on one card, also after moves to the host and to the swapped cards."""
     probe = open_probe("cuda")
     one, two = [device.id for device in probe.devices if not device.is_host][:2]
     backend = open_backend("transformers", probe)
@@ -55,7 +55,7 @@ def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(
 
 
 def test_the_first_context_is_created_on_the_model_s_card(tmp_path):
-    """In a new process that card is the current one afterwards, and no other card has a context."""
+    """In a new process, the model's card is torch's current card after the load. No other card has a context."""
     last = torch.cuda.device_count() - 1
     program = f"""
 import torch
@@ -76,7 +76,10 @@ print(torch.cuda.current_device(), [torch._C._cuda_hasPrimaryContext(i) for i in
 
 
 def test_torch_s_limit_excludes_the_leases_of_others_and_ends_with_the_last_model(tmp_path):
-    """It is torch's own limit per process. Another owner's lease lowers it; an eviction removes it."""
+    """torch's limit per process is set while a model is on the card.
+
+    A lease of another owner lowers the limit, and the eviction of the last model removes it.
+    """
     url = f"sqlite://{tmp_path}/ledger"
     rt, neighbour = (Runtime(devices="cuda", ledger=url) for _ in range(2))
     card = rt.probe.devices[0]

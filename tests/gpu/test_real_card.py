@@ -40,7 +40,7 @@ def network(torch, megabytes=256):
 
 
 def test_the_probe_names_the_cards_as_cuda_does(torch, probe):
-    """By UUID, in CUDA's order."""
+    """The probe names the cards by UUID, and lists them in CUDA's order."""
     mine = {
         f"cuda:{i}": str(torch.cuda.get_device_properties(i).uuid)
         for i in range(torch.cuda.device_count())
@@ -51,7 +51,7 @@ def test_the_probe_names_the_cards_as_cuda_does(torch, probe):
 
 
 def test_load_offload_restore_and_drop_on_a_card(torch, probe):
-    """torch and the driver measure every byte of each step; answers stay bit-equal."""
+    """After each step, torch and the driver measure the expected bytes. The model's answers stay bit-equal."""
     backend, spec = open_backend("torch", probe), ModelSpec("net", "torch")
     torch.manual_seed(0)
     x = torch.randn(4, 1024, device="cuda")
@@ -93,7 +93,10 @@ def test_offloaded_pages_are_locked_for_the_copy_engine(torch, probe):
 
 
 def test_training_continues_after_a_round_trip(torch, probe):
-    """AdamW's state moves, its step counters stay on the CPU. Bit-equal to a twin that never moved."""
+    """AdamW's state moves with the model, and its step counters stay on the CPU.
+
+    The result is bit-equal to that of a copy of the model that never moved.
+    """
     import copy
 
     torch.manual_seed(0)
@@ -127,7 +130,10 @@ def test_training_continues_after_a_round_trip(torch, probe):
 
 
 def test_a_transformers_model_on_a_card(torch, probe, tmp_path):
-    """Logits are bit-equal over card, host and disk; the digest is computed where the bytes are."""
+    """The logits stay bit-equal after moves to the card, the host and the disk.
+
+    The digest of the weights is computed on the device where the bytes are.
+    """
     backend = open_backend("transformers", probe)
     spec = ModelSpec("llama", "transformers", source=str(tiny_models.causal_lm(tmp_path / "m")))
     model = backend.load(spec, CARD)
@@ -165,7 +171,10 @@ def test_out_of_memory_on_a_card_changes_nothing(torch, probe):
 
 
 def test_the_driver_charges_this_process_for_its_memory(torch, probe):
-    """If the driver reports it: in a container it sees other process ids."""
+    """The used bytes include torch's reserved bytes, and this process's bytes if the driver reports them.
+
+    In a container the driver sees other process ids, so it may not report this process.
+    """
     used = probe.used()["cuda:0"]
     assert used >= torch.cuda.memory_reserved()
     processes = probe.samples(0.0)["cuda:0"].processes

@@ -1,4 +1,4 @@
-"""The runtime on a real card: measured bytes before and after."""
+"""The runtime on a real card. Bytes are measured before and after each step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_leased_block_is_capped_and_measured(card):
 
 
 def test_memory_without_a_lease_is_measured_and_not_granted(card):
-    """Another process allocates without a lease, so only the memory that is really free counts."""
+    """Another process allocates memory without a lease. The runtime grants only memory that is really free."""
     program = (
         "import sys, torch; held = torch.empty(1024, dtype=torch.uint8, device='cuda'); "
         "free = torch.cuda.mem_get_info()[0]; held = torch.empty(free - 300 * 2**20, dtype=torch.uint8, "

@@ -1,7 +1,7 @@
-"""The package installs, as a wheel and editable, and works from a directory outside the repository.
+"""The package can be installed as a wheel and editable, and works from a directory outside the repository.
 
-Each goes into an environment of its own that sees the libraries of this one but not this one's gpu-console, so that
-what is imported is what was installed.
+Each installation has an environment of its own. That environment sees the libraries of the current environment, but
+not its gpu-console. So the test imports exactly the package that was installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.install
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What the command prints. Fails the test, showing all output, where it fails."""
+    """Runs the `command` in `cwd`, and returns its output. If the command fails, the test fails with all output."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -41,7 +41,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """A fresh environment whose python finds this one's libraries, less what belongs to gpu-console."""
+    """A new environment whose Python finds the current environment's libraries, except gpu-console."""
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False, symlinks=True)
     libraries = (
@@ -73,7 +73,7 @@ def install(environment: Path, *what: str | Path, cwd: Path) -> None:
 
 
 def imported_from(environment: Path, cwd: Path) -> list[Path]:
-    """The folders that `gpu_runtime` and `gpu` are imported from."""
+    """The folders from which `gpu_runtime` and `gpu` are imported."""
     program = "import gpu_runtime, gpu; print(gpu_runtime.__path__[0]); print(gpu.__path__[0])"
     return [
         Path(line)
@@ -90,7 +90,7 @@ def files_in(folder: Path) -> set[Path]:
 
 
 def check_command(environment: Path, cwd: Path) -> None:
-    """The command runs, and JupyterLab finds the console's tile and its icon."""
+    """Checks that the command `gpu` runs, and that JupyterLab finds the console's tile and its icon."""
     assert "status" in run(environment / "bin" / "gpu", "--help", cwd=cwd)
     program = (
         "from importlib.metadata import distribution; from pathlib import Path;"
@@ -101,7 +101,7 @@ def check_command(environment: Path, cwd: Path) -> None:
 
 
 def test_a_wheel_works_outside_the_repository(environment, tmp_path):
-    """All packages lie in the wheel, whole and under their import names, and nothing else does."""
+    """The wheel contains all packages completely, under their import names, and nothing else."""
     run(
         sys.executable,
         "-m",
@@ -135,7 +135,7 @@ def test_a_wheel_works_outside_the_repository(environment, tmp_path):
 
 
 def test_an_editable_install_works_outside_the_repository(environment, tmp_path):
-    """What is imported is the repository itself."""
+    """With an editable install, the packages are imported from the repository itself."""
     install(environment, "-e", ROOT, cwd=tmp_path)
 
     assert imported_from(environment, tmp_path) == [

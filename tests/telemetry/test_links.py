@@ -1,4 +1,7 @@
-"""A link in the place of a journal or a history leads to no other database, whenever it is put there."""
+"""A symbolic link in the place of a journal or a history is never followed to another database.
+
+This is so at any moment at which the link appears.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ MOMENT = Moment(5.0, "sim:0", 8, 8, 4, Level.LOW)
 
 @pytest.fixture
 def ledger(tmp_path):
-    """The journal's directory of a shared ledger, below a directory that is reached by a link."""
+    """The journal's directory of a shared ledger. A link is a part of the path to that directory."""
     (tmp_path / "real").mkdir()
     (tmp_path / "lib").symlink_to(tmp_path / "real")
     made = tmp_path / "lib" / "ledger"
@@ -42,7 +45,10 @@ def _history(path: Path) -> None:
 def test_a_link_that_is_put_there_after_the_look_is_not_followed(
     ledger, tmp_path, monkeypatch, write
 ):
-    """A member wins the race: the look finds a file, and the opening a link to another database of this user."""
+    """Another user of the ledger puts a link there between the check and the opening of the file.
+
+    The link leads to another database of this user, which must stay unchanged.
+    """
     diary = tmp_path / "diary.db"
     with contextlib.closing(sqlite3.connect(diary)) as db:
         db.execute("CREATE TABLE mine(text)")
@@ -75,7 +81,10 @@ def test_without_links_events_and_moments_are_written(ledger):
 
 
 def test_an_endless_query_in_another_users_journal_ends_and_is_not_tried_again(tmp_path, caplog):
-    """The file's tables may be anything. It is tried again once the file has changed."""
+    """The tables of another user's file may be anything, even an endless view.
+
+    Such a file is read again only after it has changed.
+    """
     other = tmp_path / str(os.geteuid()) / "journal.db"
     other.parent.mkdir()
     with contextlib.closing(sqlite3.connect(other)) as db:

@@ -1,4 +1,4 @@
-"""One line of the devices' history, and which lines are kept."""
+"""A moment is one line of a device's history. These tests check its content and which moments are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.worlds import WALL, book, lease, world
 
 
 def test_a_moment_lists_the_claims_on_a_device():
-    """Two processes may hold models of one name. A model that moves counts on both devices."""
+    """A moment lists models of the same name in two processes. A model that moves counts on both devices."""
     page = book(
         lease("a", sim0=4),
         lease("a", by=2, sim0=8),
@@ -86,7 +86,7 @@ def test_a_change_that_a_chart_shows_is_kept(change):
 
 
 def test_noise_is_no_change_and_drift_is():
-    """Figures are compared with the last moment kept, not with the last one seen."""
+    """Figures are compared with the last moment that was kept, not with the last moment that was measured."""
     changes = ChangeFilter(1000.0)
     changes.select([moment(0.0, power_watts=100.0)])
     assert not any(
