@@ -1,12 +1,16 @@
 """Decides whether a request gets memory, waits, or is refused: the numbered decision tree.
 
 Pure. A book, a request and the world go in; a new book and a verdict come out. Nothing here reads a
-clock, a device, a setting or a ledger, so a decision can be made twice, or replayed in a test.
+clock, a device, a setting or a ledger. So a decision can be made twice, or replayed in a test.
 
-The parts of the tree have modules of their own: free bytes (`capacity`), order (`queue`), which
-leases may be evicted (`eligibility`), how room is made (`eviction`), what can never fit
-(`feasibility`, `deadlock`), why a request waits (`obstacles`). `transitions` changes the book after
-a step was done.
+The parts of the tree have modules of their own:
+
+- `capacity` computes the free bytes, and `queue` the order of the requests.
+- `eligibility` decides which leases may be evicted, and `eviction` how room is made.
+- `feasibility` and `deadlock` find requests that can never be served.
+- `obstacles` explains why a request waits.
+
+`transitions` changes the book after a step is done.
 """
 
 from __future__ import annotations
@@ -52,19 +56,22 @@ from .transitions import note
 
 
 def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Book, Verdict]:
-    """Whether the `request` gets room now, must wait, or can never have it; and the new `book`.
+    """The new `book`, and the verdict: the `request` gets room, must wait, or is refused for good.
 
     1. The lease is settled here already → Grant, no steps
-    2. The lease is on its way in or out → Wait
+    2. The lease is arriving on its device or leaving it → Wait
     3. The request is hopeless, or beyond the operator's caps → Refuse; nothing is evicted
-    4. It fits into the free bytes that no elder needs → Grant: Load, or Move back from host. If the
-       page is full → Wait until an idle lease has left the page
-    5. It fits once idle leases have left → Wait; our own leases leave now, others are recalled
+    4. It fits into the free bytes that no elder needs (an elder is a request ahead in the queue) →
+       Grant: Load, or Move back from host. If the book's page is full → Wait until an idle lease
+       has left the page
+    5. It fits once idle leases have left → Wait; this owner's leases leave now, leases of other
+       owners are recalled
     6. It is deadlocked → Refuse the youngest request, and name the cycle
-    7. Otherwise → Wait behind its elders (the requests ahead in the queue)
+    7. Otherwise → Wait behind the elders
 
     A Grant is a reservation: the lease is in the book and pinned, and its bytes count from now on.
-    Call `publish` first: the owner's section must be in the book. `rank` orders the evictions.
+    Call `publish` first: the owner's section must be in the book. `rank` is the policy that orders
+    the evictions.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
     unreceived = _unreceived(book, request, lease)
@@ -81,7 +88,8 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     # 3. The request is hopeless, or beyond the operator's caps.
     request = _as_measured(request, lease) if lease else request
-    # A model whose tensors all belong to another model takes nothing of a drained card.
+    # A model whose tensors all belong to another model claims 0 bytes, so it may use a drained
+    # card.
     out = drained(book, world) if request.footprint.bytes else {}
     never = _never_alone(book, request, world, out)
     request = with_layout(request, world, never)
@@ -122,9 +130,10 @@ def _unreceived(
     request: Request,
     lease: Lease | None,
 ) -> Verdict | None:
-    """The verdict that an earlier call wrote for this key; None if there is none.
+    """The verdict that an earlier call wrote for this request's key; None if there is none.
 
-    The caller may not have received it: an interrupt, or a lost reply of the ledger.
+    The caller may not have received that verdict: the call was interrupted, or the ledger's reply
+    was lost.
     """
     if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
         return Grant(lease, (_arrival(lease),), "granted before")
@@ -148,7 +157,7 @@ def _wait_for_arrival_or_end(
 
 
 def _as_measured(request: Request, lease: Lease) -> Request:
-    """The request with the measured size of the weights, which its lease in host memory has."""
+    """The request with the measured size of the weights, taken from its lease in host memory."""
     parts = [Part("weights", lease.bytes, "measured")]
     parts += [part for part in request.footprint.parts if part.for_use]
     return replace(request, footprint=replace(request.footprint, parts=tuple(parts)))
@@ -160,7 +169,7 @@ def _never_alone(
     world: World,
     out: Mapping[str, str],
 ) -> dict[str, Refuse]:
-    """Cards that can never take the request alone, each with the refusal."""
+    """The cards that can never take the request alone, each with the refusal."""
     never = drained_cards(request, world, out)
     never |= quotas.capped_cards(book, request, world)
     never |= hopeless_cards(book, request, world)
@@ -175,10 +184,10 @@ def _evict(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> tuple[Book, Verdict] | None:
-    """The book and the Wait while idle leases leave; None if that cannot make the room.
+    """The book and the Wait while idle leases leave; None if evictions cannot make the room.
 
-    Nothing is evicted if the page has no room for the ticket, or if an earlier ticket already
-    makes room for the same model.
+    Nothing is evicted if the page has no room for the ticket. Nothing is evicted either if an
+    earlier ticket already makes room for the same model.
     """
     if full_for_waiting(book, request) or twin(context, request):
         return None
@@ -216,7 +225,7 @@ def _wait(
     possible: tuple[Candidate, ...],
     candidates: tuple[Candidate, ...],
 ) -> tuple[Book, Verdict]:
-    """The book with the ticket, and the Wait that names what is in the way."""
+    """The book with the request's ticket, and the Wait that names the obstacles."""
     if not possible:  # no single card can hold the model, only several together
         possible = candidates = (*waiting_candidates(book, request, world), *candidates)
     wait = wait_for_obstacles(book, request, world, context, possible)
@@ -230,7 +239,7 @@ def _cycle_to_break(
     world: World,
     verdict: Verdict,
 ) -> tuple[Ticket, ...]:
-    """The deadlocked tickets, if this request is the youngest of them; else empty."""
+    """The deadlocked tickets, if this request is the youngest of them; otherwise an empty tuple."""
     if not request.wait or not isinstance(verdict, Wait):
         return ()
     cycle = deadlocked(book, world)
@@ -245,7 +254,7 @@ def _cycle_to_break(
 
 def _arrival(lease: Lease, because: str = "granted before") -> Step:
     """The step that brings a granted lease to its device."""
-    # A whole card is claimed, but only the model's own bytes are loaded.
+    # A layout by whole cards claims each card in full, but only the model's own bytes are loaded.
     shares = lease.filled or lease.target
     if lease.shares:
         return Move(lease.id, lease.shares, shares, because)
@@ -329,7 +338,7 @@ def _enqueue(
     wait: Wait,
     need: Shares,
 ) -> tuple[Book, Verdict]:
-    """The book with the request's ticket, and the Wait. `need` is the room that it waits for."""
+    """The book with the request's ticket, and the Wait. `need` is the room for which it waits."""
     if not request.wait:
         return book, wait
     if full_for_waiting(book, request):
@@ -337,7 +346,7 @@ def _enqueue(
     old = book.ticket(request.key)
     ticket = _ticket(request, world, wait, need, old, load_seconds(book, request))
     noted = old and old.because
-    # One event for each wait, and none while room is only being made.
+    # One event is written for each wait; none is written while leases are leaving to make the room.
     if ticket.because and not noted:
         book = _note_waiting(book, request, world, wait)
     return book.with_ticket(ticket), wait
@@ -363,7 +372,7 @@ def _ticket(
     old: Ticket | None,
     seconds: float,
 ) -> Ticket:
-    """The ticket of a waiting request; `old` is the one that it replaces."""
+    """The ticket of a waiting request; `old` is the earlier ticket of the same request, if any."""
     now = world.now
     blocked = bool(wait.blockers) and not wait.asked and not wait.steps
     blocked_since = ((old and old.blocked_since) or now) if blocked else 0.0

@@ -1,7 +1,7 @@
 """The cards, or sets of cards, that a request may use now.
 
-Pure. The first candidate is the best; the order is that of `placement` and `splitting`. Which of
-them gets the request, and whether room is made on it, is decided in `admission` and `eviction`.
+Pure. The first candidate is the best; the order is that of `placement` and `splitting`. `admission`
+decides which candidate gets the request, and `eviction` whether room is made on a card.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def with_layout(
     world: World,
     never: Container[str],
 ) -> Request:
-    """The request with its layout decided: one card if one could ever hold it, else several."""
+    """The request with its layout decided: one card if any could ever hold it, else several."""
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
         return request
@@ -56,7 +56,7 @@ def candidates_for(
     context: Context,
     out: Mapping[str, str],
 ) -> tuple[Candidate, ...]:
-    """The cards, or sets of cards, for the request now, the best first; drained cards last."""
+    """The cards, or sets of cards, that the request may use now, the best first. Drained cards are last."""
     rules, free = request.placement, context.free()
     if out:
         free = {device: size for device, size in free.items() if device not in out}
@@ -65,7 +65,8 @@ def candidates_for(
     else:
         limits = {device: limit_of(book, world, device) for device in free}
         found = place(request.footprint, free, rules, limits)
-        # The room of several cards together is a sum, so an unmeasured card or the own limit counts.
+        # The free bytes of several cards are summed. So unmeasured cards must be left out, and the
+        # owner's own memory limit must be checked against the sum.
         if context.blind or context.own_left is not None:
             found = _splits_within(request, context, free, limits, found)
     return _with_reserved(found, context) + _drained_candidates(request, out)
@@ -78,7 +79,11 @@ def _splits_within(
     limits: Mapping[str, int],
     found: tuple[Candidate, ...],
 ) -> tuple[Candidate, ...]:
-    """The candidates without divisions that use unmeasured cards or exceed the own limit."""
+    """The candidates on one card, and the divisions on measured cards within the owner's own limit.
+
+    If the best single card has room, or the model may not be divided, only single cards are
+    returned.
+    """
     rules = request.placement
     alone = tuple([candidate for candidate in found if len(candidate.shares) == 1])
     if (alone and alone[0].fits) or not may_split(rules):
@@ -103,7 +108,10 @@ def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candi
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """The candidates. The reason of one without room also names the bytes reserved for elders."""
+    """The candidates. The reason of one without room also names the bytes reserved for elders.
+
+    An elder is a request ahead in the queue.
+    """
     if not context.blocking_elders:
         return candidates
     found = []
@@ -118,7 +126,7 @@ def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple
 def without_hopeless(
     candidates: tuple[Candidate, ...], never: Container[str]
 ) -> tuple[Candidate, ...]:
-    """The candidates without cards that can never take the request alone."""
+    """The candidates without the single cards that can never take the request."""
     found = []
     for candidate in candidates:
         if len(candidate.shares) > 1 or candidate.shares[0].device not in never:
@@ -127,7 +135,7 @@ def without_hopeless(
 
 
 def not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The candidates that use none of these cards."""
+    """The candidates that use none of the given `cards`."""
     if not cards:
         return candidates
     found = []

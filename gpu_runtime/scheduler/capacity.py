@@ -1,7 +1,10 @@
 """Free bytes that a grant may spend on each device.
 
 Pure. The smaller of two numbers counts: the bytes that the book has not promised, and the bytes
-that the driver measured as free. `queue` decides which request may spend them first.
+that the driver measured as free. `queue` decides which request may spend the free bytes first.
+
+A sample is one measurement of a device. A ghost is the memory that a dead process held and that the
+driver may not have freed yet.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ def limit_of(
     world: World,
     device: str,
 ) -> int:
-    """The budget of a `device` in bytes: the smaller of the book's and this process's own."""
+    """The budget of a `device` in bytes: the book's limit or this process's, whichever is smaller."""
     own_limit = world.limits.get(device, 0)
     return min(own_limit, book.limits.get(device, own_limit))
 
@@ -30,16 +33,18 @@ def limit_of(
 def room(book: Book, world: World) -> dict[str, int]:
     """Bytes that a grant may spend on each device of the `world`; negative in an overdraft.
 
-    min(limit − claims in the `book`, measured free − reserve − bytes that the sample cannot have
-    seen). A simulated device has no sample: there, the book is the measurement.
+    The room is the smaller of two numbers: the limit less the claims in the `book`, and the
+    measured free bytes less the reserve and less the bytes that the sample cannot have counted. A
+    simulated device has no sample, so only the first number counts.
     """
     return room_and_blind(book, world)[0]
 
 
 def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
-    """The `room`; and device -> reason, for devices whose measurement is too poor for a grant.
+    """Two dictionaries by device: the `room` in bytes, and the reason why no grant is possible.
 
-    `book` holds the claims, `world` the devices, samples and rules.
+    The second dictionary has only the devices whose measurement is missing, incomplete or too old.
+    `book` holds the claims; `world` holds the devices, samples and rules.
     """
     samples: dict[str, Sample | None] = {}
     for device in world.devices:
@@ -107,7 +112,8 @@ def _left_of_one_memory(
 ) -> int:
     """Bytes left of the memory that the host and some cards share.
 
-    The largest of their budgets less all claims on any of them, and no more than was measured.
+    This is the largest of the devices' budgets less all claims on these devices, or the measured
+    free bytes if they are fewer.
     """
     largest_budget = max(limit_of(book, world, id) for id in shared)
     left = largest_budget - sum(claims.get(id, 0) for id in shared)
@@ -125,8 +131,9 @@ def _left_of_one_memory(
 def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Bytes, Bytes]:
     """Bytes claimed on each device, and the part of them that its sample cannot have counted.
 
-    `taken_at` is when each device was sampled. The sample cannot have counted leases that settled
-    after it, nor leases that are still arriving: their bytes may appear at any moment.
+    `taken_at` is the time at which each device was sampled. A sample cannot have counted leases
+    that settled after it. Nor does it count leases that are still arriving: their bytes may appear
+    at any moment.
     """
     claims: Bytes = {}
     unseen: Bytes = {}
@@ -151,7 +158,10 @@ def _add_section(
     claims: Bytes,
     unseen: Bytes,
 ) -> None:
-    """Adds one owner's residue and leases to both sums. Plain loops: every decision runs this."""
+    """Adds one owner's residue (memory outside its leases) and its leases to both sums.
+
+    The loops are plain because every decision runs them.
+    """
     for device, size in section.claims().items():
         claims[device] = claims.get(device, 0) + size
     if not taken_at:
@@ -168,11 +178,11 @@ def _add_section(
 
 
 def freed_since(book: Book, world: World) -> dict[str, int]:
-    """Bytes that left each measured device after its sample was taken, or with a process that died.
+    """Bytes that left each measured device after its sample was taken, or that a dead process held.
 
-    The sample does not show them as free yet, so no grant spends them. They will be free soon, so
-    no other lease is evicted in their place. `book` holds the events and ghosts, `world` the
-    samples.
+    The sample does not yet show these bytes as free, so no grant spends them. They will be free
+    soon, so no other lease is evicted in their place. `book` holds the events and the dead
+    processes' bytes, `world` the samples.
     """
     freed: Bytes = {}
     for device in world.devices:
@@ -189,7 +199,7 @@ def freed_since(book: Book, world: World) -> dict[str, int]:
 
 
 def _freed_by(event: Event, device: str) -> int:
-    """Bytes that this event freed on that device."""
+    """Bytes that this `event` freed on the given `device`; 0 if it freed none."""
     if event.action not in FREEING:
         return 0
     shares = event.shares or (Share(event.device, event.bytes),)

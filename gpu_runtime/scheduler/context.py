@@ -1,6 +1,6 @@
 """The inputs of one decision, computed once.
 
-Pure. `admission`, `eviction` and `migration` read them; nothing here decides.
+Pure. `admission`, `eviction` and `migration` read these inputs; nothing here decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Bytes = Mapping[str, int]  # by device id
 
 
 class Context(NamedTuple):
-    """The inputs of one decision: free bytes now and later, requests ahead, and limits."""
+    """The inputs of one decision: free bytes now and later, requests ahead, and limits.
+
+    An elder is a request ahead in the queue.
+    """
 
     leases: tuple[Lease, ...]
     room_now: Bytes
@@ -62,7 +65,7 @@ class Context(NamedTuple):
         )
 
     def free(self) -> dict[str, int]:
-        """Bytes that the request may take on each card; bytes promised to an elder are left out."""
+        """Bytes that the request may take on each card, without the bytes promised to elders."""
         free = {}
         for id, size in self.room_now.items():
             if id == HOST:
@@ -83,7 +86,7 @@ def _later(
     leases: Iterable[Lease],
     freed: Bytes,
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The room once all decided steps are done; and device -> name of a lease that is leaving it."""
+    """The room once all decided steps are done; and device -> name of a lease leaving it."""
     room = dict(room_now)
     leaving: dict[str, str] = {}
     for ticket in blocking:
@@ -104,7 +107,7 @@ def _left_of_own_limit(
     request: Request,
     world: World,
 ) -> tuple[int | None, int | None]:
-    """Bytes left under INFERENCE_MEMORY_LIMIT_GB, now and once leaving models have left."""
+    """Bytes left under INFERENCE_MEMORY_LIMIT_GB: now, and once leaving models have left."""
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":
         return None, None
@@ -124,7 +127,7 @@ def _silent(
     leases: Iterable[Lease],
     world: World,
 ) -> frozenset[str]:
-    """Ids of the leases that this ticket recalled too long ago and that are still idle."""
+    """Ids of the leases that are still idle `answer_seconds` after this ticket recalled them."""
     if ticket is None or not ticket.recalls:
         return frozenset()
     if world.now - ticket.recalled_since < world.rules.answer_seconds:

@@ -1,7 +1,7 @@
-"""Whether waiting requests can ever be served.
+"""Finds waiting requests that can never be served.
 
-Pure. Two threads wait for ever if each uses a model, and each waits for the room that the other
-thread's model takes.
+Pure. In the simplest deadlock, two threads each use a model, and each waits for the memory that the
+other thread's model takes. Both then wait for ever.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from .capacity import limit_of
 
 
 def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
-    """The waiting requests that can never be served: their threads hold what each other needs.
+    """The waiting requests that can never be served, because their threads block each other.
 
-    `book` holds the tickets and leases, `world` the devices and their limits. The result is empty
-    if there is no deadlock. A request can often be served in several ways, so a cycle in the
+    `book` holds the tickets and leases; `world` holds the devices and their limits. The result is
+    empty if there is no deadlock. A request can often be served in several ways, so a cycle in the
     wait-for graph proves nothing. The test is a reduction instead:
 
     1. A thread that waits for nothing will finish and release its leases.
     2. Grant every request that then fits. Its thread will finish too. Repeat.
-    3. The remaining requests are deadlocked, except those that hold nothing another could use.
+    3. The remaining requests are deadlocked, unless their thread holds nothing that another could
+       use.
 
     Source: Holt 1972, Some Deadlock Properties of Computer Systems, ACM Computing Surveys 4(3).
     """
@@ -47,7 +48,7 @@ def _card_limits(book: Book, world: World) -> dict[str, int]:
 
 
 def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
-    """Bytes on each device that are kept (`keep`), or held by a thread that itself waits."""
+    """Bytes on each device that are pinned with `keep`, or that a waiting thread holds."""
     held: set[str] = set()
     for ticket in waiting:
         held.update(ticket.held)
@@ -64,10 +65,11 @@ def _fits(
     limits: dict[str, int],
     stays: dict[str, int],
 ) -> bool:
-    """Whether the need fits beside the bytes that stay, on any cards that the ticket allows.
+    """Whether the `ticket` fits on the cards that it allows, beside the bytes that stay there.
 
-    A ticket has neither margin nor pieces, so this may be too optimistic for a divided model. Then
-    the request waits, although it could be refused.
+    A ticket records neither the safety margin nor the pieces of the model. So the answer may be too
+    optimistic for a model on several cards. In that case, the request waits although it could be
+    refused.
     """
     size = sum(share.bytes for share in ticket.need)
     cards = _allowed_cards(ticket, limits)
@@ -86,7 +88,7 @@ def _fits(
 
 
 def _fits_in_equal_shares(size: int, free: list[int]) -> bool:
-    """Whether some number of cards can each take an equal share of `size`."""
+    """Whether `size` fits on some number of cards that each take an equal share of it."""
     largest_first = sorted(free, reverse=True)
     for count, smallest in enumerate(largest_first, start=1):
         if size <= count * smallest:

@@ -1,8 +1,9 @@
 """The book's names for the cards of its host.
 
-Pure. Each process sees its own choice of cards, and torch numbers them from 0. In a container, the
-driver also numbers the visible cards from 0. In the book, one name is one physical card for all
-processes. The first owner uses its driver's numbers as names; later owners find the cards by UUID.
+Pure. In the book, one name means one physical card for all processes. But each process can see a
+different selection of the cards, which torch numbers from 0. In a container, the driver also
+numbers the visible cards from 0. So the first owner uses its driver's numbers as names, and later
+owners find the cards by UUID.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from ..facts import Book, Device
 
 
 def names(mine: Iterable[Device], book: Book) -> dict[str, str]:
-    """Our name -> the book's name, for each card of `mine` that has another name in the book.
+    """For each card of `mine` that has another name in the book: this process's name -> that name.
 
-    A card that `book` does not contain keeps its name if no other card has it. Otherwise it gets the
-    next free number.
+    A card that the `book` does not contain keeps its name if no other card has it. Otherwise it
+    gets the next free number.
     """
     known = {device.uuid: device.id for device in book.devices if _is_card(device)}
     cards = [device for device in mine if _is_card(device) and not device.simulated]
@@ -42,7 +43,7 @@ def _is_card(device: Device) -> bool:
 def _next(id: str, taken: set[str]) -> str:
     """The next free name: `cuda:2` if cuda:0 and cuda:1 are taken.
 
-    For an instance of a divided card, the last number in its name is raised.
+    The name of an instance of a divided card may have several numbers; only the last one is raised.
     """
     stem_before_number = re.match(r".*?(?=\d+$)", id)
     stem = stem_before_number[0] if stem_before_number else f"{id}."

@@ -1,8 +1,8 @@
 """Cards that an operator has drained: they take no new leases, and their idle models leave.
 
-Pure. The mark of a drained card is stored in the book under the card's UUID, and belongs to no
-owner. So the drain continues after the terminal in which it was typed is closed. The runtime checks
-whether a user may drain a card; each owner moves its own tensors.
+Pure. The mark of a drained card is stored in the book under the card's UUID. It belongs to no
+owner, so the drain continues after the terminal in which it was typed is closed. The runtime checks
+whether a user may drain a card. Each owner moves its own tensors.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _noted(book: Book, world: World, device: Device, action: str, because: str, 
 
 
 def drained(book: Book, world: World) -> dict[str, str]:
-    """Drained card of `world` -> a sentence with the user who drained it and how long ago."""
+    """Drained card of `world` -> a sentence that names the user who drained it, and when."""
     sentences = {}
     for device in world.devices if book.drained else ():
         mark = book.drained.get(device.key)
@@ -77,7 +77,7 @@ def refusals(
     world: World,
     sentences: Mapping[str, str],
 ) -> dict[str, Refuse]:
-    """The refusal of `request` on each drained card. `sentences` are those of `drained`."""
+    """The refusal of `request` on each drained card. `sentences` is the result of `drained`."""
     size = request.footprint.bytes
     take = "takes" if len(sentences) == 1 else "take"
     because = (
@@ -102,10 +102,10 @@ def vacate(
     world: World,
     key: str,
 ) -> tuple[Book, tuple[Step, ...]]:
-    """The book with the idle models of `owner` leaving drained cards, and the steps for it.
+    """The book with the idle models of `owner` leaving drained cards, and the steps for that.
 
-    A model in use leaves once it is idle, and a kept model once it is unpinned. `key` marks the
-    leaving leases.
+    A model in use leaves once it is idle, and a kept model once it is unpinned. `key` is stored in
+    the leaving leases; it identifies this decision.
     """
     cards = drained(book, world)
     section = book.sections.get(owner)
@@ -142,7 +142,7 @@ def has_leases_on_drained(book: Book, owner: str, world: World) -> bool:
 
 
 def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:
-    """The leases still on `card`, each with the reason; the reason of a leaving lease is empty."""
+    """The leases still on `card`, each with its reason; empty for a lease that can leave."""
     host_room = room(book, world).get(HOST, 0)
     found = []
     for lease in _on(book.leases(), {card: ""}):
@@ -162,7 +162,7 @@ def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
 
 
 def _those_that_need_the_host_first(leases: Iterable[Lease]) -> list[Lease]:
-    """The leases in order: first those that cannot be dropped, since they need host memory."""
+    """The leases, those that cannot be dropped first, because they need room in host memory."""
     return sorted(leases, key=lambda lease: lease.droppable)
 
 

@@ -1,7 +1,7 @@
 """Which leases may be evicted, and to where.
 
-Pure. A lease is offloaded to host memory while the host has room, and dropped if its source can
-reproduce it. Weights that exist nowhere else are never dropped.
+Pure. A lease is offloaded to host memory while the host has room. Without room it is dropped, if
+its source can load it again. Weights that exist nowhere else are never dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MOST_TRIED = 12  # up to this many leases, every combination is tried; with more
 def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
     """Why this `lease` may not be evicted now; empty if it may. A lease in use always stays.
 
-    `asker` is the id of the owner that needs the room, `importance` that of its request. Grace and
-    `keep_alive` are measured at `world.now`.
+    `asker` is the id of the owner that needs the room, and `importance` is the importance of its
+    request. The grace period and `keep_alive` are measured at `world.now`.
     """
     if lease.pins:
         return "in use"
@@ -36,7 +36,7 @@ def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -
     if lease.importance < importance:
         return "more important"
     now = world.now
-    # The last use may have a later time than `now`, as the world was measured before it.
+    # The last use may be later than `now`, because the world was measured before it.
     used = lease.last_used if lease.last_used < now else now
     if lease.keep_alive and now < used + lease.keep_alive and importance >= lease.importance:
         return "kept alive"
@@ -54,11 +54,12 @@ def eviction_step(
     because: str = "",
     reason: str = "request",
 ) -> Move | Drop | None:
-    """The step that evicts this `lease`: a Move to the host, or a Drop if the host is full.
+    """The step that evicts this `lease`: a Move to the host, or a Drop if it cannot be moved.
 
-    None if neither is possible: weights that exist nowhere else are never dropped. `host_room` is
-    in bytes. With `drop`, a Drop is preferred even if the host has room. `because` (a sentence) and
-    `reason` (a word) are put into the step. `world` holds the devices and the offload setting.
+    The result is None if neither is possible: weights that exist nowhere else are never dropped.
+    `host_room` is in bytes. With `drop`, a Drop is preferred even if the host has room. `because`
+    (a sentence) and `reason` (a word) are put into the step. `world` holds the devices and the
+    offload setting.
     """
     size = lease.own_bytes
     moves = can_move(lease, world) and size <= host_room and not lease.on_host
@@ -91,10 +92,10 @@ def permanent_reason_to_stay(
     *,
     held: Sequence[str] = (),
 ) -> str:
-    """Why this `lease` will not leave its device, however long a request waits; empty if it may.
+    """Why this `lease` never leaves its device, however long a request waits; empty if it may.
 
-    `held` are ids of the leases that the requesting thread itself pins. `world` holds the host's
-    limit.
+    `held` are the ids of the leases that the requesting thread itself pins. `world` holds the
+    host's limit.
     """
     if lease.id in held:
         return "is held by the block that makes the request"
@@ -118,7 +119,7 @@ def mark_leaving(
 ) -> Book:
     """The `book` with the step's lease marked as leaving.
 
-    Its bytes count on both devices until the `step` is done. `key` is that of the decision.
+    The lease's bytes count on both devices until the `step` is done. `key` identifies the decision.
     """
     lease = book.find(step.lease)
     assert lease is not None, f"{step.lease} is to leave, but is not in the book"
@@ -131,9 +132,9 @@ def unfinished_steps(
     owner: str,
     key: str,
 ) -> tuple[Move | Drop, ...]:
-    """Steps of this `owner` in the `book` that were decided under this `key` and not reported done.
+    """The steps of this `owner` decided under this `key` and not yet reported as done.
 
-    The owner may not have received that verdict, so the steps are returned again.
+    The owner may not have received the verdict with these steps, so they are returned again.
     """
     section = book.sections.get(owner)
     if section is None:
@@ -162,10 +163,10 @@ def warm(
     owner: str = "",
     wanted: str = "",
 ) -> list[Lease]:
-    """Leases of the `book` in host memory that may be unloaded now; of one `owner` if given.
+    """Leases of the `book` in host memory that may be unloaded now; only those of `owner` if given.
 
-    `asker`, `importance` and `world` as in `reason_to_stay`. The lease with the id `wanted` stays,
-    since it is about to return to a card.
+    `asker`, `importance` and `world` are as in `reason_to_stay`. The lease with the id `wanted`
+    stays, because it is about to return to a card.
     """
     found = []
     for lease in book.leases():
@@ -189,9 +190,9 @@ def warm_pool_victims(
     owner: str = "",
     wanted: str = "",
 ) -> tuple[Lease, ...] | None:
-    """Leases to unload from the warm pool to free `shortage` bytes; None if too few.
+    """Leases to unload from host memory to free `shortage` bytes there; None if they are too few.
 
-    The other parameters are those of `warm`; `rank` orders the victims.
+    The other parameters are those of `warm`. `rank` is the policy that orders the victims.
     """
     if shortage <= 0:
         return ()
@@ -213,8 +214,8 @@ def worth_less(
 ) -> tuple[Lease, ...]:
     """Leases in host memory to unload so that `lease` fits there; empty if that is not worth it.
 
-    Each of them is worth less there, by importance and `rank`, than `lease` would be. `host_room` is
-    in bytes; the other parameters are those of `warm`.
+    By importance and `rank`, each of these leases is worth less in host memory than `lease` would
+    be. `host_room` is in bytes. The other parameters are those of `warm`.
     """
     shortage = lease.own_bytes - host_room
     fits_alone = lease.own_bytes <= world.limits.get(HOST, 0)
@@ -231,7 +232,10 @@ def worth_less(
 
 
 def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
-    """The `leases` that together use most of `host_bytes` without exceeding it."""
+    """The set of `leases` that uses most of `host_bytes` without exceeding it.
+
+    With more than MOST_TRIED leases, the result may not be the best possible set.
+    """
     small = [lease for lease in leases if lease.own_bytes <= host_bytes]
     small.sort(key=lambda lease: -lease.own_bytes)
     if sum(lease.own_bytes for lease in small) <= host_bytes:

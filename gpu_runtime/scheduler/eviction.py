@@ -1,6 +1,6 @@
-"""How room is made on a card: the leases whose eviction costs least.
+"""Finds the leases whose eviction makes room on a card at the least cost.
 
-Pure. `eviction_verdict` makes the steps and the sentences.
+Pure. `eviction_verdict` makes the steps and the sentences from the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Enough = Callable[[Bytes, Iterable[Lease]], tuple[Lease, ...] | None]
 
 
 class Way(NamedTuple):
-    """A way to make room: leases that leave, and those that leave the warm pool first."""
+    """A way to make room: leases that leave the card, and those that first leave host memory."""
 
     candidate: Candidate
     leaving: tuple[Lease, ...]
@@ -51,11 +51,11 @@ def cheapest_way(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> Way | None:
-    """The way that makes room for the `request` at the least cost; None if there is none.
+    """The way that makes room for the `request` at the least cost; None if there is no such way.
 
-    `candidates` are cards that may hold the request alone. Leases of owners that do not answer
-    are recalled only if no other leases can make the room. `context` and `world` are the inputs of
-    this decision, `rank` is the eviction policy.
+    `candidates` are cards that may hold the request alone. `context` and `world` are the inputs of
+    this decision, and `rank` is the eviction policy. Leases of owners that do not answer are
+    recalled only if the other leases cannot make the room.
     """
     rank = with_uses_of_equal_models(rank, context.leases)
     if context.silent:
@@ -148,7 +148,10 @@ def _evictable(
     context: Context,
     spared: frozenset[str],
 ) -> list[Lease]:
-    """Leases that may leave now and that no elder has recalled. A plain loop, as it runs often."""
+    """Leases that may leave now and that no elder (a request ahead in the queue) has recalled.
+
+    The loop is plain because it runs often.
+    """
     asker, importance = request.lease.owner, request.lease.importance
     recalled = context.recalled
     own_code = request.lease.kind == "block"
@@ -178,10 +181,10 @@ def _priced(
 ) -> _Priced:
     """The way with its cost.
 
-    Ways are compared by the importance of their leases first, on whatever card these are. Equal
-    ways are compared by seconds of reloading, then by number of cards, then by number of leases.
-    With `fewest-evictions`, the number of leases is compared before the seconds. The last
-    criterion is the rank that the policy gives.
+    The importance of the evicted leases is compared first, on whatever card they are. Then follow
+    the seconds of loading them again, the number of cards, and the number of leases. With
+    `fewest-evictions`, the number of leases is compared before the seconds. The last criterion is
+    the rank that the policy gives.
     """
     most_important, highest_rank = _most_precious(leaving, world, rank)
     seconds = sum([lease.restore_seconds or lease.reload_seconds for lease in leaving])
@@ -201,7 +204,10 @@ def _most_precious(
     world: World,
     rank: Policy,
 ) -> tuple[float, float]:
-    """The importance and the rank of the most precious of these leases, for comparison."""
+    """The importance and the rank of the last lease to leave, which is the most precious of them.
+
+    A larger number means a more precious lease in both.
+    """
     if not leaving:
         return -(10**9), 0.0
     last = leaving[-1]  # victims are in order
@@ -220,7 +226,7 @@ def _ways(
     idle: list[Lease],
     host_bytes: int,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Every card, and every division over cards, on which room can be made; with its victims."""
+    """Every card or set of cards on which room can be made, each with the leases to evict."""
     fewest = request.placement.policy == "fewest-evictions"
     enough = fewest_victims if fewest else victims_in_order
     idle_on = _by_device(idle)
@@ -273,7 +279,10 @@ def _victims(
     host_bytes: int,
     enough: Enough,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict. Weights that exist nowhere else leave only if the host can hold them."""
+    """The leases to evict; None if they cannot free the need.
+
+    Weights that exist nowhere else leave only if the host can hold them.
+    """
     chosen = enough(need, idle)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
         return chosen
@@ -297,7 +306,10 @@ def _victims_under_cap(
     candidate: Candidate,
     enough: Enough,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict; under the operator's cap, the user's own leases are evicted first."""
+    """The leases to evict; None if they cannot free the need.
+
+    To get below the operator's cap on a user, that user's own leases are evicted first.
+    """
     over_cap = {}
     for share in candidate.shares:
         allowed = context.cap_left_later.get(share.device, share.bytes)
@@ -330,5 +342,5 @@ def _less_freed(need: Bytes, leaving: Iterable[Lease]) -> dict[str, int]:
 
 
 def _precious_bytes(leases: Iterable[Lease]) -> int:
-    """Bytes that exist nowhere else, and so need room in host memory."""
+    """Bytes of the leases that exist nowhere else, and that therefore need room in host memory."""
     return sum([lease.own_bytes for lease in leases if not lease.droppable])

@@ -1,8 +1,8 @@
 """How room is made on several cards at once: which cards are used, and which leases are evicted.
 
 Pure. A lease may have bytes on several of the cards, and free bytes on one card may replace missing
-bytes on another. So victims are added one by one, in order, until the model fits. Then every victim
-that is not needed is taken off the list again.
+bytes on another. So leases are marked as victims one by one, in order, until the model fits. Then
+every victim that is not needed is taken off the list again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def multi_card_ways(
     host_bytes: int,
     limits: Bytes,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Divisions of the `request` for which room can be made, each with the leases to evict.
+    """The divisions of the `request` for which room can be made, each with the leases to evict.
 
-    `idle` are the leases that may leave, in order; `context` holds the room. `host_bytes` is the
-    host memory for weights that exist nowhere else. `limits` are the budgets of the cards that may
-    be used.
+    `idle` are the leases that may leave, in order. `context` holds the free bytes. `host_bytes` is
+    the host memory available for weights that exist nowhere else. `limits` are the budgets of the
+    cards that may be used.
     """
     footprint, rules = request.footprint, request.placement
     for cards in _sets(request, context, idle, limits):
@@ -56,7 +56,7 @@ def _enough(
     holds: Callable[[Bytes], bool],
     total: int,
 ) -> Callable[[], bool]:
-    """A function that returns whether the room is enough at the time of the call."""
+    """A function without parameters that returns whether the `room` is enough when it is called."""
 
     def enough() -> bool:
         if room.own_left is not None and room.own_left < total:
@@ -73,7 +73,10 @@ def _victims_within_host(
     host_bytes: int,
     rules: PlacementRules,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict. Weights that exist nowhere else leave only if the host can hold them."""
+    """The leases to evict; None if they cannot make the room.
+
+    Weights that exist nowhere else leave only if the host can hold them.
+    """
     fewest = rules.policy == "fewest-evictions"
     chosen = _victims(pool, room, enough, fewest=fewest)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
@@ -83,12 +86,12 @@ def _victims_within_host(
 
 
 def _precious_bytes(leases: Iterable[Lease]) -> int:
-    """Bytes that exist nowhere else, and so need room in host memory."""
+    """Bytes of the leases that exist nowhere else, and that therefore need room in host memory."""
     return sum([lease.own_bytes for lease in leases if not lease.droppable])
 
 
 def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
-    """The pool without the precious leases for which the host has no room."""
+    """The pool without the leases that exist nowhere else and for which the host has no room."""
     precious = [lease for lease in pool if not lease.droppable]
     saved = largest_fitting_set(precious, host_bytes)
     return [lease for lease in pool if lease.droppable or lease in saved]
@@ -102,8 +105,9 @@ def _sets(
 ) -> list[tuple[str, ...]]:
     """Sets of cards on which room may be made.
 
-    All sets if the cards are few. With more cards there are two sets for each number of cards: the
-    first cards in order that could be emptied enough, and the cards with the most free bytes now.
+    With up to FEW_CARDS cards, every set of a possible size is tried. With more cards, there are
+    two sets for each number of cards: the first cards in order that could be emptied enough, and
+    the cards with the most free bytes now.
     """
     rules = request.placement
     cards = []
@@ -129,7 +133,7 @@ def _sets(
 
 
 class _Room:
-    """The bytes that a split may use on each card, while leases are tentatively evicted."""
+    """The bytes that a divided model may use on each card, while leases are tentatively evicted."""
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class _Room:
         return {card: min(size, self.cap_left[card]) for card, size in self.free.items()}
 
     def gains(self, lease: Lease, total: int) -> bool:
-        """Whether evicting this `lease` helps; `total` is the bytes that the new model claims."""
+        """Whether evicting this `lease` helps. `total` is the bytes that the new model claims."""
         if self.own_left is not None and self.own_left < total and lease.owner == self.owner:
             return True
         for share in lease.shares:  # a plain loop: it runs for every set of cards and every lease
@@ -160,7 +164,7 @@ class _Room:
         return False
 
     def let_go(self, lease: Lease, times: int = 1) -> None:
-        """Counts the `lease` as evicted; with `times=-1`, as back on its cards."""
+        """Counts the `lease` as evicted. With `times=-1`, counts it as back on its cards."""
         for share in lease.shares:
             if share.device in self.free:
                 self.free[share.device] += times * share.bytes
@@ -190,9 +194,9 @@ def _victims(
     *,
     fewest: bool,
 ) -> tuple[Lease, ...] | None:
-    """The leases of the pool to evict, none of them needless; None if all are not enough.
+    """The leases of the pool to evict, without needless ones; None if the whole pool is not enough.
 
-    The room is the same before and after the call.
+    The `room` is the same before and after the call.
     """
     order = sorted(pool, key=_least_important_largest_first(room)) if fewest else pool
     gone = 0
@@ -217,7 +221,7 @@ def _pruned(
     room: _Room,
     enough: Callable[[], bool],
 ) -> tuple[Lease, ...]:
-    """The needed leases among the evicted ones; the others are counted as back."""
+    """The needed leases among the evicted ones; the others are counted as back on their cards."""
     needed = []
     for lease in reversed(gone):
         room.let_go(lease, -1)
@@ -234,7 +238,7 @@ def _fewer(
     enough: Callable[[], bool],
     than: int,
 ) -> tuple[Lease, ...] | None:
-    """A smaller set that is enough; None if there is none, or too many sets would be tried."""
+    """A set of fewer than `than` leases that is enough; None if none is found in time."""
     tried = 0
     for count in range(1, than):
         tried += comb(len(pool), count)

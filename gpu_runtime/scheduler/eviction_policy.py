@@ -1,6 +1,6 @@
-"""The policies: what it is worth to keep a lease where it is. The lowest number leaves first.
+"""The eviction policies. A policy gives each lease a number; the lowest number leaves first.
 
-Pure: values in, values out. Importance always counts before that number.
+Pure. Importance is always compared before that number.
 
 To add a policy, write a function here and add it to POLICIES. Then add its name to the setting
 `gpu_policy`, and to the words for that setting in `_WORDS`, both in `gpu_runtime/settings.py`.
@@ -31,11 +31,11 @@ def lru(lease: Lease, world: World) -> float:
 def cost_aware(lease: Lease, world: World) -> float:
     """The cost of evicting this `lease`; the cheapest leaves first.
 
-    The score is the seconds of loading it again, divided by the GiB that it frees, and lowered by
-    its idle time at `world.now`. A model that was idle for an hour is unlikely to be used in the
-    next minute.
+    The score is the seconds of loading the lease again, divided by the GiB that it frees. The score
+    is also divided by 1 + the seconds of idle time at `world.now`: a model that was idle for an
+    hour is unlikely to be used in the next minute.
 
-    Source: GreedyDual-Size-Frequency, Cherkasova 1998 (HPL-98-69R1), with idle time in the place of
+    Source: GreedyDual-Size-Frequency, Cherkasova 1998 (HPL-98-69R1), with idle time instead of
     frequency.
     """
     seconds = lease.restore_seconds or lease.reload_seconds or 1.0
@@ -44,11 +44,12 @@ def cost_aware(lease: Lease, world: World) -> float:
 
 
 def keep_score(lease: Lease, world: World) -> float:
-    """The waiting that keeping this `lease` saves for each GB; the lowest leaves first.
+    """The waiting time that keeping this `lease` saves for each GB; the lowest leaves first.
 
-    The sum of 1 / (age + 20 s) over its last 32 uses says how soon it is used again. It is
-    multiplied by the seconds that its next use would wait if it left, and divided by its size.
-    `world` has the time, and whether host memory could hold it.
+    The sum of 1 / (age + 20 s) over the lease's last 32 uses estimates how soon it is used again.
+    The sum is multiplied by the seconds that the next use would wait after an eviction, and divided
+    by the lease's size in GB. `world` holds the time, and the limit that says whether host memory
+    could hold the lease.
 
     Source: hyperbolic caching, Blankstein et al. 2017 (USENIX ATC), with the cost and size of
     GreedyDual-Size, Cao and Irani 1997.
@@ -71,20 +72,20 @@ def keep_score(lease: Lease, world: World) -> float:
 
 
 def seconds_to_load(lease: Lease, size: int) -> float:
-    """How long loading the `size` bytes of this lease takes: measured, else estimated."""
+    """Seconds that loading the `size` bytes of this `lease` takes: measured, or else estimated."""
     return max(lease.reload_seconds or size / DISK_BYTES_PER_SECOND, LEAST_SECONDS)
 
 
 def seconds_to_restore(lease: Lease, size: int) -> float:
-    """How long the return of its `size` bytes from host memory takes: measured, else estimated."""
+    """Seconds that restoring `size` bytes from host memory takes: measured, else estimated."""
     measured = lease.restore_seconds or size / HOST_BYTES_PER_SECOND
     return max(min(measured, seconds_to_load(lease, size)), LEAST_SECONDS)
 
 
 def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:
-    """The policy `rank`, in which a use of a model counts for all `leases` of equal models.
+    """The policy `rank`, changed so that a use of a model counts for all `leases` of equal models.
 
-    A model that three notebooks use is worth three, whichever of them has loaded it.
+    If three notebooks use a model, all their uses count for it, whichever of them has loaded it.
     """
     uses: dict[str, list[str]] = {}
     for lease in leases:
@@ -112,7 +113,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def policy(name: str) -> Policy:
-    """The policy of that `name`. Raises BadSetting."""
+    """The policy with that `name`. Raises BadSetting if the name is unknown."""
     try:
         return POLICIES[name]
     except KeyError:

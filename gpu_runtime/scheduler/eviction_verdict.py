@@ -1,7 +1,7 @@
-"""The verdict on a request for which leases are evicted: own steps, recalls, sentences.
+"""The verdict on a request for which leases are evicted: this owner's steps, recalls, sentences.
 
-Pure. Bytes are free only after the victim has left. So a request that makes room waits, and its
-ticket keeps its place in the queue.
+Pure. Bytes are free only after the evicted lease has left. So a request that makes room waits, and
+its ticket keeps its place in the queue.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def make_room(
     context: Context,
     way: Way,
 ) -> tuple[Book, Wait]:
-    """The `book` with our own victims marked as leaving, and a Wait with steps and recalls.
+    """The `book` with this owner's victims marked as leaving, and a Wait with steps and recalls.
 
-    `way` is from `cheapest_way`; `request`, `world`, `rank` and `context` are those of this decision.
-    Other owners see the recall on the ticket of the request.
+    `way` is the result of `cheapest_way`. `request`, `world`, `rank` and `context` are those of the
+    same decision. Other owners see the recall on the ticket of the request.
     """
     shares = way.candidate.shares
     cards = [share.device for share in shares]
@@ -72,7 +72,10 @@ def _wait_for_what_left(
     cards: list[str],
     head: str,
 ) -> Wait:
-    """The Wait if no further lease needs to leave: the missing bytes are leaving or unmeasured."""
+    """The Wait if no further lease needs to leave.
+
+    The missing bytes are leaving, or belong to a dead process, or are free but not yet measured.
+    """
     for card in cards:
         if card in context.leaving:
             return Wait(f"{head} {context.leaving[card]} is being evicted.")
@@ -142,7 +145,7 @@ class _Eviction:
             self.sentences.append(f"{described} is {done}.")
 
     def _renew_warm_pool(self, lease: Lease) -> bool:
-        """Unloads what is worth less in host memory than this `lease`. False if nothing is."""
+        """Unloads leases that are worth less in host memory than this `lease`; False if none is."""
         asker = self.request.lease.owner
         if lease.owner != asker:  # its owner renews the warm pool
             return False
