@@ -1,20 +1,21 @@
 """The bytes that a model needs on a device, part by part, with the source of each number.
 
-Pure: `Evidence` from the source, the declared size and earlier measurements go in; a `Footprint` comes
-out. Nothing is loaded. The weights are taken from the first of these that is known:
+Pure. `Evidence` from the source, the declared size and earlier measurements go in; a `Footprint`
+comes out. Nothing is loaded. The size of the weights is taken from the first of these that is
+known:
+    declared size > measured before > header of the files > module without data > size of the files
+    > the name
 
-    declared size > measured before > header of the files > module without data > size of the files > the name
+A lease holds the weights. It also holds the room for use that the registration requested
+(`context_length`, `sequences`): KV cache and activations, calculated from the config. Without such
+a request, only the weights are reserved. Memory that code uses beyond its leases is measured, and
+is in the book as the residue of its process.
 
-A lease holds the weights, and the room for use that the registration requested (`context_length`,
-`sequences`): KV cache and activations, calculated from the config. Without such a request, only the
-weights are reserved. Memory that code uses beyond its leases is measured, and is in the book as the
-residue of its process.
-
-*No overhead is counted twice.* A declared size includes the room for use. A measured size is the size
-of the storages, without a factor. If only the size of the files or a name is known, the weights are
-multiplied by a factor for cache and activations. If cache and activations can be calculated, there is
-no factor. The CUDA context is counted only for a process's first model on a card. Once the context
-exists, it is residue.
+*No overhead is counted twice.* A declared size includes the room for use. A measured size is the
+size of the storages, without a factor. If only the size of the files or a name is known, the
+weights are multiplied by a factor for cache and activations. If cache and activations can be
+calculated, there is no factor. The CUDA context is counted only for a process's first model on a
+card. Once the context exists, it is residue.
 
 *Peak.* The peak use of a model is stored and shown, but not leased: one large batch would make the
 lease large forever. While torch keeps those bytes, they are in the book as residue.
@@ -40,8 +41,8 @@ FILE_FACTORS = {
 CONTEXT_BYTES = 500 * 2**20
 
 # Bits for each weight, including scales and the few tensors with more bits. Source: llama.cpp,
-# tools/quantize/README, Llama 2 7B. For types not listed there (IQ*, TQ*, *_0, *_1), the number is
-# calculated from the type's block.
+# tools/quantize/README, Llama 2 7B. For types that are not listed there (IQ*, TQ*, *_0, *_1), the
+# number is calculated from the type's block.
 QUANT_BITS = {
     "Q2_K": 3.35,
     "Q2_K_S": 3.35,
@@ -106,7 +107,8 @@ _WORD_BITS = {
 }
 _COUNT = re.compile(r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d+(?:\.\d+)?)([mbt])(?![a-z0-9])")
 _SCALES = {"m": 10**6, "b": 10**9, "t": 10**12}
-# Fraction of n × size, since experts share attention. Mixtral 8x7B has 46.7 of 56 billion weights.
+# A model with n experts has this fraction of n × size weights, because experts share attention.
+# Mixtral 8x7B has 46.7 of 56 billion weights.
 _EXPERTS_SHARE = 0.83
 
 
@@ -122,13 +124,14 @@ def footprint(
 ) -> Footprint:
     """The footprint of the model `name`, from the best known source of its size.
 
-    `evidence` is from the model's source, `declared` are its declared bytes, `measured` is an
-    earlier measurement, and `options` are those of its registration. `quantization` is its format,
-    if the name does not show it. `context_bytes` is the size of the CUDA context that the load will
-    create; 0 if the process has one on the card, or if the devices are simulated.
+    `evidence` is from the model's source, `declared` is its declared size in bytes, `measured` is
+    an earlier measurement, and `options` are those of its registration. `quantization` is its
+    format, if the name does not show it. `context_bytes` is the size of the CUDA context that the
+    load will create. It is 0 if the process has a context on the card, or if the devices are
+    simulated.
 
-    Raises UnknownSize, which asks for a declared size, if nothing is known. Raises BadSetting for
-    an option that cannot be used.
+    Raises UnknownSize, which requests a declared size, if no source shows the size. Raises
+    BadSetting for an option that cannot be used.
     """
     use = kv_cache.planned_use(options or {}, evidence.config)
     weights = _weights(name, evidence, measured, quantization)
@@ -178,7 +181,7 @@ def _weights(
 
 
 def _declared(declared: int, weights: Part | None, use_requested: bool) -> tuple[Part, ...]:
-    """The parts of a declared size: the whole, or the weights and the requested room for use."""
+    """The parts of a declared size: one part, or the weights and the requested room for use."""
     if not use_requested or weights is None or weights.bytes >= declared:
         return (Part("all", declared, "declared"),)
     rest = Part(
@@ -197,7 +200,7 @@ def _beyond_weights(
     measured: Measurement | None,
     use: kv_cache.PlannedUse | None,
 ) -> tuple[Part, ...]:
-    """Cache and activations if they can be calculated; else the margin for them."""
+    """Cache and activations if they can be calculated; otherwise a margin for them."""
     if evidence.at_load:
         # An engine's cache is measured together with its weights. If no weights are on the card,
         # the cache is not there either.
@@ -209,7 +212,7 @@ def _beyond_weights(
 
 
 def _typical_cache(name: str, evidence: Evidence, use: kv_cache.PlannedUse) -> Part:
-    """The cache of a model that only its name describes: the most that its size allows."""
+    """The largest possible cache of a model of which only the name is known."""
     count, text = _count_in(name) or _count_in(evidence.name) or (0.0, "")
     layers = kv_cache.typical_layers(count)
     size = kv_cache.kv_cache_bytes(
@@ -257,7 +260,10 @@ def _room(
 
 
 def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
-    """The margin for cache and activations, by a factor, if the size of the weights is a guess."""
+    """The margin for cache and activations, if only the size of the files or the name is known.
+
+    The margin is a fraction of the weights that depends on the file format.
+    """
     if weights.source not in ("file size", "name"):
         return ()
     factor = FILE_FACTORS[evidence.file_format or _format_in(weights.detail)]
@@ -273,12 +279,12 @@ def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
 
 
 def _format_in(detail: str) -> str:
-    """The file format of the quantization that this text names."""
+    """The file format that belongs to the quantization in the text `detail`."""
     return "gguf" if any(word in detail for word in QUANT_BITS) else "safetensors"
 
 
 def _cache_in_words(layers: tuple[kv_cache.Layer, ...], use: kv_cache.PlannedUse) -> str:
-    """`2 × 8,192 tokens, 32 layers, 16 bits`."""
+    """The cache as text, such as `2 × 8,192 tokens, 32 layers, 16 bits`."""
     with_cache = [layer for layer in layers if layer.values]
     with_window = [layer for layer in with_cache if layer.window]
     several = "s" if len(with_cache) > 1 else ""
@@ -327,7 +333,7 @@ def _cache_bytes_per_token(config: Mapping[str, Any]) -> int:
 
 
 def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """The pieces, each with its part of the overheads. Their sum is exactly `total` bytes.
+    """The pieces, each enlarged by its part of the overheads. Their sum is exactly `total` bytes.
 
     >>> _stretched((1, 1, 2), 10)
     (2, 3, 5)
@@ -347,10 +353,10 @@ def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
 
 
 def from_name(name: str, quantization: str = "") -> tuple[int, str] | None:
-    """Bytes of the weights by the `name`, and a text on how they were read; None without a number.
+    """Bytes of the weights according to the `name`, and a text that explains them; None if unknown.
 
     The weights have 16 bits if neither `name` nor `quantization` is a known format. If the name has
-    several numbers, the largest counts.
+    several numbers, the largest one counts.
 
     >>> from_name("Llama-2-7B-Q4_K_M.gguf")
     (4235000000, '7B at 4.84 bits (Q4_K_M)')
@@ -366,7 +372,7 @@ def from_name(name: str, quantization: str = "") -> tuple[int, str] | None:
 
 
 def _count_in(name: str) -> tuple[float, str] | None:
-    """The largest number of weights in the `name`, and its text, such as `8x7B`; None without one."""
+    """The largest number of weights in the `name`, with its text, such as `8x7B`; else None."""
     matches = _COUNT.finditer(name.lower().replace("_", "-"))
     return max((_weight_count(match) for match in matches), default=None)
 
@@ -381,7 +387,7 @@ def _weight_count(match: re.Match[str]) -> tuple[float, str]:
 
 
 def _bits(text: str) -> tuple[float, str]:
-    """Bits for each weight in the format that the text names; and the format."""
+    """Bits for each weight in the format that the `text` names, and the format."""
     upper = text.upper().replace("-", "_")
     for quantization in sorted(QUANT_BITS, key=len, reverse=True):
         if re.search(rf"(?<![A-Z0-9]){quantization}(?![A-Z0-9])", upper):

@@ -1,8 +1,8 @@
 """The memory that a running model uses beyond its weights: KV cache and activations.
 
-Pure: a config with Hugging Face's names goes in (a GGUF header is translated first), bytes come out. A
-value that the config does not contain is None, never zero. All figures are for inference, without
-gradients.
+Pure. A config with Hugging Face's names goes in, and bytes come out; a GGUF header is translated
+into such a config first. A value that the config does not contain is None, never zero. All figures
+are for inference, without gradients.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ CACHE_BITS = {
 _MOST_LAYERS = 10_000  # a larger number in a config is treated as an error
 # Keys under which multimodal models keep the config of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
-# Model type -> n, if every n-th layer reads the whole context and the others have a window. It is used
-# for a config with a window and no pattern; the numbers are those of transformers.
+# Model type -> n, if every n-th layer reads the whole context and the other layers have a window.
+# The number is used if the config has a window but no pattern. The numbers are those of
+# transformers.
 _PATTERNS = {
     "gemma2": 2,
     "gemma3": 6,
@@ -92,7 +93,10 @@ _CONTEXT = (
 
 
 class Layer(NamedTuple):
-    """The cache of one layer: `values` for each of the last `window` tokens (0: for every token)."""
+    """The cache of one layer: `values` for each of the last `window` tokens.
+
+    With a `window` of 0, the layer keeps the values of all tokens.
+    """
 
     values: int
     window: int = 0
@@ -111,9 +115,11 @@ class PlannedUse(NamedTuple):
 def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> PlannedUse | None:
     """The use that `context_length`, `sequences` and `cache_dtype` in `options` describe.
 
-    If both `context_length` and `sequences` are missing, the length is `config["context_at_load"]`: an
-    engine that allocates its cache at load sets it. Without that key the result is None. With
-    `sequences` alone, the context is the longest that the config names. Raises BadSetting.
+    If both `context_length` and `sequences` are missing, the length is `config["context_at_load"]`,
+    which an engine sets that allocates its cache at load. Without that key, the result is None.
+    With `sequences` alone, the context is the longest that the config names.
+
+    Raises BadSetting for a value that cannot be used.
     """
     tokens = options.get("context_length")
     sequences = options.get("sequences")
@@ -140,7 +146,7 @@ def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> Planne
 
 
 def _cache_bits(dtype: Any, item_bytes: int) -> float:
-    """Bits of a cached value with this dtype; without a dtype, the bits of an activation."""
+    """Bits of a cached value with this `dtype`; without a dtype, the bits of an activation."""
     if dtype is None:
         return 8.0 * item_bytes
     bits = _bits_of(dtype)
@@ -154,7 +160,7 @@ def _bits_of(dtype: Any) -> float | None:
 
 
 def item_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Bytes of an activation, by the `dtype` in `options` or else in `config`; 2 without a dtype."""
+    """Bytes of an activation: by the `dtype` in `options`, else in `config`, else 2."""
     text = _text(config)
     for source in (options, text):
         for name in ("dtype", "torch_dtype"):
@@ -170,12 +176,12 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 
 def batch_tokens(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the engine reads at once, by `config`; None if it reads a whole context."""
+    """Tokens that the engine reads at once, from `config`; None if it reads a whole context."""
     return _number(config, "batch_tokens")
 
 
 def attention_heads(config: Mapping[str, Any]) -> int:
-    """Attention heads of a layer by `config`; 0 if it does not contain them."""
+    """The number of attention heads of a layer, from `config`; 0 if it is unknown."""
     return _number(_text(config), *_HEADS) or 0
 
 
@@ -187,8 +193,8 @@ def kv_cache_bytes(
 ) -> int:
     """Bytes of the cache for `sequences` sequences of `tokens` tokens, with `bits` bits for each value.
 
-    `layers` are those of `cache_layers`. The result is a lower bound: an engine that allocates pages or
-    blocks rounds up.
+    `layers` is the result of `cache_layers`. The number of bytes is a lower bound: an engine that
+    allocates pages or blocks rounds up.
 
     >>> llama_3_8b = [Layer(2 * 8 * 128)] * 32
     >>> kv_cache_bytes(llama_3_8b, tokens=8192)
@@ -201,11 +207,12 @@ def kv_cache_bytes(
 
 
 def typical_layers(weights: float) -> tuple[Layer, ...]:
-    """What the layers of a transformer with that many `weights` keep, if only its name is known.
+    """The cached values of each layer of a transformer with that many `weights`.
 
-    An upper bound: every head has keys and values of its own. Models with grouped heads keep a
-    quarter or less. A transformer has about 12 × layers × width² weights, and about one layer for
-    each 128 of its width: Llama 2 7B and 13B have 32 × 4096 and 40 × 5120.
+    It is used if only the model's name is known. The result is an upper bound: every head has keys
+    and values of its own. Models with grouped heads keep a quarter or less. A transformer has about
+    12 × layers × width² weights. It has about one layer for each 128 of its width: Llama 2 7B and
+    13B have 32 × 4096 and 40 × 5120.
 
     >>> llama_2_7b = typical_layers(7e9)
     >>> len(llama_2_7b), llama_2_7b[0]
@@ -220,12 +227,13 @@ def typical_layers(weights: float) -> tuple[Layer, ...]:
 def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
     """The cache of each layer of the model with this `config`.
 
-    Empty for a model without a cache; None if the config does not show it.
+    The result is empty for a model without a cache, and None if the config does not show the cache.
 
-    Multi-head attention keeps a key and a value for each head. Grouped-query attention keeps them for
-    each group of heads. Multi-head latent attention keeps one compressed vector and one rotary key for
-    all heads. Layers with a sliding window (or chunks) drop the tokens outside the window. Recurrent
-    layers keep a state that does not grow with the context; it is not counted.
+    - Multi-head attention keeps a key and a value for each head.
+    - Grouped-query attention keeps a key and a value for each group of heads.
+    - Multi-head latent attention keeps one compressed vector and one rotary key for all heads.
+    - Layers with a sliding window (or chunks) drop the tokens outside the window.
+    - Recurrent layers keep a state that does not grow with the context, and that is not counted.
 
     Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries); DeepSeek-AI 2024, arXiv:2405.04434
     (latent).
@@ -239,7 +247,8 @@ def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
     if count is None or count > _MOST_LAYERS:
         return None
     window = _number(text, *_WINDOW) or 0
-    # In some models, the last layers have no cache of their own and read another layer's.
+    # In some models, the last layers have no cache of their own and read the cache of another
+    # layer.
     with_own_cache = count - min(_number(text, "num_kv_shared_layers") or 0, count)
     caches = 2 if encoder_decoder else 1  # one for the decoder, one for the encoder's output
     layers = []
@@ -254,7 +263,10 @@ def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
 
 
 def _values(text: Mapping[str, Any], index: int, *, whole: bool) -> int | None:
-    """Values that one layer keeps for a token; `whole`: the layer reads the whole context."""
+    """Values that one layer keeps for a token; None if the config does not show them.
+
+    `whole` is True if the layer reads the whole context.
+    """
     latent = _number(text, "kv_lora_rank")
     rotary = _number(text, "qk_rope_head_dim")
     if latent and rotary:
@@ -285,7 +297,7 @@ def _groups(text: Mapping[str, Any], index: int, heads: int) -> int:
 
 
 def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
-    """For each layer: `full` attention, a `window` of it, or `none`."""
+    """The kind of each layer: `full` attention, attention in a `window`, or `none`."""
     types = text.get("layer_types", text.get("layers_block_type"))
     if isinstance(types, (list, tuple)) and len(types) >= count:
         return [_kind(str(word)) for word in types[:count]]
@@ -298,7 +310,7 @@ def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
 
 
 def _windows(text: Mapping[str, Any], model: str, count: int) -> list[bool]:
-    """For each layer of a model with a window: whether the window limits it."""
+    """Whether the window limits each layer, for a model with a window."""
     pattern = text.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:  # a letter for each layer, such as LLLG
         return [pattern[n % len(pattern)] == "L" for n in range(count)]
@@ -326,16 +338,17 @@ def _kind(word: str) -> str:
 def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
     """The most bytes of activations at one time, while a context is read in one pass.
 
-    `config` describes the model, `use` the context. None if the config does not show the size.
+    `config` describes the model, `use` the context. The result is None if the config does not show
+    the size.
 
     The peak is where the feed-forward layer multiplies its two halves. Each token then needs three
-    vectors of the layer's inner width and four of the model's width. With experts, each expert that a
-    token uses needs these vectors. The scores of the last token are added. Attention that stores its
-    scores (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
+    vectors of the layer's inner width and four of the model's width. With experts, each expert that
+    a token uses needs these vectors. The scores of the last token are added. Attention that stores
+    its scores (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
 
-    An engine that reads in batches is marked in its config (llama.cpp: 512 tokens, in float32, with the
-    scores of all of them). It reuses one buffer. If it stores attention, it also holds the whole matrix
-    of each head and a mask.
+    An engine that reads in batches is marked in its config (llama.cpp: 512 tokens, in float32, with
+    the scores of all of them). Such an engine reuses one buffer. If it stores attention, it also
+    holds the whole matrix of each head and a mask.
 
     `tests/backends/test_estimates.py` compares the result with a forward pass of transformers.
     """
@@ -380,7 +393,7 @@ def _values_per_token(text: Mapping[str, Any], width: int) -> int:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of the config that describes the language model."""
+    """The config of the language model, whose values replace those of the outer `config`."""
     for key in _NESTED:
         inner = config.get(key)
         if isinstance(inner, Mapping):
@@ -389,7 +402,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
-    """Whether the model generates tokens, and so has a cache. Embedders and classifiers have none."""
+    """Whether the model generates tokens, and so has a cache, unlike embedders and classifiers."""
     architectures = config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures:
         return True
@@ -397,7 +410,10 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first value under these names that is a whole number above 0; the largest one of a list."""
+    """The first value under these `names` that is a whole number above 0; None without one.
+
+    If a value is a list, its largest number counts.
+    """
     for name in names:
         value = config.get(name)
         if isinstance(value, (list, tuple)):
@@ -408,7 +424,10 @@ def _number(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _at(config: Mapping[str, Any], index: int, *names: str) -> int | None:
-    """As `_number`, for the layer at `index` if the value is a list. A zero is a valid number here."""
+    """The first value under these `names` that is a whole number from 0; None without one.
+
+    If a value is a list, the number at `index` (the layer) counts.
+    """
     for name in names:
         value = config.get(name)
         if isinstance(value, (list, tuple)):

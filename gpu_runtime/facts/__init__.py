@@ -1,7 +1,8 @@
-"""Frozen values: devices, models, leases, the book, decisions and snapshots. All are JSON between processes.
+"""Frozen values that all folders exchange. Between processes they are written as JSON.
 
-Nothing here decides or acts: no locks, tensors or clocks. Sizes are bytes. Times are seconds of
-CLOCK_BOOTTIME, unless the name contains `wall`.
+They describe devices, models, leases, the book, decisions and snapshots. Nothing here decides or
+acts: no locks, tensors or clocks. Sizes are in bytes. Times are seconds of CLOCK_BOOTTIME, unless
+the name contains `wall`.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ class BlockState(enum.StrEnum):
     """What a part of a segment is used for."""
 
     ALLOCATED = "allocated"
-    PENDING = "pending"  # freed, but not reusable yet: another stream may still read it
+    PENDING = "pending"  # freed, but not reusable yet, because another stream may still read it
     INACTIVE = "inactive"  # reserved and unused
-    RELEASED = "released"  # given back to the driver, in a segment with other parts in use
+    RELEASED = "released"  # returned to the driver, while other parts of the segment are in use
     MIXED = "mixed"  # several small neighbours of different states, shown as one
 
 
@@ -23,12 +23,12 @@ class AllocatorBlock(Value, array_like=True):
 
     bytes: int
     state: BlockState
-    count: int = 1  # neighbours of one state are shown as one
+    count: int = 1  # number of neighbouring blocks with the same state, shown as one
     inactive_bytes: int = 0  # inactive bytes of a mixed block
 
 
 class SegmentMap(Value, array_like=True):
-    """Memory that an allocator took from its device in one piece, and how it is divided."""
+    """Memory that an allocator took from its device in one piece, and its division into blocks."""
 
     address: int  # a simulated segment counts from the first one
     bytes: int
@@ -43,11 +43,14 @@ class SegmentMap(Value, array_like=True):
 
 
 class AllocatorMap(Value):
-    """How one process's allocator has divided its memory of one card. None: unknown, which is not 0."""
+    """How one process's allocator has divided its memory of one card.
+
+    A field that is None is unknown, which is not the same as 0.
+    """
 
     owner: str  # the id of the owner in the book
     device: str
-    wall: float  # when the map was made; a new one is made after a change
+    wall: float  # when the map was made; a change leads to a new map
     allocated_bytes: int
     reserved_bytes: int
     inactive_bytes: int | None = None  # reserved and unused
@@ -62,11 +65,11 @@ class AllocatorMap(Value):
     left_out_bytes: int = 0
 
     def largest_request_bytes(self, view: DeviceView) -> int | None:
-        """The most that this process could allocate now in one piece; None: unknown.
+        """The largest piece of memory that this process could allocate now; None if unknown.
 
-        `view` is the card, whose budget bounds the result. torch uses its largest free block, or new
-        memory after it has released what is releasable. A simulated card counts what is allocated,
-        and its allocator gives free blocks back when room is short.
+        `view` is the card, whose budget bounds the result. torch uses its largest free block; or it
+        first releases what is releasable, and takes new memory. A simulated card counts only what
+        is allocated, so all its free room can be used.
         """
         if view.room_bytes is None or self.largest_free_bytes is None:
             return None

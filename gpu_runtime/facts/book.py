@@ -18,14 +18,15 @@ from .leases import Lease, Owner, Section, Ticket
 class Ghost(Value):
     """Memory that a process held on a real card when it died.
 
-    It stays claimed until a sample shows that the driver has freed it.
+    The memory stays claimed until a sample (a measurement of the card) shows that the driver has
+    freed it.
     """
 
     owner: str
     pid: int
     device: str
     bytes: int
-    settled_at: float  # when its newest lease settled; an older sample does not contain that lease
+    settled_at: float  # when the owner's newest lease settled; older samples do not show it
     died_at: float  # when its death was proven
 
     def gone(self, sample: Sample | None) -> bool:
@@ -46,14 +47,14 @@ class Drain(Value):
 
 
 class Quarantined(Value):
-    """An owner whose part of the page cannot be read. The page's index says what it claims."""
+    """An owner whose part of the page cannot be read. The page's index has the owner's claims."""
 
     owner: Owner  # as far as the index describes it
-    held: dict[str, int]  # device -> bytes that it claimed when it last wrote
+    held: dict[str, int]  # device -> bytes that the owner claimed when it last wrote
     promised: dict[str, int]  # the part of the claims that was still arriving
-    settled_at: float  # when its newest lease was settled
+    settled_at: float  # when the owner's newest lease settled
     entries: int  # leases and tickets
-    why: str  # it cannot be read
+    why: str  # why the part cannot be read
     entry: bytes = b""  # its index entry in the page, unchanged
     content: bytes = b""  # its part of the page, unchanged
 
@@ -81,12 +82,13 @@ class Event(Value):
     owner: str = ""
     by: str = ""  # the requester, if it is another process: the person (if named) and the process
     shares: Shares = ()  # the parts on several devices; `device` is the first of them
-    answers: str = ""  # the key of the ticket that this answers
+    answers: str = ""  # the key of the ticket that this event answers
     # Other candidates and why they were not chosen, as sentences. They are stored in the journal only,
     # because the page must stay small.
     runners_up: tuple[str, ...] = ()
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
-    # Of a lease that left a memory: when it was used (`facts.recent_uses`), and its source's digest.
+    # For a lease that left a memory: when it was used (`facts.recent_uses`), and the digest of its
+    # source.
     uses: str = ""
     source: str = ""
 
@@ -95,7 +97,7 @@ class Event(Value):
 
 
 class Book(Value):
-    """All leases and tickets of one host: the one page that every decision reads and writes."""
+    """All leases and tickets of one host. Every decision reads and writes this one page."""
 
     schema: int = SCHEMA
     devices: tuple[Device, ...] = ()
@@ -107,12 +109,14 @@ class Book(Value):
     seq: int = 0  # number of the newest event
     counts: dict[str, int] = {}  # counters of owners that have ended, so that totals never decrease
     ghosts: tuple[Ghost, ...] = ()  # memory of dead processes that a driver may not have freed yet
-    # Device.key -> its mark. No section contains it, so it stays after the owner that set it has ended.
+    # Device.key -> the card's mark. The mark is in no owner's section, so it outlives the owner
+    # that set it.
     drained: dict[str, Drain] = {}
-    # Owners whose part cannot be read. Their bytes stay claimed until they write their part anew.
+    # Owners whose part of the page cannot be read. Their bytes stay claimed until they write it
+    # again.
     quarantined: dict[str, Quarantined] = {}
-    # Until when nothing is granted, in seconds of CLOCK_BOOTTIME: the page was made anew, and
-    # owners that it does not know of may hold memory. 0: it is open.
+    # Until this time, in seconds of CLOCK_BOOTTIME, nothing is granted. The page was made again,
+    # and owners that it does not contain may hold memory. 0 means that grants are possible.
     opens: float = NEVER
 
     @property
@@ -157,8 +161,9 @@ class Book(Value):
     def claims(self) -> dict[str, int]:
         """Bytes claimed on each device: every share, target of a move, residue and ghost.
 
-        Those of owners whose part cannot be read are as the page's index has them. Not to be
-        changed: the sums of the last book are kept, because a decision needs them several times.
+        Residue is memory of a process beyond its leases; a ghost is memory of a dead process. For
+        owners whose part cannot be read, the page's index has the claims. The caller must not
+        change the result: it is kept for the next call, because a decision needs it several times.
         """
         global _last_claims
         parts = (self.sections, self.ghosts, self.quarantined)
@@ -199,7 +204,7 @@ class Book(Value):
         return self.with_section(replace(section, leases=others))
 
     def with_ticket(self, ticket: Ticket) -> Book:
-        """This book with `ticket`, in the place of the one with the same key if there is one."""
+        """This book with `ticket`, which replaces a ticket with the same key."""
         if self.ticket(ticket.key) is None:
             return replace(self, tickets=(*self.tickets, ticket))
         tickets = tuple(ticket if old.key == ticket.key else old for old in self.tickets)
@@ -210,7 +215,7 @@ class Book(Value):
         return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
 
 
-# The parts that the last claims were computed of, and these claims.
+# The parts of the book from which the last claims were computed, and these claims.
 _last_claims: tuple[tuple[object, object, object], dict[str, int]] = ((None, None, None), {})
 
 
@@ -225,9 +230,9 @@ _decode_book = msgspec.json.Decoder(Book).decode
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
     """Device -> bytes that this write would grant above max(limit, old sum).
 
-    `old` is the book as it was read, `new` as it would be written. This checks laws 1 and 2. Facts
-    are always accepted: residue, or a lease that settled larger than requested, may cause an
-    overdraft. Newly *promised* bytes (targets) may not.
+    `old` is the book as it was read, `new` as it would be written. This checks laws 1 and 2 in
+    docs/architecture.md. Facts are always accepted: residue, or a lease that settled larger than
+    requested, may cause an overdraft. Newly *promised* bytes (targets) may not cause one.
     """
     # Promises of an unchanged section cancel out, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
@@ -258,9 +263,9 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
 def _claims_after(
     old: Book, new: Book, changed: Iterable[str], gone: Iterable[str]
 ) -> dict[str, int]:
-    """The claims of `new`, in which the sections `changed` differ from `old`, and `gone` are missing.
+    """The claims of `new`. Sections in `changed` differ from `old`; those in `gone` are missing.
 
-    Most sections are the same, so their sums are taken over from `old`.
+    The sums of all other sections are taken over from `old`, because they are the same.
     """
     if new.ghosts is not old.ghosts or new.quarantined is not old.quarantined:
         return new.claims()

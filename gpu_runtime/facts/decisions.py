@@ -12,7 +12,7 @@ from .models import Footprint
 
 
 class Cap(Value):
-    """The operator's caps on one user, for all processes of that user together. None: no cap."""
+    """The operator's caps on one user, for all the user's processes together. None means no cap."""
 
     user: str
     file: str  # the configuration file that sets it
@@ -23,7 +23,7 @@ class Cap(Value):
     tables: dict[str, str] = {}  # key -> the table of the file that sets it, such as users.ann
 
     def named(self, key: str) -> str:
-        """Where the cap on `key` is set, so that users can look it up and discuss it.
+        """The place where the cap on `key` is set, so that users can look it up and discuss it.
 
         For example `cap [users.ann] keep in /etc/gpu-console/config.toml`.
         """
@@ -31,21 +31,21 @@ class Cap(Value):
 
 
 class Asker(Value):
-    """The user who wrote a ticket, as the ledger and the machine's configuration identify them."""
+    """The user who wrote a ticket, as identified by the ledger and the machine's configuration."""
 
     user: str
     at_home: bool = False  # whether the process that receives the ticket has the same user
     operator: bool = False
-    importance: int = 0  # the highest importance that their cap allows
+    importance: int = 0  # the highest importance that the user's cap allows
 
     @property
     def commands(self) -> bool:
-        """Whether they may request more than an eviction: to load, to pin, to defragment."""
+        """Whether this user may request more than an eviction: to load, to pin, to defragment."""
         return self.at_home or self.operator
 
 
 class Rules(Value):
-    """The numbers that decisions use; settings, as values."""
+    """The numbers that decisions use. They come from the settings."""
 
     grace_seconds: float = 5.0
     moderate: float = 0.60
@@ -60,8 +60,10 @@ class Rules(Value):
     passing_seconds: float = 30.0  # a request blocked by a model in use may be passed for so long
     # An idle owner that has not acted on a request after this many seconds is unresponsive.
     answer_seconds: float = 2.0
-    refresh_seconds: float = 2.0  # a ticket not refreshed for so long is skipped
-    patience_seconds: float = 120.0  # after it, a request goes before loads that serve more users
+    refresh_seconds: float = 2.0  # a ticket that was not refreshed for this long is skipped
+    patience_seconds: float = (
+        120.0  # after this wait, a request is before loads that serve more users
+    )
     ageing_seconds: float = 30.0  # a wait this long is worth one class of importance
     # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models.
     limit_bytes: int | None = None
@@ -69,7 +71,7 @@ class Rules(Value):
 
 
 class World(Value):
-    """The devices at the moment of the decision."""
+    """The devices, samples, limits and rules at the moment of the decision."""
 
     now: float
     wall: float
@@ -81,19 +83,22 @@ class World(Value):
     rules: Rules = Rules()
 
     def device(self, id: str) -> Device | None:
-        """The device of this `id`, or None."""
+        """The device with this `id`, or None."""
         return next((device for device in self.devices if device.id == id), None)
 
 
 class PlacementRules(Value):
     """Where a footprint may be placed, and how it may be divided among several cards.
 
-    `layout` is one of:
-    - `single`: one card. Models that cannot be split have this one.
-    - `balanced`: one card if one can hold it, else equal shares, as tensor parallelism needs.
-    - `proportional`: one card if one can hold it, else in proportion to the room on each card.
+    `layout` is one of these:
+
+    - `single`: one card. Models that cannot be divided have this layout.
+    - `balanced`: one card if one can hold the model, else equal shares, as tensor parallelism
+      needs.
+    - `proportional`: one card if one can hold the model, else in proportion to the room on each
+      card.
     - `auto`: the same as `proportional`.
-    - `whole`: as few cards as possible, each of them claimed whole.
+    - `whole`: as few cards as possible, each of them claimed in full.
     """
 
     devices: tuple[str, ...] = ()  # empty: any
@@ -107,10 +112,12 @@ class PlacementRules(Value):
     margin_bytes: int = 512 * 2**20
     # The overhead of each card of a split, as a fraction of the model's part on that card.
     overhead: float = 0.0
-    # A share is the weights times this factor; a card that it nearly fills is claimed whole. 0: the
-    # estimate is used instead.
+    # If above 0, a share is the weights times this factor, and a card that the share nearly fills
+    # is claimed in full. With 0, the estimate is used instead.
     factor: float = 0.0
-    largest_fraction: float = 0.8  # with a factor, a larger share of a card claims the whole card
+    largest_fraction: float = (
+        0.8  # with a factor, a share above this fraction claims the whole card
+    )
 
 
 class Candidate(Value):
@@ -146,7 +153,7 @@ class Load(Value, tag=True):
 
 
 class Move(Value, tag=True):
-    """Copy a model's bytes from the memories of `source` to those of `shares`."""
+    """Copy a model's bytes from the memories in `source` to the memories in `shares`."""
 
     lease: str
     source: Shares
@@ -157,7 +164,7 @@ class Move(Value, tag=True):
 
 
 class Drop(Value, tag=True):
-    """Free a model's bytes at `source`; its file or hub can restore them."""
+    """Free a model's bytes at `source`. The model's file or hub can restore them."""
 
     lease: str
     source: Shares
@@ -176,11 +183,11 @@ class Grant(Value, tag=True):
     steps: tuple[Step, ...]
     because: str
     considered: tuple[Candidate, ...] = ()
-    bytes: int = 0  # freed bytes, if the request was to free some
+    bytes: int = 0  # bytes that were freed, if the request was to free memory
 
 
 class Wait(Value, tag=True):
-    """No room yet: the requester carries out these steps, which make room, and decides again."""
+    """There is no room yet. The requester carries out the steps to make room, and decides again."""
 
     because: str
     steps: tuple[Step, ...] = ()
@@ -193,15 +200,16 @@ class Wait(Value, tag=True):
 
 
 class Refuse(Value, tag=True):
-    """It cannot fit as things are; nothing was changed."""
+    """The request cannot be served as things are. Nothing was changed."""
 
     because: str
-    # hopeless, nested, kept, precious (it cannot leave), limit, cap, deadlock, full or drained.
+    # One of hopeless, nested, kept, precious (a lease that cannot leave), limit, cap, deadlock,
+    # full, drained.
     kind: str = "hopeless"
     need_bytes: int = 0
     budget_bytes: int = 0
     device: str = ""
-    holders: tuple[str, ...] = ()  # lease ids that block it permanently
+    holders: tuple[str, ...] = ()  # ids of the leases that block the request permanently
     considered: tuple[Candidate, ...] = ()
 
 
@@ -221,7 +229,7 @@ class Plan(Value):
     footprint: Footprint | None = None
     name: str = ""
     cards: str = ""  # such as GPU: 0, or GPUs: 0,1 (TP:2)
-    # Why it would not load even with room: it is disabled, or no backend here can load it.
+    # Why the model would not load even with room: it is disabled, or no backend can load it.
     obstacle: str = ""
 
     def __str__(self) -> str:

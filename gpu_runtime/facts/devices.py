@@ -19,8 +19,8 @@ class Device(Value):
     total_bytes: int
     name: str = ""
     uuid: str = ""
-    # The number in the id; for an instance, the number of its card. torch's own number for the card
-    # may differ from process to process.
+    # The number in the id. For an instance of a divided card, this is the number of the card.
+    # torch's own number for the card may differ from process to process.
     index: int = 0
     simulated: bool = False
     unified: bool = False  # the card uses the machine's RAM, so card and host share one budget
@@ -32,7 +32,7 @@ class Device(Value):
 
     @property
     def key(self) -> str:
-        """The UUID where there is one, else the id. It stays the same when cards are renumbered."""
+        """The UUID if the device has one, else the id. A UUID stays the same when cards are renumbered."""
         return self.uuid or self.id
 
 
@@ -41,7 +41,7 @@ class Sample(Value):
 
     device: str
     taken_at: float
-    free_bytes: int | None  # None: the driver gave no number; treat it as neither zero nor all
+    free_bytes: int | None  # None: the driver gave no number, which means neither 0 nor all bytes
     processes: dict[int, int | None] = {}  # pid -> bytes; None where the driver reports N/A
     utilisation_percent: float | None = None
     temperature_celsius: float | None = None
@@ -59,7 +59,7 @@ Shares = tuple[Share, ...]
 
 
 def beside(shares: Shares, size: int) -> Shares:
-    """`shares` with `size` bytes more, spread over them in proportion.
+    """The `shares`, enlarged by `size` bytes together, in proportion to their sizes.
 
     >>> beside((Share("sim:0", 2), Share("sim:1", 1)), 4)
     (Share(device='sim:0', bytes=4), Share(device='sim:1', bytes=3))
@@ -77,7 +77,7 @@ def beside(shares: Shares, size: int) -> Shares:
 
 
 def where(shares: Shares) -> str:
-    """The devices of `shares`: `cuda:0`, `cuda:0,1` for several of a kind, empty for none.
+    """The devices of `shares`, such as `cuda:0`, or `cuda:0,1` for two cards; empty without shares.
 
     >>> where((Share("cuda:0", 1), Share("cuda:1", 1)))
     'cuda:0,1'
@@ -91,9 +91,9 @@ def where(shares: Shares) -> str:
 
 
 def one_memory(devices: Iterable[Device]) -> frozenset[str]:
-    """The ids of `host` and of the cards that use the machine's RAM: all of them share the same bytes.
+    """The ids of `host` and of the cards that use the machine's RAM. They all share the same bytes.
 
-    Empty where every card has memory of its own.
+    The result is empty if every card has memory of its own.
     """
     cards = frozenset(device.id for device in devices if device.unified)
     return cards | {HOST} if cards else cards

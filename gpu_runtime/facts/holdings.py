@@ -1,4 +1,4 @@
-"""What a process holds on its devices, by the names that refer to it."""
+"""The memory that a process holds on its devices, by the names that refer to that memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Holder(Value):
     kind: str  # variable, output, last error, running, thread, model, or elsewhere
     device: str  # such as sim:0, or cuda:0,1
     bytes: int  # all storages that the name reaches; two names may reach the same one
-    alone_bytes: int  # the bytes that become free if this name alone is deleted
-    cell: str = ""  # the cell that made it, as In [7]; empty if unknown
+    alone_bytes: int  # bytes that become free if only this name is deleted
+    cell: str = ""  # the cell that made the object, such as In [7]; empty if unknown
     what: str = ""  # the class of the object, or who else refers to the memory
 
 
 class Holdings(Value):
-    """The device memory of this process: who refers to it, and what nobody explains.
+    """The device memory of one process: which names refer to it, and which bytes no name explains.
 
-    `held_bytes` is the sum of the other five.
+    `held_bytes` is the sum of the next five fields.
     """
 
     holders: tuple[Holder, ...]
@@ -30,12 +30,12 @@ class Holdings(Value):
     cached_bytes: int = 0  # reserved by the allocator, and not used
     unknown_bytes: int = 0  # storages without a name
     unseen_bytes: int = 0  # allocated, but no storage was found
-    whole: bool = True  # False: the time was over before everything was searched
+    whole: bool = True  # False: the time limit ended the search early
     seconds: float = 0.0
-    # The next six are of another process's answer.
+    # The next six fields are set only in the answer of another process.
     process: str = ""  # such as train.ipynb (pid 4121)
-    parked_bytes: int = 0  # that are parked in host memory
+    parked_bytes: int = 0  # bytes that are parked in host memory
     left_out: int = 0  # smaller rows that are not listed
-    left_out_bytes: int = 0  # that these rows reach
+    left_out_bytes: int = 0  # bytes that these rows refer to
     note: str = ""  # why something is not listed
-    stays: str = ""  # why its own code's memory cannot be parked now
+    stays: str = ""  # why the memory of the notebook's own code cannot be parked now

@@ -1,6 +1,7 @@
 """Labels for people: the state of a lease, its holder, and its cards.
 
-Faces and errors use these functions, so a lease has the same label everywhere.
+Error messages and all user interfaces use these functions, so a lease has the same label
+everywhere.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from .leases import Lease, Owner, Phase
 
 THIS_PROCESS = "this process"
 # Backends whose engine computes every layer on all its cards at once (tensor parallel). Other
-# backends put whole layers or components on each card. Such a split is not tensor parallel, even if
-# the shares are equal.
+# backends put whole layers or components on each card. Such a division is not tensor parallel, even
+# if the shares are equal.
 TENSOR_PARALLEL = frozenset({"vllm"})
 
 
@@ -25,7 +26,7 @@ class LeaseState(NamedTuple):
 
     activity: str  # "arriving", "leaving", "in use", "idle" or "never used"
     seconds: float = 0.0  # how long it has been in use, or idle; 0: not known
-    warm: bool = False  # it is in host memory, and not in use
+    warm: bool = False  # whether the lease is idle in host memory
 
     @property
     def word(self) -> str:
@@ -37,7 +38,8 @@ class LeaseState(NamedTuple):
     ) -> str:
         """The state with its duration, such as `in use for 40 s` or `warm, idle 3 min`.
 
-        `duration` writes the seconds. A use shorter than `least_seconds` is written without them.
+        `duration` writes the seconds as text. A use shorter than `least_seconds` is written without
+        a time.
 
         >>> LeaseState("idle", 180.0, warm=True).text()
         'warm, idle 3 min'
@@ -62,10 +64,10 @@ def lease_state(lease: Lease, now: float) -> LeaseState:
 
 
 def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
-    """The process `owner` of a lease: `this process`, or `train.ipynb (pid 4121), ann`.
+    """The label of the process `owner`: `this process`, or `train.ipynb (pid 4121), ann`.
 
-    The user is left out if `viewer`, the process in which a person reads the label, has the same
-    user. Without a `viewer` the label is the same for every reader.
+    `viewer` is the process in which a person reads the label. The user is left out if `viewer` has
+    the same user. Without a `viewer`, the label is the same for every reader.
     """
     if viewer is not None and owner.id == viewer.id:
         return THIS_PROCESS
@@ -75,15 +77,14 @@ def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
 
 
 def ended_label(owner_id: str) -> str:
-    """The label of a process that is no longer in the book, from its `owner_id`: `pid 4121, ended`."""
+    """The label of a process that has left the book, from its `owner_id`: `pid 4121, ended`."""
     return f"pid {owner_id.partition('.')[0]}, ended"
 
 
 def cards_label(shares: Shares, backend: str = "") -> str:
     """The cards of `shares`: `GPU: 0` or `GPUs: 0,1 (TP:2)`; empty if no share is on a card.
 
-    The degree of tensor parallelism (TP) is shown only if the engine of `backend` computes that
-    way.
+    The degree of tensor parallelism (TP) is shown only if the engine of `backend` works that way.
 
     >>> from gpu_runtime.facts import Share
     >>> two = (Share("cuda:0", 1), Share("cuda:1", 1))
@@ -99,7 +100,7 @@ def cards_label(shares: Shares, backend: str = "") -> str:
 
 
 def lease_title(lease: Lease, owner: Owner | None) -> str:
-    """The name of `lease` for people: a kernel's own memory has the name of its notebook.
+    """The name of `lease` for people. A kernel's own memory has the name of its notebook.
 
     >>> lease_title(Lease("1", "kernel", kind="kernel"), Owner("h", "b", 41, 0, notebook="a/train.ipynb"))
     'train.ipynb'

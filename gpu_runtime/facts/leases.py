@@ -29,17 +29,17 @@ class Owner(Value):
     user: str = ""
     notebook: str = ""
     inode: int = 0  # inode of the lock file that this owner holds while it lives
-    # The namespaces in which its pid and its start time hold; empty: unknown.
+    # The namespaces in which the pid and the start time are valid; empty if unknown.
     namespaces: str = ""
 
     @property
     def id(self) -> str:
-        """`PID.STARTED.SERIAL`, the key of its section."""
+        """`PID.STARTED.SERIAL`, the key of the owner's section."""
         return f"{self.pid}.{self.started}.{self.serial}"
 
     @property
     def label(self) -> str:
-        """The name for people: `train.ipynb (pid 4121)`."""
+        """The owner's name for people: `train.ipynb (pid 4121)`."""
         if not self.notebook:
             return f"pid {self.pid}"
         file = self.notebook.rsplit("/", 1)[-1]
@@ -57,8 +57,8 @@ class Phase(enum.StrEnum):
 class LeaseId(NamedTuple):
     """The address of a lease: the id of its owner in the book, and the model's name.
 
-    Text such as `qwen@4121` is parsed into this at the edge; everything inside uses this value. As
-    text it is `owner/name`, as in tickets.
+    Input such as `qwen@4121` is parsed into this value at once; all inner functions use the value.
+    As text it is `owner/name`, as in tickets.
     """
 
     owner: str
@@ -71,22 +71,25 @@ class LeaseId(NamedTuple):
 class Lease(Value):
     """The claim of a model, or of a block of code, on memory.
 
-    `shares` is where its bytes are, `target` where they are being moved to. During a move both count
-    in full.
+    `shares` is where the bytes are, and `target` is where they are being moved to. During a move,
+    both count in full.
     """
 
     owner: str
     name: str
-    # Key of the decision that started its move. A decision that is repeated finds its own key here.
+    # Key of the decision that started the lease's move. A repeated decision finds its own key here.
     key: str = ""
     shares: Shares = ()
     target: Shares = ()
-    # Where the model's own bytes are, or will be, if the lease claims more. Empty: the shares are these.
+    # Where the model's own bytes are, or will be, if the lease claims more than these. Empty:
+    # `shares` are the model's own bytes.
     filled: Shares = ()
-    # Cache and activations: bytes that it claims on a device in addition to the model's own bytes.
+    # Cache and activations: bytes that the lease claims on a device in addition to the model's own
+    # bytes.
     working_bytes: int = 0
     phase: Phase = Phase.SETTLED
-    # "model", or "block": bytes for a block of code; these are never moved and end with the block.
+    # "model", "kernel" (what a notebook's own code holds), or "block": bytes for a block of code,
+    # which are never moved and end with the block.
     kind: str = "model"
     importance: int = NORMAL
     keep: bool = False
@@ -95,15 +98,15 @@ class Lease(Value):
     pinned_since: float = 0.0
     last_used: float = 0.0
     uses: int = 0
-    recent_uses: str = ""  # when it was last used, see `facts.recent_uses`
-    source: str = ""  # digest of its source's content, equal for equal models; empty: unknown
+    recent_uses: str = ""  # when the lease was used, see `facts.recent_uses`
+    source: str = ""  # digest of the source's content, equal for equal models; empty: unknown
     reload_seconds: float = 0.0
     restore_seconds: float = 0.0
-    droppable: bool = False  # its source has exactly the same bytes
-    movable: bool = True  # its backend can move it between memories
+    droppable: bool = False  # whether the source has exactly the same bytes
+    movable: bool = True  # whether the backend can move it between memories
     settled_at: float = 0.0
-    away_since: float = 0.0  # time since when it is in host memory
-    moves_again_at: float = 0.0  # its last move failed; until then it is not moved again
+    away_since: float = 0.0  # when it arrived in host memory
+    moves_again_at: float = 0.0  # after a failed move: the time before which it is not moved again
     measured_bytes: int | None = None  # for a block of code: its measured peak
     backend: str = ""
     model_type: str = "other"
@@ -111,25 +114,25 @@ class Lease(Value):
 
     @property
     def id(self) -> str:
-        """`owner/name`."""
+        """The lease's address as text, `owner/name`."""
         return f"{self.owner}/{self.name}"
 
     @property
     def bytes(self) -> int:
-        """The bytes that the lease claims where it is; before it has arrived, where it will be."""
+        """The bytes that the lease claims where it is, or where it will be if it is arriving."""
         return sum(share.bytes for share in (self.shares or self.target))
 
     @property
     def own_bytes(self) -> int:
-        """The model's own bytes, which a move copies. Smaller than `bytes` if it claims more."""
+        """The model's own bytes, which a move copies; fewer than `bytes` if it claims more."""
         return sum(share.bytes for share in self.filled) if self.filled else self.bytes
 
     def holding(self, measured: Shares) -> Lease:
         """This lease, settled with the `measured` shares of its own bytes.
 
-        A lease that claims more than the model's own bytes keeps that claim, whatever the measured size
-        of the weights is: a whole card stays claimed, and working memory stays as requested. In host
-        memory there is no working memory.
+        A lease that claims more than the model's own bytes keeps that claim, whatever the measured
+        size of the weights is. A whole card stays claimed, and working memory stays as requested.
+        In host memory there is no working memory.
 
         >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
         >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=here).holding(there).shares
@@ -153,12 +156,12 @@ class Lease(Value):
 
     @property
     def on_host(self) -> bool:
-        """Whether all of it is in host memory."""
+        """Whether all bytes of the lease are in host memory."""
         return bool(self.shares) and all(share.device == HOST for share in self.shares)
 
     @property
     def on_device(self) -> bool:
-        """Whether any of it is on a card."""
+        """Whether any bytes of the lease are on a card."""
         for share in self.shares:  # a plain loop: every decision calls this for every lease
             if share.device != HOST:
                 return True
@@ -166,7 +169,7 @@ class Lease(Value):
 
     @property
     def where(self) -> str:
-        """`cuda:0`, `cuda:0,1`, `host`, or the phase (`arriving`) while it has no shares."""
+        """The lease's devices (such as `cuda:0,1`), or its phase while it has no shares."""
         return where(self.shares) or self.phase.value
 
     def bytes_on(self, device: str) -> int:
@@ -174,11 +177,11 @@ class Lease(Value):
         return sum(share.bytes for share in self.shares if share.device == device)
 
     def idle_seconds(self, now: float) -> float:
-        """Seconds between its last use and `now`; 0 while it is in use."""
+        """Seconds between the last use and `now`; 0 while the lease is in use."""
         return 0.0 if self.pins else max(0.0, now - self.last_used)
 
     def claims(self) -> Iterator[Share]:
-        """Every share that counts against a budget: first where the bytes are, then where they will be."""
+        """Every share that counts against a budget: where bytes are, then where they will be."""
         yield from self.shares
         yield from self.target
 
@@ -188,25 +191,29 @@ class Section(Value):
 
     owner: Owner
     leases: tuple[Lease, ...] = ()
-    # Device -> bytes that the process holds besides its leases: context, cache, tensors of its own.
+    # Device -> bytes that the process holds beyond its leases: context, cache, tensors of its own
+    # code.
     residue: dict[str, int] = {}
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
-    # Processes that it started to run models in. Their memory belongs to its leases.
+    # Processes that the owner started to run models in. Their memory belongs to the owner's leases.
     engines: tuple[int, ...] = ()
-    busy_since: float = NEVER  # since when its kernel runs a cell; 0: it runs none, or is no kernel
-    idle_since: float = NEVER  # when its last cell ended; 0: unknown, or it runs one
+    busy_since: float = (
+        NEVER  # when the running cell began; 0: no cell runs, or the owner is no kernel
+    )
+    idle_since: float = NEVER  # when the last cell ended; 0: unknown, or a cell runs
 
     def claims(self) -> dict[str, int]:
-        """Bytes claimed on each device: every share, target of a move, and residue. Not to be changed.
+        """Bytes claimed on each device: every share, target of a move, and residue.
 
-        Computed once for each section: a page has many, and a write changes one.
+        The result is computed once for each section, because a page has many sections and a write
+        changes only one. The caller must not change the result.
         """
         return self._sums()[1]
 
     def promises(self) -> dict[str, int]:
         """Bytes on each device that are reserved for leases still arriving or moving.
 
-        Not to be changed; computed once, like the claims.
+        The result is computed once, as in `claims`. The caller must not change it.
         """
         return self._sums()[2]
 
@@ -230,15 +237,16 @@ class Section(Value):
 
     @property
     def settled_at(self) -> float:
-        """When the newest of its leases settled."""
+        """When the newest lease of the section settled; NEVER without leases."""
         return max([lease.settled_at for lease in self.leases], default=NEVER)
 
     def lease(self, name: str) -> Lease | None:
-        """Its lease of this `name`, or None."""
+        """The section's lease with this `name`, or None."""
         return next((lease for lease in self.leases if lease.name == name), None)
 
 
-# The sections whose sums are known, by `id`. They are kept here, so no other object gets that id.
+# The sections whose sums are known, by `id`. The entries keep the sections alive, so no other
+# object can get the same `id`.
 _known_sums: dict[int, tuple[Section, dict[str, int], dict[str, int]]] = {}
 _MOST_SUMS = 4096
 
@@ -248,22 +256,25 @@ class Ticket(Value):
 
     key: str
     owner: str
-    # "use", or the order to the target's owner: evict, restore, preload, move, pin, unpin, defrag, who.
+    # "use" for a waiting request. An order is one of evict, restore, preload, move, pin, unpin,
+    # defrag, who.
     verb: str
     name: str  # the model (use), or the id of the lease in question
     arrived: float
     refreshed: float
     importance: int = NORMAL
-    seconds: float = 0.0  # how long its load or restore will take
+    seconds: float = 0.0  # how long the load or restore will take
     users: int = 1  # callers that wait for the model with this request
-    need: Shares = ()  # the room that it waits for, on the likeliest card
+    need: Shares = ()  # the room for which it waits, on the likeliest card
     places: tuple[str, ...] = ()  # allowed cards, or the target of a move; empty: any card
-    # How the need may be divided among these places; empty: it must be on one card.
+    # How the needed bytes may be divided among these places. Empty: they must be on one card.
     layout: str = ""
-    recalls: tuple[str, ...] = ()  # lease ids that other owners are to evict for it
+    recalls: tuple[str, ...] = ()  # ids of the leases that other owners should evict for it
     recalled_since: float = 0.0  # time since when exactly these leases are recalled
     held: tuple[str, ...] = ()  # lease ids that the requesting thread itself pins
-    blocked_since: float = 0.0  # time since when only models in use block it; 0: not blocked so
+    blocked_since: float = (
+        0.0  # since when only models in use block it; 0: something else blocks it
+    )
     because: str = ""
     # The person who asked, as the requesting process claims. It is only for display and proves nothing.
     said_by: str = ""

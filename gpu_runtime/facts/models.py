@@ -15,7 +15,7 @@ class Part(Value):
     bytes: int
     # "declared", "measured on …", "safetensors header", "GGUF header", "shapes", "config", "name", …
     source: str
-    # How it was calculated: `32 layers × 8 KV heads × 128 × 2 × 8192 tokens, 16 bits`.
+    # How the number was calculated: `32 layers × 8 KV heads × 128 × 2 × 8192 tokens, 16 bits`.
     detail: str = ""
 
     @property
@@ -25,19 +25,20 @@ class Part(Value):
 
 
 class Footprint(Value):
-    """The bytes that a model needs on a device, part by part. `gpu_runtime.estimation` makes them."""
+    """The bytes that a model needs on a device, part by part; made by `gpu_runtime.estimation`."""
 
     parts: tuple[Part, ...]
     # Number of attention heads, which the number of tensor-parallel cards must divide. 0: unknown.
     heads: int = 0
-    # Bytes of the indivisible consecutive pieces between which the model may be split over several
-    # cards: embeddings, layer 0…n, head. They sum to `bytes`, overheads included. Empty: it may be
-    # split at any byte.
+    # Bytes of the consecutive pieces between which the model may be divided over several cards:
+    # embeddings, layer 0…n, head. The pieces sum to `bytes`, overheads included. Empty: the model
+    # may be divided at any byte.
     pieces: tuple[int, ...] = ()
     notes: tuple[
         str, ...
     ] = ()  # sentences about parts that are not counted, and earlier measurements
-    # Cache and working memory are allocated with the weights; so they count as the model's own bytes.
+    # Cache and working memory are allocated together with the weights, so they count as the model's
+    # own bytes.
     at_load: bool = False
 
     @property
@@ -52,7 +53,10 @@ class Footprint(Value):
 
     @property
     def working_bytes(self) -> int:
-        """The part of `bytes` that holds no weights and stays claimed while the model is on a device."""
+        """The bytes for caches and activations, which stay claimed while the model is on a device.
+
+        The result is 0 if they are allocated with the weights (`at_load`).
+        """
         if self.at_load:
             return 0
         return sum(part.bytes for part in self.parts if part.for_use)
@@ -65,19 +69,20 @@ class Evidence(Value):
     source: str = (
         ""  # where the size was read: "safetensors header", "GGUF header", "shapes", "module"
     )
-    file_bytes: int = 0  # size of its files, if nothing else is known
+    file_bytes: int = 0  # size of the source's files, if nothing else is known
     file_format: str = ""  # format of those files: gguf or safetensors
-    name: str = ""  # name of its file or repository, which may contain the size too
+    name: str = ""  # name of the source's file or repository, which may contain the size
     config: dict[str, Any] = {}  # the model's config, with Hugging Face's names
     pieces: tuple[int, ...] = ()  # weights of the consecutive pieces between which it may be split
     fingerprint: str = ""  # identifies the content of the source; empty if unknown
     why_unknown: str = ""  # why the size is unknown
-    # The engine allocates cache and working memory when it loads; so they are measured with the weights.
+    # The engine allocates cache and working memory when it loads the model, so they are measured
+    # together with the weights.
     at_load: bool = False
 
 
 class Measurement(Value):
-    """The memory that a model was measured to use after it was loaded."""
+    """The memory that a model used after it was loaded, as measured."""
 
     resident_bytes: int  # size of its storages
     peak_bytes: int | None = None  # the most during load and use; None: not measured
@@ -101,7 +106,7 @@ class ModelSpec(Value):
     layout: str = "auto"
     devices: tuple[str, ...] = ()  # devices on which it may be placed; empty: any
     placement: dict[str, Any] = {}  # fields of PlacementRules that the model overrides
-    enabled: bool = True  # False: it is listed, and a load is refused
+    enabled: bool = True  # False: the model is listed, but a load is refused
     # Options for its backend and its estimate: context_length, gpu_layers, dtype, …
     options: dict[str, Any] = {}
 

@@ -9,8 +9,8 @@ class CellModels(Value):
     """The models of a cell that runs or waits, as its text shows them."""
 
     cell: str  # such as "cell 7"
-    uses: tuple[str, ...] = ()  # models that it brings onto a device, in order
-    mentions: tuple[str, ...] = ()  # all models that it names
+    uses: tuple[str, ...] = ()  # models that the cell brings onto a device, in order
+    mentions: tuple[str, ...] = ()  # all models that the cell names
     running: bool = False
 
 
@@ -33,5 +33,5 @@ class Schedule(Value):
     cells: tuple[CellModels, ...] = ()  # the running cell and the waiting ones, in order
     models: tuple[ScheduledModel, ...] = ()  # in the order of their first use
     loaded_ahead: int = 0  # models that this process loaded ahead since it started
-    used: int = 0  # guesses that were used
-    unused: int = 0  # guesses that were evicted before any use, or that no cell needs now
+    used: int = 0  # models loaded ahead that a cell then used
+    unused: int = 0  # models loaded ahead that were evicted unused, or that no cell needs now

@@ -41,20 +41,20 @@ class DeviceView(Value):
     device: Device
     limit_bytes: int
     claimed_bytes: int
-    measured_bytes: int | None  # in use according to the driver; None: unknown
+    measured_bytes: int | None  # bytes in use according to the driver; None: unknown
     level: Level
     pressure: float  # 0 to 1 and beyond: the larger of claimed / limit and measured / total
     sample: Sample | None = None
     residue_bytes: int = 0
     stranger_bytes: int | None = None  # in use without a lease; None: unknown, or simulated
     drained: Drain | None = None
-    # What a grant may spend now, negative in an overdraft; None: unknown.
+    # Bytes that a grant may spend now, negative in an overdraft; None: unknown.
     room_bytes: int | None = None
     blind: str = ""  # why nothing can be granted: no recent measurement of the device
 
 
 class Outcome(Value):
-    """The result of a verb, or why it is not done yet."""
+    """The result of a verb such as `evict`, or why it is not done yet."""
 
     verb: str
     name: str
@@ -69,17 +69,17 @@ class Outcome(Value):
 
 
 class Applied(Value):
-    """The result of applying a file of models, by the models' names."""
+    """The result of applying a file of models; each field lists models by their names."""
 
     file: str
     added: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # sentences about fields that are stored and have no effect here
+    notes: tuple[str, ...] = ()  # sentences about fields that are stored but have no effect here
 
 
 class Health(Value):
-    """One line on the fullest device."""
+    """The state of the fullest device, in one line."""
 
     healthy: bool  # False at CRITICAL
     pressure: Level
@@ -91,7 +91,7 @@ class Health(Value):
 
 
 class Moment(Value):
-    """One device at one time of its history."""
+    """One device at one time of its history. The history consists of such moments."""
 
     wall: float  # epoch seconds
     device: str
@@ -112,7 +112,10 @@ class Moment(Value):
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of claimed and measured bytes. A summary keeps the moment with the highest peak."""
+        """The larger of claimed and measured bytes.
+
+        A summary of several moments keeps the one with the highest peak.
+        """
         return max(self.claimed_bytes, self.measured_bytes or 0)
 
 
@@ -137,11 +140,11 @@ class Unanswered(Value):
 
 
 class ProcessState(enum.StrEnum):
-    """What is known of a process of the book, checked when the snapshot was taken."""
+    """The known state of a process in the book, checked when the snapshot was taken."""
 
-    RUNNING = "running"  # its kernel runs a cell, or it is no kernel
-    IDLE = "idle"  # its kernel runs no cell
-    STOPPED = "stopped"  # SIGSTOP, or a debugger: it keeps its memory
+    RUNNING = "running"  # the process runs a cell, or is no kernel
+    IDLE = "idle"  # the process is a kernel that runs no cell
+    STOPPED = "stopped"  # stopped by SIGSTOP or a debugger; it keeps its memory
     DUMPING = (
         "writing a core dump"  # it has crashed, and keeps its memory until the dump is written
     )
@@ -155,7 +158,7 @@ UNUSUAL = frozenset(
 
 
 class Presence(Value):
-    """The state of a process."""
+    """The state of a process, and since when it has that state."""
 
     state: ProcessState
     since: float = NEVER  # by the clock of the snapshot's `now`; 0: unknown
@@ -172,7 +175,7 @@ class Presence(Value):
 
 
 class Snapshot(Value):
-    """The state of the host at one moment: all that the views need."""
+    """The state of the host at one moment, with everything that the views show."""
 
     now: float
     wall: float
@@ -183,7 +186,7 @@ class Snapshot(Value):
     events: tuple[Event, ...]
     specs: tuple[ModelSpec, ...]  # models registered in the process that took the snapshot
     simulated: bool
-    governed: bool = True  # False: ENABLE_MEMORY_GOVERNOR is off
+    governed: bool = True  # False: the setting ENABLE_MEMORY_GOVERNOR is off
     degraded: str = ""  # why the monitor cannot measure; empty: it can
     ledger: str = ""
     totals: dict[str, int] = {}  # evictions, offloads, unloads, restorations of this boot

@@ -56,7 +56,7 @@ def candidates_for(
     context: Context,
     out: Mapping[str, str],
 ) -> tuple[Candidate, ...]:
-    """The cards, or sets of cards, that the request may use now, the best first. Drained cards are last."""
+    """The cards, or sets of cards, that the request may use now: best first, drained last."""
     rules, free = request.placement, context.free()
     if out:
         free = {device: size for device, size in free.items() if device not in out}

@@ -62,10 +62,10 @@ def with_runners_up(
     rules: PlacementRules,
     room_made: Sequence[Candidate] = (),
 ) -> list[Event]:
-    """The `events`, with the alternatives added to the one that records `verdict`.
+    """The `events`, with the alternatives added to the event that records `verdict`.
 
-    `rules` are the request's. `room_made` are the ways to make room that were compared before this
-    grant; None if there was room.
+    `rules` are the placement rules of the request. `room_made` are the ways to make room that were
+    compared before this grant; it is empty if there was room.
     """
     action = _ACTIONS[type(verdict)]
     found = []
@@ -82,9 +82,9 @@ _ACTIONS = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
 def alternatives(
     verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()
 ) -> tuple[str, ...]:
-    """The places that were considered for `verdict` and not chosen, each in a sentence with the reason.
+    """The places considered for `verdict` but not chosen, each in a sentence with the reason.
 
-    The nearest place is first. `rules` and `room_made` are as in `with_runners_up`.
+    The place closest to being chosen is first. `rules` and `room_made` are as in `with_runners_up`.
     """
     considered: Sequence[Candidate] = verdict.considered
     if isinstance(verdict, Grant):
@@ -106,8 +106,8 @@ def alternatives(
 def refusal(name: str, verdict: Refuse) -> GpuError:
     """The error for a refusal of the model `name`, with what to type.
 
-    Its class depends on the kind of `verdict`: DoesNotFit, MemoryLimitExceeded, NotAllowed, Deadlock
-    or LedgerUnavailable.
+    The class of the error depends on the kind of `verdict`: DoesNotFit, MemoryLimitExceeded,
+    NotAllowed, Deadlock or LedgerUnavailable.
     """
     facts: dict[str, Any] = dict(
         name=name,
@@ -137,7 +137,7 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
 
 
 def _plan_argument(name: str, verdict: Refuse) -> str:
-    """What to type after `%gpu plan`: the model's name, or the size of a block of code."""
+    """The argument of `%gpu plan`: the model's name, or the size of a block of code."""
     is_block = "#" in name
     return show_bytes(verdict.need_bytes).replace(" ", "") if is_block else name
 
@@ -167,7 +167,7 @@ def _hint(verdict: Refuse, plan: str) -> str:
 def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
     """The error for a request for `name` that timed out after `waited_seconds`.
 
-    `wait` is its last verdict; `book` names the owners that do not respond.
+    `wait` is the last verdict of the request. `book` names the owners that do not respond.
     """
     hint = "Watch:  %gpu status      or set a larger timeout"
     pids = _pids(book, wait.silent)
@@ -198,8 +198,8 @@ def _pids(book: Book, lease_ids: Iterable[str]) -> str:
 def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> GpuError:
     """The error for a request to move or evict `lease`, which may not leave now.
 
-    `why` is the reason, as from `reason_to_stay`. `me` is the id of the requesting owner; `book` and
-    `world` give the holder's name and the time.
+    `why` is the reason that `reason_to_stay` returned. `me` is the id of the requesting owner.
+    `book` gives the holder's name, and `world` the time.
     """
     holder = _holder(book, me, lease)
     facts: dict[str, Any] = dict(name=lease.name, lease=lease.id, owner=holder)
@@ -231,7 +231,7 @@ def _holder(book: Book, me: str, lease: Lease) -> str:
 
 
 def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
-    """The warning that `tensors` of the model `name` are not on the device `where` it was loaded to."""
+    """The warning that some `tensors` of the model `name` are not on `where`, its device."""
     more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
     listed = ", ".join(tensors[:3])
     return f"{name} was loaded to {where}, but these are elsewhere: {listed}{more}."
@@ -240,7 +240,8 @@ def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
 def load_failed(name: str, source: str, error: BaseException, *, driver_failed: bool) -> LoadFailed:
     """The error for a failed load of the model `name` from `source`.
 
-    `error` is the original one. `driver_failed`: the driver no longer serves this process.
+    `error` is the original error. `driver_failed` is True if the driver no longer serves this
+    process.
     """
     hint = ""
     if driver_failed:
@@ -268,9 +269,9 @@ def out_of_memory(
 ) -> OutOfMemory:
     """The report of an out-of-memory error: what was requested, who holds what, and what to type.
 
-    `error` is the original one, `me` the id of this owner, and `maps` are the allocators of its
-    process. For a failed load, `loading` is the model's name, `device` where it was loaded to, and
-    `declared_bytes` its declared size, if one was declared.
+    `error` is the original error, and `me` is the id of this owner. `maps` are the allocators of
+    this owner's process. For a failed load, `loading` is the model's name and `device` its
+    destination. `declared_bytes` is the size that the user declared for the model, if any.
     """
     if loading:
         what = f"{device or 'the device'} ran out of memory while loading {loading}."

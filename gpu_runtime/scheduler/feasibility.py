@@ -1,7 +1,7 @@
-"""Whether a request can be served at all.
+"""Decides whether a request can ever be served.
 
 Pure. A request that can never fit is refused at once, and nothing is evicted for it. If the model
-may be divided, the room of several cards together counts.
+may be divided, the room of several cards is added up.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse]) -> Refuse | None:
-    """Why the `request` can never fit, even after all evictions that are possible; None if it can.
+    """Why the `request` can never fit, even after all possible evictions; None if it can fit.
 
-    `book` and `world` hold leases and devices. `never` is from `hopeless_cards`: each card that can
-    never hold the request alone, with the refusal.
+    `book` and `world` hold the leases and devices. `never` is the result of `hopeless_cards`: each
+    card that can never hold the request alone, with the refusal.
     """
     rules = request.placement
     cards = _cards(request, world)
@@ -92,7 +92,7 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
 
     Three kinds of leases of the `book` cannot leave: kept leases, leases that the requesting thread
     itself pins, and weights that exist nowhere else and do not fit into host memory. If there are
-    several leases of the last kind, the host may have room for some of them.
+    several leases of the third kind, the host may have room for some of them.
     """
     stuck = stuck_leases(book, request, world)
     rules = request.placement
@@ -152,7 +152,7 @@ def _beside_stuck(
     limit: int,
     all_stuck: Stuck,
 ) -> Refuse | None:
-    """The refusal if leases that cannot leave this card use too much of it; else None."""
+    """The refusal if leases that cannot leave this card use too much of it; otherwise None."""
     stuck = all_stuck.leases.get(card.id, [])
     precious = all_stuck.precious.get(card.id, [])
     left = limit - sum(lease.bytes_on(card.id) for lease, _ in stuck)
@@ -189,9 +189,9 @@ def _stuck_refusal(
 
 
 def best_division(book: Book, request: Request, world: World) -> Candidate | Refuse:
-    """How the `request` would be divided after all possible evictions; or why it could not be.
+    """The division of the `request` after all possible evictions, or the refusal if there is none.
 
-    `book` and `world` hold leases and devices; drained cards are left out.
+    `book` and `world` hold the leases and devices. Drained cards are left out.
     """
     footprint, rules = request.footprint, request.placement
     stuck = stuck_leases(book, request, world)
@@ -228,7 +228,7 @@ def _held_up(
     room: Bytes,
     stuck: Stuck,
 ) -> Refuse:
-    """The refusal that names the leases that cannot leave and use too much of the cards together."""
+    """The refusal that names the leases that cannot leave and that use too much of the cards."""
     name, size = request.lease.name, request.footprint.bytes
     holders: dict[str, tuple[Lease, str]] = {}
     for card in limits:
@@ -272,7 +272,7 @@ def _too_small(
 
 
 def _heads_rule(footprint: Footprint, rules: PlacementRules) -> str:
-    """The rule on attention heads as the rest of a sentence; empty if it does not apply."""
+    """The rule on attention heads, as the rest of a sentence; empty if the rule does not apply."""
     if rules.layout != "balanced" or not footprint.heads:
         return ""
     return f", and the number of cards must divide its {footprint.heads} attention heads"
@@ -284,7 +284,10 @@ def _margin_rule(
     room: Bytes,
     limits: Bytes,
 ) -> str:
-    """The driver's margin as the rest of a sentence, if the model would fit without the margin."""
+    """The driver's margin, as the rest of a sentence.
+
+    The result is empty unless the model would fit without the margin.
+    """
     if not split(footprint, room, replace(rules, margin_bytes=0), limits):
         return ""
     margin = show_bytes(rules.margin_bytes)
@@ -305,7 +308,11 @@ def _holders_in_words(stuck: Iterable[tuple[Lease, str]]) -> str:
 
 
 def _kind(stuck: Sequence[Lease], request: Request) -> str:
-    """The kind of the refusal, for the advice: leave a block, unpin, find more host memory."""
+    """The kind of the refusal, which selects the advice to the user.
+
+    A "nested" lease is held by the requesting block itself. A "kept" one can be unpinned. A
+    "precious" one needs more host memory.
+    """
     if any(lease.id in request.held for lease in stuck):
         return "nested"
     return "kept" if any(lease.keep for lease in stuck) else "precious"
@@ -352,7 +359,7 @@ def _beside_what_remains(
     left: int,
     mine: list[Lease],
 ) -> bool:
-    """Whether the request fits on the cards, and into the own limit, beside leases that stay."""
+    """Whether the request fits beside leases that stay, on the cards and in the owner's limit."""
     stuck = stuck_leases(book, request, world)
     choices = sets_that_stay(stuck)
     if choices == [()]:

@@ -1,6 +1,7 @@
-"""Samples in the book, and ghosts: memory of dead processes that a driver may not have freed yet.
+"""Updates the samples in the book, and the ghosts.
 
-Pure. This module updates facts in the book; it decides nothing.
+A sample is one measurement of a device. A ghost is the memory that a dead process held and that the
+driver may not have freed yet. Pure: this module decides nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from ..facts import Book, Ghost, Quarantined, Sample, Section, World
 
 
 def measure(book: Book, world: World) -> Book:
-    """The book with the samples of `world` in place of its old ones, and without ended ghosts.
+    """The book with the newer samples of `world`, and without ghosts whose memory has been freed.
 
-    A sample is replaced only when it is getting old. Otherwise every kernel would write the book
-    every second.
+    A sample in the book is replaced only once it is older than half of `stale_seconds`. Otherwise
+    every kernel would write the book every second.
     """
     fresh = _fresh_samples(book, world)
     if book.ghosts:
@@ -25,7 +26,7 @@ def measure(book: Book, world: World) -> Book:
 
 
 def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
-    """Samples of the world for which the book has none, or one that is getting old."""
+    """Samples of the world for which the book has no sample, or one that is getting old."""
     getting_old = world.rules.stale_seconds / 2
     fresh = {}
     for id, sample in world.samples.items():
@@ -36,7 +37,7 @@ def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
 
 
 def _proofs(book: Book, world: World) -> dict[str, Sample]:
-    """Samples in which a ghost's process is gone. They replace older samples that show it."""
+    """Samples that show that a ghost's process is gone. They replace older samples in the book."""
     proofs = {}
     for ghost in book.ghosts:
         sample = world.samples.get(ghost.device)
@@ -49,9 +50,10 @@ def _proofs(book: Book, world: World) -> dict[str, Sample]:
 
 
 def _without_ended(book: Book) -> Book:
-    """The book without the ghosts that its samples no longer show.
+    """The book without the ghosts whose process the samples no longer show.
 
-    If the pid now belongs to a living owner, the process that had it before has ended too.
+    A ghost also ends if its pid now belongs to a living owner: the process that had the pid before
+    has ended.
     """
     alive = {section.owner.pid for section in book.sections.values()}
     alive |= {unread.owner.pid for unread in book.quarantined.values()}

@@ -1,8 +1,8 @@
-"""Whether a model may be loaded before the cell that uses it has begun.
+"""Decides whether a model may be loaded before the cell that uses it has begun.
 
-Pure. Such a load is a guess. It spends free memory, or the memory of an idle model of the same
-process that is used later or never. It never makes another process evict anything, and never waits.
-While any request waits, nothing is loaded on a guess.
+Pure. Such a load is a guess: the cell may never use the model. The load spends free memory, or the
+memory of an idle model of the same process that is used later or never. It never waits, and it
+never makes another process evict anything. While any request waits, no model is loaded ahead.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from ..facts import (
 from .admission import admit
 from .eligibility import mark_leaving
 
-# Added to the rank of a model that a waiting cell uses. It is far above every policy's own ranks.
+# This number is added to the rank of a model that a waiting cell uses. It is far above the ranks of
+# every policy.
 _SCHEDULED = 1e15
 
 
 def next_uses(cells: Sequence[CellModels]) -> dict[str, int]:
-    """Model -> how many models are used before it. Those of the running cell come first.
+    """Model name -> the number of models that are used before it.
 
-    `cells` are the running cell and the waiting ones, in order.
+    `cells` are the running cell and the waiting cells, in order.
     """
     order: dict[str, int] = {}
     for cell in cells:
@@ -44,15 +45,15 @@ def next_uses(cells: Sequence[CellModels]) -> dict[str, int]:
 
 
 def with_next_uses(rank: Policy, owner: str, uses: Mapping[str, int]) -> Policy:
-    """The policy `rank`, but the models of `owner` that are used next leave last.
+    """The policy `rank`, changed so that the models of `owner` that are used next leave last.
 
-    `uses` is from `next_uses`. The model that is used soonest leaves after all others.
+    `uses` is the result of `next_uses`. The model that is used soonest leaves after all others.
     """
     if not uses:
         return rank
 
     def hinted(lease: Lease, world: World) -> float:
-        """The rank of `lease` in this `world`; higher, the sooner it is used."""
+        """The rank of `lease` in this `world`: the sooner its model is used, the higher."""
         if lease.owner == owner and lease.name in uses:
             return _SCHEDULED - uses[lease.name]
         return rank(lease, world)
@@ -69,14 +70,15 @@ def load_ahead(
     spared: Collection[str],
     cell: str,
 ) -> tuple[Book, Grant | Wait]:
-    """A Grant if the model may be loaded ahead now; else a Wait, and the new `book`.
+    """A Grant if the model may be loaded ahead now, else a Wait; and the new `book`.
 
-    The steps of a Wait evict own idle models: after them the caller decides again. A Wait without
-    steps means that the model is not loaded ahead now. No ticket is written in any case.
+    The steps of a Wait evict idle models of the same process; after them the caller calls this
+    function again. A Wait without steps means that the model is not loaded ahead now. No ticket is
+    written in any case.
 
-    `uses` is from `next_uses`; `spared` are models that stay, because the running cell names them.
-    `cell`, such as "cell 7", is the first that uses the model. `world` and `rank` are those of
-    `admit`.
+    `uses` is the result of `next_uses`. `spared` are the models that stay because the running cell
+    names them. `cell`, such as "cell 7", is the first cell that uses the model. `world` and `rank`
+    are those of `admit`.
     """
     if book.tickets:
         return book, Wait("a request waits, and comes first")
@@ -99,7 +101,7 @@ def load_ahead(
 def _granted(
     book: Book, request: Request, world: World, rank: Policy, because: str
 ) -> tuple[Book, Grant | Wait]:
-    """The grant from free memory, with its reason in the book."""
+    """The book with the grant, and the grant itself; both name `because` as the reason."""
     after, verdict = admit(book, request, world, rank)
     if not isinstance(verdict, Grant):
         return book, Wait(verdict.because)
@@ -113,11 +115,11 @@ def _granted(
 def _guarded(
     book: Book, request: Request, uses: Mapping[str, int], spared: Collection[str]
 ) -> Book:
-    """The book as if every model that a guess may not touch were in use."""
+    """The book in which every model whose memory a load ahead may not use is marked as in use."""
     owner, own_use = request.lease.owner, uses.get(request.lease.name, len(uses))
 
     def may_leave(lease: Lease) -> bool:
-        """Whether the guess may spend the memory of `lease`."""
+        """Whether the load ahead may use the memory of `lease`."""
         if lease.owner != owner or lease.kind != "model" or lease.name in spared:
             return False
         return lease.name not in uses or uses[lease.name] > own_use

@@ -1,8 +1,8 @@
-"""A model moves from its cards to other cards on request, without a stay in host memory.
+"""Moves a model from its cards to other cards on request, without a stay in host memory.
 
 Pure. A move spends only free bytes; nothing is evicted for it. Until the move is done, the bytes on
-the old cards and the bytes reserved on the new cards both count in full. That also holds for a card
-that is both old and new.
+the old cards and the bytes reserved on the new cards both count in full. A card that is both old
+and new therefore counts twice.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ def move(
     key: str,
     because: str,
 ) -> tuple[Book, Move | Refuse | None]:
-    """The book with the lease moving to the cards of `rules`, and the step for it.
+    """The book with the lease moving to the cards of `rules`, and the step for the move.
 
-    `owner` and `name` identify the lease; `footprint` is the model's. `key` marks the lease, and
-    `because` ends the sentence of the step.
+    `owner` and `name` identify the lease; `footprint` is the model's. `key` is stored in the lease,
+    and identifies this decision. `because` ends the sentence of the step.
 
-    The step is None if the lease is on exactly these cards already. A Refuse changes nothing: the
-    lease is in use, kept, or a block of code; a card has no room, is drained, capped, or cannot be
-    measured; or the model cannot be split that way.
+    The step is None if the lease is on exactly these cards already. A Refuse leaves the book
+    unchanged. It has one of these reasons:
+
+    - The lease is on no card, in use, kept, a block of code, or cannot be moved.
+    - A card has no room, is drained, capped, or cannot be measured.
+    - The model cannot be divided in that way.
     """
     lease = book.lease(owner, name)
     if lease is None or not lease.on_device:
@@ -88,7 +91,7 @@ def _shares(
     rules: PlacementRules,
     world: World,
 ) -> Shares | str:
-    """The bytes that the model would take on each of these cards; or why they cannot hold it."""
+    """The bytes that the model would take on each card of `rules`; or why they cannot hold it."""
     request = Request(
         "",
         replace(lease, target=()),
@@ -119,7 +122,10 @@ def _shares(
 
 
 def _free_bytes(card: str, context: Context) -> int:
-    """Bytes that a move may use on this card: free, not reserved for elders, within the limits."""
+    """Bytes that a move may use on this card: free, within the cap, and not reserved for elders.
+
+    An elder is a request ahead in the queue.
+    """
     return min(
         context.room_now.get(card, 0),
         context.room_later.get(card, 0),
@@ -138,7 +144,7 @@ def _holders(book: Book, cards: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_cards(text: str) -> tuple[str, ...]:
-    """The cards that `text` names: one, or several of a kind.
+    """The cards that `text` names: one card, or several cards of the same kind.
 
     >>> parse_cards("cuda:1"), parse_cards("cuda:0,1"), parse_cards("sim:0, sim:2")
     (('cuda:1',), ('cuda:0', 'cuda:1'), ('sim:0', 'sim:2'))

@@ -1,6 +1,6 @@
-"""The reason why a request waits, as a sentence, and the time of the next decision.
+"""Explains why a request waits, and sets the time of the next decision.
 
-Pure. `admission` decides whether a request waits; this module only explains it.
+Pure. `admission` decides whether a request waits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can cha
 
 
 def twin(context: Context, request: Request) -> Ticket | None:
-    """An elder's ticket for the same model as the `request`; None if there is none.
+    """The earlier ticket of this process for the model of the `request`; None if there is none.
 
-    Room for one model is made only once. `context` holds the elders.
+    Room for one model is made only once. `context` holds the elders, which are the requests ahead
+    in the queue.
     """
     wanted = request.lease
     for ticket in context.blocking_elders:
@@ -35,11 +36,10 @@ def wait_for_obstacles(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> Wait:
-    """A Wait that names the leases in the way on the nearest card.
+    """A Wait that names the leases in the way on the nearest card, the first of the `candidates`.
 
-    Its `retry_at` is the time at which a lease may become evictable without any event, on any of
-    the `candidates` (the nearest first). `book`, `request`, `world` and `context` are the inputs of
-    this decision.
+    Its `retry_at` is the time at which a lease on any of the `candidates` may become evictable
+    without an event. `book`, `request`, `world` and `context` are the inputs of this decision.
     """
     ahead = len(context.elders)
     name = request.lease.name
@@ -72,7 +72,10 @@ def wait_for_obstacles(
 
 
 def _unreadable(book: Book, shares: Shares) -> str:
-    """Which owner holds bytes on these cards that nobody can recall; empty if there is none."""
+    """The sentence about an owner with bytes on these cards that cannot be recalled; else empty.
+
+    The bytes cannot be recalled because the owner's part of the book cannot be read.
+    """
     for unread in book.quarantined.values():
         if any(unread.held.get(share.device) for share in shares):
             return str(unread).rstrip(".")
@@ -132,9 +135,9 @@ def _leases_in_the_way(
 
 
 def reserved_for_elders(context: Context, shares: Shares) -> str:
-    """A sentence about the free bytes that are reserved for elders; empty if there are none.
+    """The sentence about free bytes that are reserved for elders; empty if none are reserved.
 
-    `shares` name the cards, `context` holds the elders and the room.
+    `shares` name the cards. `context` holds the elders (requests ahead in the queue) and the room.
     """
     if not context.blocking_elders:
         return ""
@@ -162,7 +165,7 @@ def _ahead_in_words(ahead: int) -> str:
 
 
 def _shortened(sentences: list[str]) -> str:
-    """The first few sentences: on a crowded card, sixty leases may be in the way."""
+    """The first MOST_TOLD sentences: on a crowded card, sixty leases may be in the way."""
     more = len(sentences) - MOST_TOLD
     if more >= 2:
         sentences = [*sentences[:MOST_TOLD], f"and {more} more"]
@@ -174,7 +177,7 @@ def _quiet_seconds(
     wanted: Lease,
     world: World,
 ) -> float:
-    """Seconds after its last use until this lease may be evicted."""
+    """Seconds that must pass after the last use of this `lease` before it may be evicted."""
     grace = world.rules.grace_seconds if lease.owner != wanted.owner else 0.0
     keep_alive = lease.keep_alive if wanted.importance >= lease.importance else 0.0
     return max(grace, keep_alive)
@@ -211,7 +214,7 @@ def _in_words(
 
 
 def _in_use_words(lease: Lease, why: str) -> str:
-    """How the lease is used now; empty if it is not."""
+    """How the lease is used now, as the rest of a sentence; empty if the lease is idle."""
     if lease.phase is Phase.ARRIVING and lease.kind == "model":
         return "is being loaded"
     return {"in use": "is in use", "a block of code": "is held by running code"}.get(why, "")
@@ -223,7 +226,7 @@ def _by(
     asker: str,
     world: World,
 ) -> str:
-    """The other process that uses the lease, and for how long; empty for a lease of our own."""
+    """The other process that uses the lease, and for how long; empty if the requester holds it."""
     owner = book.owner(lease.owner)
     if owner is None or lease.owner == asker:
         return ""

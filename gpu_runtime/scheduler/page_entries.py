@@ -1,7 +1,8 @@
-"""Room in the page for one more lease: entries are evicted like bytes.
+"""Makes room for one more lease in the book's page: entries are evicted as bytes are.
 
-Pure. A page has a limited number of leases and requests. The last ones are reserved: some for
-requests that wait, some for requests to owners. So a full page can always be emptied.
+Pure. A page has a limited number of entries, which are leases and requests. RESERVED entries are
+reserved for requests that wait, and as many for requests to owners. So a full page can always be
+emptied.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def full_for_waiting(book: Book, request: Request) -> bool:
 
 
 def page_full(request: Request) -> Refuse:
-    """The refusal where nothing may leave the page for the `request`."""
+    """The refusal of the `request` if no lease may leave the full page."""
     because = f"the book is full: {MOST_ENTRIES} leases and requests"
     return Refuse(because, kind="full", need_bytes=request.footprint.bytes)
 
@@ -43,11 +44,11 @@ def free_an_entry(
     rank: Policy,
     context: Context,
 ) -> tuple[Book, Wait] | None:
-    """The book and the Wait while an idle lease leaves the page; None if none may.
+    """The book and the Wait while an idle lease leaves the page; None if no lease may leave.
 
-    The lease is unloaded: one that is offloaded keeps its entry. The same leases may leave as for
-    bytes, in the same order. `context` and `world` are the inputs of this decision, `rank` is the
-    eviction policy.
+    The lease is unloaded, because an offloaded lease keeps its entry. The same leases may leave as
+    for bytes, in the same order. `context` and `world` are the inputs of this decision. `rank` is
+    the eviction policy.
     """
     head = f"The book is full ({book.entries} leases and requests)"
     leaving = _leaving(book, request, context)
@@ -69,7 +70,7 @@ def free_an_entry(
 
 
 def _leaving(book: Book, request: Request, context: Context) -> Lease | None:
-    """A lease that is about to leave the page, or that this request has asked to leave."""
+    """A lease that is being unloaded, or that leaves because this request recalled it; else None."""
     old = book.ticket(request.key)
     recalled = old.recalls if old else ()
     for lease in context.leases:
@@ -81,7 +82,10 @@ def _leaving(book: Book, request: Request, context: Context) -> Lease | None:
 
 
 def _victim(request: Request, world: World, rank: Policy, context: Context) -> Lease | None:
-    """The idle lease that leaves first. Of equal importance, one in host memory before the others."""
+    """The idle lease that leaves first; None if none may leave.
+
+    Of leases with equal importance, those in host memory leave before the others.
+    """
     asker, importance = request.lease.owner, request.lease.importance
     idle = []
     for lease in context.leases:

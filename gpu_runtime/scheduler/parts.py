@@ -1,6 +1,6 @@
-"""How many bytes of a divided model each card takes.
+"""Computes how many bytes of a divided model each card takes.
 
-Pure: numbers in, numbers out. `splitting` decides which cards are used.
+Pure. `splitting` decides which cards are used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from ..facts import Footprint
 
 
 def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
-    """Equal parts, to a byte; or to the nearest piece, if the model is cut only between pieces."""
+    """Equal parts of the model; None if it has too few pieces for `count` cards.
+
+    The parts differ by a byte at most. If the model can be cut only between pieces, each cut is at
+    the nearest piece boundary.
+    """
     size = footprint.bytes
     if not footprint.pieces:
         part, rest = divmod(size, count)
@@ -45,7 +49,7 @@ def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int,
 def _move_excess(parts: list[int], free: Sequence[int]) -> None:
     """Moves bytes from parts that are too large for their card to cards that have room.
 
-    After rounding, a part may be a byte too large; the next card then has a byte to spare.
+    After rounding, a part may be one byte too large; then another card has a byte to spare.
     """
     over = 0
     for index, most in enumerate(free):
@@ -59,7 +63,10 @@ def _move_excess(parts: list[int], free: Sequence[int]) -> None:
 
 
 def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:
-    """Whole pieces in proportion to the free bytes; if that fails, each card is filled in order."""
+    """Parts of whole pieces in proportion to the free bytes of each card; None if they do not fit.
+
+    If proportional parts are not possible, each card is filled in order.
+    """
     until = list(accumulate(free))
     size, total = sums[-1], until[-1]
     ideal = [size * end / total for end in until]
@@ -67,7 +74,7 @@ def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int,
 
 
 def running_sums(footprint: Footprint) -> list[int]:
-    """The bytes up to each boundary between pieces, scaled to `footprint.bytes`."""
+    """The bytes up to each boundary between pieces, scaled to the total `footprint.bytes`."""
     sums = list(accumulate(footprint.pieces))
     total = sums[-1]
     if total == footprint.bytes:
@@ -77,7 +84,7 @@ def running_sums(footprint: Footprint) -> list[int]:
 
 
 def packed(sums: Sequence[int], most: Sequence[int]) -> list[int] | None:
-    """The boundary that each card reaches if it takes all it can; None if pieces are left."""
+    """The boundary that each card reaches if it is filled; None if pieces are left over."""
     reached = taken = 0
     ends = []
     for size in most:
@@ -93,7 +100,10 @@ def _cut(
     ideal: Sequence[float],
     most: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """Consecutive whole pieces for each card, cut near to the `ideal` sums, none above `most`."""
+    """The bytes of consecutive whole pieces on each card; None if there is no such division.
+
+    Each cut is as near as possible to the `ideal` running sum. No card takes more than its `most`.
+    """
     count, pieces = len(most), len(sums)
     if pieces < count or packed(sums, most) is None:
         return None
@@ -115,7 +125,7 @@ def _cut(
 
 
 def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The lowest boundary for each card at which the cards after it can still hold the rest."""
+    """For each card, the lowest boundary at which the cards after it can still hold the rest."""
     left = len(sums)
     ends = [left] * len(most)
     for index in range(len(most) - 1, 0, -1):
@@ -135,7 +145,7 @@ def _nearest(
     low: int,
     high: int,
 ) -> int:
-    """The boundary from `low` to `high` that is nearest to the ideal; the lower of two equal ones."""
+    """The boundary from `low` to `high` nearest to `ideal`; the lower one if two are equal."""
     first_above = bisect_left(sums, ideal) + 1
     end = min(max(first_above, low), high)
     if end == low:

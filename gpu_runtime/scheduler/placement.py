@@ -1,7 +1,7 @@
 """Finds the device for a model from the free bytes of each. One card is preferred to several.
 
-Pure. A candidate that does not fit is kept, with the reason: `plan` shows it, and `eviction` tries
-to make room on it. `splitting` decides how a model is divided over several cards.
+Pure. A candidate that does not fit is returned with the reason. `plan` shows it, and `eviction`
+tries to make room on it. `splitting` decides how a model is divided over several cards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def check_policy(name: str) -> str:
-    """The `name` of a placement policy. Raises BadSetting for any other."""
+    """The `name`, which must be a placement policy. Raises BadSetting for any other name."""
     if name not in PLACEMENTS:
         raise BadSetting("GPU_PLACEMENT", name, f"one of {', '.join(PLACEMENTS)}")
     return name
 
 
 def check_layout(name: str) -> str:
-    """The `name` of a layout. Raises BadSetting for any other."""
+    """The `name`, which must be a layout. Raises BadSetting for any other name."""
     if name not in LAYOUTS:
         raise BadSetting("layout", name, f"one of {', '.join(LAYOUTS)}")
     return name
@@ -42,12 +42,12 @@ def place(
     rules: PlacementRules,
     limits: Bytes | None = None,
 ) -> tuple[Candidate, ...]:
-    """The candidates for the `footprint`: first those that fit, the best first; then the nearest.
+    """The candidates for the `footprint`. Those that fit come before those that do not.
 
-    `room` is bytes free to grant, by device id. Its order decides between equal devices. `limits`
-    are the devices' budgets, used as the size of a whole card; without `limits`, `room` is used.
-    Several cards are tried only if no card alone has the room. The `rules` name the policy, the
-    layout and the allowed devices.
+    Both groups start with the best candidate. `room` is the bytes that may be granted, by device
+    id; its order decides between equal devices. `limits` are the devices' budgets, used as the size
+    of a whole card; without `limits`, `room` is used. Several cards are tried only if no single
+    card has the room. The `rules` name the policy, the layout and the allowed devices.
     """
     limits = room if limits is None else limits
     alone = on_one_card(footprint, room, rules, limits) if may_use_one_card(rules) else ()
@@ -89,7 +89,7 @@ def _claiming_more(
     rules: PlacementRules,
     limits: Bytes,
 ) -> tuple[Candidate, ...]:
-    """As `on_one_card`, if a claim may exceed the model, or if the rules limit bytes on a card."""
+    """The candidates of `on_one_card`, if a card's bytes are limited or a claim may exceed the model."""
     found = []
     for device in allowed:
         limit = limits.get(device, 0)
@@ -134,10 +134,10 @@ def claim(
 ) -> int:
     """Bytes that the `footprint` claims of one card with the budget `limit`, in bytes.
 
-    A result above `limit` means that the model cannot fit. With a factor in the `rules`, NDIF's
-    rule applies: the claim is the weights times the factor if that is less than the given fraction
-    of the card, else the whole card. Without a factor, the claim is the estimate, in which the KV
-    cache and the rest are named parts.
+    A result above `limit` means that the model cannot fit. Without a factor in the `rules`, the
+    claim is the estimate, in which the KV cache and the rest are named parts. With a factor, NDIF's
+    rule applies. The claim is then the weights times the factor, if that is less than the given
+    fraction of the card. Otherwise the claim is the whole card.
 
     >>> rules = PlacementRules(factor=3.0, largest_fraction=0.8)
     >>> [claim(Footprint.of(size), rules, 80) for size in (10, 21, 22, 90)]
@@ -181,7 +181,7 @@ def runners_up(
 ) -> tuple[Candidate, ...]:
     """The `considered` candidates: the chosen one first, the others with why they were not chosen.
 
-    `taken` are the chosen shares, `rules` the policy that chose them.
+    `taken` are the chosen shares. `rules` are the rules by which they were chosen.
     """
     listed = list(considered)
     cards = _cards(taken)

@@ -1,4 +1,4 @@
-"""A dry run of admission: what a request would get now. The book does not change.
+"""A dry run of admission: it shows what a request would get now. The caller's book is unchanged.
 
 Pure. It calls `admit` repeatedly, as if every step succeeded at once.
 """
@@ -39,10 +39,10 @@ def plan(
     world: World,
     rank: Policy,
 ) -> Plan:
-    """What would happen to this `request`: the decisions of `admit`, as if every step succeeds.
+    """What would happen to this `request` if every step of the decisions of `admit` succeeded.
 
-    `book`, `world` and `rank` (the eviction policy) as in `admit`; the book of the caller does not
-    change.
+    `book`, `world` and `rank` (the eviction policy) are as in `admit`. The caller's book is
+    unchanged.
     """
     steps: tuple[Step, ...] = ()
     asked: tuple[str, ...] = ()
@@ -148,6 +148,6 @@ def _as_if_measured(
 
 
 def _sentences(reasons: list[str]) -> list[str]:
-    """The reasons as sentences, each once."""
+    """The reasons as sentences, without repetitions."""
     distinct = dict.fromkeys(reasons)
     return [reason if reason.endswith(".") else reason + "." for reason in distinct]

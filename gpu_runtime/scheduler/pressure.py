@@ -34,10 +34,7 @@ def level(pressure: float, rules: Rules) -> Level:
 
 
 def relief(at: Level, rules: Rules) -> Relief | None:
-    """The rule of the level `at`, exactly as in the table, with the idle times of `rules`.
-
-    None at LOW and UNKNOWN.
-    """
+    """The rule of the level `at`, with the idle times of `rules`; None at LOW and UNKNOWN."""
     if at is Level.CRITICAL:
         return Relief(0.0, may_drop=True, drop=True)
     if at is Level.HIGH:
@@ -50,7 +47,7 @@ def relief(at: Level, rules: Rules) -> Relief | None:
 def pressure(claimed: int, limit: int, used: int | None, total: int) -> float:
     """The larger of `claimed` / `limit` and `used` / `total`; above 1 in an overdraft.
 
-    All four are bytes; `used` is None where the driver gives no number.
+    All four numbers are bytes. `used` is None if the driver gives no number.
 
     >>> pressure(claimed=9_000, limit=14_400, used=None, total=16_000)
     0.625
@@ -62,9 +59,9 @@ def pressure(claimed: int, limit: int, used: int | None, total: int) -> float:
 
 
 def sample_of(device: Device, book: Book, world: World) -> Sample | None:
-    """The newest measurement of `device`: this owner's in `world`, or another's in `book`.
+    """The newest measurement of `device`: that of this owner in `world`, or the one in `book`.
 
-    None for a simulated device, where the book itself is the measurement.
+    The result is None for a simulated device, which nothing measures.
     """
     mine = world.samples.get(device.id)
     theirs = book.samples.get(device.id)
@@ -74,9 +71,9 @@ def sample_of(device: Device, book: Book, world: World) -> Sample | None:
 
 
 def used_bytes(device: Device, sample: Sample | None, claimed: Mapping[str, int]) -> int | None:
-    """Bytes in use on `device` as measured by `sample`; None where the driver gives no number.
+    """Bytes in use on `device` as measured by `sample`; None if the driver gives no number.
 
-    On a simulated device these are the bytes `claimed` on it (device id -> bytes).
+    For a simulated device, the result is the bytes `claimed` on it (device id -> bytes).
     """
     if device.simulated:
         return claimed.get(device.id, 0)
@@ -86,7 +83,7 @@ def used_bytes(device: Device, sample: Sample | None, claimed: Mapping[str, int]
 
 
 def views(book: Book, world: World) -> tuple[DeviceView, ...]:
-    """Every device of `world` with its budget, its claims in `book`, its use and its level."""
+    """Every device of `world` with its budget, its claims in `book`, used bytes and level."""
     claims = book.claims()
     return tuple(_view(device, claims.get(device.id, 0), book, world) for device in world.devices)
 

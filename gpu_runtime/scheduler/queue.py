@@ -1,8 +1,9 @@
 """The order in which waiting requests are served.
 
-Pure. The queue is ordered by importance. Of equal requests, the load that serves most waiting users
-per second is first; after 120 s of waiting, arrival decides. Waiting moves a request forward in the
-queue; it never changes which leases the request may evict.
+Pure. The queue is ordered by importance. Among requests of equal importance, the load that serves
+most waiting users per second is first. A request that has waited for 120 s is before all such
+loads, in order of arrival. Waiting moves a request forward in the queue. It never changes which
+leases the request may evict.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ def aged(
     waited_seconds: float,
     world: World,
 ) -> int:
-    """The importance that a request has in the queue: one class higher for each 30 s waited.
+    """The importance that a request has in the queue: one class higher for each 30 s of waiting.
 
-    `importance` is the request's own; lower is more important. `waited_seconds` is the time since
-    it arrived.
+    `importance` is that of the request itself; lower numbers are more important. `waited_seconds`
+    is the time since the request arrived.
 
     >>> from gpu_runtime.facts import Rules
     >>> aged(20, 65.0, World(0, 0, (), {}, rules=Rules()))
@@ -40,7 +41,7 @@ def aged(
 
 
 def queue(book: Book, world: World) -> tuple[Ticket, ...]:
-    """The waiting requests of the `book`, the next to be served first; aged at `world.now`."""
+    """The waiting requests of the `book`, in the order in which they are served at `world.now`."""
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
     users = _users(book)
     waiting.sort(key=lambda ticket: _ticket_position(ticket, users, world))
@@ -54,7 +55,7 @@ def elders(
 ) -> tuple[Ticket, ...]:
     """The tickets ahead of this `request` in the queue.
 
-    A ticket that was not refreshed lately is skipped, since its process is stopped.
+    A ticket that was not refreshed lately is skipped, because its process is stopped.
     """
     if not book.tickets:
         return ()
@@ -76,7 +77,7 @@ def elders(
 def load_seconds(book: Book, request: Request) -> float:
     """Seconds that the load or restore of the requested lease will take; 0 for a block of code.
 
-    The `book` says whether it is in host memory.
+    The `book` shows whether the lease is in host memory.
     """
     wanted = request.lease
     if wanted.kind == "block":
@@ -88,7 +89,7 @@ def load_seconds(book: Book, request: Request) -> float:
 
 
 def _users(book: Book) -> dict[tuple[str, str], int]:
-    """The number of requests that wait for each model, by its owner and name."""
+    """The number of users that wait for each model, by the model's owner and name."""
     users: dict[tuple[str, str], int] = {}
     for ticket in book.tickets:
         if ticket.verb == "use":
@@ -116,10 +117,10 @@ def _position(
     seconds: float,
     world: World,
 ) -> _Position:
-    """The sort key of a request: a lower one is served earlier.
+    """The sort key of a request; requests with lower keys are served earlier.
 
-    The load that serves most waiting `users` for each of its `seconds` is first. A request that
-    has waited long is before all such loads.
+    Within a class of importance, the load that serves most waiting `users` for each of its
+    `seconds` is first. A request that has waited for `patience_seconds` is before all such loads.
     """
     waited_seconds = world.now - arrived
     importance = aged(importance, waited_seconds, world)
@@ -139,11 +140,11 @@ def may_pass(
     request: Request,
     world: World,
 ) -> bool:
-    """Whether the `request` may take room before this `elder`.
+    """Whether the `request` may take room before this `elder`, a request ahead in the queue.
 
-    The `request` may do so in two cases, because the elder cannot use the room now. A model in use
-    blocks the elder (for the first 30 s only), or the requesting thread itself holds the leases
-    that block the elder.
+    It may in two cases, because the elder cannot use the room now. Either a model in use has
+    blocked the elder for less than 30 s, or the requesting thread itself holds leases on a card
+    that the elder needs.
     """
     blocked_since = elder.blocked_since
     if blocked_since and world.now - blocked_since < world.rules.passing_seconds:

@@ -1,8 +1,8 @@
 """The operator's caps on a user: bytes on each card, importance, pinning, seconds of a block.
 
-Pure. Every process checks its own requests against the cap of its own user; all processes of that
-user count together. A block of code that is held for too long is not ended, since its memory is in
-use. Until the block ends, the user is granted nothing new.
+Pure. Every process checks its own requests against the cap of its own user. The memory of all
+processes of that user is added up. A block of code that is held for too long is not ended, because
+its memory is in use. Until the block ends, the user is granted nothing new.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from .placement import claim
 
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:
-    """The refusal of `request` by the user's cap on every card; None if only bytes are capped."""
+    """The refusal of `request` by the user's cap, whatever the card; None if there is none.
+
+    The cap on bytes is not checked here; see `capped_cards`.
+    """
     cap = world.rules.cap
     if cap is None:
         return None
@@ -48,7 +51,8 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
 def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
     """Why the user of `cap` may not hold the model `name` this way; empty if it is allowed.
 
-    `importance` is a number. `keep`: the model would be pinned to its device.
+    `importance` is a number; lower is more important. `keep` is True if the model would be pinned
+    to its device.
     """
     if cap is None:
         return ""
@@ -63,7 +67,7 @@ def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
 
 
 def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse]:
-    """Cards on which the user may not hold as much as `request` needs, with the refusal.
+    """The cards on which the cap allows the user less than `request` needs, each with the refusal.
 
     Only the user's leases that cannot leave the card are counted.
     """
@@ -94,7 +98,7 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
 
 
 def at_most(book: Book, world: World) -> dict[str, int]:
-    """Bytes that the user may take on each card after all their leases that can leave have left.
+    """Bytes that the user may take on each card, once the user's leases that can leave have left.
 
     The result is empty if the user has no cap.
     """
@@ -115,9 +119,9 @@ def _is_fixed(lease: Lease, world: World) -> bool:
 
 
 def left(book: Book, world: World, *, leaving: bool = True) -> dict[str, int]:
-    """Bytes that the user may still take on each card; empty without such a cap.
+    """Bytes that the user may still take on each card; empty if the user's bytes are not capped.
 
-    Bytes that are being moved out count as held, unless `leaving` is False.
+    Bytes that are being moved out are counted as held, unless `leaving` is False.
     """
     cap = world.rules.cap
     if cap is None:
@@ -127,7 +131,7 @@ def left(book: Book, world: World, *, leaving: bool = True) -> dict[str, int]:
 
 
 def _left_beside(leases: Iterable[Lease], world: World) -> dict[str, int]:
-    """The cap on bytes minus the bytes of these leases, for each card; empty without such a cap."""
+    """For each card, the byte cap less the bytes of these leases; empty without a byte cap."""
     cap = world.rules.cap
     if cap is None or cap.bytes_per_device is None:
         return {}
@@ -158,7 +162,7 @@ def overstaying(book: Book, world: World) -> Iterator[Lease]:
 
 
 def overstay(book: Book, lease: Lease, world: World) -> str:
-    """The warning about a block of code, `lease`, that is held for too long."""
+    """The warning about `lease`, a block of code that is held for longer than the cap allows."""
     cap = world.rules.cap
     assert cap is not None
     return (
@@ -187,6 +191,6 @@ def _theirs(book: Book, cap: Cap) -> Iterator[Lease]:
 
 
 def _word(importance: int) -> str:
-    """`high (5)`, or `importance 7` for a number between the classes."""
+    """The text `high (5)` for a class, or `importance 7` for a number between the classes."""
     name = importance_name(importance)
     return f"{name} ({importance})" if name in IMPORTANCE else name

@@ -1,4 +1,4 @@
-"""Requests to another owner, and what an owner does on request.
+"""Requests of one owner to another owner, and what an owner does on request.
 
 Pure. A process writes its request to another owner on a ticket of its own. Every owner follows the
 same rules: a model in use is never moved, and a kept model is never evicted.
@@ -64,7 +64,7 @@ class Ask(Value):
 
 
 class Order(Value):
-    """Work for an owner's monitor besides steps: preload, restore, move, pin, defragment, who."""
+    """Work, apart from evictions, that an owner's monitor does on request: preload, pin and so on."""
 
     key: str
     verb: str
@@ -80,10 +80,10 @@ class Order(Value):
 
 
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
-    """The book with the request `asked` on a ticket, and its state.
+    """The book with the request `asked` on a ticket, and the state of that request.
 
-    The verdict is Grant (done), Wait (under way) or Refuse. A call with the same key returns the
-    current state, so the requester calls this again until the request is done.
+    The state is Grant (done), Wait (under way) or Refuse. A call with the same key returns the
+    current state, so the requester repeats the call until the request is done.
     """
     owner_id, _, name = asked.target.partition("/")
     section, owner = book.sections.get(owner_id), book.owner(owner_id)
@@ -110,9 +110,9 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
 
 
 def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
-    """The book with an event for a failed request, so that every person's request is logged.
+    """The book with an event that records that the request `asked` failed.
 
-    `because` is the reason.
+    Every request of a person is logged in this way. `because` is the reason for the failure.
     """
     return _log(book, asked, world, "declined", because)
 
@@ -157,13 +157,13 @@ def _log(
 
 
 def _process(user: str, owner: Owner | None) -> str:
-    """`ann, train.ipynb (pid 4121)`."""
+    """The requesting process as text, such as `ann, train.ipynb (pid 4121)`."""
     label = owner.label if owner else "another process"
     return f"{user}, {label}" if user else label
 
 
 def _answer_in_events(book: Book, asked: Ask, section: Section, name: str) -> Verdict | None:
-    """The owner's answer among the recent events, if there is one."""
+    """The owner's answer to the request, from the recent events; None if there is none yet."""
     for event in book.events:
         if event.answers == asked.key and event.owner == section.owner.id:
             return _verdict_of(event, section.lease(name) or Lease(section.owner.id, name))
@@ -250,7 +250,7 @@ def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> R
 
 
 def _why_not_moved(book: Book, lease: Lease) -> str:
-    """The reason that the owner gave for its last failed move of the lease, after a colon; else empty."""
+    """The owner's reason for the last failed move of `lease`, after a colon; else empty."""
     for event in reversed(book.events):
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
             return ": " + event.because.partition(": ")[2].rstrip(".")
@@ -265,7 +265,10 @@ def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
 
 
 def _host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """The owner's models in host memory to drop, to make room there for a lease without a source."""
+    """The owner's models to drop from host memory so that `lease`, which has no source, fits in.
+
+    The result is empty if this is not needed or not possible.
+    """
     if not (lease.movable and world.rules.offload):
         return ()
     victims = warm_pool_victims(
@@ -297,16 +300,18 @@ def obey(
     """The book with the recalled leases of `owner` leaving, the steps for them, and the orders.
 
     A recalled lease leaves if its grace period is over and the rules allow its eviction for a
-    request of that importance. Otherwise it stays; its published pins show the requester why. `key`
-    marks the leaving leases. `rank` says which leases in host memory are worth less than they.
+    request of that importance. Otherwise it stays, and its pins in the book show the requester the
+    reason. `key` is stored in the leaving leases. `rank` decides which leases in host memory are
+    worth less than the recalled ones.
 
-    `askers` maps the key of a ticket to the user who wrote it; None: all are trusted. A ticket that is
-    missing there was forged, and is ignored. Another user can only have idle models evicted.
+    `askers` maps the key of a ticket to the user who wrote the ticket; with None, all tickets are
+    trusted. A ticket whose key is missing in `askers` was forged, and is ignored. A user without
+    the right to command this owner can only have idle models evicted.
     """
     steps: list[Move | Drop] = []
     orders: list[Order] = []
     host_room = room(book, world).get(HOST, 0)
-    # The ticket is still in the book if the requester has not read the answer yet.
+    # The ticket of an answered request stays in the book until the requester has read the answer.
     answered = {event.answers for event in book.events if event.owner == owner}
     for ticket in book.tickets:
         asker = _TRUSTED
@@ -329,7 +334,7 @@ def obey(
 
 
 def _is_order_to(owner: str, ticket: Ticket) -> bool:
-    """Whether the ticket requests more than an eviction from this owner."""
+    """Whether the `ticket` requests something other than an eviction from the process `owner`."""
     if ticket.verb not in ASKS or ticket.verb == "evict":
         return False
     target, _, _ = ticket.name.partition("/")
@@ -354,14 +359,14 @@ def _order(book: Book, owner: str, ticket: Ticket, asker: Asker) -> Order:
 
 
 def _wish(verb: str, name: str) -> str:
-    """What a process is asked: `to evict qwen`."""
+    """The end of the sentence "the process was asked ...", such as `to evict qwen`."""
     return "which variables hold memory" if verb == "who" else f"to {verb} {name}".rstrip()
 
 
 def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
-    """Why `user` may not request the `verb` on the model `name` from another user's process `owner`.
+    """The sentence that `user` may not request `verb` from `owner`, another user's process.
 
-    `name` is empty for a request that concerns the whole process.
+    `name` is the model; it is empty for a request that concerns the whole process.
     """
     what = "ask " + _wish(verb, name) if verb == "who" else f"{verb} {name}".rstrip()
     return (
@@ -371,7 +376,7 @@ def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
 
 
 def _recalled(book: Book, owner: str, ticket: Ticket) -> list[Lease]:
-    """The owner's leases that the ticket recalls; leases that need host memory are first."""
+    """The owner's leases that the ticket recalls. Leases that need host memory are first."""
     leases = []
     for lease_id in ticket.recalls:
         lease = book.find(lease_id)
@@ -391,7 +396,7 @@ def _steps_for(
 ) -> tuple[Move | Drop, ...]:
     """The steps that evict this lease for the ticket; empty if the lease stays.
 
-    If host memory is full, the steps first unload other leases from there.
+    If host memory is full, the steps unload other leases from there, and the lease follows later.
     """
     person = ticket.verb == "evict"
     # A person's "evict" also applies within the grace period. A program's request does not.
@@ -407,8 +412,9 @@ def _steps_for(
     who = attributed(ticket.said_by, owner.label if owner else "another process")
     by = attributed(ticket.said_by, _process(asker.user, owner))
     if lease.on_host:
-        # Only a program recalls from the warm pool. If the lease arrived there after the ticket was
-        # last refreshed, it was recalled from its device and has already left it.
+        # Only a program recalls leases from host memory (the warm pool). If the lease arrived there
+        # after the ticket was last refreshed, the ticket recalled it from its device, and it has
+        # left the device.
         if person or not lease.droppable or lease.away_since >= ticket.refreshed:
             return ()
         because = f"{who} needs host memory to make room for {ticket.name}."
@@ -433,7 +439,7 @@ def _steps_for(
         )
     if not victims:
         return (replace(step, by=by),) if step is not None else ()
-    # The lease itself follows once these have left host memory.
+    # The lease itself is moved by a later call, once these leases have left host memory.
     because = f"The warm pool is full; {because}"
     return tuple(Drop(warm.id, warm.shares, because, reason, by) for warm in victims)
 
@@ -449,8 +455,8 @@ def answer(
 ) -> Book:
     """The book with the answer of `owner` to `order`: an event with the key of the request.
 
-    `action` is the event's ("failed" for a refusal), `because` its sentence, and `size` the number
-    of bytes that were freed or taken. The event also names the requester.
+    `action` is the event's action ("failed" for a refusal), and `because` its sentence. `size` is
+    the number of bytes that were freed or taken. The event also names the requester.
     """
     lease = book.lease(owner, order.name) or Lease(owner, order.name)
     return note(

@@ -1,6 +1,6 @@
 """Relief: idle models leave a device that is under pressure.
 
-Pure. `pressure.py` has the rule of each level of pressure.
+Pure. `pressure.py` holds the rule for each level of pressure.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ KERNEL_IDLE_SECONDS = 1.0  # a kernel whose last cell ended this long ago may le
 def relieve(
     book: Book, owner: str, world: World, rank: Policy, key: str
 ) -> tuple[Book, tuple[Move | Drop, ...]]:
-    """The book with the idle models of `owner` leaving its overfull devices, and the steps for it.
+    """The book with the idle models of `owner` leaving its overfull devices, and the steps.
 
-    `rank` orders the leases of one importance, the lowest first; `key` marks the leaving leases.
+    `rank` orders the leases of equal importance, the lowest first. `key` is stored in the leaving
+    leases.
 
-    `world.rules.relief` is one of:
-    - `always`: every model leaves that has been idle for as long as the table says.
-    - `auto`: models leave only while requests wait, or while unleased memory grows on the card. This
-      stops once the level is down; bytes that are already leaving count as gone. At every level,
-      models are offloaded to the host if it has room.
+    `world.rules.relief` is one of these:
+
+    - `always`: every model leaves that has been idle for as long as the table in `pressure` says.
+    - `auto`: models leave only while requests wait, or while memory outside the leases grows on the
+      card. Eviction stops once the level has fallen; bytes that are already leaving count as gone.
+      At every level, models are offloaded to the host if it has room.
     - `never`: nothing leaves.
     """
     rules = world.rules
@@ -70,10 +72,11 @@ def relieve(
 def park_kernels(
     book: Book, owner: str, world: World, rank: Policy, key: str
 ) -> tuple[Book, tuple[Move | Drop, ...]]:
-    """The book with the kernel of `owner` leaving a card that holds more than its limit, and the step.
+    """The book with the kernel of `owner` leaving an overfull card, and the step for this.
 
-    Plain code takes memory without a request to the ledger. So a card may hold more than its limit, until idle
-    kernels have left. As many of them leave as needed, in the order of `rank`. `key` marks them.
+    Plain code takes memory without a request to the ledger. So a card may hold more than its limit,
+    until idle kernels have left. As many kernels leave as needed, in the order of `rank`, but each
+    owner evicts only its own kernel. `key` is stored in the leaving lease.
     """
     if world.rules.relief == "never" or owner not in book.sections:
         return book, ()
@@ -125,7 +128,8 @@ def _step(
     """The step by which this lease leaves the card at the level `at`; None if it stays."""
     demand = relief(at, world.rules)
     assert demand is not None
-    # These evictions serve no request, so they respect grace and keep_alive of every owner.
+    # These evictions serve no request, so they respect the grace period and `keep_alive` of every
+    # owner.
     if reason_to_stay(lease, world, asker="", importance=lease.importance):
         return None
     idle = lease.idle_seconds(world.now)

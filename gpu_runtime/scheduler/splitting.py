@@ -1,9 +1,13 @@
-"""How a model is divided among several cards.
+"""Divides a model among several cards.
 
-Pure. The layout `balanced` puts equal parts on all cards, as tensor parallelism needs.
-`proportional` makes each part proportional to the card's room. `whole` claims all bytes of each
-card. Cards are claimed in the order of their index. `eviction_multi` decides which cards are
-emptied for a model.
+Pure. Each layout divides in its own way:
+
+- `balanced` puts equal parts on all cards, as tensor parallelism needs.
+- `proportional` makes each part proportional to the card's room.
+- `whole` claims all bytes of each card.
+
+Cards are claimed in the order of their index. `eviction_multi` decides which cards are emptied for
+a model.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ def split(
 ) -> tuple[Candidate, ...]:
     """The divisions of the `footprint` that fit: one for each number of cards, fewest cards first.
 
-    `room` is bytes by device id, in the order of the devices; `limits` are their budgets, needed
-    for whole cards. The `rules` name the layout, the devices and how many. A card that cannot take
-    its part is skipped, and the search continues.
+    `room` is the free bytes by device id, in the order of the devices. `limits` are the devices'
+    budgets, which the layout `whole` needs. The `rules` name the layout, the allowed devices and
+    the number of cards. If a card cannot take its part, other sets of cards are tried.
     """
     cards = [card for card in room if not rules.devices or card in rules.devices]
     most = min(rules.most_cards or len(cards), len(cards))
@@ -52,7 +56,7 @@ def _first_that_fits(
     rules: PlacementRules,
     limits: Room,
 ) -> Candidate | None:
-    """The division over the first of these sets of cards that can hold the model; else None."""
+    """The division over the first of these `sets` of cards that can hold the model; else None."""
     for cards in sets:
         chosen_room = {card: room[card] for card in cards}
         candidate = divide(footprint, chosen_room, rules, limits)
@@ -67,9 +71,9 @@ def divide(
     rules: PlacementRules,
     limits: Room,
 ) -> Candidate | None:
-    """The `footprint`, divided over all cards of this `room`; None if they cannot hold their parts.
+    """The `footprint`, divided over all cards of this `room`; None if the cards cannot hold it.
 
-    `rules` and `limits` as in `split`.
+    `rules` and `limits` are as in `split`.
 
     >>> gib = 2**30
     >>> divide(Footprint.of(140 * gib), {"cuda:0": 80 * gib, "cuda:1": 80 * gib},
@@ -129,10 +133,10 @@ def fitting(
     rules: PlacementRules,
     limits: Room,
 ) -> Holds:
-    """A function of the room that returns whether the `footprint` fits over these `cards`.
+    """A function that takes the room and returns whether the `footprint` fits over these `cards`.
 
     Every card must get a part, as in `divide`. Otherwise `eviction_multi` would evict nothing from
-    a card without a part, and the model could still not be placed. `rules` and `limits` as in
+    a card without a part, and the model could still not be placed. `rules` and `limits` are as in
     `split`.
     """
     if footprint.bytes < len(cards):
@@ -172,7 +176,7 @@ def _fitting_balanced(
     equal = equal_parts(footprint, len(cards))
     if equal is None:
         return _never_holds
-    # Any card may get the largest part, so each must have room for it.
+    # Any card may get the largest part, so every card must have room for it.
     part = _with_overhead(max(equal), rules)
 
     def holds(room: Room) -> bool:
@@ -192,7 +196,7 @@ def _fitting_proportional(
     margin = rules.margin_bytes
 
     def holds(room: Room) -> bool:
-        """Whether the cards can hold their parts. It runs some hundred times for one plan."""
+        """Whether the cards can hold their parts. One plan calls this some hundred times."""
         if plain:
             spend = [room[card] - margin for card in cards]
         else:
@@ -204,14 +208,14 @@ def _fitting_proportional(
         ends = packed(sums, spend)
         if ends is None:
             return False
-        # Usually every card has a piece, and the slower search is not needed.
+        # Usually every card gets a piece, and the slower search is not needed.
         return _none_is_empty(ends) or pieces_in_proportion(sums, spend) is not None
 
     return holds
 
 
 def _none_is_empty(ends: Sequence[int]) -> bool:
-    """Whether each card has at least one piece; `ends` are the boundaries that they reach."""
+    """Whether each card has at least one piece. `ends` are the boundaries that the cards reach."""
     before = 0
     for end in ends:
         if end <= before:
@@ -228,7 +232,7 @@ def claimed(
 ) -> int:
     """The most bytes that the `footprint` can claim on these `cards` together.
 
-    Each card's part of an overhead is rounded up. `rules` and `limits` as in `split`.
+    The overhead of each card's part is rounded up. `rules` and `limits` are as in `split`.
     """
     if rules.layout == "whole":
         return sum(limits[card] for card in cards)
@@ -294,7 +298,7 @@ def _to_give(
     rules: PlacementRules,
     limits: Room,
 ) -> dict[str, int]:
-    """Bytes that each card can give to a split over `count` cards; 0 if it cannot take its part."""
+    """Bytes that each card can give to a model over `count` cards; 0 if its part does not fit."""
     if rules.layout == "whole":
         return {card: limits[card] if room[card] >= limits[card] else 0 for card in cards}
     if rules.layout != "balanced":
@@ -315,7 +319,10 @@ def _first_in_order(
     count: int,
     size: int,
 ) -> tuple[str, ...]:
-    """The first `count` cards that have `size` bytes together; the `count` largest must have it."""
+    """The first `count` cards in order that together have `size` bytes.
+
+    The result has fewer cards if even the `count` largest cards have too few bytes.
+    """
     chosen: list[str] = []
     left = size
     for index, card in enumerate(cards):
@@ -335,7 +342,7 @@ def _held_to(
     card: str,
     rules: PlacementRules,
 ) -> int:
-    """The room on a card, or less if the rules limit the model's bytes there."""
+    """The free bytes on a card, or fewer if the rules limit the model's bytes there."""
     return min(free, rules.card_bytes.get(card, 0)) if rules.card_bytes else free
 
 

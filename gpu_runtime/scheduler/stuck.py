@@ -1,7 +1,7 @@
-"""Leases that cannot leave their card, however long a request waits.
+"""Finds leases that cannot leave their card, however long a request waits.
 
-Pure. A lease is *precious* if its weights exist nowhere else: it can only be offloaded, and only
-while the host has room.
+Pure. A lease is *precious* if its weights exist nowhere else. A precious lease can only be
+offloaded, and only while the host has room.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stuck_leases(
     request: Request,
     world: World,
 ) -> Stuck:
-    """The leases that cannot leave their card, by card; for this `request`, `book` and `world`."""
+    """The leases that cannot leave their card, or may not be able to, seen from this `request`."""
     leases: dict[str, list[tuple[Lease, str]]] = {}
     precious: dict[str, list[Lease]] = {}
     for lease in book.leases():
@@ -51,10 +51,10 @@ def stuck_leases(
 
 
 def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
-    """Sets of precious leases that must stay on their cards; the emptiest cards first.
+    """Sets of precious leases that may have to stay on their cards, the smallest sets first.
 
-    The host may not have room for all precious leases in `stuck`. If there are too many to try
-    every set, the result is one empty set: the request is then not refused, and waits.
+    The host may not have room for all precious leases in `stuck`. If there are too many leases to
+    try every set, the result is one empty set: the request then waits instead of being refused.
     """
     by_id = {}
     for leases in stuck.precious.values():
@@ -75,7 +75,7 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
 
 
 def _host_bytes_to_be_had(book: Book, world: World) -> int:
-    """Bytes of host memory that weights may move to, after everything droppable has left it."""
+    """Bytes of host memory for precious leases, once everything droppable has left it."""
     taken = 0
     for lease in book.leases():
         if lease.keep or not lease.droppable:

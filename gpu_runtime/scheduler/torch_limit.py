@@ -1,7 +1,8 @@
-"""The fraction of each card that torch may use in this process without touching others' leases.
+"""Computes how much of each card torch may use in this process without touching others' leases.
 
-Pure. A lease covers weights. Code may use unclaimed memory for activations and caches. If it uses
-more, torch raises its own out-of-memory error in this process, and no other process fails.
+Pure. A lease covers weights. Code may also use unclaimed memory, for activations and caches. If the
+code uses more than its fraction, torch raises its own out-of-memory error in this process, and no
+other process fails.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ def bounds(
 ) -> dict[str, float]:
     """The fraction of each real card of `world` that torch may use in the process of `owner`.
 
-    This is the whole card less other owners' claims in `book` and the CUDA context, which torch
-    does not count (`contexts`: card -> bytes). It is never less than the owner's own leases there.
-    A card that is left out has no bound. It is left out if the owner has nothing there, if one of
-    the owner's models is split over this card and others, or if a block of code sets its own bound
-    (`open_cards`).
+    The bound is the whole card less other owners' claims in `book`, and less the CUDA context,
+    which torch does not count (`contexts`: card -> bytes). The bound is never below the owner's own
+    leases on the card.
+
+    A card that is missing in the result has no bound. There are three reasons: the owner has
+    nothing there, one of the owner's models is split over this card and others, or a block of code
+    sets its own bound (`open_cards`).
     """
     section = book.sections.get(owner)
     if section is None:
@@ -54,6 +57,6 @@ def bounds(
 
 
 def _is_split(lease: Lease) -> bool:
-    """Whether its bytes are on several cards."""
+    """Whether the bytes of `lease` are on several cards."""
     cards = {share.device for share in lease.shares} - {HOST}
     return len(cards) > 1

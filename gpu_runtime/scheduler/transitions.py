@@ -1,4 +1,4 @@
-"""Changes of the book after something has happened: settled, abandoned, published, reaped.
+"""Changes the book after something has happened: settled, abandoned, published, reaped.
 
 Pure. This module decides nothing: facts are always accepted, even if they show an overdraft.
 """
@@ -30,16 +30,16 @@ from ..facts import (
 )
 from .ghosts import ghosts_of, ghosts_of_unread
 
-# Actions of a lease that left its device or the warm pool: evicted, or lost with its engine.
+# Actions of a lease that left its device or host memory: it was evicted, or lost with its engine.
 LEFT = ("offloaded", "unloaded", "lost")
-# Actions whose event keeps when the lease was used.
+# The event of such an action records when the lease was used.
 ENDED_A_STAY = (*LEFT, "reaped")
 DECISIONS = ("granted", "waiting", "refused")
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 
 
 class Truth(Value):
-    """What an owner knows about itself. Its section of the book is rewritten from this."""
+    """What an owner knows about itself. The owner's section of the book is rewritten from this."""
 
     owner: Owner
     leases: tuple[Lease, ...] = ()  # its leases with their current pins and last use
@@ -64,11 +64,11 @@ def note(
     answers: str = "",
     seconds: float = 0.0,
 ) -> Book:
-    """The book with one more event about `lease`; its owner's counter for `action` is raised by one.
+    """The book with one more event about `lease`. Its owner's counter for `action` is raised by 1.
 
-    `reason` is one word and `because` the sentence. `size` is in bytes; `device` defaults to the
-    lease's first one; `by` is the requester, `answers` the key of an answered ticket, and `seconds`
-    the duration of a load.
+    `reason` is one word, and `because` the sentence. `size` is in bytes. `device` defaults to the
+    lease's first device. `by` is the requester, and `answers` the key of an answered ticket.
+    `seconds` is the duration of a load.
     """
     event = Event(
         seq=book.seq + 1,
@@ -118,9 +118,10 @@ def arrived(
 ) -> Book:
     """The book with the lease `name` of `owner` settled on a device.
 
-    `shares` are the claimed bytes. `filled` are the measured bytes, if the claim is larger.
-    `because` is the event's sentence. `reload_seconds` or `restore_seconds` is how long it took; 0
-    keeps the old value. `droppable`: its source is proven to have the same bytes.
+    `shares` are the claimed bytes. `filled` are the measured bytes, if the claim is larger than
+    they. `because` is the event's sentence. `reload_seconds` or `restore_seconds` is how long the
+    arrival took; 0 keeps the old value. `droppable` is True if the model's source is proven to have
+    the same bytes.
     """
     lease = book.lease(owner, name)
     if lease is None:
@@ -153,16 +154,17 @@ def arrived(
 
 
 def _how_it_arrived(before: Lease) -> str:
-    """The action word for an arrival, by where the lease was before."""
+    """The action word for an arrival. It depends on where the lease was before."""
     if before.on_host:
         return "restored"
     return "moved" if before.on_device else "loaded"
 
 
 def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = "") -> Book:
-    """The book after `step`: the lease is on `shares`, or is gone if it was dropped.
+    """The book after `step`: the lease is on `shares`, or is removed if it was dropped.
 
-    `by` names the requester. A second call changes nothing (the first answer may have been lost).
+    `by` names the requester. A second call changes nothing, so that it is safe to report a step
+    again after the first reply was lost.
     """
     owner, _, name = step.lease.partition("/")
     lease = book.lease(owner, name)
@@ -216,9 +218,9 @@ def abandon(
 ) -> Book:
     """The book as it was before the decision `key` about the lease `name` of `owner`.
 
-    A lease that was loading is removed. A lease that was being restored is on the host again. A lease
-    that was leaving stays. `because` is the sentence of the event; if it is empty, no event is noted.
-    `pins` counts the users of the lease.
+    A lease that was loading is removed. A lease that was being restored is on the host again. A
+    lease that was leaving stays. `because` is the sentence of the event; if it is empty, no event
+    is noted. `pins` is the number of users of the lease.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.key != key or lease.phase is Phase.SETTLED:
@@ -252,8 +254,9 @@ def withdraw(book: Book, key: str) -> Book:
 def publish(book: Book, truth: Truth, world: World) -> Book:
     """The book with this owner's section rewritten from `truth`; the same book if nothing changed.
 
-    A lease that is under way is not changed if the owner knows its key. An unknown key was left behind
-    by an interrupt; it is withdrawn, and everything that it had reserved is released.
+    A lease that is arriving or leaving is not changed if the owner knows its key. If the owner does
+    not know the key, an interrupt left the lease behind. Then the decision is withdrawn, and
+    everything that it had reserved is released.
     """
     me = truth.owner.id
     if me not in book.sections:
@@ -279,7 +282,10 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
 
 
 def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:
-    """The owner's leases, in the order of its section. Those under way keep their shares and phase."""
+    """The owner's leases, in the order of its section.
+
+    Leases that are arriving or leaving keep the shares and the phase that the book has.
+    """
     under_way = {}
     for lease in section.leases:
         if lease.phase is not Phase.SETTLED and lease.key in truth.keys:
@@ -295,7 +301,7 @@ def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:
 
 
 def _under_way(moving: Lease, known: Lease) -> Lease:
-    """The lease as in the book, with the pins and the last use from its owner."""
+    """The lease as it is in the book, with the pins and the last use that its owner knows."""
     born_with = moving.pins if moving.phase is Phase.ARRIVING else 0
     return replace(
         moving,
@@ -307,9 +313,10 @@ def _under_way(moving: Lease, known: Lease) -> Lease:
 
 
 def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
-    """The book with an empty section for a new owner, and with its devices and limits.
+    """The book with an empty section for a new owner, and with the owner's devices and limits.
 
-    The first owner sets the limits. While others are there, a new owner may use less, never more.
+    The first owner sets the limits. While other owners are there, a new owner may use less than
+    these limits, never more.
     """
     alone = not book.sections and not book.quarantined
     known: dict[str, Device] = {} if alone else {device.id: device for device in book.devices}
@@ -324,7 +331,7 @@ def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
 
 
 def resign(book: Book, owner: str) -> Book:
-    """The book without `owner`, which is closing and has given everything back."""
+    """The book without `owner`, which is closing and has released everything."""
     section = book.sections.get(owner)
     if owner not in book.owner_ids():
         return book
@@ -343,10 +350,11 @@ def resign(book: Book, owner: str) -> Book:
 def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Book:
     """The book without the owners `dead`, whose death is proven, with an event for each lease.
 
-    `said_by` is the person who declared that they have ended, if nothing else proves it.
+    `said_by` is the person who declared that these processes have ended, if nothing else proves it.
 
-    Their memory on real cards stays claimed by ghosts until a sample shows that the driver has freed
-    it.
+    Their memory on real cards stays claimed by ghosts until a sample shows that the driver has
+    freed it. A ghost stands for the memory that a dead process held; a sample is one measurement of
+    a device.
     """
     for id in dead:
         section, unread = book.sections.get(id), book.quarantined.get(id)
@@ -374,7 +382,7 @@ def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Bo
 
 
 def totals(book: Book) -> dict[str, int]:
-    """Counters of this boot, ended owners included. Evictions are always offloads plus unloads."""
+    """Counters of this boot, including ended owners. Evictions are always offloads plus unloads."""
     counted = {}
     for action in COUNTED:
         living = sum(section.counts.get(action, 0) for section in book.sections.values())

@@ -1,7 +1,7 @@
-"""Memory on the cards that no lease covers: how much, and which processes may hold it.
+"""Memory on the cards that no lease covers: how much it is, and which processes may hold it.
 
-Pure. The number is the measured use less the leases and residue in the book. A process without
-leases is visible only here.
+Pure. The number is the measured use less the leases in the book and less the residue, which is the
+memory of known processes beyond their leases. A process without leases is visible only here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .pressure import sample_of
 def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
     """Bytes in use on each real card of `world` beyond the leases and residue in `book`.
 
-    Memory that is being freed right now does not count. None where the driver gives no number. The
-    driver's own use of the card is included: some hundred MiB that belong to no process.
+    The value is None if the driver gives no number. Memory that is being freed right now does not
+    count. The driver's own use of the card is included: some hundred MiB that belong to no process.
     """
     beyond: dict[str, int | None] = {}
     freed = freed_since(book, world)
@@ -36,7 +36,7 @@ def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
 
 
 def _seen(book: Book, device: str, taken_at: float) -> int:
-    """Bytes of leases and residue that a sample taken at this time includes."""
+    """Bytes of leases and residue on `device` that a sample taken at `taken_at` includes."""
     seen = sum(_seen_of(section, device, taken_at) for section in book.sections.values())
     for unread in book.quarantined.values():
         if unread.settled_at < taken_at:
@@ -55,11 +55,11 @@ def _seen_of(section: Section, device: str, taken_at: float) -> int:
 def strangers(
     book: Book, world: World, people: Mapping[int, tuple[str, str]]
 ) -> tuple[Stranger, ...]:
-    """Processes that the driver lists on real cards of `world` and that `book` has no owner for.
+    """Processes that the driver lists on real cards of `world`, but that are no owner in `book`.
 
-    The largest process is first. `people` maps pid -> (user, command), as far as known. In a container
-    the driver's pids differ from ours. An owner may then be listed here under a pid that is unknown in
-    the book.
+    The largest process is first. `people` maps pid -> (user, command), as far as known. In a
+    container, the driver's pids differ from those in the book. So an owner may be listed here under
+    a pid that the book does not know.
     """
     ours = _pids(book)
     found = []
@@ -73,7 +73,7 @@ def strangers(
 
 
 def _pids(book: Book) -> set[int]:
-    """The pids that the book accounts for: owners, their engines, and dead owners with a ghost."""
+    """The pids in the book: owners, their engines, and dead owners that may still hold memory."""
     pids = {ghost.pid for ghost in book.ghosts}
     pids.update(unread.owner.pid for unread in book.quarantined.values())
     for section in book.sections.values():
@@ -83,7 +83,7 @@ def _pids(book: Book) -> set[int]:
 
 
 def _processes(device: Device, book: Book, world: World) -> dict[int, int | None]:
-    """pid -> bytes, as the driver of a real card lists them."""
+    """The processes on a real card as its driver lists them: pid -> bytes."""
     if device.simulated or device.is_host:
         return {}
     sample = sample_of(device, book, world)

@@ -1,8 +1,8 @@
-"""Which processes do not respond to a request, and since when.
+"""Finds the processes that do not respond to a request, and since when.
 
 Pure: the input is a snapshot. An owner responds within a second from a thread of its own, even
-while a cell runs. If it does not respond, its process is stopped or swapping, or its interpreter is
-blocked.
+while a cell runs. If an owner does not respond, its process is stopped or swapping, or its
+interpreter is blocked.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _USUAL = Rules()
 
 
 def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
-    """Each owner in `seen` that does not respond, with the request; the longest unresponsive first.
+    """Each owner in `seen` that does not respond, with the request; longest unresponsive first.
 
-    An owner has responded if it has published that the model is in use, has begun the request, or
-    waits for room to restore the model. `rules` has the times that are allowed.
+    An owner has responded if it has published that the model is in use, has begun the work, or
+    waits for room to restore the model. `rules` holds the times that are allowed.
     """
     found = []
     for ticket in seen.tickets:
@@ -31,14 +31,14 @@ def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
 
 
 def _since(ticket: Ticket) -> float:
-    """When the request was made; for a use, when its current recalls were made."""
+    """When the request was made. For a `use`, it is when the current recalls were made."""
     if ticket.verb == "use":
         return ticket.recalled_since or ticket.arrived
     return ticket.arrived
 
 
 def _unresponsive_owners(seen: Snapshot, ticket: Ticket) -> list[Owner]:
-    """The owners that should answer the ticket and have not responded, each once."""
+    """The owners that should answer the ticket and have not responded, without repetitions."""
     owners: dict[Owner, None] = {}
     for lease_id in _addressed(ticket):
         owner_id, _, name = lease_id.partition("/")
@@ -51,7 +51,7 @@ def _unresponsive_owners(seen: Snapshot, ticket: Ticket) -> list[Owner]:
 
 
 def _addressed(ticket: Ticket) -> tuple[str, ...]:
-    """The leases (`owner/name`) that the ticket is about."""
+    """The ids (`owner/name`) of the leases that the ticket is about."""
     return ticket.recalls if ticket.verb == "use" else (ticket.name,)
 
 

@@ -1,6 +1,6 @@
-"""Whether a change of the book concerns waiting requests, so that their processes must be woken.
+"""Finds changes of the book that concern waiting requests, so that their processes are woken.
 
-Pure: it compares the book before and after the change.
+Pure. The book before a change is compared with the book after it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def _tickets_differ(before: Book, after: Book) -> bool:
     for old, new in zip(before.tickets, after.tickets, strict=True):
         if old is new:
             continue
-        # The reason may contain a time, such as "was used 774 ms ago", and so differ at each look.
+        # The reason may contain a time, such as "was used 774 ms ago", so it may differ at each
+        # look.
         if replace(old, refreshed=0.0, because="") != replace(new, refreshed=0.0, because=""):
             return True
     return False

@@ -1,8 +1,8 @@
-"""The journal: the history of events with their reasons. It also keeps events of earlier boots.
+"""The journal: the history of events with their reasons, including events of earlier boots.
 
-It is one SQLite table to which every owner of a ledger appends; the book has the newest events only. In a
-shared ledger each user has a journal of their own, and everybody reads all. Nothing depends on the journal.
-If it cannot be written, that is logged once.
+It is one SQLite table to which every owner of a ledger appends; the book has only the newest
+events. In a shared ledger, each user has a separate journal, and everybody reads all of them.
+Nothing depends on the journal. If it cannot be written, the failure is logged once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _decode = msgspec.json.Decoder(Event).decode
 
 
 class Journal:
-    """Appends events and returns the latest ones.
+    """Appends events and returns the latest events.
 
-    The file is opened for each write, so no connection is carried across a fork. Many events are
-    written together once a second, because opening the file takes longer than granting a lease. If
-    this process is killed, the events of the last second are missing here; the book has them.
+    The file is opened for each write, so no connection is carried across a fork. Opening takes
+    longer than granting a lease, so events are collected and written together once a second. If
+    this process is killed, the events of the last second are missing in the journal, but they are
+    in the book.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Journal:
         self._broken = False
 
     def append(self, events: Iterable[Event]) -> None:
-        """Adds `events`. Never fails: if the file cannot be written, they stay in memory."""
+        """Adds `events`. Never fails: if the file cannot be written, the events stay in memory."""
         rows = list(events)
         if not rows:
             return
@@ -124,13 +125,13 @@ class Journal:
     ) -> tuple[Event, ...]:
         """At most `limit` of the latest events, the newest last.
 
-        The events are those of `model` (None: of any model), with one of the `actions` (empty: any
-        action), and not before the wall time `since`.
+        The events are those of `model` (None: any model) whose action is in `actions` (empty: any
+        action). Events before the wall time `since` are left out.
         """
         count = KEPT if limit is None else limit
 
         def latest(events: Iterable[Event]) -> tuple[Event, ...]:
-            """The newest `count` of these events, which are newest first; returned newest last."""
+            """The newest `count` of the wanted `events` (newest first), returned newest last."""
             wanted = (event for event in events if not actions or event.action in actions)
             return tuple(itertools.islice(wanted, count))[::-1]
 
@@ -161,7 +162,7 @@ class Journal:
         return [events_of(file, model, since) for file in files]
 
     def _connect(self) -> sqlite3.Connection:
-        """A connection for one use. It is never kept, so none is carried across a fork."""
+        """A connection for one use. It is not kept, so no connection is carried across a fork."""
         assert self._path is not None
         if not after_fork.is_usable():
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
@@ -180,8 +181,11 @@ class Journal:
 
 
 def opened(path: Path) -> sqlite3.Connection:
-    """The database `path` beside a ledger, whose files another user may have made. Raises OSError if it is a link."""
-    # In a shared ledger, a link could lead to a database of ours elsewhere.
+    """The database `path` beside a ledger, where another user may have made files.
+
+    Raises OSError if the file is a link.
+    """
+    # In a shared ledger, a link could lead to a database of this user elsewhere.
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(path))
     if not has_plain_journal(str(path)):
@@ -198,7 +202,7 @@ def opened(path: Path) -> sqlite3.Connection:
 
 
 def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> Iterable[Event]:
-    """The events in the file, newest first: of `model` (None: of any), not before `since`."""
+    """The events in the file, newest first: of `model` (None: any model), not before `since`."""
     rows = db.execute(
         "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? ORDER BY id DESC",
         (model, model, since),
@@ -207,7 +211,7 @@ def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> I
 
 
 def _merged(sources: list[Iterable[Event]]) -> Iterable[Event]:
-    """The events of all sources, newest first, as each source has them."""
+    """The events of all `sources`, newest first. Each source is newest first, too."""
     if len(sources) == 1:
         return sources[0]
     return heapq.merge(*sources, key=lambda event: (event.wall, event.seq), reverse=True)

@@ -2,8 +2,8 @@
 
 The key of a measurement consists of the source, the fingerprint of its files, the options (such as
 the dtype) and the backend. If the files change on disk, the fingerprint changes, and the old
-measurement is no longer used. Nothing depends on this file. If it is damaged or cannot be written,
-that is logged once, and estimates use file headers again.
+measurement is no longer used. Nothing depends on this file. If the file is damaged or cannot be
+written, that is logged once, and estimates use file headers again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..ledgers.access import access_to, state_in
 
 KEPT = 1000  # models, and cells; the oldest measurement is dropped first
 LONGEST = 1 << 20  # bytes; a larger file is not read
-PATIENCE_SECONDS = 0.2  # the wait for the lock, which a process that was stopped may hold
-# Options for the use of a model. The same bytes are loaded with and without them.
+PATIENCE_SECONDS = 0.2  # longest wait for the lock, which a stopped process may hold
+# Options for the use of a model. They do not change which bytes are loaded.
 OF_USE = ("context_length", "sequences", "cache_dtype", "attn_implementation")
 
 log = logging.getLogger("gpu_runtime")
@@ -43,12 +43,13 @@ class MeasurementFile(Value):
     schema: int = 1
     models: dict[str, Measurement] = {}  # in the order of their measurement
     contexts: dict[str, int] = {}  # bytes of a CUDA context, by the card's name
-    # The peak of a notebook's cell in bytes, by the digest of its text, then by card; see cell_peaks.py.
+    # The peak of a notebook's cell in bytes, by the digest of the cell's text, then by card; see
+    # cell_peaks.py.
     cells: dict[str, dict[str, int]] = {}
 
 
 class Measurements:
-    """Remembers measurements of models and CUDA contexts."""
+    """Stores measurements of models, CUDA contexts and cells, and returns them later."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Uses the file `path`; None keeps everything in this process."""
@@ -70,12 +71,12 @@ class Measurements:
             return self._latest().contexts.get(card)
 
     def cell_peak(self, key: str) -> dict[str, int]:
-        """Bytes on each card that a cell took at its peak the last time; empty if it is unknown."""
+        """The peak of a cell in its last run, in bytes on each card; empty if it is unknown."""
         with self._lock:
             return dict(self._latest().cells.get(key, {}))
 
     def remember_cell(self, key: str, peak: dict[str, int]) -> None:
-        """Stores the `peak` of a cell, in bytes by card; an empty one is forgotten. Never fails."""
+        """Stores the `peak` of a cell, in bytes by card. An empty peak removes the cell. Never fails."""
 
         def change(content: MeasurementFile) -> MeasurementFile:
             cells = _with_newest(content.cells, key, peak)
@@ -181,8 +182,9 @@ _decode = msgspec.json.Decoder(MeasurementFile).decode
 
 
 def _content_of(path: Path) -> bytes:
-    """The bytes of the file. Raises OSError if it is not one of ours."""
-    # In a shared ledger a member may put a pipe there at any time; the opening must not wait for a writer.
+    """The bytes of the file. Raises OSError if this module cannot have written the file."""
+    # In a shared ledger, a member may put a pipe there at any time. Opening it must not wait for a
+    # writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         found = os.fstat(file.fileno())
@@ -194,7 +196,7 @@ def _content_of(path: Path) -> bytes:
 
 
 def _lock_within(fd: int, seconds: float) -> None:
-    """Locks the file. Raises BlockingIOError if another process holds it for so many seconds."""
+    """Locks the file. Raises BlockingIOError if another process keeps the lock for `seconds`."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -208,12 +210,12 @@ def _lock_within(fd: int, seconds: float) -> None:
 def key(spec: ModelSpec, evidence: Evidence) -> str:
     """The key of a measurement: a short text made from the `evidence` of the source and the `spec`.
 
-    Empty if the source has no fingerprint.
+    The key is empty if the source has no fingerprint.
     """
     if not evidence.fingerprint:
         return ""
     source = os.path.realpath(spec.source) if os.path.exists(spec.source) else spec.source
-    # If an engine allocates its cache at load, the options of use change the measured size.
+    # If an engine allocates its cache at load, the options for use change the measured size.
     ignored = () if evidence.at_load else OF_USE
     options = sorted(
         (name, str(value)) for name, value in spec.options.items() if name not in ignored
@@ -230,11 +232,11 @@ def key(spec: ModelSpec, evidence: Evidence) -> str:
 
 
 def _with_newest(entries: dict[str, T], name: str, newest: T) -> dict[str, T]:
-    """`entries` with the `newest` as the last one, and at most KEPT of them."""
+    """The `entries` with `newest` as the last entry. At most KEPT entries remain."""
     others = [(other, known) for other, known in entries.items() if other != name]
     return dict([*others[-KEPT + 1 :], (name, newest)])
 
 
 def measurements_in(ledger: Path) -> Path:
-    """The file of a ledger's measurements, for its directory `ledger`."""
+    """The file with the measurements of the ledger in the directory `ledger`."""
     return state_in(ledger) / "measured.json"

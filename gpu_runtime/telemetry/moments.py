@@ -1,6 +1,7 @@
 """Moments: the entries of the devices' history.
 
-Pure. A moment holds the figures of one device at one time: its use, its budget and the claims on it.
+Pure. A moment holds the figures of one device at one time: its used bytes, its budget and the
+claims on it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def _moment(view: DeviceView, claims: dict[str, int], wall: float) -> Moment:
 
 
 def alike(one: Moment, other: Moment) -> bool:
-    """Whether a chart shows no difference between `one` and `other`.
+    """Whether `one` and `other` look the same in a chart.
 
-    They have the same claims, and the driver's figures differ only by noise.
+    They do if their claims are the same and the driver's figures differ only by noise.
     """
     if _exact(one) != _exact(other):
         return False
@@ -56,7 +57,7 @@ def alike(one: Moment, other: Moment) -> bool:
 
 
 def _exact(moment: Moment) -> tuple[object, ...]:
-    """The figures of which even a small change is recorded."""
+    """The figures for which even a small change is recorded."""
     return moment.total_bytes, moment.limit_bytes, moment.level, moment.claims
 
 
@@ -67,14 +68,15 @@ def _near(one: float | None, other: float | None, tolerance: float) -> bool:
 
 
 class ChangeFilter:
-    """Selects the moments to record: each changed moment, and one now and then without a change.
+    """Selects the moments to record: every changed moment, and one now and then without a change.
 
-    A moment is changed if it differs from the last recorded one. The last unchanged moment before
-    it is recorded too. Otherwise the chart draws a slope where there was a step.
+    A moment is changed if it differs from the last recorded moment of its device. The last
+    unchanged moment before a change is recorded too. Otherwise the chart would draw a slope where
+    there was a step.
     """
 
     def __init__(self, rest_seconds: float) -> None:
-        """Without any change, one moment is kept every `rest_seconds`."""
+        """While nothing changes, one moment of each device is recorded every `rest_seconds`."""
         self._rest_seconds = rest_seconds
         self._kept: dict[str, Moment] = {}  # by device
         self._skipped: dict[str, Moment] = {}  # the last moment that was not kept, by device

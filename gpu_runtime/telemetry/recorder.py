@@ -1,8 +1,8 @@
 """Records how the devices are used, while any process shares the ledger.
 
-It runs in the host's helper process (`sampler.py`), of which each ledger has one. It reads the book
-without being an owner (`ledgers/reader.py`). Nothing depends on it. If it cannot read or write, the
-history has a gap.
+The recorder runs in the host's helper process (`sampler.py`), of which each ledger has one. It
+reads the book without being an owner (`ledgers/reader.py`). Nothing depends on the recorder. If it
+cannot read or write, the history has a gap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_UNWRITTEN = 5_000  # moments that are held while the file cannot be written
 
 
 def record_in(directory: Path) -> Record:
-    """The history of the ledger whose files of this boot are in `directory`; a reboot keeps it."""
+    """The history of the ledger whose files of this boot are in `directory`. A reboot keeps it."""
     return Record(state_in(directory.parent) / "history.db")
 
 
@@ -34,7 +34,7 @@ class Recorder:
     """Reads the book every two seconds, selects changed moments, and writes every five seconds."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        """`directory` is the ledger's, of this boot; `url` is the ledger's."""
+        """`directory` has the ledger's files of this boot, and `url` is the ledger's address."""
         self._directory, self._url = directory, url
         self._record = record_in(directory)
         self._changes = ChangeFilter(REST_SECONDS)
@@ -60,13 +60,13 @@ class Recorder:
             self._record.thin(time.time())
 
     def flush(self) -> None:
-        """Writes the moments that are not written yet; if that fails, they are kept."""
+        """Writes the moments that are not written yet. If that fails, they are kept for later."""
         if self._unwritten and self._record.append(self._unwritten):
             self._unwritten.clear()
 
 
 def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Moment, ...]:
-    """A moment of each device of `book`, with the measured `figures` for real devices.
+    """A moment of each device of `book`; the measured `figures` are used for real devices.
 
     `now` is in seconds after the boot, `wall` in epoch seconds.
     """

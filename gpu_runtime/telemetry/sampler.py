@@ -2,14 +2,14 @@
 
 GPU_LEDGER=URL python -m gpu_runtime.telemetry.sampler [--simulated] DIRECTORY
 
-The helper measures the cards and the machine's memory: once a second while the figures change,
-every other second while they do not, and at once when it gets a notification. It publishes the
+The helper measures the cards and the machine's memory. While the figures change, it measures once a
+second; otherwise every other second. A notification makes it measure at once. It publishes the
 figures in the ledger's directory (`devices/sampler_client.py`).
 
 The helper ends if another process is the helper, if no owner of that ledger is left, or if its lock
 is gone. It also ends if no card answers for some seconds: after a driver was replaced, only a new
-process can call it. A call that hangs blocks one card's thread; the other cards are still measured.
-If no card is measured any more, the readers end this process and start another.
+process can call the driver. A call that hangs blocks one card's thread; the other cards are still
+measured. If no card is measured any more, the readers end this process and start another.
 
 A separate thread records how the devices are used (`recorder.py`). With simulated devices, only the
 machine's memory is measured.
@@ -42,7 +42,7 @@ from ..ledgers.sqlite.files import owner_files
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # after so long without a change, cards are measured every other second
 LEAST_SECONDS = 0.01  # between two rounds, however many notifications arrive
-# A round does not wait longer for a slow card; the answer is used in a later round.
+# A round does not wait longer than this for a slow card, whose answer is used in a later round.
 ROUND_SECONDS = 0.2
 LINGER_SECONDS = 5.0  # the helper stays after the last owner has ended, since another may start
 FAILING_SECONDS = 10.0
@@ -63,9 +63,10 @@ class HelperFiles:
         self.bell = -1
 
     def take_lock(self) -> bool:
-        """Whether this process is the helper now.
+        """Takes the helper's lock, and returns whether this process is the helper now.
 
-        This process must not open and close the lock's file again: that would drop the lock.
+        This process must not open and close the lock's file again, because closing it would drop
+        the lock.
         """
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +86,7 @@ class HelperFiles:
         return self.has_lock()
 
     def has_lock(self) -> bool:
-        """Whether other processes still find this same lock in the directory."""
+        """Whether the lock that this process holds is still the lock file in the directory."""
         try:
             return os.stat(self.directory / "sampler.lock").st_ino == os.fstat(self._lock).st_ino
         except OSError:  # the directory was deleted
@@ -114,10 +115,10 @@ def _private(path: str, flags: int) -> int:
 
 
 class CardReader(threading.Thread):
-    """Measures one card in a thread of its own, so a card that hangs does not block the others."""
+    """Measures one card in a separate thread, so a card that hangs does not block the others."""
 
     def __init__(self, listing: Listing, card: Card, answers: _Answers) -> None:
-        """Measures the `card` of that `listing`, and puts each result into `answers`."""
+        """Measures the `card` of that `listing`, and puts each result into the queue `answers`."""
         super().__init__(daemon=True, name=card.device.uuid)
         self._source, self._card, self._answers = listing.source, card, answers
         self._requests: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -142,7 +143,7 @@ class CardReader(threading.Thread):
 
 
 class CardRounds:
-    """Measures all cards, round after round, and keeps the last result of each."""
+    """Measures all cards, round after round, and keeps the last result of each card."""
 
     def __init__(self) -> None:
         """Lists the cards of all drivers."""
@@ -164,7 +165,7 @@ class CardRounds:
         psutil.cpu_percent()  # the first result is always 0, so it is dropped
 
     def next(self) -> Figures:
-        """New figures; for a card that does not answer in time, its last figures."""
+        """New figures. A card that does not answer in time keeps its last figures."""
         began = boot_seconds()
         awaited = set()
         for reader in self._readers:
@@ -196,7 +197,7 @@ class CardRounds:
         return uuid
 
     def _look_up_people(self) -> dict[int, Person]:
-        """The users of the processes on the cards. Each process is looked up once."""
+        """The users of the processes on the cards, by pid. Each process is looked up once."""
         pids = {pid for sample in self._cards.values() for pid in sample.processes}
         known = {}
         for pid in pids:
@@ -215,7 +216,7 @@ class CardRounds:
 
 
 class SimulatedRounds:
-    """Measures only the machine's own memory, since the cards are simulated."""
+    """Measures only the machine's memory, because the cards are simulated."""
 
     hopeless = False
 
@@ -231,9 +232,9 @@ def _machine(now: float) -> Sample:
 
 
 def _person(pid: int) -> Person | None:
-    """The user and the command of a process.
+    """The user and the command of a process; None if the process cannot be seen from here.
 
-    None if the process cannot be seen from here: it is in another container, or has ended.
+    It cannot be seen if it is in another container, or has ended.
     """
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
@@ -258,7 +259,7 @@ class HistoryThread:
     """The thread that writes the history. A ledger that does not answer delays only this thread."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        """`directory` is the ledger's, of this boot; `url` is the ledger's, empty: no history."""
+        """`directory` has the ledger's files of this boot; `url` is its address (empty: no history)."""
         self.figures: Figures | None = None  # the last published figures
         self._directory, self._url = directory, url
         self._ended = threading.Event()
@@ -291,9 +292,10 @@ class HistoryThread:
 
 
 def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: HistoryThread) -> None:
-    """Measures with `rounds` and publishes to `files` and `history`, as long as an owner lives.
+    """Measures with `rounds` and publishes the figures to `files` and `history`.
 
-    Raises OSError if it cannot publish.
+    Returns when this process should no longer be the helper (see the module's docstring). Raises
+    OSError if it cannot publish.
     """
     poll = select.poll()
     poll.register(files.bell, select.POLLIN)
@@ -318,9 +320,9 @@ def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: His
 
 
 def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
-    """Waits for the bell or for `pause` seconds after the round `began`.
+    """Waits for a notification on `bell`, or until `pause` seconds after the round `began`.
 
-    It waits at least LEAST_SECONDS, so many notifications do not keep the driver busy.
+    The wait lasts at least LEAST_SECONDS, so that many notifications do not keep the driver busy.
     """
     time.sleep(max(0.0, LEAST_SECONDS - (boot_seconds() - began)))
     if poll.poll(1000 * max(0.0, pause - (boot_seconds() - began))):

@@ -1,9 +1,11 @@
 """The use of the devices over the last day, on disk. Older parts have fewer moments.
 
-This is one SQLite table in the directory of the journal, with a row for each device and moment. The
-host's helper process writes it, all others read it. Nothing depends on it. After half an hour, only
-the fullest moment of every 15 s is kept; after three hours, the fullest of every minute; after a
-day, none. Only recorded moments are returned; no figure is an average.
+The history is one SQLite table in the directory of the journal, with a row for each device and
+moment. The host's helper process writes the table, and all others read it. Nothing depends on it.
+
+After half an hour, only the fullest moment of every 15 s is kept. After three hours, it is the
+fullest moment of every minute. After a day, no moment is kept. Only recorded moments are returned;
+no figure is an average.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Moment).decode
 _Row = tuple[float, str, int, bytes]  # wall time, device, peak bytes, encoded moment
 
-# The rowid of the fullest moment, for each device and stretch of time. SQLite returns a column
-# without an aggregate from the row that has the max().
+# Selects the rowid of the fullest moment for each device and stretch of time. SQLite returns a
+# column without an aggregate from the row that has the max().
 _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE wall >= ? AND wall < ?
     GROUP BY device, CAST(wall / ? AS INTEGER))"""
 
@@ -56,10 +58,9 @@ class Record:
     # Writing
 
     def append(self, moments: Iterable[Moment]) -> bool:
-        """Writes `moments`.
+        """Writes `moments`, and returns whether this succeeded.
 
-        Returns False, and logs that once, if the file cannot be written now. The caller may then
-        pass the moments again.
+        A failure is logged once. The caller may pass the same moments again later.
         """
         rows = [(one.wall, one.device, one.peak_bytes, _encode(one)) for one in moments]
         try:
@@ -91,7 +92,7 @@ class Record:
             db.commit()
 
     def thin(self, now: float) -> None:
-        """Removes moments that at the wall time `now` are too old, or too many for their age."""
+        """Removes moments that are too old at the wall time `now`, or too many for their age."""
         try:
             with self._lock, contextlib.closing(self._connect()) as db:
                 db.execute(
@@ -124,11 +125,11 @@ class Record:
     def between(self, since: float, until: float, most: int) -> tuple[Moment, ...]:
         """At most `most` moments of each device from the wall time `since` to `until`, in order.
 
-        Stretches of time are cut at the same places in every call, so a chart that moves on does
-        not flicker.
+        The period is cut into stretches of time, always at the same places. So a chart that moves
+        on does not flicker.
         """
-        # Stretches begin at multiples of their length, so a period can touch one more stretch than
-        # fit into it. For a single moment, one stretch covers all time.
+        # Stretches begin at multiples of their length, so the period can touch one more stretch
+        # than fits into it. With `most` = 1, one stretch covers all time.
         stretch = max((until - since) / (most - 1), 1e-3) if most > 1 else 1e18
         try:
             if most < 1 or not self.path.exists():
@@ -150,7 +151,7 @@ class Record:
         if not after_fork.is_usable():
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         db = opened(self.path)
-        # Another member may have put anything into the file.
+        # Another user of the ledger may have put anything into the file.
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES)
         return db
 
@@ -161,7 +162,7 @@ class Record:
 
 
 def _is_unusable(error: sqlite3.Error) -> bool:
-    """Whether the file is damaged or not ours, so that another attempt would fail too."""
+    """Whether the file is damaged or no history, so that another attempt would fail too."""
     kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 

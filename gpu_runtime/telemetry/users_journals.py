@@ -1,7 +1,7 @@
-"""The journals that other users of a shared ledger wrote. They are only read, and never trusted.
+"""Reads the journals that other users of a shared ledger wrote. Their content is never trusted.
 
-The file is copied into memory, and SQLite works on the copy. So a reader holds no lock that its writer
-would wait for, and no file of another user can make SQLite write, or wait, here.
+Each file is copied into memory, and SQLite works on the copy. So the reader holds no lock for which
+a writer would wait. And no file of another user can make SQLite write or wait in this process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from ..facts import Event
 
 MOST_EVENTS = 10_000
 MOST_BYTES = 64 << 20  # a journal of 10,000 events has about 5 MiB
-MOST_STEPS = 5_000_000  # of SQLite in one file, a tenth of a second: its tables may be anything
+MOST_STEPS = (
+    5_000_000  # steps of SQLite for one file, about 0.1 s, because its tables may be anything
+)
 STEPS_AT_ONCE = 100_000
-ATTEMPTS = 3  # its user may write it while it is copied
+ATTEMPTS = 3  # the other user may write the file while it is copied
 
 log = logging.getLogger("gpu_runtime")
 _decode = msgspec.json.Decoder(Event).decode
@@ -33,7 +35,8 @@ _endless: dict[Path, int] = {}  # files in which a query did not end, and when t
 def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
     """The files `name` of the other users in the directory `users`, if written at or after `since`.
 
-    A file counts only if its user wrote it: the directory's name is the uid.
+    `users` has a directory for each user, whose name is the uid. A file counts only if this user
+    wrote it.
     """
     found = []
     try:
@@ -52,10 +55,11 @@ def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
 
 
 def events_of(path: Path, model: str | None, since: float) -> list[Event]:
-    """The events in another user's file `path`, newest first: of `model` (None: of any), not before `since`.
+    """The events in another user's file `path`, newest first; empty if it cannot be read.
 
-    Empty if the file cannot be read. That is logged once, and a query that did not end is not tried again
-    until the file has changed.
+    The events are those of `model` (None: any model), not before the wall time `since`. A file that
+    cannot be read is logged once. If a query did not end, the file is not read again until it has
+    changed.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -96,7 +100,7 @@ def _event(body: object) -> Event | None:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of the file. Raises OSError if it is a link, no file, too large, or another user's."""
+    """The bytes of the file. Raises OSError if it is no file, too large, or another user's."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         found = os.fstat(file.fileno())
