@@ -43,7 +43,7 @@ def option(words: list[str], *names: str) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers like the engine; a chat answer is the reversed text of the messages."""
+    """Answers requests as the engine does. A chat answer is the reversed text of the messages."""
 
     engine, name, key, starts = "", "", "", 1
     protocol_version = "HTTP/1.1"

@@ -29,7 +29,7 @@ PATIENCE = 20.0  # seconds for an event that must happen; events that must happe
 
 
 class Driver:
-    """The fake driver's cards, described by a file; each change replaces the whole file."""
+    """The cards of the fake driver, described by a file. Each change replaces the whole file."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.state = directory, directory / "cards"

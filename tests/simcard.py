@@ -91,7 +91,7 @@ class Segment:
         return all(block.state == "inactive" for block in self.blocks)
 
     def cut(self, block: Block, size: int) -> None:
-        """Allocates `size` bytes of the free `block`; the rest of it stays free."""
+        """Allocates the first `size` bytes of the free `block`. The remaining bytes stay free."""
         span = rounded(size)
         if block.span > span:
             rest = Block(block.address + span, block.span - span)

@@ -108,7 +108,9 @@ def leftovers() -> list[str]:
 
 @contextmanager
 def limited(**capacities: int) -> Iterator[None]:
-    """Limits cards inside the block: `limited(card1=3 * MIB)`; the others keep their size."""
+    """Limits cards inside the block, as in `limited(card1=3 * MIB)`. Cards that are not named keep
+    their size.
+    """
     sizes = {int(name.removeprefix("card")): size for name, size in capacities.items()}
     try:
         for index, card in enumerate(cards):

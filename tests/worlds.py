@@ -49,7 +49,7 @@ _FIELDS = set(Lease.__struct_fields__)
 
 
 def size(amount: str | float) -> int:
-    """The bytes of `amount`; a number without a unit is GiB."""
+    """The bytes of `amount`. A number without a unit is in GiB."""
     return parse_bytes(amount) if isinstance(amount, str) else int(amount * GIB)
 
 

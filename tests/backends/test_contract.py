@@ -304,8 +304,8 @@ def test_out_of_memory_in_a_move_changes_nothing(mover):
 
 
 def test_a_backend_that_cannot_move_raises_and_changes_nothing(case):
-    """The lease of such a model is not `movable` either, so the planner drops and reloads the model
-    instead.
+    """The lease of a model that cannot be moved is not `movable` either. So the planner drops and
+    reloads the model instead.
     """
     if case.backend.can_move:
         return

@@ -195,7 +195,7 @@ def test_a_killed_server_is_restarted_on_the_same_cards_at_most_three_times(serv
 
 
 def test_a_server_ends_when_its_guard_is_killed(server):
-    """Without a guard no process would watch the server."""
+    """A server ends with its guard, since no process would watch it any more."""
     one = server()
     one.start()
     guard, engine = one.pids
@@ -368,7 +368,9 @@ def test_the_value_gives_the_server_s_address_and_key(record):
 
 
 def test_a_read_of_the_address_waits_for_a_restart(record):
-    """Without the wait, the caller would use a port on which no server listens yet."""
+    """While a server restarts, a read of its address waits. Otherwise the caller would use a port
+    on which no server listens yet.
+    """
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
     served = backend.value(loaded)

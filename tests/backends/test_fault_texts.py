@@ -75,7 +75,9 @@ def test_each_fault_is_recognised_by_its_text(kind, text):
     ],
 )
 def test_other_errors_are_no_fault(text):
-    """These are wrong calls, which the caller must correct. A reload would not help."""
+    """The texts are those of wrong calls, which the caller must correct. A reload of the model
+    would not help.
+    """
     assert recognise(text) is None
 
 

@@ -140,8 +140,8 @@ print(os.stat(weights).st_size, rt.status().sections)
 
 
 def test_a_notebook_survives_a_truncation_during_its_load(file, tmp_path):
-    """Before, the process was killed by SIGBUS: the weights are mapped, and the copy read beyond
-    the end of the file.
+    """In an earlier version, the process was killed by SIGBUS: the weights are mapped, and the copy
+    read beyond the end of the file.
     """
     directory = tiny_models.causal_lm(tmp_path / "m", hidden=256)
     run = subprocess.run(

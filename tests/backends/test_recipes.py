@@ -217,7 +217,7 @@ def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
 
 
 def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installed):
-    """This server is installed, so the test reads its real help."""
+    """llama-cpp-python's server is installed, so the test reads its real help."""
     pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")
     one = order(
         "llama-server", source="/m/phi.gguf", gib=(1, 1), cache_dtype="q8_0", model_type="embedding"
@@ -248,7 +248,9 @@ def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
 
 
 def test_a_server_that_cannot_use_a_custom_template_is_not_started(nothing_installed):
-    """If it were started, the server would silently use the model's own template."""
+    """A server without custom templates is not started for a model with one. It would silently use
+    the model's own template.
+    """
     with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
         recipe("llama-server").command(
             order("llama-server", source="/m/phi.gguf", chat_template="{{ messages }}")

@@ -224,7 +224,7 @@ def test_memory_mapped_files_stay(tmp_path):
 
 
 def test_a_copy_on_write_storage_stays_and_is_not_copied():
-    """Reading the address of such a storage would copy it."""
+    """A copy-on-write storage stays where it is, since reading its address would copy it."""
     source = torch.arange(10.0)
     clone = torch._lazy_clone(source)
     assert (why(source), why(clone)) == (se.COPY_ON_WRITE, se.COPY_ON_WRITE)

@@ -235,7 +235,9 @@ def test_pieces_that_are_there_already_are_not_copied(accelerator):
 
 
 def test_a_tensor_on_another_device_is_named(accelerator):
-    """The tensor is reported whatever has moved it."""
+    """A tensor of the model that is on another device than the model's shares is reported, whatever
+    has moved it.
+    """
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     module = backend.value(model)

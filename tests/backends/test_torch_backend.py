@@ -90,7 +90,9 @@ def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
 
 
 def test_a_moved_tensor_s_storage_holds_only_its_own_bytes(backend):
-    """If the storage were larger, saving one weight would write the memory of all weights."""
+    """A moved tensor has a storage of its own size. Otherwise saving one weight would write the
+    memory of all weights.
+    """
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
     there_and_back(backend, module)
     for tensor in module.parameters():

@@ -217,7 +217,9 @@ CHANGES = {
 @pytest.mark.parametrize("where", ["card", "host"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, change, where):
-    """For half of these changes `_version` does not change."""
+    """The changes are found by comparing bytes. For half of them the tensor's `_version` does not
+    change.
+    """
     model = backend.load(spec(llama), CARD)
     if where == "host":
         backend.move(model, HOST)

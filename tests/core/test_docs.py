@@ -127,7 +127,7 @@ def test_no_route_is_hidden_from_the_description():
 
 
 def test_every_field_of_memory_is_documented(tmp_path):
-    """Each answer has its own table on the page."""
+    """The page has a table of fields for each answer of the routes below `/memory`."""
     with Runtime(devices="sim:1GiB,host:1GiB", ledger="memory:") as rt:
         rt.register("one", backend="fake", size="8 MiB")
         rt.preload("one")
@@ -150,7 +150,7 @@ def test_every_field_of_memory_is_documented(tmp_path):
 
 
 def test_every_field_of_ours_in_a_body_is_documented():
-    """The fields are those in the API's description and those that the code reads."""
+    """The fields `x_…` are those in the API's description and those that the code reads."""
     ours = set(re.findall(r'"(x_\w+)"', inspect.getsource(requests)))
     ours |= {name for name in openai.schema("chat")["properties"] if name.startswith("x_")}
     assert ours <= set(listed("reference/http", "body-fields"))

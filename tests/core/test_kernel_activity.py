@@ -31,7 +31,9 @@ def test_it_is_busy_from_the_start_of_a_cell_to_its_end(kernel):
 
 
 def test_a_cell_that_runs_another_is_busy_until_its_own_end(kernel):
-    """A subshell that answers while a cell is running is such a case, too."""
+    """A cell that runs another cell is busy until its own end. A subshell that answers while a cell
+    is running is such a case, too.
+    """
     kernel.began("outer")
     kernel.now += 5
     kernel.began("inner")
@@ -42,7 +44,9 @@ def test_a_cell_that_runs_another_is_busy_until_its_own_end(kernel):
 
 
 def test_the_end_of_a_cell_counts_even_if_its_start_was_not_recorded(kernel):
-    """An example is the cell that loads the extension."""
+    """The cell that loads the extension is an example: its start was not recorded, but its end
+    counts.
+    """
     kernel.ended("%load_ext gpu")
     assert kernel.state == State(idle_since=1000.0)
 

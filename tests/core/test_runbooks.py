@@ -91,7 +91,7 @@ def test_the_table_of_the_pressure_drill_matches_the_code():
 
 
 def test_every_symptom_of_the_troubleshooting_table_has_its_section():
-    """Each section reproduces the symptom, diagnoses it and removes it."""
+    """The section of each symptom reproduces, diagnoses and cures it."""
     text = prose("13_troubleshooting.ipynb")
     named = [row[-1] for row in rows(text, "you see")]
     sections = re.split(r"^## (?=\d+ · )", text, flags=re.MULTILINE)[1:]

@@ -21,9 +21,9 @@ def test_it_runs_in_parallel_and_can_be_waited_for():
 
 
 def test_an_interrupt_during_its_start_leaves_it_running():
-    """`threading.Thread.start` waits for the new thread. Before, an interrupt of that wait left a
-    thread that never ran and a process that never ended. This happened about once in ten thousand
-    presses of the stop button.
+    """`threading.Thread.start` waits for the new thread. In an earlier version, an interrupt of
+    that wait left a thread that never ran and a process that never ended. This happened about once
+    in ten thousand presses of the stop button.
     """
     begun, ended, tried = [], [], 0
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)

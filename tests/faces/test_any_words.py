@@ -194,7 +194,9 @@ def test_every_strange_word_before_a_cell(box, rt, fresh_shell, flag):
 
 @pytest.mark.parametrize("words", [("-x" * MANY,), ("qwen", "--timeout", "x" * MANY)])
 def test_an_error_of_the_parser_is_bounded(words):
-    """Before, a file that was pasted as an argument gave an error as long as the file."""
+    """In an earlier version, a file that was pasted as an argument gave an error as long as the
+    file.
+    """
     with pytest.raises(UsageError) as error:
         parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(list(words))
     require_sentence(str(error.value))

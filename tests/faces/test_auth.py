@@ -162,7 +162,7 @@ def test_however_guesses_are_timed_one_a_second_is_checked(gaps):
 
 
 def test_outside_a_page_there_is_no_visitor():
-    """Without the gate's admission there is no visitor, so every action is refused."""
+    """Without the gate's admission there is no visitor. So code outside a page cannot act."""
     panel_gate = pytest.importorskip("gpu_panels.panel_gate")
     with pytest.raises(NotAllowed, match="token"):
         panel_gate.visitor()

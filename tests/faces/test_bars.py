@@ -291,7 +291,9 @@ def test_control_characters_in_a_name_are_made_visible():
 
 
 def test_the_free_region_begins_where_the_used_bytes_end():
-    """So the tooltip of a lease never covers free memory."""
+    """The free region does not overlap the leases. So the tooltip of a lease never covers free
+    memory.
+    """
     used = bar(samples.busy).used_bytes
     limit, total = samples.busy.devices[0].limit_bytes, samples.busy.devices[0].device.total_bytes
     assert [(one.kind, one.start, one.end) for one in bar(samples.busy).regions] == [

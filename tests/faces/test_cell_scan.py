@@ -101,8 +101,8 @@ def test_a_variable_that_is_a_governed_model_counts_as_its_use():
 
 
 def test_a_model_that_is_only_named_is_told_apart():
-    """Such a model is not loaded ahead. But it is not evicted for another model while the cell
-    runs.
+    """A model that a cell only names is not loaded ahead. But it is not evicted for another model
+    while the cell runs.
     """
     assert Scan(KNOWN, {}).read('print(rt.plan("a"), rt.use("b"))') == Reading(("b",), {"a", "b"})
     assert Scan(KNOWN, {}).read("%gpu evict c").mentions == {"c"}
@@ -127,7 +127,9 @@ def test_a_text_of_any_kind_is_read_without_an_error():
 
 
 def test_calls_within_calls_end():
-    """Without a limit, two functions that call each other would be read for ever."""
+    """The scan reads calls within calls only to a limit. Otherwise two functions that call each
+    other would be read for ever.
+    """
     scan = Scan(KNOWN, {})
     began = time.process_time()
     scan.read("def f():\n    g(); g(); g()\ndef g():\n    f(); f(); f()\nf()\n" * 3)

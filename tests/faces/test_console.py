@@ -296,8 +296,8 @@ def test_a_successful_outcome_is_shown_for_some_seconds(page, poller, waiting_th
 
 
 def test_an_action_in_progress_stays_on_the_page_after_newer_ones(page, poller, waiting_threads):
-    """If newer reports replaced it, its outcome would never be shown. An owner that does not answer
-    would be overlooked.
+    """If newer reports replaced an action in progress, its outcome would never be shown. An owner
+    that does not answer would be overlooked.
     """
     page.actions.propose("evict", target(poller))
     click(page, "confirm")
@@ -463,8 +463,8 @@ class Context(SimpleNamespace):
 
 @pytest.mark.parametrize("first", ["destroyed", "notified"])
 def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatch, caplog, first):
-    """The session's page, charts and callbacks are freed, its place in the poller, and Panel's own
-    entries.
+    """The page with its charts and callbacks is freed, and so are its place in the poller and
+    Panel's own entries.
     """
     only_tabs(monkeypatch, "Now", "Models", "Leases", "Queue")
     made = []

@@ -190,7 +190,9 @@ class WithoutFiles(socket.socket):
 
 @in_loop
 async def test_without_files_nothing_is_accepted_for_a_while(monkeypatch, caplog):
-    """Without a pause, the loop would try again at once and log each error."""
+    """If the process has no file left, the server pauses. Otherwise its loop would try again at
+    once and log each error.
+    """
     monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.01)
     sock = WithoutFiles()
     sock.setblocking(False)

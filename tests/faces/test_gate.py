@@ -299,8 +299,8 @@ def test_a_token_can_be_typed_into_the_form(server):
 
 
 def test_a_foreign_cookie_of_the_same_name_locks_nobody_out(server):
-    """Any server of the same host can set such a cookie for all paths. Browsers then send both
-    cookies.
+    """Any server of the same host can set a cookie of this name for all paths. Browsers then send
+    both cookies, and the right one counts.
     """
     server.get()
     path, cookie = server.enter()

@@ -51,8 +51,8 @@ def world_of(lease):
 
 @pytest.mark.parametrize("state", LEASES)
 def test_the_state_of_a_lease_is_the_same_in_every_face(state):
-    """The faces are `%gpu`, its HTML, and the bars and tables of the console. The tables round
-    durations.
+    """The same state is shown by `%gpu`, by its HTML, and by the bars and tables of the console.
+    The tables round durations.
     """
     lease = Lease(BOB.id, "qwen", **{"shares": (Share("sim:0", 8),), **LEASES[state]})
     world, section = world_of(lease)

@@ -61,7 +61,7 @@ def test_levels_differ_without_colour():
 
 
 def test_a_model_has_the_colour_that_it_has_in_a_notebook():
-    """The lease gets this colour if no other lease has it already."""
+    """A lease gets the colour that its model has in a notebook, if no other lease has it already."""
     from gpu_runtime.rendering.elements import look
 
     for name in ("qwen", "llama", "BAAI/bge-m3", "a"):

@@ -110,7 +110,9 @@ def test_the_use_of_models_is_published_with_the_next_second(poller, rt, clock):
     "news", [{"shares": ()}, {"keep": True}, {"phase": Phase.LEAVING}, {"importance": 1}]
 )
 def test_the_place_and_the_settings_of_a_model_are_published_at_once(poller, rt, news):
-    """An operator who has just clicked waits for this change."""
+    """A change of a model's place or settings is published at once, because an operator may just
+    have clicked and waits for it.
+    """
     poller.poll()
     rt.snapshot = with_first_lease(samples.busy, **news)
     poller.poll()

@@ -19,7 +19,9 @@ from .samples import GIB, lease, snapshot
 
 
 def test_status_shows_devices_holders_and_the_last_decision():
-    """The text has these parts in this order. The counters are at the end."""
+    """The text shows the devices, the holders and the last decision, in this order. The counters
+    are at the end.
+    """
     assert (
         text.status(samples.busy)
         == """\
@@ -280,7 +282,7 @@ def test_the_bars_after_a_plan_conserve_bytes():
 
 
 def test_a_drained_card_shows_the_user_and_the_time():
-    """Both the text and the HTML name them."""
+    """Both the text and the HTML name the person who drained the card, and the time."""
     seen = samples.drained
     line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line

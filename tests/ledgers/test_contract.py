@@ -386,7 +386,7 @@ def test_a_wait_without_a_ring_times_out(new_owner):
 
 
 def test_closing_wakes_waiting_threads(new_owner):
-    """A monitor thread waits on the ledger and must end with it."""
+    """A monitor thread that waits on a ledger must end when the ledger is closed."""
     a = new_owner()
     waiting = threading.Event()
 
@@ -420,8 +420,8 @@ def test_the_error_for_an_unknown_url_names_the_known_ones(url):
 
 
 def test_a_waiter_that_is_being_closed_cannot_be_reached(monkeypatch):
-    """If it could be reached, a thread that rings would write to a closed descriptor, or into
-    another file.
+    """Before a waiter's socket is closed, no thread can reach it any more. Otherwise a thread that
+    rings would write to a closed descriptor, or into another file.
     """
     import os
     import weakref

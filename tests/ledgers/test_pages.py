@@ -296,7 +296,9 @@ def test_a_part_in_anothers_name_is_quarantined():
     ],
 )
 def test_what_others_could_not_read_is_not_written(wrong, named):
-    """Before, one such field made the whole page unreadable for all other processes."""
+    """A field that other owners could not read is refused. In an earlier version one such field
+    made the whole page unreadable for all other processes.
+    """
     page = book(replace(lease("a", by=1, sim0=1), **wrong))
     with pytest.raises(Unwritable) as refused:
         pack(page, EMPTY, 1)

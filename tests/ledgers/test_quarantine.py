@@ -65,8 +65,8 @@ def promise(ledger: Ledger, gib: int) -> None:
 
 
 def test_its_bytes_stay_claimed_and_others_go_on(new_owner, write_unreadable):
-    """Before, such a section made the whole page count as damaged, and 7.2 GiB were granted a
-    second time.
+    """The bytes of an unreadable section stay claimed. In an earlier version such a section made
+    the whole page count as damaged, and 7.2 GiB were granted a second time.
     """
     a, b, c = new_owner(), new_owner(), new_owner()
     limited(b)

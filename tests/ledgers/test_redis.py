@@ -109,8 +109,8 @@ def test_a_redis_restored_from_an_older_copy_is_repaired_by_the_living_owners(
 
 
 def test_a_dead_owner_that_an_older_copy_brings_back_is_removed_again(own, open_at, notebook):
-    """Before, the lease of this owner stayed for ever: the lock file that proves its death had been
-    removed with the owner.
+    """A dead owner's lease comes back with an older copy of the data. In an earlier version it
+    stayed for ever: the lock file that proves the owner's death had been removed with the owner.
     """
     url = own.fresh()
     ledger, other = open_at(url), notebook(url)
@@ -359,7 +359,9 @@ def test_a_deleted_directory_of_the_owners_is_made_again(new_owner_here, url, no
 
 
 def test_a_forgotten_script_is_loaded_again_after_a_check(new_owner_here, redis):
-    """Redis forgets scripts when it starts again. So the page is first compared with the rosters."""
+    """Redis forgets scripts when it starts again. So the page is first compared with the rosters,
+    and then the script is loaded again.
+    """
     ledger, idle = new_owner_here(), new_owner_here()
     put(ledger, "qwen")
     put(ledger, "qwen", "llama")
@@ -387,7 +389,9 @@ def test_a_forgotten_script_is_loaded_again_after_a_check(new_owner_here, redis)
 def test_a_redis_that_may_lose_data_is_refused_with_the_option_to_set(
     own, open_at, options, because
 ):
-    """A new owner is refused, and so is an open ledger if Redis starts again with such options."""
+    """A Redis whose options may lose data is refused for a new owner. An open ledger refuses it,
+    too, if Redis starts again with such options.
+    """
     url = own.fresh()
     ledger = open_at(url)
     put(ledger, "qwen")

@@ -607,7 +607,7 @@ def test_init_adds_the_ledger_to_an_existing_configuration(users, tmp_path):
 
 
 def test_init_refuses_unsuitable_places(box, monkeypatch):
-    """In these cases the command creates no file or directory."""
+    """In unsuitable places the command creates no file or directory."""
     root = box.root
     (root / "full").mkdir()
     (root / "full" / "thesis.tex").touch()

@@ -70,7 +70,7 @@ def test_a_killed_owner_is_proven_dead(new_owner_here, notebook):
 
 
 def test_a_stopped_process_is_not_dead(new_owner_here, notebook):
-    """The process still holds its bytes, and may continue at any moment."""
+    """A stopped process still holds its bytes, and may continue at any moment."""
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     other.signal(signal.SIGSTOP)
@@ -96,8 +96,8 @@ def test_another_lock_file_proves_nothing(new_owner_here, notebook):
 
 
 def test_where_the_lock_file_is_missing_the_process_is_the_proof(new_owner_here, notebook):
-    """Before, the lease of such an owner stayed for ever: its lock file was removed first, and then
-    it died.
+    """If an owner's lock file is missing, its process proves life or death. In an earlier version
+    the lease of such an owner stayed for ever after its death.
     """
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
@@ -537,7 +537,9 @@ def test_a_second_write_in_a_row_reads_nothing(monkeypatch, new_owner_here):
 
 
 def test_a_rebuilt_book_ignores_the_hint_of_an_older_book_with_its_name(new_owner_here):
-    """If the hint counted, the new book would be taken as damaged for ever."""
+    """The hint is a file with the newest revision of a book. If it counted for a new book of the
+    same name, the new book would be taken as damaged for ever.
+    """
     ledger = new_owner_here()
     put(ledger, "one")
     RevisionHint(ledger.directory).record("book-2.db", 1 << 40)
@@ -588,7 +590,9 @@ def test_a_deleted_lock_file_is_made_again(new_owner_here):
 def test_a_roster_that_cannot_be_written_during_a_rebuild_is_a_ledger_error(
     new_owner_here, monkeypatch
 ):
-    """Before, any call of the ledger could raise the OSError of the owner's files as it is."""
+    """In an earlier version, any call of the ledger could raise the OSError of the owner's files as
+    it is.
+    """
     ledger = new_owner_here()
     page = ledger._store.look()
 
@@ -700,7 +704,7 @@ def test_an_owner_that_dies_during_a_cleanup_can_be_proven_dead(
 
 
 def test_a_book_of_a_newer_schema_is_left_alone(new_owner_here, notebook):
-    """Such a book is not read, rebuilt or moved, and the error says what to do."""
+    """A book of a newer schema is not read, rebuilt or moved, and the error says what to do."""
     ledger, path = new_owner_here(), None
     put(ledger, "qwen")
     path = ledger.path
@@ -1034,7 +1038,9 @@ VANISHED += [("deleted", "a newcomer"), ("deleted with all above", "a newcomer")
 
 @pytest.mark.parametrize(("how", "knows"), VANISHED)
 def test_a_directory_that_vanishes_grants_no_byte_twice(new_owner_here, closed_clock, how, knows):
-    """Before, 10 GiB of 7.2 GiB were granted 0.01 s after the directory had vanished."""
+    """In an earlier version, 10 GiB of 7.2 GiB were granted 0.01 s after the directory had
+    vanished.
+    """
     meanwhile, slept = closed_clock
     ledger, other = new_owner_here(), new_owner_here()
     put(other)
@@ -1087,7 +1093,9 @@ def test_a_damaged_book_beside_all_rosters_grants_at_once(new_owner_here, closed
 
 
 def test_an_owner_without_files_keeps_what_was_last_seen_of_it(new_owner_here, closed_clock):
-    """The leases of such an owner stay until it registers again, or until its death is proven."""
+    """If the files of an owner are gone, its leases stay until the owner registers again or is
+    proven dead.
+    """
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "qwen")
     other.read()

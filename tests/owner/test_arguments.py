@@ -1,9 +1,10 @@
 """Any value may be passed for any argument. The result is an error in one sentence, or a book that
 every process can decode.
 
-Before, an unchecked argument could break all processes. One process wrote it into the book, and no
-other process could decode it. So its lease vanished, and the bytes were granted again. The tests
-find the methods and parameters by introspection, so a new parameter without a rule fails here.
+In an earlier version, an unchecked argument could break all processes. One process wrote it into
+the book, and no other process could decode it. So its lease vanished, and the bytes were granted
+again. The tests find the methods and parameters by introspection, so a new parameter without a rule
+fails here.
 """
 
 from __future__ import annotations
@@ -305,8 +306,8 @@ def test_any_values_of_any_options_are_an_error_or_a_lawful_book(backend, option
 @example(option="x" * MANY)
 @example(option="contxt_length")
 def test_an_option_without_a_rule_is_refused_with_the_nearest_name(option):
-    """Before, the misspelt `contxt_length=8192` was ignored, and no memory was reserved for the
-    context.
+    """In an earlier version, the misspelt `contxt_length=8192` was ignored, and no memory was
+    reserved for the context.
     """
     if option in OPTIONS or option in RULES:
         return
@@ -335,7 +336,9 @@ def test_the_nearest_name_is_named():
     ],
 )
 def test_what_has_no_effect_on_a_module_is_refused(argument):
-    """Before, `register("m", module, size="8GiB")` was accepted, and the size was ignored."""
+    """In an earlier version, `register("m", module, size="8GiB")` was accepted, and the size was
+    ignored.
+    """
     with box() as rt, pytest.raises(BadSetting, match=next(iter(argument))):
         rt.register("m", torch.nn.Linear(4, 4).eval(), **argument)
     with box() as rt:
@@ -389,7 +392,9 @@ def _named(arguments: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_no_loose_argument_costs_another_process_its_count(loose):
-    """Before, each of these five arguments let other processes overcommit the whole card."""
+    """In an earlier version, each of these five arguments let other processes overcommit the whole
+    card.
+    """
     with box() as rt:
         error = attempt(rt, "register", {**PLAIN["register"], **loose})
         assert (error is None) == (loose == {"quantization": None})
@@ -416,7 +421,9 @@ def test_an_error_says_what_to_type(call, what_to_type):
 
 
 def test_a_long_value_is_quoted_in_part():
-    """Before, error messages of 300 kB occurred."""
+    """An error quotes only a part of a long value. In an earlier version, error messages of 300 kB
+    occurred.
+    """
     error = BadSize("x" * MANY)
     assert len(str(error)) < 300
     assert len(str(GpuError("x" * MANY))) == MOST_MESSAGE

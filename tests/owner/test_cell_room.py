@@ -76,7 +76,7 @@ def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
 
 
 def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two):
-    """The other model is in use, so it does not leave."""
+    """The other notebook's model is in use, so it does not leave. The cell runs without the room."""
     rt, kernel, other = two
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -292,7 +292,9 @@ def test_a_cell_that_peaks_on_the_second_card_gets_its_room_there(cards):
 
 
 def test_a_card_that_is_full_on_the_return_leaves_the_kernel_where_it_is(cards):
-    """If the second card is full, the bytes of the first card do not return either."""
+    """The kernel's memory returns to two cards. If the second card is full, the bytes of the first
+    card do not return either.
+    """
     rt, kernel = cards
     zero, one = on(0, 3), on(1, 5)
     cell(kernel)

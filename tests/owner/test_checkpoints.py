@@ -104,8 +104,8 @@ def test_room_is_leased_before_a_return(rt, driver):
 
 
 def test_the_room_is_claimed_while_the_driver_restores(rt, driver, monkeypatch):
-    """Until the return ends, the lease counts as unmeasured, so that no other request gets its
-    bytes as free memory.
+    """While the driver restores a process, its lease counts as unmeasured. So no other request gets
+    the same bytes as free memory.
     """
     target = driver.process(_0=12)
     park(rt, target, yes=True)
@@ -209,7 +209,9 @@ def test_a_process_without_cuda_is_not_parked(rt, driver):
 
 
 def test_unknown_bytes_are_not_parked(rt, driver):
-    """Without the number of bytes, no room could be leased for the return."""
+    """A process whose bytes are unknown is not parked, since no room could be leased for its
+    return.
+    """
     assert "does not report how much" in refusal(rt, driver.process(_0=None))
 
 

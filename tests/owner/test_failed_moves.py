@@ -155,7 +155,7 @@ def test_a_block_that_runs_out_of_memory_says_that_and_not_what_failed_to_leave(
 
 
 def test_a_failing_model_is_tried_less_and_less_often_and_logged_once(runtime, clock, caplog):
-    """Before, two hundred tries in eight seconds filled the log and the journal."""
+    """In an earlier version, two hundred tries in eight seconds filled the log and the journal."""
     rt = runtime(**BOX, monitor=False, clock=clock)
     bus = Bus(rt, "m")
     rt.drain("sim:0", timeout=0)
@@ -268,8 +268,8 @@ def test_a_person_elsewhere_is_refused_with_the_reason_and_not_kept_waiting(two)
 
 @pytest.mark.parametrize("verb", ["move", "preload"])
 def test_an_order_that_fails_with_a_drivers_error_is_answered(runtime, shared_book, verb):
-    """Before, the error ended the thread that carried out the order, and the requester waited until
-    its time-out.
+    """In an earlier version, the error ended the thread that carried out the order, and the
+    requester waited until its time-out.
     """
     box = BOX | {"devices": "sim:2x24GiB,host:64GiB"}
     a, b = (runtime(**box, ledger=shared_book) for _ in "ab")

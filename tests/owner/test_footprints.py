@@ -146,8 +146,9 @@ def test_a_peak_that_nothing_tells_is_unknown(box):
 
 
 def test_a_higher_peak_in_use_is_remembered_where_no_other_model_was_used(box):
-    """If another model was used meanwhile, torch's peak could be the other model's. Storages that
-    are larger than the known peak belong to this model in any case.
+    """A higher peak is remembered only if no other model was used meanwhile, since torch's peak
+    could be that of the other model. Storages that are larger than the known peak belong to this
+    model in any case.
     """
     box.beyond = {"cuda:0": 1 * GIB}
     box.load(9)

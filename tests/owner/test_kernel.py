@@ -313,8 +313,8 @@ def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
 def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
     started, runtime, shared_book
 ):
-    """Plain code takes its memory without a request, so nobody waits for it. Two notebooks that run
-    all their cells would overdraw the card until one of them ends.
+    """Plain code takes memory without a request, so nobody waits for it. Two notebooks that run all
+    their cells would overdraw the card until one of them ends.
     """
     import threading
 
@@ -349,7 +349,9 @@ def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
 
 
 def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
-    """`%gpu park never` brings its memory back, and then no request of another process moves it."""
+    """`%gpu park never` restores the notebook's memory. From then on, no request of another process
+    moves that memory.
+    """
     devices = "sim:64MiB,host:4GiB"
     settings = dict(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     rt, kernel = started(monitor=True, **settings)

@@ -74,8 +74,8 @@ def require_decodable(owner):
 
 @pytest.mark.parametrize("path", [LATIN_1, "/" + "d" * 5000 + "/train.ipynb", "a\0\x1b[31m\n"])
 def test_any_path_enters_the_owner_record_as_bounded_text(names, monkeypatch, path):
-    """Before, one Latin-1 byte in a path made the whole page undecodable, and all leases of the
-    page vanished.
+    """In an earlier version, one Latin-1 byte in a path made the whole page undecodable, and all
+    leases of the page vanished.
     """
     names["__session__"] = path
     assert len(notebook_path()) <= LONGEST_PATH
@@ -104,7 +104,7 @@ def test_any_user_enters_the_owner_record_as_bounded_text(monkeypatch, name):
 
 
 def test_a_program_of_any_name_may_lease(runtime, monkeypatch):
-    """Without a purpose, a block is named after the program."""
+    """A block without a purpose is named after the program, which may have any name."""
     monkeypatch.setattr("sys.argv", [os.fsdecode(b"caf\xe9.py")])
     rt = runtime(monitor=False)
     with rt.lease("1GiB"):
@@ -127,8 +127,8 @@ sys.stdin.read()
 
 
 def test_a_notebook_of_any_name_keeps_its_bytes(tmp_path):
-    """Before, another process did not see this notebook's lease, and was granted the same bytes
-    again.
+    """In an earlier version, another process did not see this notebook's lease, and was granted the
+    same bytes again.
     """
     ledger = f"sqlite://{tmp_path}/ledger"
     environment = {**os.environb, b"JPY_SESSION_NAME": b"/home/jos\xe9/caf\xe9.ipynb"}

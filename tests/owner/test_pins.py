@@ -113,8 +113,8 @@ def in_use(rt: Runtime) -> int:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_block_is_held_from_its_entry_to_its_exit_in_whatever_way_it_is_entered(rt, deed, way):
-    """Before, the pin of a block that was entered by hand lasted until the object was collected. If
-    `__exit__` was looked up first, there was no pin at all.
+    """In an earlier version, the pin of a block that was entered by hand lasted until the object
+    was collected. If `__exit__` was looked up first, there was no pin at all.
     """
     held = DEEDS[deed](rt)
     gc.disable()

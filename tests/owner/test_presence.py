@@ -42,7 +42,9 @@ def test_the_state_of_a_process(section, sight, silent_since, expected):
 def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(
     runtime, shared_book, monkeypatch
 ):
-    """Before, the caller waited 7 s without any message."""
+    """The caller is told at once that the process is writing a core dump. In an earlier version the
+    caller waited 7 s without any message.
+    """
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(a, qwen="14GiB")
     fakes(b, llama="14GiB")

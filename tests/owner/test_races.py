@@ -34,8 +34,8 @@ def until(true, rt: Runtime) -> None:
 
 
 def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
-    """The second thread requested the model while the first one loaded it. Before, the second
-    thread then got the same verdict for ever.
+    """The second thread requested the model while the first one loaded it. In an earlier version,
+    the second thread then got the same verdict for ever.
     """
     rt, begun, go = runtime(), threading.Event(), threading.Event()
 
@@ -121,8 +121,8 @@ def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtim
 
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
-    """The thread for the move never started. Before, the kept error referred to the move's closure
-    and so to its key, and the room stayed reserved.
+    """The thread for the move never started. In an earlier version, the kept error referred to the
+    move's closure and so to its key, and the room stayed reserved.
     """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")

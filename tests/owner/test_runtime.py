@@ -129,8 +129,8 @@ def test_a_hopeless_request_evicts_nothing(runtime):
 
 @pytest.mark.parametrize("ledger", ["memory:", "sqlite"])
 def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
-    """Before, two waiting threads of one process read the book 6,000 times a second, because each
-    woke the other.
+    """In an earlier version, two waiting threads of one process read the book 6,000 times a second,
+    because each woke the other.
     """
     rt = runtime(
         monitor=False, ledger=ledger if ledger == "memory:" else f"sqlite://{tmp_path}/ledger"
@@ -339,8 +339,8 @@ def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_decla
 
 
 def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
-    """The model's size is known from its earlier load, so the error does not doubt the declared
-    size.
+    """The model's size is known from its earlier load. So the error advises to make room, and does
+    not doubt the declared size.
     """
     rt = runtime()
     fakes(rt, a="5GiB")
@@ -364,7 +364,9 @@ def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
 def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
     runtime, monkeypatch, said, advised
 ):
-    """After such an error of the driver, every call on the card fails in this process."""
+    """After some errors of the driver, every call on the card fails in this process. The message
+    then advises a restart of the kernel.
+    """
     rt = runtime()
     fakes(rt, m="3GiB")
 
@@ -458,8 +460,8 @@ def _enter(held: Any) -> None:
 
 
 def test_an_interrupted_block_of_code_is_not_listed(runtime):
-    """An interrupt at the end of a block skips the clean-up. Before, 185 of 172,600 interrupted
-    blocks stayed in this process's list.
+    """An interrupt at the end of a block skips the clean-up. In an earlier version, 185 of 172,600
+    interrupted blocks stayed in this process's list.
     """
     rt = runtime(monitor=False)
     block = rt.lease("3GiB")
@@ -695,8 +697,8 @@ def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
 
 
 def test_urgent_for_one_block_is_not_urgent_for_ever(runtime, shared_book):
-    """Before, the lease kept the importance of the block that had loaded it, and no request could
-    evict the model.
+    """In an earlier version, the lease kept the importance of the block that had loaded it, and no
+    request could evict the model.
     """
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")
@@ -1014,8 +1016,8 @@ def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_bo
 
 
 def test_only_the_first_registration_writes_the_book(runtime, shared_book):
-    """All processes read the book, so the models' names are in a separate file. Before, each
-    registration of 4,000 models took 1.1 ms.
+    """All processes read the book, so the models' names are in a separate file. In an earlier
+    version, each registration of 4,000 models took 1.1 ms.
     """
     rt, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     fakes(rt, first="1GiB")
@@ -1029,8 +1031,8 @@ def test_only_the_first_registration_writes_the_book(runtime, shared_book):
 
 
 def test_a_full_page_is_emptied_for_a_model_and_by_an_operator(runtime, shared_book, monkeypatch):
-    """Before, 256 idle `batch` models made an `urgent` request fail, and the operator's evict as
-    well.
+    """In an earlier version, 256 idle `batch` models made an `urgent` request fail, and the
+    operator's evict as well.
     """
     monkeypatch.setattr("gpu_runtime.scheduler.page_entries.MOST_LEASES", 3)
     here, other = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in range(2))

@@ -1,4 +1,6 @@
-"""A runtime whose ledger's files are torn away: each public method returns, or raises an error in words."""
+"""The files of a runtime's ledger are damaged. Each public method still returns, or raises an error
+in words.
+"""
 
 from __future__ import annotations
 

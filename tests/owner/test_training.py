@@ -124,8 +124,8 @@ def test_a_step_that_fails_pins_nothing(trained):
 
 
 def test_gradients_are_measured_by_the_thread_that_trains(trained, monkeypatch):
-    """Before, the monitor's thread read a gradient that the autograd engine was replacing, and the
-    process died of SIGSEGV.
+    """In an earlier version, the monitor's thread read a gradient that the autograd engine was
+    replacing, and the process died of SIGSEGV.
     """
     rt, resident, module, optimizer = trained
     weights, measure, measured = resident.lease.bytes, resident.backend.measure, []

@@ -67,8 +67,8 @@ def test_a_model_on_its_device_is_granted_without_a_step():
 
 
 def test_a_model_on_its_device_is_granted_before_any_elder():
-    """The request takes no room from the elder (the request ahead of it): its model is loaded
-    already.
+    """A request for a model that is loaded already takes no room from the elder, the request ahead
+    of it.
     """
     page = book(lease("qwen", sim0=8), tickets=[ticket("big", by=2, sim0=20, importance="urgent")])
     after, verdict = decide(page, request("qwen", 8), world(sim0=20))
@@ -83,8 +83,8 @@ def test_a_grant_ends_the_ticket():
 
 
 def test_a_verdict_that_was_never_received_is_returned_again():
-    """The stop button may interrupt the caller after the write, before it receives the verdict (law
-    9 in docs/architecture.md).
+    """The stop button may interrupt the caller after the write, before the caller receives the
+    verdict (law 9 in docs/architecture.md). The caller asks again and gets the same verdict.
     """
     page, first = decide(book(), request("qwen", 8, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 8, key="k"), world(sim0=20, now=NOW + 1))
@@ -95,7 +95,9 @@ def test_a_verdict_that_was_never_received_is_returned_again():
 
 
 def test_steps_of_an_unreceived_wait_are_returned_again():
-    """Without the repetition the leases would be leaving for ever, since no caller has the steps."""
+    """The wait's steps are returned a second time. Otherwise their leases would be leaving for
+    ever, since no caller has the steps.
+    """
     page, first = decide(book(lease("old", sim0=16)), request("qwen", 14, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert again == page
@@ -124,8 +126,8 @@ def test_a_request_waits_for_a_model_that_is_arriving_or_leaving(phase, word):
 
 
 def test_two_threads_that_request_one_model_make_room_for_it_once():
-    """If the second thread also made room, other models would be evicted for bytes that are loaded
-    once.
+    """If the second thread also made room, other models would be evicted for a model that is loaded
+    only once.
     """
     page = book(lease("other", by=2, sim0=15), lease("old", by=3, sim1=10))
     first, heard = decide(page, request("qwen", 14, key="first"), world(sim0=20, sim1=20))
@@ -173,7 +175,9 @@ def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
 
 
 def test_models_pinned_by_the_requesting_thread_count_against_it():
-    """The thread cannot wait for the end of its own blocks, so the request is hopeless (law 7)."""
+    """A thread cannot wait for the end of its own blocks. So a request that needs the room of its
+    own pinned models is hopeless (law 7).
+    """
     mine = lease("mine", sim0=12, pins=1)
     _, verdict = decide(book(mine), request("qwen", 10, held=(mine.id,)), world(sim0=20))
     assert (verdict.kind, verdict.holders) == ("nested", (mine.id,))
@@ -189,7 +193,9 @@ def test_a_request_waits_for_another_threads_pin():
 
 
 def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
-    """The model with these weights stays, and the refusal names both models (law 5)."""
+    """Weights that exist nowhere else cannot be dropped, and the host has no room for them. The
+    model stays, and the refusal names both models (law 5).
+    """
     adopted = lease("adopted", sim0=12, droppable=False)
     _, verdict = decide(book(adopted), request("qwen", 10), world(sim0=20, host=8))
     assert isinstance(verdict, Refuse)
@@ -248,7 +254,7 @@ def test_a_process_may_take_less_than_the_hosts_limit_but_never_more():
 
 
 def test_a_grant_is_a_reservation_pinned_by_its_loader():
-    """The bytes count from the grant on, and the model cannot be evicted before its first use (law 6)."""
+    """The bytes of a grant count at once. The model cannot be evicted before its first use (law 6)."""
     page, verdict = decide(book(), request("qwen", 14, key="k"), world(sim0=20))
     because = "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB."
     reserved = lease(
@@ -411,7 +417,9 @@ def test_a_lease_within_keep_alive_yields_only_to_a_more_important_request():
 
 
 def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
-    """Neither a long idle time nor an urgent request makes this lease a victim before its time."""
+    """A lease could not be moved and is tried again at a certain time. Until then it is no victim,
+    however long it is idle or how urgent the request is.
+    """
     failed = lease("failed", sim0=14, last_used=1, moves_again_at=NOW + 8)
     after, verdict = decide(book(failed), request("qwen", 14, importance=1), world(sim0=20))
     assert (verdict.steps, verdict.retry_at) == ((), NOW + 8)
@@ -497,8 +505,8 @@ def test_host_bytes_are_spent_once():
 
 
 def test_precious_weights_have_the_first_claim_on_the_host():
-    """Precious weights exist nowhere else and cannot be dropped. The other model can be loaded
-    again.
+    """Weights that exist nowhere else cannot be dropped, so they go to the host. The other model
+    can be loaded again, so it is dropped.
     """
     page = book(
         lease("adopted", sim0=10, droppable=False, last_used=900),
@@ -513,8 +521,8 @@ def test_precious_weights_have_the_first_claim_on_the_host():
 
 @pytest.mark.parametrize("warm_owner", [1, 2])
 def test_the_warm_pool_makes_room_for_precious_weights(warm_owner):
-    """The owner of the warm model makes no difference. If the warm model stayed, the request would
-    wait for ever, although it can be served.
+    """The host is full with a warm model, one that was offloaded. It is dropped, whoever owns it,
+    for weights that exist nowhere else. Otherwise the request would wait for ever.
     """
     page = book(lease("warm", by=warm_owner, host=8), lease("adopted", sim0=8, droppable=False))
     page, heard = ask_until(page, request("q", 8), world(sim0=8, host=8))
@@ -630,8 +638,8 @@ def full_page(*more, importance="batch", by=2, **fields):
 
 
 def test_an_entry_is_evicted_like_bytes():
-    """An idle model leaves if the page is full. Before, 256 idle `batch` models made an `urgent`
-    request fail, although enough bytes were free.
+    """An idle model leaves if the page is full. In an earlier version, 256 idle `batch` models made
+    an `urgent` request fail, although enough bytes were free.
     """
     there = world(sim0=20)
     page, verdict = decide(full_page(), request("qwen", 1, importance=0), there)
@@ -687,7 +695,9 @@ def test_a_model_on_a_device_leaves_for_the_warm_pool_first_and_then_the_page():
     ],
 )
 def test_an_entry_is_not_evicted_where_bytes_would_not_be(kept):
-    """Models stay if they are in use, kept, more important, or the only copy of their weights."""
+    """A full page does not evict models that are in use, kept, more important, or the only copy of
+    their weights.
+    """
     fields = {"importance": "batch"} | kept
     page, verdict = decide(full_page(**fields), request("qwen", 1), world(sim0=20))
     assert verdict.kind == "full" and page.tickets == ()
@@ -749,8 +759,8 @@ def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
 
 
 def test_a_leaving_lease_counts_as_gone_for_the_own_limit():
-    """If its bytes still counted, a second model would be evicted for the room that the first one
-    frees.
+    """The bytes of a leaving lease no longer count for the limit. Otherwise a second model would be
+    evicted for the room that the first one frees.
     """
     going = lease("going", sim0=6, phase=Phase.LEAVING, key="x")
     there = world(sim0=20, sim1=20, limit_bytes=size(10))

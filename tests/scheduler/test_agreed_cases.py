@@ -1,5 +1,5 @@
-"""The cases from the requirements, unchanged. Sizes are in GiB; a model is idle unless the case says
-otherwise.
+"""The cases from the requirements, unchanged. Sizes are in GiB. A model is idle unless the case
+says otherwise.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ MIB_FREE = dict(sim0="24000 MiB", sim1="12000 MiB", host=100)
 
 
 def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
-    """Each share is in proportion to the free bytes of its card, less 512 MiB."""
+    """Each share is in proportion to the free bytes of its card, less a margin of 512 MiB."""
     _, verdict = decide(
         book(), request("big", "30000 MiB", layout="proportional"), world(**MIB_FREE)
     )

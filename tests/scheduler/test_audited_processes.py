@@ -2,9 +2,9 @@
 
 The processes request, load, fail, are interrupted, pin, evict and die. After each step the auditor
 compares the book with these bytes. No device is over its budget (law 1 in docs/architecture.md). No
-byte is lost or forgotten (laws 3, 6, 9). No model in use was moved (law 4). No precious weights
-were dropped (law 5). Each decision is repeated, and repeated once more on a page that was written
-and read again.
+byte is lost or forgotten (laws 3, 6, 9). No model in use was moved (law 4). No weights were dropped
+that exist nowhere else (law 5). Each decision is repeated, and repeated once more on a page that
+was written and read again.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
 
 def test_no_cycle_of_two_and_yet_a_deadlock():
     """Each of three threads holds a third of the card and needs two thirds. Any two of the threads
-    are no deadlock, but all three are.
+    are not deadlocked, but all three together are.
     """
     page = book(
         *(lease("m", by=n, sim0=4, pins=1) for n in (1, 2, 3)),
@@ -249,7 +249,9 @@ def test_a_more_important_request_does_not_wait_for_a_less_important_one():
 
 
 def test_a_stopped_process_is_skipped_not_deleted():
-    """If a ticket was not refreshed for 2 s, its process is stopped and would not take the room."""
+    """A process whose ticket was not refreshed for 2 s is stopped, and would not take the room. Its
+    ticket stays in the book.
+    """
     page = book(tickets=[ticket("big", by=2, sim0=20, refreshed=NOW - 2.1)])
     after, verdict = decide(page, request("small", 4), world(sim0=20))
     assert isinstance(verdict, Grant) and after.tickets == page.tickets
@@ -273,8 +275,8 @@ def test_an_elder_blocked_by_a_model_in_use_may_be_passed_for_thirty_seconds():
 
 
 def test_a_thread_that_holds_the_model_an_elder_waits_for_may_pass():
-    """If the thread could not pass, it would wait for its place behind the elder, and the elder for
-    the bytes of the thread.
+    """The elder (the request ahead) needs the bytes of the model that the thread holds. If the
+    thread could not pass, each would wait for the other.
     """
     mine = lease("mine", sim0=4, pins=1)
     page = book(mine, tickets=[ticket("big", by=2, sim0=18)])

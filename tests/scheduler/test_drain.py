@@ -1,5 +1,5 @@
-"""A drained card takes no new leases. Idle models leave it; models in use leave when they become
-idle.
+"""A drained card takes no new leases. Idle models leave the card at once. Models in use leave when
+they become idle.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def test_a_model_from_a_drained_card_is_restored_to_another():
 
 
 def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
-    """A person decided the drain, so grace, keep_alive and importance do not apply. Leases with
-    precious weights are offloaded first, then the others while the host has room. The rest is
-    dropped.
+    """A person decided the drain, so grace, keep_alive and importance do not apply. First the
+    leases whose weights exist nowhere else are offloaded, then others while the host has room. The
+    rest is dropped.
     """
     page = book(
         lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0),

@@ -50,7 +50,9 @@ def test_a_sample_from_before_the_death_frees_nothing():
 
 
 def test_bytes_that_came_after_the_sample_are_not_free_when_their_owner_dies():
-    """The sample never counted these bytes. Without the ghost they would be free twice."""
+    """The bytes settled after the card's last sample. If the book dropped them when their owner
+    dies, they would be granted twice.
+    """
     page = reaped(book(lease("a", by=2, cuda0=40, settled_at=NOW - 0.5), owners=(1, 2)), free=80)
     assert room(page, there(80, taken_at=NOW - 1))["cuda:0"] == size(32)
     assert room(page, there(50, taken_at=NOW - 1))["cuda:0"] == size(10)
@@ -124,7 +126,9 @@ def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
 
 
 def test_simulated_cards_and_the_host_have_no_ghosts():
-    """On these devices the book is the only measurement, and a dead process holds no memory."""
+    """On simulated cards and the host, the book is the only measurement. A dead process holds no
+    memory there.
+    """
     page = book(lease("a", by=2, sim0=3), lease("b", by=2, host=4), owners=(1, 2))
     assert books.reap(page, [DEAD.id], world(sim0=20)).ghosts == ()
 

@@ -1,7 +1,7 @@
-"""The laws as properties of single decisions on any book. Sequences of decisions are in
-test_audited_processes.py.
+"""The laws of docs/architecture.md as properties of single decisions on any book.
 
-Sizes are small whole numbers of bytes, since only their order matters.
+Sequences of decisions are in test_audited_processes.py. Sizes are small whole numbers of bytes,
+since only their order matters.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ def test_1_no_grant_takes_a_device_over_its_budget(situation):
 
 @given(situations(), st.integers(0, 30))
 def test_2_facts_are_always_accepted(situation, measured):
-    """Examples of such facts: a load is larger than declared, or a process uses memory beyond its
-    leases.
+    """Facts are accepted even if they overdraw a device. Examples are a load that is larger than
+    declared, and memory of a process beyond its leases.
     """
     page, verdict = decide(situation)
     wanted = situation[1].lease
@@ -615,7 +615,9 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
 def test_progress_without_models_in_use_a_request_is_granted_or_refused_within_a_few_rounds(
     situation,
 ):
-    """The exception is a request that a more important lease blocks. It waits and names this lease."""
+    """In a few rounds each request is granted or refused. The exception is a request that a more
+    important lease blocks: it waits and names this lease.
+    """
     page, wanted, there = situation
     _, answers = follow(page, [wanted], there, rounds=10)
     verdict = answers[wanted.key]

@@ -1,5 +1,6 @@
-"""The choice of victims compared with an exact optimum. The figures are in tests/bench; these tests
-check the bounds.
+"""The choice of victims compared with an exact optimum.
+
+The figures are in tests/bench. These tests check only the bounds.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_importance_is_before_everything():
 
 
 def test_a_request_stands_where_its_ticket_would():
-    """The request itself counts as a user of its model."""
+    """Both requests are for the model b. The request itself counts among the users of its model."""
     elder = ticket("a", seconds=10.0, arrived=NOW - 9)
     page = book(owners=(1, 2), tickets=[elder])
     assert elders(page, request("b", 8, arrived=NOW), THERE) == ()

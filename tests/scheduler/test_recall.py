@@ -114,7 +114,9 @@ def evicting(by=2, of=1, name="qwen"):
     ids=["kept", "block", "precious", "failed"],
 )
 def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because):
-    """If the request can never be met, the person must not wait for its time-out."""
+    """A person's request that can never be met is refused at once, and does not wait for its
+    time-out.
+    """
     page, verdict = asking(two(stays), "evict")
     assert verdict == Refuse(because, kind=kind, holders=(stays.id,)) and page.tickets == ()
     waiting = two(stays, tickets=[evicting()])
@@ -122,8 +124,8 @@ def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because)
 
 
 def test_an_eviction_by_a_person_unloads_the_owners_warm_pool_if_needed():
-    """The eviction takes two rounds. First the warm pool is dropped; then the host has room for the
-    precious weights.
+    """The eviction takes two rounds. First the owner drops its models in host memory. Then the host
+    has room for weights that exist nowhere else.
     """
     there = world(sim0=20, host=8)
     page, verdict = asking(

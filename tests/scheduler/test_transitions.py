@@ -155,8 +155,8 @@ def test_a_late_report_of_a_departure_does_not_remove_an_arriving_lease():
 
 
 def test_evictions_are_offloads_and_unloads():
-    """An offload and a later unload from the warm pool count as two evictions. A reaping, or a release by
-    the owner, counts as none.
+    """An offload and a later unload from host memory count as two evictions. A reaping, or a
+    release by the owner, counts as none.
     """
     page = book(going(), lease("other", sim0=1), lease("third", by=2, sim0=1))
     page = books.left(page, step(), whole(HOST, 8), THERE)
@@ -183,7 +183,7 @@ def test_totals_outlive_the_processes_that_made_them():
 
 
 def test_an_abandoned_load_leaves_the_book_as_it_was():
-    """After the load is abandoned, the book equals the book before it (law 9)."""
+    """After a load is abandoned, the book equals the book before the load (law 9)."""
     before = book(lease("other", sim0=2))
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE, "it failed")
@@ -261,8 +261,8 @@ WAITED_FOR = book(
     ],
 )
 def test_a_write_that_helps_no_waiting_request_wakes_none(after):
-    """If such writes woke requests, two requests that wait in one process would wake each other for
-    ever.
+    """A write wakes a request only if it may help that request. Otherwise two requests that wait in
+    one process would wake each other for ever.
     """
     assert after != WAITED_FOR and not wakeups.affects_waiters(WAITED_FOR, after)
 

@@ -18,7 +18,7 @@ from tests.worlds import ask_until, at, book, decide, lease, owner, request, siz
 
 
 def unified(card=90, host=50, total=100, free=100.0, **words):
-    """A machine of 100 GiB. Its GPU may use 90 GiB, and the warm pool 50 GiB."""
+    """A machine of 100 GiB. Its GPU may use 90 GiB, and models in host memory may use 50 GiB."""
     there = world(
         cuda0=card, host=host, total={"cuda:0": total, HOST: total}, free={"cuda:0": free}, **words
     )
@@ -48,7 +48,9 @@ def test_the_smaller_of_budget_and_measurement_counts_over_both():
 
 
 def test_bytes_arriving_on_one_are_not_free_on_the_other():
-    """The bytes may arrive at any moment, and no sample has them yet."""
+    """Bytes that are arriving on the card are not free on the host either. They may arrive at any
+    moment, and no sample has them yet.
+    """
     page = book(lease("coming", target=(Share("cuda:0", 20 * GIB),), phase=Phase.ARRIVING, pins=1))
     assert room(page, unified(free=30.0)) == {"cuda:0": 10 * GIB, HOST: 10 * GIB}
 

@@ -79,7 +79,9 @@ def test_an_owner_that_is_gone_is_not_silent():
 
 
 def test_each_of_several_that_a_request_recalls_answers_for_itself():
-    """The time counts from the recall of these leases, which may be later than the request itself."""
+    """An owner counts as silent since the recall of its leases, which may be later than the request
+    itself.
+    """
     request = ticket(
         "big",
         by=3,

@@ -1,4 +1,6 @@
-"""Host memory is ranked: what is worth least there leaves for what has just left a card."""
+"""Models in host memory are ranked, too. The least valuable one leaves if a model that leaves a
+card needs its place.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def places(page):
 
 @pytest.mark.parametrize("holder", [1, 2])
 def test_a_stale_model_leaves_host_memory_for_a_victim(holder):
-    """Otherwise every later victim is dropped, and must be loaded from disk again."""
+    """If the stale model stayed in host memory, every later victim would be dropped and loaded from
+    disk again.
+    """
     stale = lease("stale", by=holder, host=8, last_used=NOW - 900)
     page = book(stale, lease("victim", sim0=9, last_used=NOW - 60), owners=(1, 2))
     page, _ = ask_until(page, request("qwen", 14), THERE)
@@ -32,7 +36,9 @@ def test_a_model_that_is_worth_more_stays_in_host_memory():
 
 @pytest.mark.parametrize("droppable", [True, False])
 def test_the_model_that_is_about_to_return_is_not_unloaded(droppable):
-    """It is the least recently used one, and its place in host memory would be just large enough."""
+    """The returning model was used longest ago, and its place in host memory would be just large
+    enough for the victim. It is still not unloaded.
+    """
     wanted = lease("wanted", host=9, last_used=NOW - 900)
     victim = lease("victim", sim0=14, last_used=NOW - 60, droppable=droppable)
     page, heard = ask_until(book(wanted, victim), request("wanted", 9), world(sim0=20, host=14))

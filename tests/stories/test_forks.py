@@ -86,8 +86,8 @@ def url(request, tmp_path) -> Iterator[str]:
 
 
 def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(url, tmp_path):
-    """Before, when a child still opened the ledger at the fork, 1 of 200 children hung, and all
-    others waited for its lock.
+    """No child of a busy parent hangs. When a child still opened the ledger at the fork, 1 of 200
+    children hung, and all others waited for its lock.
     """
     found = run(url, 60, 1, {"XDG_STATE_HOME": str(tmp_path)})
     assert set(found) == {"ended"} and found["ended"] >= 60
@@ -243,8 +243,8 @@ def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
 
 @pytest.mark.parametrize("which", [STATIC_MEMORY, STATIC_FILES])
 def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, which, monkeypatch):
-    """An example is the thread that saves IPython's history. The child gets an error that advises
-    `spawn`.
+    """Another library's thread may be inside SQLite at the fork, for example the thread that saves
+    IPython's history. The child then gets an error that advises `spawn`.
     """
     monkeypatch.setattr(after_fork, "TRY_SECONDS", 0.5)
     import _sqlite3
@@ -279,8 +279,8 @@ def test_locks_that_other_threads_hold_are_free_in_the_child():
 
 
 def test_a_child_has_nothing_to_finish_for_its_parent():
-    """Before, the end of a child waited up to 60 s for its parent's work, and its threads were
-    switched ten times as often.
+    """In an earlier version, the end of a child waited up to 60 s for its parent's work, and its
+    threads were switched ten times as often.
     """
     usual = sys.getswitchinterval()
     mark = object()
@@ -296,8 +296,8 @@ def test_a_child_has_nothing_to_finish_for_its_parent():
 
 
 def test_a_child_keeps_neither_the_turn_nor_the_lock_of_its_parent(rt):
-    """A file lock belongs to the open file, which the child shares. Before, all processes waited
-    for the lock while the child lived.
+    """A file lock belongs to the open file, which the child shares. In an earlier version, all
+    processes waited for the lock while the child lived.
     """
     directory = rt._opened.ledger.directory
     queue = rt._opened.ledger._queue

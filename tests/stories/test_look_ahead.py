@@ -118,7 +118,9 @@ def test_a_running_cell_sees_the_cells_that_wait_and_their_models(kernel):
 
 
 def test_a_kernel_that_starts_with_the_extension_loses_no_message(tmp_path):
-    """`gpu autoload` loads the extension in the same way, before the kernel reads its sockets."""
+    """A kernel may load the extension when it starts, before it reads its sockets. `gpu autoload`
+    arranges that.
+    """
     log = tmp_path / "log"
     with log.open("w") as stderr, running_kernel(["--IPKernelApp.extensions=gpu"], stderr) as found:
         _, client = found

@@ -49,7 +49,9 @@ def state(console: Runtime, kernel: Kernel) -> ProcessState:
 
 
 def test_a_killed_process_is_shown_as_ended_at_once(kernel, console):
-    """Before, such a process was shown as a living holder for 10 s."""
+    """A killed process is shown as ended at once. In an earlier version it was shown as a living
+    holder for 10 s.
+    """
     assert state(console, kernel) is ProcessState.RUNNING
     kernel.process.kill()
     os.waitid(os.P_PID, kernel.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead too
@@ -58,7 +60,7 @@ def test_a_killed_process_is_shown_as_ended_at_once(kernel, console):
 
 
 def test_a_stopped_process_is_shown_as_stopped_until_it_goes_on(kernel, console):
-    """The status notices it without a request of another process."""
+    """The status notices that a process is stopped, without any request of another process."""
     kernel.signal(signal.SIGSTOP)
     until(lambda: state(console, kernel) is ProcessState.STOPPED, 10.0)
     assert ", stopped" in text.status(console.status())
