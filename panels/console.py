@@ -1,4 +1,4 @@
-"""The operator's console as a script for `panel serve`, which runs it once for each opened page."""
+"""The operator's console as a script for `panel serve`, which runs this script once for each opened page."""
 
 from gpu_panels import server
 

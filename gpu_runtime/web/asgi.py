@@ -1,4 +1,4 @@
-"""A Tornado handler that answers with an ASGI application. So one server, behind one gate, serves pages and the API.
+"""A Tornado handler that answers with an ASGI application. So one server behind one gate serves pages and the API.
 
 Tornado reads the whole request and its body, up to the server's limit, before it calls the application. Each part of
 the answer is written when the application sends it. The admitted visitor is in `scope["state"]["visitor"]`.
@@ -26,7 +26,7 @@ HOP_BY_HOP = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"up
 
 
 class Asgi(RequestHandler):
-    """Answers with the application `app`. HTTP only: websockets are not passed to it."""
+    """Answers HTTP requests with the application `app`. Websockets are not passed to `app`."""
 
     SUPPORTED_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -37,7 +37,7 @@ class Asgi(RequestHandler):
         self._body_taken = False
 
     def compute_etag(self) -> None:
-        """None, so no answer has an etag: the answers change all the time."""
+        """Returns None, so that no answer has an etag. The answers change all the time."""
 
     def on_connection_close(self) -> None:
         """Records that the client has disconnected."""

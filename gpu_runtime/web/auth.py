@@ -1,6 +1,6 @@
-"""Which role a request has, decided from the credentials that it carries.
+"""Decides which role a request has, from the credentials that the request carries.
 
-Pure: values in, values out. No clock, environment or server here; `gate.py` applies these rules to every request.
+This module is pure: it reads no clock, no environment and no server. `gate.py` applies its rules to every request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AccessRules:
     def visitor(self, role: Role, name: str = "") -> Visitor:
         """The visitor of this `role`, under the `name` that a login proved.
 
-        Without a name: the user of the server for an operator, "viewer" for a viewer.
+        Without a name, an operator gets the name of the server's user, and a viewer gets the name "viewer".
         """
         token_name = self.user if role == OPERATOR else VIEWER
         return Visitor(name or token_name, role == OPERATOR and not self.read_only)
@@ -120,9 +120,10 @@ def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
 
 
 class GuessLimiter:
-    """Slows down one stranger's refused requests: a few are answered at once, then one a second, and few may wait.
+    """Slows down the answers to wrong guesses of one stranger.
 
-    It never delays a request that is admitted, so a flood of wrong tokens keeps nobody out.
+    The first few refusals are sent at once, then one refusal a second, and only a few refusals may wait. A request that
+    is admitted is never delayed, so a flood of wrong tokens keeps nobody out.
     """
 
     def __init__(
@@ -136,7 +137,10 @@ class GuessLimiter:
         self._used_until = clock()
 
     def wait_seconds(self) -> float | None:
-        """Seconds that the next guess waits. None: too many guesses wait already, so the next must not be checked."""
+        """The seconds that the answer to the next guess waits.
+
+        The result is None if too many guesses wait already. The next guess must then not be checked.
+        """
         wait = max(0.0, self._used_until - self._clock() - self._free_seconds)
         return wait if wait < self._longest_wait else None
 
@@ -146,7 +150,10 @@ class GuessLimiter:
 
 
 def _equal(offered: str, token: str) -> bool:
-    """Whether both are equal, in a time that depends on neither. Digests hide their lengths too."""
+    """Whether `offered` and `token` are equal. The comparison takes the same time for any two values.
+
+    Their digests are compared, so the time does not depend on their lengths either.
+    """
     digests = [
         hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (offered, token)
     ]

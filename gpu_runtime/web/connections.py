@@ -1,7 +1,7 @@
-"""The open connections of a server, of which strangers may have few and may keep none waiting for long.
+"""Limits the open connections of strangers to a server, and closes those that stay idle for long.
 
-A stranger is another user of this machine, or an address of another machine, until the gate has admitted the
-request. On a shared machine all users come from the same address, so the kernel is asked whose connection it is.
+A stranger is a user of this machine, or an address of another machine, whose request the gate has not yet admitted.
+On a shared machine all users have the same address, so the operating system is asked which user opened a connection.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Connections:
         return len(self._strangers)
 
     def stranger(self, stream: Any) -> str:
-        """Whose connection `stream` is: `uid 1000`, or an address; empty if it is not known."""
+        """The stranger whose connection `stream` is: `uid 1000`, or an address. Empty if the stranger is not known."""
         return self._strangers.get(stream, "")
 
     def admit(self, stream: Any) -> None:
-        """Counts `stream` no longer among the connections of a stranger: its request was admitted."""
+        """Records that the request on `stream` was admitted. The connection no longer counts as a stranger's."""
         who = self._strangers.get(stream)
         if who is not None and stream not in self._admitted:
             self._admitted.add(stream)
@@ -100,7 +100,7 @@ class Connections:
             del self._unadmitted[who]
 
     def _accept_on(self, listening: socket.socket) -> Callable[[], None]:
-        """Accepts connections on the socket `listening`. Returns a function that ends that.
+        """Starts to accept connections on the socket `listening`. Returns a function that stops this.
 
         Tornado's own function raises when no file is left. The loop then calls it again at once, and logs each
         error: 83 % of a core and 3.8 MB of log a second.
@@ -142,7 +142,7 @@ class Connections:
 
 
 class PerStranger(Generic[Kept]):
-    """One value for each stranger, made when it is first needed. The least recently used are forgotten."""
+    """One value for each stranger. A value is made when it is first needed, and the least recently used are dropped."""
 
     def __init__(self, make: Callable[[], Kept], most: int = 1024) -> None:
         """Keeps at most `most` values that `make` returns."""
@@ -161,7 +161,7 @@ class PerStranger(Generic[Kept]):
 
 
 def stranger_of(connection: socket.socket, address: Any) -> str:
-    """Whose `connection` this is: a user of this machine as `uid 1000`, else the network of the `address`.
+    """The stranger who opened `connection`: a user of this machine as `uid 1000`, or the network of the `address`.
 
     One machine may have all addresses of an IPv6 network of 64 bits, so such a network is one stranger.
     """
@@ -175,7 +175,7 @@ def stranger_of(connection: socket.socket, address: Any) -> str:
 
 
 def raise_file_limit() -> int:
-    """The number of files that this process may have open, after it was raised as far as that is allowed."""
+    """Raises the number of files that this process may have open as far as allowed, and returns that number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

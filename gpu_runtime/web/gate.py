@@ -32,11 +32,12 @@ from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
 from .connections import Connections, PerStranger
 
 COOKIE = "gpu-console"
-# A token is secret. A session that the sender of a link chose would be shared by the visitor and the sender.
+# These fields are removed. A token is secret. If the sender of a link could choose the visitor's session, the sender
+# would share that session.
 REMOVED_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
 REMOVED_HEADERS = ("Authorization", "Bokeh-Session-Id")
 REFUSED_BODY_BYTES = 4096  # largest body of a request that is refused
-# A client may finish sending a body that is too large, up to this size. Then it can read why it was refused.
+# A client may finish sending a body that is too large, up to this size. Then the client can read the refusal.
 DISCARDED_BODY_BYTES = 1 << 30
 HEADERS = {
     "Referrer-Policy": "no-referrer",  # the browser sends the lane to no other server
@@ -54,7 +55,7 @@ class Credentials:
     authorization: str  # the whole header
     query: str  # the value of ?token=
     cookies: dict[str, str]
-    # Values of our cookie. A server at another port of this host may have set one with the same name.
+    # All values of our cookie. A server at another port of this host may have set a cookie with the same name.
     own_cookies: tuple[str, ...]
     by_lane: bool  # the path began with the lane
 
@@ -84,14 +85,14 @@ class Gate(ReversibleRouter):
         self.lane = secrets.token_urlsafe(16)
         self.connections: Connections | None = None  # of the server, once it limits them
         self.guesses = PerStranger(lambda: GuessLimiter(clock))
-        # Requests without a token, such as a browser's first ones.
+        # The limits for requests without a token, such as the first requests of a browser.
         self.refusals = PerStranger(
             lambda: GuessLimiter(clock, free=200, seconds=0.02, waiting=500)
         )
         self.max_body_bytes = DISCARDED_BODY_BYTES  # a server may set its own limit here
         self._app = app
         self._routes = app.default_router
-        # Cookies have values of their own. So a stolen cookie is worthless after the next start of the server.
+        # A cookie has a random value, not the token. A stolen cookie is worthless after a restart of the server.
         self._cookie_rules = replace(
             rules,
             operator_token=secrets.token_urlsafe(32),
@@ -113,9 +114,9 @@ class Gate(ReversibleRouter):
         return self._admit(request, credentials)
 
     def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
-        """The role of the `token` typed in `request`, and the seconds that the answer to a wrong one waits.
+        """The role of the `token` that was typed in `request`, and the seconds that the answer to a wrong token waits.
 
-        Seconds None: too many wait already. The right token is never refused for that.
+        The seconds are None if too many answers wait already. A right token is never refused for that.
         """
         role = auth.role_of_tokens(self.rules, query=token)
         return role, 0.0 if role else self._counted(self.guesses, request)
@@ -190,7 +191,7 @@ class Gate(ReversibleRouter):
     def _counted(
         self, limits: PerStranger[GuessLimiter], request: HTTPServerRequest
     ) -> float | None:
-        """Counts a refused request; the seconds that its answer waits, or None if too many wait already."""
+        """Counts a refused `request`. Returns the seconds that its answer waits, or None if too many wait already."""
         limiter = limits.of(self._stranger(request))
         wait = limiter.wait_seconds()
         if wait is not None:
@@ -198,14 +199,14 @@ class Gate(ReversibleRouter):
         return wait
 
     def _stranger(self, request: HTTPServerRequest) -> str:
-        """Whose request this is, before it is admitted; empty if the server does not limit its connections."""
+        """The stranger who sent `request`. Empty if the server does not limit its connections."""
         stream = getattr(request.connection, "stream", None)
         return self.connections.stranger(stream) if self.connections is not None else ""
 
     def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
-        """Whether the request was sent by no foreign page. Removes the origin headers.
+        """Whether the request was sent by an allowed page or by no page at all. Removes the origin headers.
 
-        Bokeh therefore does not check the origin again: its own list does not know tunnels.
+        Without the headers Bokeh does not check the origin again. Bokeh's own list of hosts does not know tunnels.
         """
         origins = []
         for name in ("Origin", "Sec-Websocket-Origin"):
@@ -250,7 +251,7 @@ class Gate(ReversibleRouter):
         return self._answer_with(request, login.RefusalHandler, options)
 
     def _refuse_body(self, request: HTTPServerRequest, size: int) -> Any:
-        # Without this, Tornado itself answers, and without a reason.
+        # Without this call, Tornado itself would refuse the body, without a reason.
         request.connection.set_max_body_size(size)  # type: ignore[union-attr]
         text = f"The body has {size:,} bytes; the limit is {self.max_body_bytes:,}."
         return self._answer_with(request, login.TooLargeHandler, {"status": 413, "text": text})
@@ -261,7 +262,7 @@ class Gate(ReversibleRouter):
         return self._app.get_handler_delegate(request, harden(handler), {"gate": self, **options})
 
     def _path_by_lane(self, request: HTTPServerRequest) -> str:
-        """The URL of the same page by the lane. It is relative, since a proxy may use another prefix than ours."""
+        """The URL of the same page below the lane. It is relative, since a proxy may use another prefix."""
         here = request.path.removeprefix(self.prefix)
         known = self._routes.find_handler(request) is not None
         there = (

@@ -1,5 +1,6 @@
-"""Runs one server behind the gate until it is interrupted: its address, its URL, its log, and its end.
+"""Runs one server behind the gate until the process is interrupted.
 
+This module handles the server's address, its URL, its log, and its end.
 The caller makes the server: `gpu_runtime.serving.server` makes a plain Tornado server, and `gpu_panels.server` makes
 one with the console's page.
 """
@@ -157,10 +158,10 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 
 
 def printable_address(address: str) -> tuple[str, Path | None]:
-    """What to print instead of the URL `address`, which has a token; and a file to remove at the end, or None.
+    """The text to print for the URL `address`, which has a token, and a file to remove at the end or None.
 
-    Only a terminal gets the token itself. Output to a file or a pipe is a log, which other people may read, so
-    there the text names a file of mode 0600 with the URL. Raises OSError.
+    Only a terminal gets the token itself. Output to a file or a pipe is a log, which other people may read. In that
+    case the text names a file of mode 0600 that has the URL. Raises OSError.
     """
     if sys.stdout.isatty():
         return address, None
@@ -196,7 +197,7 @@ class LineLimit(logging.Filter):
         self._omitted = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line of `record` is written. The next one that is written counts those left out."""
+        """Whether the line of `record` is written. The next written line has the number of lines left out before."""
         now = self._clock()
         self._left = min(LINES_AT_ONCE, self._left + (now - self._at) * LINES_A_SECOND)
         self._at = now
@@ -272,7 +273,10 @@ async def _close(closing: Awaitable[None]) -> None:
 
 
 def _log_unless_browser_left(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A browser that disconnects during a write is normal; Bokeh would log a traceback for it."""
+    """Logs the error in `context`, unless a browser has disconnected during a write.
+
+    That is normal, and Bokeh would log a traceback for it.
+    """
     if not isinstance(context.get("exception"), WebSocketClosedError):
         loop.default_exception_handler(context)
 

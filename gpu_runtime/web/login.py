@@ -1,6 +1,6 @@
 """Answers to requests that the gate has not admitted: a refusal, a form for the token, or a redirect to the page.
 
-Nothing here decides; the gate does. These pages load no resource, and name no user and no software.
+The gate decides which answer is sent. These pages load no resource, and name no user and no software.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RefusalHandler(RequestHandler):
     def initialize(
         self, gate: TokenChecker, status: int, text: str, form: bool = False, wait: float = 0.0
     ) -> None:
-        """`status` and `text` of the answer, sent after `wait` seconds, which slows down guesses.
+        """Sets the `status` and the `text` of the answer, which is sent after `wait` seconds to slow down guesses.
 
         With `form` the page has a field for a token, which `gate` checks.
         """
@@ -92,7 +92,7 @@ class RefusalHandler(RequestHandler):
             await self._refuse(403, WRONG_TOKEN, wait)
 
     def check_xsrf_cookie(self) -> None:
-        """Checks nothing: the form itself contains a secret, the token."""
+        """Checks nothing, since the form itself contains a secret, the token."""
 
     async def _refuse(self, status: int, text: str, wait: float) -> None:
         if wait:
@@ -134,7 +134,7 @@ class RedirectHandler(RequestHandler):
     """Redirects a request with a token in its URL to the same page without the token."""
 
     def initialize(self, gate: TokenChecker, role: Role) -> None:
-        """The redirect by `gate`; `role` is the role that the token gave."""
+        """Sets the `gate` that redirects, and the `role` that the token gave."""
         self._gate = gate
         self._role = role
 

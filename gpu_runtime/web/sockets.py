@@ -18,9 +18,10 @@ MAX_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 
 
 def prepare(path: str) -> Path:
-    """The absolute `path`, after it was made ready: its directory is this user's alone, and no server listens there.
+    """Prepares the place for a socket, and returns the absolute `path`.
 
-    A missing directory is made with mode 0700. A socket that an ended server left is removed. Raises GpuError.
+    Afterwards only this user can enter the directory, and nothing is at the path. A missing directory is made with mode
+    0700. The socket of a server that has ended is removed. Raises GpuError if this is impossible.
     """
     place = Path(os.path.abspath(path))
     length = len(os.fsencode(place))
@@ -66,7 +67,7 @@ def _try_to_bind(host: str, port: int) -> None:
 
 
 def _check_directories(directory: Path) -> None:
-    """Raises GpuError unless only this user can enter `directory`, and nobody else can change the way to it."""
+    """Raises GpuError unless only this user can enter `directory`, and nobody else can replace a directory above it."""
     about = os.stat(directory)
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise GpuError(

@@ -1,8 +1,8 @@
-"""The actions of one session: confirm, check again, act through the runtime, show the outcome.
+"""The actions of one session, such as an eviction.
 
-A click calls `propose`, which opens the dialog. An action starts only after the visitor has confirmed
-it. It runs in a thread of its own, so an owner that does not answer does not block the page. The
-next `update` shows the outcome.
+A click calls `propose`, which opens a dialog. An action starts only after the visitor has confirmed
+it and nothing has changed since the click. The action runs in a thread of its own, so an owner that
+does not answer does not block the page. The next `update` shows the outcome.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Actions:
         self.dialog.param.update(title=text.title, open=True)
 
     def _answered(self, answer: str, number: Any) -> None:
-        """Handles a press of one of the dialog's buttons; `number` is that of the question."""
+        """Handles a press of one of the dialog's buttons; `number` is the number of the question."""
         if number != self._form.question:  # a late click for a dialog that was closed already
             return
         proposal, was_open = self._asked, self.dialog.open
@@ -134,9 +134,9 @@ class Actions:
             self._start(lambda: self._act(proposal, report))
 
     def _act(self, proposal: Proposal, report: ActionReport) -> None:
-        """Checks again, acts, and queues the outcome.
+        """Checks that nothing has changed, carries out the action, and queues the outcome.
 
-        Runs in a thread and touches nothing of the page.
+        It runs in a thread, and changes nothing on the page.
         """
         rt = self.poller.rt
         try:
@@ -163,7 +163,7 @@ class Actions:
         return report
 
     def update(self, snapshot: Snapshot | None) -> None:
-        """Shows the outcomes. `snapshot` gives names; None means the poller's last snapshot."""
+        """Shows the outcomes. The names are from `snapshot`, or from the poller's last one if it is None."""
         while not self._finished.empty():
             finished = self._finished.get()
             self._reports = tuple(
@@ -202,7 +202,7 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
     with rt.on_behalf_of(f"{name}, console"):
         if proposal.verb == "defrag":
             return rt.defrag(proposal.owner, timeout=ANSWER_SECONDS)
-        # A kernel's lease is evicted and preloaded as a model's; `rt.park` would wait without limit.
+        # A kernel's lease is evicted and preloaded like a model's. `rt.park` would wait without limit.
         act = getattr(rt, {"park": "evict", "unpark": "preload"}.get(proposal.verb, proposal.verb))
         if proposal.verb in ("pin", "unpin"):
             return act(proposal.subject)
@@ -218,7 +218,7 @@ def asked_process(proposal: Proposal, snapshot: Snapshot | None) -> str:
 def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
     """A sentence that says since when the process of `report` has not answered.
 
-    It is empty if, by the `snapshot`, the process may still answer in time.
+    The sentence is empty if, by the `snapshot`, the process may still answer in time.
     """
     if snapshot is None or report.state != "waiting":
         return ""

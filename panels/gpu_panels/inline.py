@@ -1,8 +1,8 @@
 """The console inside a notebook: the same live page, with the data of the kernel's own runtime.
 
 A thread keeps the page up to date, also during a long cell if that cell lets other threads run.
-Clicks reach the kernel between cells. nbconvert, GitHub and terminals cannot show a live page; there
-a static status is shown.
+Clicks reach the kernel between cells. nbconvert, GitHub and terminals cannot show a live page, so
+they show a static status.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Inline(pn.Column):
         return super()._render_model(doc, comm)
 
     def _note_unsent(self, doc: Any, comm: Any, event: Any) -> None:
-        """Notes a change of the document, to be sent by `_send`.
+        """Records a change of the document, which `_send` sends later.
 
         When the browser's next message arrives, Panel drops unsent changes of objects that are not
         Panel's own.
@@ -119,7 +119,7 @@ class Inline(pn.Column):
             self._send()
 
     def _held_back(self) -> Any:
-        """A context in which Panel sends nothing by itself, until every browser is ready."""
+        """A block in which Panel sends nothing by itself, as long as some browser is not ready."""
         all_are_ready = self._ready >= set(self._models)
         return nullcontext() if all_are_ready else block_comm()
 
@@ -143,7 +143,7 @@ class Inline(pn.Column):
             push(doc, comm)
 
     def _run(self) -> None:
-        """Keeps the shown pages up to date until none is left."""
+        """Keeps the shown pages up to date until no page is shown any more."""
         pause = threading.Event()
         while self._models:
             with self._page_lock, self._held_back():

@@ -1,4 +1,4 @@
-"""Sends scripts and long texts of a page to a notebook, and does not leave them in its file.
+"""Sends scripts and long texts of a page to a notebook, without leaving them in the notebook's file.
 
 Panel puts 6 MB of scripts into the output of a cell and 1.4 MB more for every Material component on
 the page: 18 MB for our page. This module sends a text that the page contains several times only once,
@@ -33,9 +33,9 @@ SIGHT_TRIES = 36_000  # number of waits of 0.1 s each, until the cell is in view
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
-    """Panel's cache of a document's style sheets; each of Panel's style sheets is in it as text.
+    """A replacement of Panel's cache of a document's style sheets. It has each sheet of Panel as text.
 
-    Without this, the browser fetches the sheets from Panel's CDN at every change of an HTML pane.
+    Without it, the browser fetches the sheets from Panel's CDN at every change of an HTML pane.
     """
 
     def __bool__(self) -> bool:
@@ -109,10 +109,10 @@ class Resources:
 
 
 def split(page: str, still: str) -> tuple[str, dict[str, str]]:
-    """Panel's HTML `page` with references in place of its long texts; and key -> long text.
+    """Panel's HTML `page` with references in place of its long texts, and a dict of these texts by key.
 
-    The HTML `still` is shown until the texts arrive; if they never arrive, it remains. A page that
-    does not have the expected format is returned unchanged.
+    The browser shows the HTML `still` until the texts arrive, or for ever if they never arrive. A page
+    that does not have the expected format is returned unchanged.
     """
     at = page.find(_DOCUMENT)
     begin = page.find(_BEGIN)
@@ -137,7 +137,7 @@ def split(page: str, still: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
-    """The JSON value `document` with `@KEY@` in place of each long text; and key -> long text.
+    """The JSON value `document` with `@KEY@` in place of each long text, and a dict of the texts by key.
 
     Keys begin with `name`.
     """
@@ -160,7 +160,7 @@ def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
 
 
 def _gate(name: str, place: re.Match[str] | None) -> str:
-    """The beginning of the page's script: it waits for the texts of `name`, and for `place`."""
+    """The beginning of the page's script, which waits for the texts of `name` and for `place`."""
     # JupyterLab removes cells that are out of view from its page. If our script drew at that time,
     # Bokeh would put our page over everything else.
     is_placed = f'document.getElementById("{place[1]}")' if place else "true"

@@ -1,4 +1,4 @@
-"""The tile in JupyterLab's launcher, through jupyter-server-proxy.
+"""The console's tile in JupyterLab's launcher, which uses jupyter-server-proxy.
 
 The tile starts `gpu console` on a Unix socket, in a directory that the proxy makes for this process
 alone. Jupyter has checked its own token before a visitor reaches the proxy, and no other user of the

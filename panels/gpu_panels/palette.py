@@ -1,8 +1,9 @@
 """The colours of the console: the style of each lease, and the style of each pressure level.
 
-The seven colours are those of `%gpu` (Okabe and Ito's). People with any kind of colour-blindness can
-distinguish them, on a dark and on a light page, and each has a grey edge that is visible on both.
-Colour is never the only sign: a lease also has its name, and a level has its word and a mark.
+`%gpu` uses the same seven colours, which are those of Okabe and Ito. People with any kind of
+colour-blindness can distinguish the colours on a dark and on a light page. Each area has a grey edge
+that is visible on both. Colour is never the only sign: a lease also has its name, and a level has its
+word and a mark.
 
 Source: Okabe & Ito 2008, Color Universal Design.
 """
@@ -20,7 +21,8 @@ from gpu_runtime.rendering.elements import COLOURS, look
 EDGE = "#808080"  # its contrast with a white and with a dark page is at least 3 : 1
 UNOWNED = "#8c8c8c"  # bytes outside all leases; they are always hatched, unlike leases
 PLAIN = " "  # Bokeh's hatch that draws nothing
-# Seven leases use the first texture, the next seven the second. `%gpu` has stripes and dots.
+# The first seven leases use the first texture, and the next seven leases the second texture.
+# `%gpu` draws stripes and dots.
 TEXTURES = (PLAIN, ".", "-")
 SLOTS = len(COLOURS) * len(TEXTURES)
 KEPT = 1024  # labels whose style is remembered
@@ -36,7 +38,7 @@ class LeaseStyle(NamedTuple):
 
 
 def label(lease: Lease) -> str:
-    """The key of the lease's style, and its name in the history: `qwen@4121`."""
+    """The label of `lease`, such as `qwen@4121`: the key of its style and its name in the history."""
     return label_of(lease.owner, lease.name)
 
 
@@ -64,11 +66,11 @@ def preferred_slot(label: str) -> int:
 
 
 def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
-    """A slot for each of `labels`: its old one, else its preferred one, else a free one.
+    """A slot (the number of a style) for each of `labels`.
 
-    `kept` has the slots assigned so far; the most recently seen label is last. A new label avoids the
-    slots of labels that are shown with it or were seen recently. If all slots are taken, it gets the
-    least used slot.
+    A label gets its old slot, else its preferred slot, else a free slot. `kept` has the slots assigned
+    so far, with the most recently seen label last. A new label avoids the slots of labels that are
+    shown with it or were seen recently. If all slots are taken, it gets the least used slot.
     """
     wanted = list(dict.fromkeys(labels))
     recent = list(kept)[-SLOTS:]
@@ -87,7 +89,7 @@ def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, in
 
 
 def _best_slot(preferred: int, slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
-    """The least used slot; of equals, the least used colour, then the preferred colour."""
+    """The least used slot. Among equals, the least used colour counts, then the preferred colour."""
 
     def cost(slot: int) -> tuple[int, int, bool, int]:
         colour = slot % len(COLOURS)
@@ -98,9 +100,9 @@ def _best_slot(preferred: int, slot_uses: Counter[int], colour_uses: Counter[int
 
 
 class Palette:
-    """Remembers the style of each label. Thread-safe.
+    """Remembers the style of each label, so a lease keeps its colour over time and across tabs.
 
-    So a lease keeps its colour over time and across tabs.
+    It is thread-safe.
     """
 
     def __init__(self) -> None:
@@ -108,7 +110,7 @@ class Palette:
         self._lock = threading.Lock()
 
     def styles(self, labels: Iterable[str]) -> dict[str, LeaseStyle]:
-        """The style of each of `labels`; a new label gets one now."""
+        """The style of each of `labels`. A new label gets a style now."""
         with self._lock:
             assigned = assign_slots(self._kept, labels)
             for label, slot in assigned.items():

@@ -1,6 +1,7 @@
-"""The gate of a server that Panel runs: its login with names, its URL prefix, and the owners of its websockets.
+"""The gate of a server that Panel runs.
 
-`gpu_runtime.web.gate` has the rules for every server.
+This module adds what depends on Panel: its login with names, its URL prefix, and the owners of its websockets. The
+rules for every server are in `gpu_runtime.web.gate`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def visitor() -> Visitor:
 
 
 class PanelGate(Gate):
-    """The gate in front of one Bokeh application. With Panel's own login, names give roles and tokens are ignored."""
+    """The gate in front of one Bokeh application.
+
+    With Panel's own login, the name of a visitor gives the role, and tokens are ignored.
+    """
 
     def __init__(self, app: Any, rules: AccessRules) -> None:
         """The gate of the Bokeh application `app` under these `rules`."""
@@ -56,7 +60,7 @@ class PanelGate(Gate):
         return self.login
 
     def cookie_base(self) -> str:
-        """The path that Panel's option sets for cookies, else the URL prefix."""
+        """The path that Panel's option sets for cookies, or the URL prefix without that option."""
         return (config.cookie_path or "/").rstrip("/") or self.prefix
 
     def allowed_origins(self) -> set[str]:
@@ -90,7 +94,10 @@ class PanelGate(Gate):
         return super()._admit(request, credentials)
 
     def _admit_by_name(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
-        """Admits a name that Panel's login proved and that has a role. Others get the login page only."""
+        """Admits a visitor whose name Panel's login proved and whose name has a role.
+
+        All other visitors get only the login page.
+        """
         name = self._name(credentials.cookies)
         role = auth.role_of_name(name, self.rules)
         if role is not None:

@@ -1,8 +1,8 @@
-"""The poller reads the runtime for all sessions, and the sessions show its last result.
+"""The poller reads the runtime for all sessions, and the sessions show the poller's last result.
 
 So twenty sessions cost one read of the ledger. The poller has a thread of its own, so a ledger that
-does not answer does not block a page. It runs only while a session is open. Panel is not imported
-here.
+does not answer does not block a page. The thread runs only while a session is open. Panel is not
+imported here.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Poller:
         self.nudge()
 
     def first(self, timeout: float) -> PollResult:
-        """Waits for the first result since polling began; after `timeout` seconds, returns the last."""
+        """Waits for the first result since polling began. After `timeout` seconds it returns the last one."""
         self._answered.wait(timeout)
         return self.result
 
@@ -115,7 +115,7 @@ class Poller:
     # -- what sessions read
 
     def latest(self, key: str, fetch: Callable[[Any], T], every: float) -> T | None:
-        """The last value of `fetch(rt)`; None until there is one. Never waits.
+        """The last value of `fetch(rt)`, or None before the first value. This method never waits.
 
         All sessions share the value under `key`. While any session requests it, it is fetched again
         after `every` seconds. After a new value, the tabs are updated.

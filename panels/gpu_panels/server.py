@@ -32,7 +32,7 @@ from . import panel_gate, unsafe_options
 from .panel_gate import PanelGate
 
 TITLE = "GPU console"
-# Fifty ports are tried, since on a shared machine other users' consoles have the first ones.
+# Fifty ports are tried, since on a shared machine the consoles of other users use the first ports.
 CONSOLE = Service("The GPU console", command="gpu console", default_port=8211, ports_tried=50)
 
 Page = Callable[[Visitor], Any]  # makes the page of one visitor
@@ -94,7 +94,7 @@ def run(
 ) -> None:
     """Serves the console until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
 
-    It listens on `socket_path`, else on `port` of `host`; without a port, on the first free port from 8211 on. With
+    The server listens on `socket_path`, else on `port` of `host`, else on the first free port from 8211 on. With
     `read_only` no visitor may act. With `browser` the URL is opened. `page` replaces the console's page.
     """
     make_server: MakeServer = partial(PanelServer, page) if page else _make_console_server
@@ -172,7 +172,10 @@ def _warm_up() -> None:
 
 
 def _servers() -> list[BaseServer]:
-    """Bokeh's servers in this process, found by the garbage collector: a session has no reference to its server."""
+    """Bokeh's servers in this process.
+
+    The garbage collector finds them, since a session has no reference to its server.
+    """
     return [thing for thing in gc.get_objects() if isinstance(thing, BaseServer)]
 
 
@@ -192,7 +195,10 @@ def _install_gates(exit_when_closed: bool) -> None:
 
 
 def _install_gate(server: BaseServer) -> str:
-    """Installs the gate of that server, and prints its URL or why it stays closed. Returns that reason, or ""."""
+    """Installs the gate of `server`, and prints the URL, or the reason why the gate admits nobody.
+
+    Returns that reason, or "".
+    """
     app = server._tornado
     _guarded.update(app.applications.values())
     if gate.COOKIE in app.settings:
@@ -221,6 +227,6 @@ def _install_gate(server: BaseServer) -> str:
 
 
 def _same_url(request: Any) -> str:
-    """The request's URL, relative to itself."""
+    """The URL of `request` as a relative URL, to which the browser can be redirected."""
     path, _, query = (request.uri or "/").partition("?")
     return f"./{path.rpartition('/')[2]}" + (f"?{query}" if query else "")

@@ -50,7 +50,7 @@ OPTION_OF_HANDLER = {
     AuthenticatedStaticFileHandler: "--static-dirs",
     StaticFileHandler: "--static-dirs",
 }
-# Every user of the machine can read a command line. With one of these secrets they could forge a login.
+# Options with a secret. Every user of the machine can read a command line, and could forge a login with the secret.
 SECRET_OPTIONS = {
     "--cookie-secret": "PANEL_COOKIE_SECRET",
     "--oauth-secret": "PANEL_OAUTH_SECRET",
@@ -59,9 +59,9 @@ SECRET_OPTIONS = {
 
 
 def objection(app: Any, rules: AccessRules) -> str:
-    """Why the Bokeh application `app` must not serve the console under these `rules`, in one or two sentences.
+    """The reason why the Bokeh application `app` must not serve the console under these `rules`.
 
-    Empty if nothing is wrong.
+    The result has one or two sentences. It is empty if nothing is wrong.
     """
     # sys.argv is not used, because Bokeh replaces it while a script runs.
     return next(_objections(app, rules, sys.orig_argv), "")

@@ -1,7 +1,7 @@
-"""Every figure with its target, in one table: `python -m tests.bench` prints it, `--write` commits it to RESULTS.md.
+"""One table of every figure with its target: `python -m tests.bench` prints it, `--write` writes it to RESULTS.md.
 
-The figures are ratios and medians of one run on one machine. Compared values are measured side by side. The tests do
-not run this.
+The figures are ratios and medians of one run on one machine. Compared values are measured side by side. The test
+suite does not run this module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""How long one decision takes: `python -m tests.bench.bench_admit`.
+"""Measures how long one decision of the scheduler takes: `python -m tests.bench.bench_admit`.
 
-It uses two pages. *Twenty models on four cards*: every card is full and every model idle, so the decision takes the
-whole tree and chooses victims. It is compared with an exhaustive search over all subsets of the twenty models. *A full
-page*: 256 leases and tickets. Figures are seconds on this machine; compared values are from the same run.
+It uses two books. In the book *Twenty models on four cards*, every card is full and every model is idle, so a decision
+passes all steps and chooses models to evict. This decision is compared with an exhaustive search over all subsets of
+the twenty models. The book *A full page* has the largest number of entries: 256 leases and tickets. The figures are
+seconds on this machine, and compared values are from the same run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ Situation = tuple[Book, Request, World]
 
 
 def twenty_models(seed: int = 0) -> Situation:
-    """Five models on each of four 40 GiB cards, three owners, and a request that needs several evictions."""
+    """A book of five models on each of four 40 GiB cards, with three owners.
+
+    The request needs several evictions.
+    """
     random = Random(seed)
     models = [
         lease(
@@ -43,7 +47,10 @@ def twenty_models(seed: int = 0) -> Situation:
 
 
 def full_page(seed: int = 0) -> Situation:
-    """200 leases of sixteen owners, and the tickets that fill the page; our ticket is the last."""
+    """A book with 200 leases of sixteen owners, and as many tickets as the book can hold.
+
+    The ticket of our request is the last.
+    """
     random = Random(seed)
     models = [
         lease(
@@ -71,9 +78,9 @@ def full_page(seed: int = 0) -> Situation:
 def best_subset(
     page: Book, wanted: Request, there: World, models: int = 20
 ) -> tuple[Lease, ...] | None:
-    """The smallest set of leases whose eviction makes room on some card; of equal sets, the least recently used.
+    """The smallest set of leases whose eviction makes room on some card.
 
-    It is found by trying every subset.
+    Among sets of equal size it is the least recently used one. The function tries every subset.
     """
     idle = list(page.leases())[:models]
     claims, need = page.claims(), wanted.footprint.bytes
@@ -94,7 +101,7 @@ def best_subset(
 def seconds_each(
     situations: Iterable[Situation], decide: Callable[..., Any] = admit
 ) -> list[float]:
-    """Processor seconds of each decision, sorted. Processor time does not depend on the load of the machine."""
+    """The sorted processor seconds of the decisions. Processor time does not depend on the load of the machine."""
     taken = []
     for page, wanted, there in situations:
         began = time.thread_time()
@@ -104,7 +111,7 @@ def seconds_each(
 
 
 def figures(rounds: int = 2000, exhaustive_models: int = 20) -> dict[str, float]:
-    """p50 and p99 of both pages in seconds, and the speed-up over an exhaustive search over the twenty models."""
+    """The median and the 99th percentile for both books in seconds, and the speed-up over an exhaustive search."""
     found = {}
     for name, make in (("twenty", twenty_models), ("full", full_page)):
         situations = [make(seed) for seed in range(20)]

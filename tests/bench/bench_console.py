@@ -2,9 +2,9 @@
 
     python -m tests.bench.bench_console [paint effect crowd memory zoom]
 
-The server and the kernels are real processes, and the pages are drawn by a real Chromium. Only the sessions of `crowd`
-and `memory` are plain clients, which open a page and its websocket as a browser does and draw nothing. Twenty browsers
-would take processor time from the measured server.
+The server and the kernels are real processes, and a real Chromium draws the pages. Only `crowd` and `memory` use plain
+clients, which open a page and its websocket as a browser does, and draw nothing. Twenty browsers would take processor
+time from the measured server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .bench_idle import _spent
 WAIT_MS = 60_000
 ANSWER_SECONDS = 120.0
 
-# A kernel with a number of models, of which it uses the last one `uses` times a second. It also runs commands.
+# A kernel with several models. It uses the last of them `uses` times a second, and it also runs commands.
 KERNEL = """
 import os, sys, threading, time
 from gpu_runtime import Runtime
@@ -70,7 +70,10 @@ def box(
     cards: str = "sim:24GiB,host:64GiB",
     kernels: tuple[tuple[int, int, int, float], ...] = (),
 ) -> Iterator[tuple[Served, list[subprocess.Popen[str]]]]:
-    """A served console and its kernels. A kernel is described by: first model, number of models, GiB, uses a second."""
+    """A block with a served console and its kernels.
+
+    A kernel is a tuple: number of its first model, number of models, GiB of a model, uses a second.
+    """
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         place, port = Path(directory), free_port()
         settings = {"GPU_DEVICES": cards, "GPU_CONSOLE_TOKEN": OPERATORS, "TZ": "UTC"}
@@ -125,7 +128,7 @@ SEEN = """(words => {
 
 
 class Paint(NamedTuple):
-    """Milliseconds from the request of the page to the frame that shows how full the first card is."""
+    """The milliseconds from the request of the page to the frame that shows how full the first card is."""
 
     first: float  # for the first visitor after the server's start
     later: float  # the median for later visitors; each browser has an empty cache
@@ -149,7 +152,10 @@ def paint(visits: int = 5) -> Paint:
 
 
 def effect(times: int = 8) -> Waits:
-    """From the click that confirms to the frame that shows it: a model of an idle kernel is moved to RAM, and back."""
+    """The time from the confirming click to the frame that shows the effect.
+
+    The clicks move a model of an idle kernel to RAM and back.
+    """
     taken = []
     with box(kernels=((0, 1, 14, 0.0),)) as (served, _), running() as browser:
         seen = BrowserPage(browser, entrance(served)).ready()
@@ -171,13 +177,13 @@ def effect(times: int = 8) -> Waits:
     return Waits.of(taken)
 
 
-# -- many look at once ------------------------------------------------------------------------------------------------
+# -- many open pages --------------------------------------------------------------------------------------------------
 
 TABS = ("Now", "Models", "Leases", "Evictions", "Fragmentation")
 
 
 class Session:
-    """A page and its websocket, as a browser has them. The server's messages are read and dropped."""
+    """A client with a page and its websocket, like a browser. It reads the server's messages and drops them."""
 
     async def open(self, served: Served, path: str, cookie: str) -> Session:
         page = await AsyncHTTPClient().fetch(
@@ -210,7 +216,7 @@ class Session:
         return self
 
     async def turn_to(self, tab: str) -> None:
-        """Opens that tab, as a click on it does. Returns when the server has made the tab."""
+        """Opens the `tab` as a click on it does. Returns when the server has made the tab."""
         self._answered.clear()
         await self._patch(
             {
@@ -234,7 +240,7 @@ class Session:
             await self._socket.write_message(json.dumps(part))
 
     async def _hear(self) -> list[str]:
-        """The three parts of a message of Bokeh's protocol."""
+        """Receives the three parts of the next message of Bokeh's protocol."""
         parts = [
             await asyncio.wait_for(self._socket.read_message(), ANSWER_SECONDS) for _ in range(3)
         ]
@@ -252,7 +258,7 @@ class Session:
 def crowd(
     sessions: int = 20, seconds: float = 20.0, looked_at: tuple[str, ...] = TABS
 ) -> dict[str, float]:
-    """Milliseconds of the server's processor time for each second, by the tab that all sessions show.
+    """For each tab: the milliseconds of the server's processor time a second while all sessions show that tab.
 
     There are eight cards and 200 leases of eight kernels. Each kernel uses a model four times a second. Every five
     seconds one of them moves a model to RAM or back, so that the figures change all the time.
@@ -302,7 +308,7 @@ async def _crowd(
 
 
 class Growth(NamedTuple):
-    """MiB of the server's own memory, after all sessions so far were closed and dropped."""
+    """The MiB of the server's own memory, measured after all earlier sessions were closed and dropped."""
 
     early: float
     late: float
@@ -319,7 +325,10 @@ FORGOTTEN_SECONDS = (
 
 
 def memory(sessions: int = 1000, early: int = 100, together: int = 4) -> Growth:
-    """The memory after many sessions and after the first ones. Each session shows the first tab for a moment."""
+    """The server's memory after the first `early` sessions, and after all `sessions`.
+
+    Each session shows the first tab for a moment. `together` sessions are open at a time.
+    """
     with box(kernels=((0, 4, 4, 1.0),)) as (served, _):
         return asyncio.run(_memory(served, sessions, early, together))
 

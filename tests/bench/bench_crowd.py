@@ -1,4 +1,4 @@
-"""Many kernels on one machine: how long each waits for the others.
+"""Measures how long many kernels on one machine wait for each other.
 
     python -m tests.bench.bench_crowd [kill cycles loop hogs recall …]
 
@@ -35,7 +35,7 @@ ANSWER_SECONDS = 120.0
 
 
 class Waits(NamedTuple):
-    """A number of waits, in seconds."""
+    """Statistics of several waits, in seconds."""
 
     count: int
     median: float
@@ -181,7 +181,7 @@ def grant_after_kill(holders: int = 64, kills: int = 100) -> Waits:
 
 
 def cycles(processes: int = 64, a_second: float = 10.0, seconds: float = 8.0) -> Waits:
-    """The times of a lease and its release, by `processes` kernels, `a_second` times a second each."""
+    """The times of a lease and its release. Each of `processes` kernels does both `a_second` times a second."""
 
     def cycle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         rt = runtime(url)
@@ -213,7 +213,7 @@ class Loop(NamedTuple):
 
 
 def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
-    """Every process writes again as soon as it has written; 50 leases in the page."""
+    """The waits if every process writes the book without pause. The book has 50 leases."""
 
     def hammer(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         door = open_ledger(url)
@@ -256,8 +256,10 @@ def _all_at_once(crowd: list[Child]) -> list[Any]:
 
 
 def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> Waits:
-    """The waits of a kernel that writes the book every 5 ms, while two other kernels write it too. Each of those holds
-    its own GIL for 200 ms at a time."""
+    """The waits of a kernel that writes the book every 5 ms while `hogs` other kernels also write the book.
+
+    Each of these kernels holds its own GIL for `hog_seconds` at a time.
+    """
 
     def hog(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         door = open_ledger(url)
@@ -297,11 +299,14 @@ def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> 
     return Waits.of(waits)
 
 
-# -- recall -----------------------------------------------------------------------------------------------------------
+# -- recall: taking memory back from an idle kernel -------------------------------------------------------------------
 
 
 class Recall(NamedTuple):
-    """The time from a kernel's request to its grant, while another kernel's idle 1 GiB model moves to host memory."""
+    """The time from a kernel's request to its grant.
+
+    Before the grant, an idle 1 GiB model of another kernel must move to host memory.
+    """
 
     waits: Waits
     copy: float  # median seconds of a preallocated copy of the same number of bytes, in the same process

@@ -1,8 +1,8 @@
-"""The swap of two llama.cpp models, compared with the engine's own start; and the cost of a killed worker.
+"""Compares the swap of two llama.cpp models with the engine's own start. Also measures the cost of a killed worker.
 
 Only one of the two models fits. The engine's own start is a bare process that imports llama_cpp and loads the same file
-in the same way. A swap drops one model (its worker ends) and loads the other (a worker starts), including leases and
-book. Both are measured alternately, so that noise affects both.
+in the same way. A swap ends the worker of one model and starts a worker for the other, including leases and book. Both
+are measured alternately, so that noise affects both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BARE = (
 
 
 def figures(rounds: int = 12) -> dict[str, float]:
-    """Medians in seconds: `start` of a bare engine, `swap` of two models, and from a kill to the error (`died`)."""
+    """Median seconds: `start` of a bare engine, `swap` of two models, and `died`, from a kill to the error."""
     with (
         tempfile.TemporaryDirectory() as directory,
         Runtime(
@@ -65,7 +65,7 @@ def figures(rounds: int = 12) -> dict[str, float]:
 
 
 def _bare(file: Path) -> float:
-    """Seconds from the start of a process to a loaded model; then it is killed."""
+    """The seconds from the start of a process to a loaded model. The process is then killed."""
     began = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-P", "-c", BARE.format(str(file))],

@@ -1,6 +1,7 @@
-"""The footprint of a 70B model from files that are not in the page cache. Headers are real; weights are file holes.
+"""Measures the estimate of a 70B model's footprint from files that are not in the page cache.
 
-Before each round the pages are dropped from the cache (`POSIX_FADV_DONTNEED`); directory entries stay cached.
+The files have real headers, and holes in place of weights. Before each round the files are dropped from the cache
+(`POSIX_FADV_DONTNEED`). Directory entries stay cached.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def shards(directory: Path) -> None:
 
 
 def gguf(path: Path) -> None:
-    """One Q4_K file of the same model, with a vocabulary of its size and as many merges as Llama 3's."""
+    """Makes one Q4_K file of the same model. Its vocabulary and its merges are as many as those of Llama 3."""
 
     def text(word: str) -> bytes:
         return struct.pack("<Q", len(word)) + word.encode()
@@ -117,7 +118,10 @@ def gguf(path: Path) -> None:
 
 
 def milliseconds(rounds: int = 15) -> dict[str, float]:
-    """Medians and maxima for a directory of shards and for one GGUF file, cold and then warm."""
+    """Medians and maxima in milliseconds for a directory of shards and for one GGUF file.
+
+    Each is measured with an empty cache and then with a warm cache.
+    """
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as home:
         directory, file = Path(home) / "shards", Path(home) / "m.gguf"
         directory.mkdir()

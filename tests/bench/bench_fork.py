@@ -16,7 +16,7 @@ FORKS = 300
 
 
 def answer(url: str) -> None:
-    """Runs in a process of its own: for each line it forks once and prints the two times in seconds."""
+    """Forks once for each line of its input, and prints the two times in seconds. It runs in a process of its own."""
     import gpu_runtime.runtime
 
     if url:  # without a URL there is no runtime
@@ -40,7 +40,7 @@ def answer(url: str) -> None:
 
 
 def milliseconds(forks: int = FORKS) -> dict[str, float]:
-    """Medians: until `os.fork` returns in the parent and in the child, without and with a runtime."""
+    """Median milliseconds until `os.fork` returns in the parent and in the child, without and with a runtime."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "tests.bench.bench_fork"]
         processes = {

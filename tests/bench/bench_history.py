@@ -1,7 +1,7 @@
-"""The time to read a day of history, and its size on disk: `python -m tests.bench.bench_history`.
+"""Measures the time to read a day of history, and the size on disk: `python -m tests.bench.bench_history`.
 
-There are eight devices with 25 leases each, and a moment of each device every two seconds. They are written and thinned
-as the recorder does, and the journal is full. They are read as for a chart of 600 points.
+There are eight devices with 25 leases each. A moment of each device is written every two seconds, and old moments are
+thinned out, as by the recorder. The journal is full. The moments are read as for a chart of 600 points.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""`gpu serve` over real HTTP on loopback: calls a second of an echo engine by `wrk`, and what a chat completion costs
-more than calling the same llama.cpp engine directly.
+"""Measures `gpu serve` over real HTTP on loopback.
+
+One figure is the number of calls a second of an echo engine, measured by `wrk`. The other is the extra time of a chat
+completion over HTTP, compared with calling the same llama.cpp engine directly.
 
 The server, its client and its engines share the cores. `wrk` comes with most systems (`apt install wrk`).
 """
@@ -29,7 +31,7 @@ from gpu_runtime import Runtime, samples
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 CONNECTIONS = 32
-# A pause before each request. It sets the number of requests a second for a number of connections.
+# A script for wrk with a pause before each request. The pause limits the requests a second of each connection.
 SCRIPT = """
 wrk.method, wrk.path = "POST", "/v1/chat/completions"
 wrk.body = '{body}'
@@ -69,7 +71,10 @@ class Echo(NamedTuple):
 
 @contextmanager
 def serving(directory: str) -> Iterator[Server]:
-    """`gpu serve` with an echo model and a llama.cpp model. The block begins when the server has printed its URL."""
+    """A block with a running `gpu serve`, which has an echo model and a llama.cpp model.
+
+    The block begins when the server has printed its URL.
+    """
     place = Path(directory)
     samples.gguf_lm(place / "writer.gguf", size="24 MiB")
     (place / "models.json").write_text(
@@ -120,7 +125,10 @@ def echo(server: Server, seconds: int = 10, target: float = 1000.0) -> Echo:
 
 
 def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]:
-    """Requests a second, and latencies in seconds by percentile. `a_second=0`: as many as possible."""
+    """The requests a second, and the latencies in seconds by percentile.
+
+    With `a_second` of 0, wrk sends as many requests as possible.
+    """
     pause = round(2000 * CONNECTIONS / a_second) if a_second else 0
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         body = json.dumps({"model": "echo", "messages": MESSAGES})
@@ -151,7 +159,7 @@ def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]
 
 
 def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> dict[str, float]:
-    """Seconds that a short answer takes longer over HTTP than from the engine, and the ratio of tokens a second."""
+    """The extra seconds of a short answer over HTTP, compared with the engine, and the ratio of tokens a second."""
     connection = http.client.HTTPConnection(server.address)
     taken: dict[str, list[float]] = {
         "direct": [],

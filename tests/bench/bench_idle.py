@@ -1,8 +1,9 @@
-"""The cost of idle kernels: 64 processes with a model and a running monitor each, on one SQLite book.
+"""Measures the cost of idle kernels: 64 processes with a model and a running monitor each, on one SQLite book.
 
     python tests/bench/bench_idle.py [processes] [seconds]
 
-The figure is the processor time of all of them together, by the operating system, over some seconds without requests.
+The figure is the processor time of all processes together during some seconds without requests. The operating system
+measures it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ sys.stdin.read()
 def percent_of_a_core(
     processes: int = 64, seconds: float = 10.0, settle_seconds: float = 8.0
 ) -> dict[str, float]:
-    """Processor time of idle kernels as a percentage of one core: all together, and the busiest of them."""
+    """The processor time of idle kernels as a percentage of one core, for all together and for the busiest one."""
     with tempfile.TemporaryDirectory() as directory:
         kernels = [_kernel(f"sqlite://{directory}/ledger") for _ in range(processes)]
         try:
@@ -59,7 +60,10 @@ def _kernel(ledger: str) -> subprocess.Popen[bytes]:
 
 
 def _spent(kernel: subprocess.Popen[bytes]) -> float:
-    """Seconds of processor time, to the nanosecond: the ticks of /proc/PID/stat are too coarse for so little."""
+    """The processor seconds of `kernel`, exact to the nanosecond.
+
+    The ticks of /proc/PID/stat are too coarse for so little time.
+    """
     spent = 0
     for thread in psutil.Process(kernel.pid).threads():
         with open(f"/proc/{kernel.pid}/task/{thread.id}/schedstat") as file:

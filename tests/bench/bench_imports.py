@@ -1,4 +1,4 @@
-"""The time of an import, compared with `import torch` in the same run. Each import has a process of its own."""
+"""Measures the time of imports, compared with `import torch` in the same run. Each import has its own process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ assert not heavy, heavy
 
 
 def seconds(rounds: int = 7) -> dict[str, float]:
-    """Median seconds of each import, one round after the other."""
+    """The median seconds of each import. Each round measures every import once."""
     taken: dict[str, list[float]] = {name: [] for name in _CASES}
     for _ in range(rounds):
         for name, statement in _CASES.items():

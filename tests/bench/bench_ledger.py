@@ -1,8 +1,9 @@
-"""The cost of a transaction, compared with SQLite alone for the same bytes.
+"""Compares the cost of a ledger's transaction with SQLite alone for the same bytes.
 
     python -m tests.bench.bench_ledger
 
-The target: at most twice a bare one-row UPDATE in the same journal mode, with 50 leases in the book.
+With 50 leases in the book, a transaction should take at most twice as long as a bare one-row UPDATE in the same journal
+mode.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def fill(url: str, leases: int = LEASES, owners: int = OWNERS) -> list[Ledger]:
 
 
 def touch(door: Ledger) -> Callable[[], None]:
-    """A transaction that changes one of this owner's leases, as publishing does."""
+    """A function that makes one transaction, which changes a lease of this owner as publishing does."""
 
     def decide(book: Book) -> tuple[Book, None]:
         lease = book.sections[door.owner.id].leases[0]
@@ -67,7 +68,7 @@ def touch(door: Ledger) -> Callable[[], None]:
 
 
 def page_bytes(ledger: Path) -> int:
-    """The bytes of the one page in a directory of an SQLite ledger."""
+    """The bytes of the encoded book in the directory of an SQLite ledger."""
     [file] = ledger.glob("*/book-*.db")
     db = sqlite3.connect(file)
     [(size,)] = db.execute("SELECT length(body) FROM book")
@@ -76,7 +77,7 @@ def page_bytes(ledger: Path) -> int:
 
 
 def bare_update(directory: Path, size: int) -> Callable[[], None]:
-    """The cheapest write of SQLite: one autocommit UPDATE of one row of that size."""
+    """A function that makes SQLite's cheapest write: one autocommit UPDATE of one row of `size` bytes."""
     db = sqlite3.connect(directory / "bare.db", isolation_level=None)
     db.execute("PRAGMA journal_mode=PERSIST")
     db.execute("PRAGMA synchronous=OFF")
@@ -96,7 +97,7 @@ def bare_update(directory: Path, size: int) -> Callable[[], None]:
 
 
 def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]:
-    """The median of each act. The acts are measured alternately, so that noise affects all of them."""
+    """The median microseconds of each of `acts`. They are measured alternately, so that noise affects all of them."""
     times: list[list[float]] = [[] for _ in acts]
     for _ in range(rounds):
         for act, taken in zip(acts, times, strict=True):
@@ -107,15 +108,19 @@ def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]
 
 
 def transaction_cost() -> dict[str, float]:
-    """Medians in µs: a bare UPDATE; a transaction of one owner; transactions of two owners in turn (each reads the
-    other's write); a read of an unchanged book; a transaction in memory. Also the ratio of the second to the first."""
+    """Medians in µs of several kinds of writes and reads.
+
+    They are: a bare UPDATE, a transaction of one owner, alternating transactions of two owners (each reads the other's
+    write), a read of an unchanged book, and a transaction in memory. The result also has the ratio of the second to the
+    first.
+    """
     with tempfile.TemporaryDirectory() as root:
         doors = fill(f"sqlite://{root}/ledger")
         remembered = fill("memory:bench")
         size = page_bytes(Path(root) / "ledger")
         update = bare_update(Path(root), size)
         bare, alone = microseconds(update, touch(doors[0]))
-        # Beside the other two, so that noise affects all of them.
+        # The bare UPDATE is measured together with the two owners, so that noise affects all of them.
         bare_in_turn, first, second, read = microseconds(
             update, touch(doors[0]), touch(doors[1]), doors[0].read
         )
@@ -135,7 +140,7 @@ def transaction_cost() -> dict[str, float]:
 
 
 def large_page_cost() -> dict[str, float]:
-    """Medians in µs of a transaction in a page of 50 and of 1,000 leases, and their ratios."""
+    """Medians in µs of a transaction in a book of 50 and of 1,000 leases, and their ratios."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as root:
         small = fill(f"sqlite://{root}/small")
@@ -154,7 +159,7 @@ def large_page_cost() -> dict[str, float]:
 
 
 def register_cost(models: int = 4000) -> float:
-    """Median µs of the last hundred of so many registrations in one process."""
+    """The median µs of the last hundred of `models` registrations in one process."""
     with tempfile.TemporaryDirectory() as root:
         rt = Runtime(devices="sim:8GiB,host:8GiB", ledger=f"sqlite://{root}/ledger")
         numbers = iter(range(models))
@@ -170,7 +175,10 @@ def register_cost(models: int = 4000) -> float:
 
 
 def redis_cost() -> dict[str, float]:
-    """Medians in µs, as above, in a Redis on a socket of this machine that appends and syncs once a second."""
+    """Medians in µs, as in `transaction_cost`, for a Redis on a socket of this machine.
+
+    This Redis has an append-only file that is synced once a second.
+    """
     with redis_server() as server:
         doors = fill(server.fresh())
         (alone,) = microseconds(touch(doors[0]))
@@ -185,7 +193,7 @@ def redis_cost() -> dict[str, float]:
 
 
 def crowd_cost(processes: int, seconds: float = 2.0, url: str = "") -> dict[str, float]:
-    """Transactions a second of all `processes`, which write without pause; and the longest wait of one, in ms."""
+    """The transactions a second of all `processes`, which write without pause, and the longest wait in ms."""
     with tempfile.TemporaryDirectory() as root:
         url = url or f"sqlite://{root}/ledger"
         doors = fill(url)
@@ -229,7 +237,7 @@ def _hammer(url: str, gate: object, results: object, seconds: float) -> None:
 
 
 def ring_cost() -> float:
-    """Median µs from a notification to the return of the wait of another owner in this process."""
+    """The median µs from a notification until the wait of another owner in this process returns."""
     with tempfile.TemporaryDirectory() as root:
         a, b = open_ledger(f"sqlite://{root}/ledger"), open_ledger(f"sqlite://{root}/ledger")
 

@@ -1,4 +1,7 @@
-"""What parking costs a notebook that is not parked: the count after each cell, and the start of its kernel."""
+"""Measures what the feature of parking costs a notebook that is not parked.
+
+The costs are the count of bytes after each cell, and the longer start of the kernel.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class _Quiet:
 
 
 def count_milliseconds() -> dict[str, float]:
-    """Median milliseconds of begin and end of a cell: on a card with 20 models, and on a simulated card."""
+    """Median milliseconds of the hooks before and after a cell, with 20 models on a card and on a simulated card."""
     import gc
 
     import torch
@@ -71,7 +74,7 @@ def _median_of_cells(kernel, share: float) -> float:
 
 
 def kernel_start_milliseconds() -> dict[str, float]:
-    """Median milliseconds until a kernel answers, with autoload and without, one after the other."""
+    """Median milliseconds until a kernel answers, with and without autoload. The two are measured alternately."""
     from jupyter_client.manager import KernelManager
 
     taken: dict[str, list[float]] = {"with": [], "without": []}

@@ -1,8 +1,11 @@
-"""The time of a plan over many cards, and its distance from the best plan: `python -m tests.bench.bench_placement`.
+"""Measures the time of a plan over many cards, and compares plans with the best possible plans.
 
-*A 70B model over eight cards*: the cards are full with 200 idle leases. `accelerate.infer_auto_device_map` is measured
-in the same run on the same model, a Llama without data. *Random worlds* are so small that every set of leases on every
-card can be tried. The bytes that our plans free are compared with the fewest bytes that could be freed.
+    python -m tests.bench.bench_placement
+
+The first part plans a 70B model over eight cards that are full with 200 idle leases. In the same run,
+`accelerate.infer_auto_device_map` is measured on the same model, a Llama without data. The second part uses random
+worlds that are so small that every set of leases on every card can be tried. The bytes that our plans free are compared
+with the fewest bytes that could be freed.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ def seventy_billion(layout: str = "balanced") -> Request:
 
 
 def eight_full_cards(leases: int = 200, seed: int = 0) -> tuple[Book, World]:
-    """Cards of 80 GB, full with idle models of one to five GB of four owners; one in ten is split over two cards."""
+    """Eight cards of 80 GB that are full with idle models of four owners.
+
+    A model has one to five GB, and one model in ten is split over two cards.
+    """
     random = Random(seed)
     models = []
     for n in range(leases):
@@ -105,8 +111,10 @@ def accelerate_seconds(rounds: int = 5) -> float:
 
 
 def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, World]]:
-    """One to three cards with up to eight idle leases each; one in five is split over two. Reloading takes a second
-    for each GiB."""
+    """Yields worlds of one to three cards with up to eight idle leases each.
+
+    One lease in five is split over two cards. Reloading takes a second for each GiB.
+    """
     random = Random(seed)
     while count:
         cards = random.randint(1, 3)
@@ -135,7 +143,7 @@ def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, Wor
 
 
 def ways_out(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
-    """Every set of leases whose eviction makes enough room on some card."""
+    """Yields every set of leases whose eviction makes enough room on some card."""
     models, free = list(page.leases()), room(page, there)
     for count in range(1, len(models) + 1):
         for gone in itertools.combinations(models, count):
@@ -160,7 +168,10 @@ def freed_bytes(gone: tuple[Lease, ...]) -> int:
 
 
 def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
-    """The sets of `ways_out` on one card that keep the order: the least recently used leave if they are enough."""
+    """Yields those sets of `ways_out` on one card that keep the order of last use.
+
+    In such a set, the least recently used leases are evicted if they are enough.
+    """
     models, free = list(page.leases()), room(page, there)
     for device in there.devices:
         on = sorted(
@@ -179,7 +190,7 @@ def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, .
 
 
 def excess(policy: str, worlds: int, seed: int = 0) -> dict[str, float]:
-    """Bytes that our plans free in all these worlds, divided by an exact optimum; the same for evictions.
+    """The bytes that our plans free in all these worlds, divided by an exact optimum, and the same for evictions.
 
     For `fewest-evictions`, the optimum is the fewest bytes of all sets with the fewest members. For the other policies,
     it is the fewest bytes of all sets that keep the order of last use. `unbound` compares with the fewest bytes of all
@@ -209,7 +220,7 @@ def timed(found: Callable[[], Any]) -> float:
 
 
 def figures(rounds: int = 30, worlds: int = 1000) -> dict[str, float]:
-    """Seconds of a plan by each layout, and of accelerate's map; and the excess by each policy."""
+    """The seconds of a plan for each layout and of accelerate's map, and the `excess` of each policy."""
     found = {layout: plan_seconds(layout, rounds) for layout in ("balanced", "proportional")}
     found["accelerate"] = accelerate_seconds()
     for policy in PLACEMENTS:

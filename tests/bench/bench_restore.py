@@ -1,4 +1,4 @@
-"""Offload and restore of a large module, compared in one run with a preallocated copy of the same number of bytes.
+"""Compares offload and restore of a large module with a preallocated copy of the same number of bytes, in one run.
 
 python -m tests.bench.bench_restore [GiB]
 """
@@ -33,7 +33,7 @@ class Figures(NamedTuple):
 
 
 def measure(gib: float = 2.0, layers: int = 300, rounds: int = 7) -> Figures:
-    """Alternately moves and copies a module of that size and number of layers. The first, cold round is left out."""
+    """Alternately moves and copies a module of `gib` GiB with so many `layers`. The first, cold round is left out."""
     width = int((gib * GIB / 4 / layers) ** 0.5)
     probe = open_probe(f"sim:{int(2 * gib * GIB)},host:{int(2 * gib * GIB)}")
     backend, spec = open_backend("torch", probe), ModelSpec("big", "torch")

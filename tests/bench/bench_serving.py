@@ -1,8 +1,8 @@
-"""The cost and the gain of serving, without HTTP: number of loads, calls a second, tokens a second.
+"""Measures the cost and the gain of serving, without HTTP: the loads, the calls a second and the tokens a second.
 
-Our order of calls and first-come order are compared on the same mixed trace, twice: by a pure simulation of cards and
-loads, and with a real gateway over a real runtime with slow loads. First-come order uses the same code, with the calls
-in order of arrival.
+Our order of calls and first-come order are compared twice on the same mixed trace. The first comparison is a pure
+simulation of cards and loads. The second uses a real gateway over a real runtime with slow loads. First-come order uses
+the same code, with the calls in order of arrival.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Told(NamedTuple):
 
 
 def trace(calls: int = 800, seed: int = 1) -> list[Waiting]:
-    """Calls of six models in bursts, as people and programs make them. Some models are called more often."""
+    """Calls of six models in bursts, as people and programs call models. Some models are called more often."""
     chance, now, made = random.Random(seed), 0.0, []
     while len(made) < calls:
         model = chance.choices(MODELS, weights=(6, 4, 3, 2, 2, 1))[0]
@@ -66,7 +66,7 @@ def first_come(
 
 
 def simulate(calls: list[Waiting]) -> Told:
-    """The trace on a card with room for two models, each of which answers one call at a time."""
+    """The result of the `calls` on a simulated card with room for two models. A model answers one call at a time."""
     world = World(calls)
     while world.step():
         pass
@@ -210,7 +210,10 @@ def _runtime(directory: str, load_seconds: float = 0.0) -> Runtime:
 
 
 async def _closed(gateway: Gateway, calls: int, clients: int) -> float:
-    """Seconds for this number of calls. Each client calls again when it has its answer, with the models in rotation."""
+    """The seconds for this number of calls.
+
+    Each client calls again as soon as it has its answer, and uses the models in rotation.
+    """
     chance, left = random.Random(1), iter(range(calls))
 
     async def client() -> None:
@@ -240,7 +243,10 @@ def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
 
 
 def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
-    """Number of loads and seconds of a mixed trace with loads of 20 ms, in our order and in first-come order."""
+    """The number of loads and the seconds of a mixed trace, in our order and in first-come order.
+
+    A load takes 20 ms.
+    """
 
     async def work(gateway: Gateway) -> tuple[int, float]:
         seconds = await _closed(gateway, calls, clients)
@@ -253,7 +259,10 @@ def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
 
 
 def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
-    """Calls of a warm echo engine for each second and each second of processor time; the time of a single call."""
+    """The calls of a warm echo engine for each second and for each second of processor time.
+
+    The result also has the time of a single call.
+    """
 
     async def work(gateway: Gateway) -> dict[str, float]:
         gateway._rt.register("echo", backend="fake", size="1 GiB", model_type="llm")
@@ -282,8 +291,10 @@ def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
 
 
 def tokens(rounds: int = 9, most: int = 400) -> dict[str, float]:
-    """Tokens a second of a small real llama.cpp model, by its own methods and through the gateway; the time that the
-    gateway adds to a short answer."""
+    """The tokens a second of a small real llama.cpp model, by its own methods and through the gateway.
+
+    The result also has the time that the gateway adds to a short answer.
+    """
 
     async def run() -> dict[str, float]:
         with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Entering and leaving the block of a resident model, with 50 leases in a SQLite book and the monitor running."""
+"""Measures `with rt.use` of a model that is on its device, with 50 leases in a SQLite book and a running monitor."""
 
 from __future__ import annotations
 

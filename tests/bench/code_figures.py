@@ -1,7 +1,7 @@
 """The size of the code, as figures: `python -m tests.bench.code_figures [DIRECTORY]`.
 
-Counts the package (`gpu_runtime`, `kernel_ext`, `panels`) of a tree, not its tests. Reads files only; the
-seconds of lint, check and test are measured by hand.
+It counts the package (`gpu_runtime`, `kernel_ext`, `panels`) in a directory, without the tests. It only reads files.
+The seconds of lint, check and test are measured by hand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
-    """The numbers of the lines that docstrings take."""
+    """The numbers of the lines that belong to docstrings."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Module, ast.ClassDef, Function)):
@@ -43,7 +43,7 @@ def docstring_lines(tree: ast.AST) -> set[int]:
 
 
 def code_lines(source: str, tree: ast.AST) -> int:
-    """How many lines have code: not blank, not only a comment, not in a docstring."""
+    """The number of lines with code. Blank lines, comment lines and docstrings do not count."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
@@ -52,17 +52,17 @@ def code_lines(source: str, tree: ast.AST) -> int:
 
 
 def node_count(tree: ast.AST) -> int:
-    """How many AST nodes a tree has, `Load`, `Store` and `Del` left out."""
+    """The number of AST nodes in `tree`, without `Load`, `Store` and `Del`."""
     return sum(not isinstance(node, ast.expr_context) for node in ast.walk(tree))
 
 
 def length(node: ast.AST) -> int:
-    """How many lines a definition takes, without its decorators."""
+    """The number of lines of a definition, without its decorators."""
     return node.end_lineno - node.lineno + 1  # type: ignore[attr-defined]
 
 
 def public_functions(body: list[ast.stmt]) -> Iterator[Function]:
-    """The functions and methods of a module whose names, and whose classes' names, are public."""
+    """Yields a module's functions and methods with public names. The class of a method is public too."""
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from public_functions(node.body)
@@ -79,13 +79,13 @@ def parameters(function: Function) -> list[str]:
 
 
 def documented(function: Function) -> list[str]:
-    """Those of a function's parameters that its docstring names as a word."""
+    """The parameters of a function whose names occur as words in its docstring."""
     words = set(re.findall(r"\w+", ast.get_docstring(function) or ""))
     return [name for name in parameters(function) if name in words]
 
 
 def figures(root: Path) -> dict[str, str]:
-    """Each figure by its name, of the package in that directory."""
+    """The figures of the package in the directory `root`, by name."""
     paths = sorted(path for part in PARTS for path in (root / part).rglob("*.py"))
     sources = [path.read_text() for path in paths]
     trees = [ast.parse(source) for source in sources]

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of serving."""
+"""Fixtures for the tests of serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates the data of a chart, and sends as few values as possible."""
+"""Updates the data of a chart, and sends as few values as possible to the browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evictions and restores over time: a Bokeh figure, made once, whose sources are updated.
+"""Evictions and restores over time: a Bokeh figure that is made once, and whose sources are updated.
 
 `data/evictions.py` computes its data.
 """

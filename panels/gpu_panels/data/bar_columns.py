@@ -1,6 +1,6 @@
 """A device's bar as the columns of a figure: positions on its axis, colours and hatches.
 
-Pure. `bars.py` computes the contents of the bar.
+This module is pure. `bars.py` computes the contents of the bar.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STRETCH_COLUMNS = (
 MARK_COLUMNS = ("x", "dash", "width", "kind", "tooltip")
 REGION_COLUMNS = ("left", "right", "alpha", "hatch", "tooltip")
 
-# The look of stretches that are not a settled lease.
+# The hatches of the stretches that are not a settled lease.
 _HATCHES = {
     "arriving": "/",
     "leaving": "\\",
@@ -77,7 +77,7 @@ def bar_columns(bar: DeviceBar, styles: Mapping[str, LeaseStyle], dark: bool = F
 
 
 def unit_of(total_bytes: int) -> tuple[int, str]:
-    """The unit of an axis for `total_bytes`: GiB, or MiB if a GiB is too coarse."""
+    """The unit of an axis for `total_bytes`, in bytes and as text: GiB, or MiB for a small device."""
     return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
 
 
@@ -102,7 +102,7 @@ def stretch_columns(
 
 
 def _drawn(stretch: Stretch, style: LeaseStyle, page_ink: str) -> tuple[Any, ...]:
-    """The columns of a stretch, without its two ends."""
+    """The values of a stretch in all columns but the two for its ends."""
     is_translucent = stretch.kind in _ALPHAS
     return (
         style.colour,

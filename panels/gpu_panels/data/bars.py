@@ -1,8 +1,8 @@
 """The content of each device as a stacked bar: which process holds how many bytes.
 
-Pure. This module computes positions and tooltips; `bar_columns.py` and `charts/bar_chart.py` draw
-them. The stretches of a bar are the claims in the book, exact to the byte. Measured memory outside
-all leases follows them.
+This module is pure. It computes positions and tooltips; `bar_columns.py` and `charts/bar_chart.py`
+draw them. The stretches of a bar are the claims in the book, exact to the byte. After them comes the
+measured memory outside all leases.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Region(NamedTuple):
 
 
 class DeviceBar(NamedTuple):
-    """One device, from empty to full."""
+    """The bar of one device: its stretches, its marks and its empty regions."""
 
     device: Device
     stretches: tuple[Stretch, ...]
@@ -86,7 +86,10 @@ class DeviceBar(NamedTuple):
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes of the bar's full length: those of the device, or more in an overdraft."""
+        """The bytes that the full length of the bar stands for.
+
+        They are the bytes of the device, or the bytes in use if those are more.
+        """
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
     @property
@@ -185,7 +188,7 @@ def _stretches(snapshot: Snapshot, view: DeviceView) -> Iterator[Stretch]:
 
 
 def _lease_stretches(snapshot: Snapshot, device: str) -> list[Stretch]:
-    """A stretch for each lease on a device, also for arriving leases; the largest first."""
+    """A stretch for each lease on a device, including arriving leases. The largest is first."""
     found = []
     for section in snapshot.sections.values():
         for lease in section.leases:
@@ -217,7 +220,7 @@ def lease_tooltip(
 ) -> str:
     """Lines about the `lease` of a `section`: its bytes, its process, its use and its importance.
 
-    `size` are the bytes of this stretch, `kind` is settled, arriving or leaving.
+    `size` is the bytes of this stretch, and `kind` is `settled`, `arriving` or `leaving`.
     """
     moving = f", {kind}" if kind in ("arriving", "leaving") else ""
     is_part = size != lease.bytes and not moving
@@ -244,9 +247,9 @@ def _purpose(lease: Lease) -> str:
 
 
 def _use(lease: Lease, now: float, notebook: str) -> str:
-    """How a lease is used.
+    """A text on how a lease is used.
 
-    Durations change in steps of five seconds, so that a bar of idle models is not sent every
+    Its durations change in steps of five seconds, so that a bar of idle models is not sent every
     second.
     """
     state = lease_state(lease, now)
@@ -258,10 +261,10 @@ def _use(lease: Lease, now: float, notebook: str) -> str:
 
 
 def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
-    """The stretches of `leases`; leases that are too thin share one stretch, `12 others`.
+    """The stretches of `leases`, where all stretches that are too thin become one, `12 others`.
 
-    `leases` are sorted, the largest first; `scale` is the bytes of the whole bar. A single thin
-    lease keeps its own stretch.
+    `leases` are sorted with the largest first, and `scale` is the bytes of the whole bar. A single
+    thin lease keeps its own stretch.
     """
     thin = {
         n
@@ -309,7 +312,7 @@ def _strangers_tooltip(snapshot: Snapshot, view: DeviceView, size: int) -> str:
 
 
 def _first(lines: Sequence[str]) -> list[str]:
-    """The first MOST_NAMED of `lines`, and a line with the number of the others."""
+    """The first MOST_NAMED of `lines`, and a line with the number of the remaining lines."""
     more = len(lines) - MOST_NAMED
     counted = [f"and {more} more"] if more > 0 else []
     return [*lines[:MOST_NAMED], *counted]

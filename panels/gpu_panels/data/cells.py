@@ -18,7 +18,8 @@ class Cell(NamedTuple):
     text: str
     value: float | None = None  # sort key; None: the cell is sorted by its text
     hint: str = ""  # shown on hover
-    # One of: strong, soft, alarm, prose (wrapped), short (wrapped early), time (epoch seconds).
+    # The kind is one of: strong, soft, alarm, prose (wrapped), short (wrapped early), time (epoch
+    # seconds).
     kind: str = ""
     colour: str = ""  # colour of a square before the text; empty: no square
     texture: str = ""  # texture of that square, one of palette.TEXTURES
@@ -41,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Column(NamedTuple):
-    """One column: its title, whether it holds numbers, and the hint of its header."""
+    """One column: its title, whether it has numbers, and the explanation that its header shows."""
 
     title: str
     numeric: bool = False
@@ -49,6 +50,6 @@ class Column(NamedTuple):
 
 
 def encoded(rows: Iterable[Row], buttons: bool = True) -> str:
-    """The `rows` as JSON for the browser; without `buttons` for a viewer, who may not act."""
+    """The `rows` as JSON for the browser. A viewer may not act, so `buttons` is False for a viewer."""
     sent = [row if buttons else row._replace(buttons=()) for row in rows]
     return msgspec.json.encode(sent).decode()

@@ -1,7 +1,8 @@
-"""The question before an action, and the check that nothing has changed since the click. Pure.
+"""The question before an action, and the check that nothing has changed since the click.
 
-A click becomes a Proposal at once; it names one lease of one owner. After the confirmation,
-`changed` compares the proposal with a new snapshot. If they differ, the action is not carried out.
+This module is pure. A click becomes a Proposal at once, which names one lease of one owner. After
+the confirmation, `changed` compares the proposal with a new snapshot. If they differ, the action is
+not carried out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class Proposal(NamedTuple):
 
     @property
     def subject(self) -> LeaseId | str:
-        """The argument for the runtime's methods: this lease, or a name if no process has the model."""
+        """The argument for the runtime's methods.
+
+        It is the lease, or the model's name if no process has the model.
+        """
         return LeaseId(self.owner, self.name) if self.owner else self.name
 
 
@@ -127,7 +131,10 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
 
 
 def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
-    """The question before the memory of a notebook's own code leaves its card, or returns."""
+    """The question before a notebook is parked or unparked.
+
+    Parking moves the memory of the notebook's own code from its card to host memory.
+    """
     lease = _lease(proposal, snapshot)
     size, title = show_bytes(proposal.bytes), clean(proposal.title)
     if proposal.verb == "unpark":
@@ -172,7 +179,7 @@ def _whereabouts(proposal: Proposal) -> str:
 
 
 def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
-    """Which process holds the model, and whether it is in use."""
+    """A sentence on which process holds the model, and whether the model is in use."""
     if lease is not None and lease.pins:
         seconds = snapshot.now - lease.pinned_since
         since = f" for {show_seconds(seconds)}" if lease.pinned_since else ""
@@ -184,7 +191,10 @@ def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
 
 
 def _after_eviction(lease: Lease | None) -> str:
-    """Where the model goes after its eviction, and how it returns; empty if the lease is gone."""
+    """A sentence on where the model goes after its eviction, and how it returns.
+
+    The sentence is empty if the lease is gone.
+    """
     if lease is None:
         return ""
     seconds = lease.restore_seconds or lease.reload_seconds
@@ -200,7 +210,7 @@ def _after_eviction(lease: Lease | None) -> str:
 def changed(proposal: Proposal, snapshot: Snapshot) -> str:
     """A sentence that says what has changed in `snapshot` since the click.
 
-    It is empty if the `proposal` may be carried out.
+    The sentence is empty if the `proposal` may be carried out.
     """
     difference = _difference(proposal, snapshot)
     return f"{difference} {NOTHING_DONE}" if difference else ""
@@ -227,7 +237,7 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
 
 
 def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
-    """A sentence that says what has changed about the lease; empty if nothing has."""
+    """A sentence that says what has changed about the lease; empty if nothing has changed."""
     name, verb = clean(proposal.title), proposal.verb
     if verb == "park" and lease.pins:
         return f"{process} runs a cell now."
@@ -249,6 +259,9 @@ def _lease(proposal: Proposal, snapshot: Snapshot) -> Lease | None:
 
 
 def _process(proposal: Proposal, snapshot: Snapshot) -> str:
-    """The holder's name. "This process" is not used, since a visitor is not in the server's process."""
+    """The name of the process that holds the lease of `proposal`.
+
+    The words "this process" are not used, since a visitor is not in the server's process.
+    """
     section = snapshot.sections.get(proposal.owner)
     return process_name(section) if section else "no process yet"

@@ -1,6 +1,6 @@
-"""Evictions and their reasons: filtered, counted, over time, and as a CSV file.
+"""The contents of the tab Evictions: a filtered table, counters, a chart over time, and a CSV file.
 
-Pure: events go in; rows, columns or text come out. `tabs/evictions.py` shows them.
+This module is pure. It turns events into rows, columns or text, which `tabs/evictions.py` shows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS = (
 
 
 class Filter(NamedTuple):
-    """The choice of events that are shown."""
+    """The choices that decide which events are shown."""
 
     model: str = ""  # a part of the model's name
     action: str = "evictions"  # one of ACTIONS
@@ -59,9 +59,9 @@ class Filter(NamedTuple):
 
 
 def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
-    """All events once, the newest first: `past` from the journal, `recent` from the snapshot.
+    """All events without duplicates, with the newest first.
 
-    `past` and `recent` may have events in common.
+    `past` events are from the journal and `recent` events from the snapshot. An event may be in both.
     """
     known = {(event.wall, event.seq): event for event in (*recent, *past)}
     return tuple(sorted(known.values(), key=lambda event: (event.wall, event.seq), reverse=True))
@@ -82,13 +82,13 @@ def matching(events: Iterable[Event], wanted: Filter) -> tuple[Event, ...]:
 
 
 def reasons(events: Iterable[Event]) -> list[str]:
-    """The choices of the reason filter: ANY, then the reasons that occur in `events`."""
+    """The choices of the reason filter: first ANY, then the reasons that occur in `events`."""
     found = {event.reason for event in events if event.action in _SHOWN}
     return [ANY, *sorted(found)]
 
 
 def rows(events: Sequence[Event], snapshot: Snapshot) -> tuple[Row, ...]:
-    """A row for each of `events`, in their order, at most MOST; `snapshot` names the processes."""
+    """A row for each of the first MOST `events`, in their order; `snapshot` names the processes."""
     return tuple(_row(event, snapshot) for event in events[:MOST])
 
 
@@ -111,11 +111,11 @@ def _row(event: Event, snapshot: Snapshot) -> Row:
     return Row(row_id(event), cells)
 
 
-# -- counted ---------------------------------------------------------------------------------------
+# -- counters --------------------------------------------------------------------------------------
 
 
 def counters(snapshot: Snapshot) -> tuple[tuple[str, int, str], ...]:
-    """The totals of `snapshot` since the boot, each as name, number and explanation.
+    """The totals of `snapshot` since the boot, each with its name, its number and an explanation.
 
     Evictions are offloads plus unloads.
     """
@@ -229,7 +229,7 @@ def eviction_columns(bins: EvictionBins) -> Columns:
 
 
 def seconds_columns(bins: EvictionBins) -> Columns:
-    """The line of the chart: seconds of loading and restoring, at the middle of each of `bins`."""
+    """The line of the chart: the seconds of loading and restoring, at the middle of each bin."""
     step = (bins.end - bins.start) * 1e3 / BINS
     return {
         "x": [bins.start * 1e3 + (n + 0.5) * step for n in range(BINS)],
@@ -238,7 +238,7 @@ def seconds_columns(bins: EvictionBins) -> Columns:
 
 
 def top(bins: EvictionBins) -> int:
-    """A height above every bar of `bins`: a multiple of four, for whole numbers on the axis."""
+    """A height above every bar of `bins`. It is a multiple of four, so the axis shows whole numbers."""
     evictions = [a + b for a, b in zip(bins.offloaded, bins.unloaded, strict=True)]
     highest = max(*evictions, *bins.restored, 1)
     return 4 * math.ceil(highest * 1.1 / 4)
@@ -288,7 +288,7 @@ def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
 
 
 def safe(text: str) -> str:
-    """The text, after an apostrophe if a spreadsheet would run it as a formula.
+    """The `text`, with an apostrophe in front if a spreadsheet would run the text as a formula.
 
     Source: OWASP, CSV injection.
 

@@ -1,6 +1,6 @@
-"""The tab Fragmentation: bytes that a process's allocator holds on a card and cannot use. Pure.
+"""The contents of the tab Fragmentation: bytes that an allocator holds on a card and cannot use.
 
-Allocator maps and a Snapshot go in; table rows and a report come out.
+This module is pure. It turns allocator maps and a Snapshot into table rows and a report.
 `gpu_runtime.rendering.allocator_map` computes the picture of one map.
 """
 
@@ -68,9 +68,9 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
-    """Every process of `snapshot` with memory on a card; most inactive bytes first.
+    """Every process of `snapshot` with memory on a card, once for each card.
 
-    Processes without a map in `maps` are last.
+    The one with the most inactive bytes is first, and processes without a map in `maps` are last.
     """
     cards: dict[str, DeviceView] = {
         view.device.id: view for view in snapshot.devices if not view.device.is_host
@@ -192,7 +192,7 @@ class FetchedMaps:
         return self._memories
 
     def rows(self, snapshot: Snapshot, may_act: bool, chosen: str) -> str:
-        """The table as JSON for the browser; `may_act` and `chosen` as for the function `rows`."""
+        """The table as JSON for the browser. The function `rows` describes `may_act` and `chosen`."""
         memories = self.memories(snapshot)
         key = (may_act, chosen)
         if key not in self._rows:

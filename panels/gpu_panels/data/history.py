@@ -1,7 +1,8 @@
 """The use of a device over time: recorded moments and events as the columns of a chart.
 
-Pure; `charts/history_chart.py` draws the chart. While a lease's bytes do not change, one rectangle
-shows them, however many moments there are. So an hour without a change costs no more than a second.
+A moment is one record of a device's use in the history. This module is pure, and
+`charts/history_chart.py` draws the chart. While a lease's bytes do not change, one rectangle shows
+them, however many moments there are. So an hour without a change costs no more than a second.
 """
 
 from __future__ import annotations
@@ -101,7 +102,11 @@ Span = tuple[Moment, float]  # a moment, and the time until which it holds
 
 
 def _spans(moments: Sequence[Moment], end: float) -> list[Span]:
-    """Each moment with its end: the next moment; before a gap in the record, the usual step."""
+    """Each moment together with the time at which it ends.
+
+    A moment ends when the next moment begins. Before a gap in the record, a moment ends after the
+    usual step between moments.
+    """
     steps = [later.wall - moment.wall for moment, later in zip(moments, moments[1:], strict=False)]
     usual = median(steps) if steps else 0.0
     longest = max(10 * usual, 60.0)  # a longer step is a gap: nothing was sampled
@@ -117,7 +122,10 @@ def _spans(moments: Sequence[Moment], end: float) -> list[Span]:
 
 
 def ranked(spans: Iterable[Span]) -> tuple[str, ...]:
-    """The labels of the leases with an area of their own; the largest holder in `spans` first."""
+    """The labels of the leases that get their own area in the chart.
+
+    The lease that holds the most in `spans` is first.
+    """
     held: Counter[str] = Counter()
     for moment, end in spans:
         seconds = max(end - moment.wall, 0.001)
@@ -128,9 +136,9 @@ def ranked(spans: Iterable[Span]) -> tuple[str, ...]:
 
 
 def stacked(moment: Moment, labels: Sequence[str]) -> list[tuple[str, int]]:
-    """Labels and bytes of a `moment` from the bottom up.
+    """The labels and bytes of a `moment`, in the order from the bottom of the chart.
 
-    The order is: the leases in `labels`, the others as one, memory outside all leases.
+    First come the leases in `labels`, then all other leases as one, then memory outside all leases.
     """
     apart = [(label, moment.claims.get(label, 0)) for label in labels]
     others = moment.claimed_bytes - sum(size for _, size in apart)
@@ -157,7 +165,7 @@ def _intervals(spans: Iterable[Span], labels: Sequence[str]) -> list[HeldInterva
 
 
 def _extended(before: HeldInterval | None, new: HeldInterval) -> HeldInterval:
-    """`before`, extended by `new`, if the two touch at the same heights; otherwise `new`."""
+    """The interval `before` extended by `new` if the two touch at the same heights, otherwise `new`."""
     if before is None or before.end != new.start:
         return new
     same_heights = (before.low, before.high) == (new.low, new.high)

@@ -1,4 +1,4 @@
-"""The variables of one notebook on the tab Leases: the table of `%gpu who`, and its sums."""
+"""The variables of one notebook on the tab Leases, shown as the table and the sums of `%gpu who`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOLDERS = (
 
 
 class Variables(NamedTuple):
-    """An answer of a process, or the question that it has not answered yet."""
+    """The answer of a process about its variables, or the request that it has not answered yet."""
 
     owner: str  # the id of the process
     label: str
@@ -41,7 +41,7 @@ def heading(answer: Variables) -> str:
 
 
 def holders(answer: Variables) -> tuple[Row, ...]:
-    """A row for each name that holds memory; none without an answer."""
+    """A row for each name that holds memory. Without an answer there are no rows."""
     if answer.frame is None:
         return ()
     records = answer.frame.to_dict("records")
@@ -62,7 +62,10 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
 
 
 def sums(answer: Variables) -> str:
-    """The sentences below the table as HTML: what is explained, or why there is no table."""
+    """The sentences below the table as HTML.
+
+    They say how many bytes the table explains, or why there is no table.
+    """
     if answer.trouble:
         return f'<div class="alarm">{esc(answer.trouble)}</div>'
     if answer.frame is None:

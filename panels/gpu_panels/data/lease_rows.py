@@ -55,8 +55,9 @@ _HINTS = {
 def leases(
     snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle] | None = None
 ) -> tuple[Row, ...]:
-    """A row for each share of each lease in `snapshot`, for residue, and for unleased memory.
+    """A row for each share of each lease in `snapshot`.
 
+    Further rows show bytes that processes hold beyond their leases, and memory without a lease.
     `styles` has the style of each lease by its label.
     """
     rows: list[Row] = []
@@ -125,7 +126,7 @@ def _share_rows(
 
 
 def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
-    """The state of a notebook's own code: `parked`, `in use for 2 min`, or why it stays."""
+    """The state of a notebook's own code: `parked`, `in use for 2 min`, or why it is not parked."""
     if lease.on_host and lease.phase is Phase.SETTLED:
         since = f" since {clock(snapshot.wall - (snapshot.now - lease.away_since))}"
         hint = "In host memory{}. It returns before the notebook's next cell"
@@ -146,7 +147,7 @@ def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
 
 
 def _buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
-    """The buttons of a notebook's own code. A button that cannot be pressed has the reason."""
+    """The buttons of a notebook's own code. A button that cannot be pressed shows the reason."""
     moving = "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
     variables = Button("who", "Variables")
     if lease.on_host:
@@ -218,9 +219,10 @@ _UNUSUAL_HINTS = {
 
 
 def kernel_cell(section: Section, now: float, presence: Presence | None = None) -> Cell:
-    """`busy 3 min`, `idle 12 min`, `no answer, 40 s`, `stopped`; `–` if it is not a kernel.
+    """The state of a kernel: `busy 3 min`, `idle 12 min`, `no answer, 40 s` or `stopped`.
 
-    `now` is by the snapshot's clock; `presence` is the state of its process, where it is known.
+    The cell is `–` if the process is not a kernel. `now` is by the snapshot's clock, and `presence`
+    is the state of the process if it is known.
     """
     if presence is not None and presence.state in UNUSUAL:
         seconds = now - presence.since if presence.since else 0.0

@@ -45,7 +45,7 @@ def models(
     catalogue: Sequence[ModelSpec] = (),
     styles: Mapping[str, palette.LeaseStyle] | None = None,
 ) -> tuple[Row, ...]:
-    """A row for every model in `snapshot` or `catalogue`; models on devices first, then by name.
+    """A row for every model in `snapshot` or `catalogue`, in the order of the groups and then by name.
 
     `styles` has the style of each lease by its label.
     """
@@ -106,7 +106,7 @@ def _held_row(
 
 
 def _buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
-    """The buttons of a lease. A button that cannot be pressed now has the reason."""
+    """The buttons of a lease. A button that cannot be pressed now shows the reason."""
     pin = Button("unpin", "Unpin") if lease.keep else Button("pin", "Pin")
     if lease.on_host:
         return Button("restore", "Restore", _moving(lease)), pin
@@ -128,7 +128,7 @@ def _why_not_evict(lease: Lease, owner: Owner) -> str:
 
 
 def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
-    """A model that `owner` has registered and not loaded.
+    """The row of a model that `owner` has registered and not loaded.
 
     Details of the model are known only if `owner` is this process.
     """
@@ -149,7 +149,7 @@ def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
 
 
 def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
-    """A model of the catalogue, or a model that is registered here and not published yet."""
+    """The row of a model of the catalogue, or of a model that is registered here and not yet published."""
     why_not = "" if spec.enabled else "Its catalogue entry has enabled: false"
     cells = (
         Cell(clean(spec.name), hint=clean(spec.source)),
@@ -170,7 +170,7 @@ def _size(spec: ModelSpec | None) -> Cell:
 
 
 def model_kind(lease: Lease) -> str:
-    """Backend, type and quantization of the model of `lease`, as far as they are known."""
+    """The known ones of backend, type and quantization of the model of `lease`."""
     model_type = "" if lease.model_type == "other" else lease.model_type
     parts = (lease.backend, model_type, lease.quantization)
     return ", ".join(clean(part) for part in parts if part)

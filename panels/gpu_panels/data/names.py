@@ -1,7 +1,7 @@
 """Names of processes, the same for every viewer of the page.
 
-`rendering.views.holder` returns "this process" for the current process; on a served page, that would
-be the server.
+`rendering.views.holder` returns "this process" for the current process. On a served page, the current
+process would be the server.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def queue(snapshot: Snapshot) -> tuple[Row, ...]:
 
 
 def _no_answer_since(silent: Sequence[Unanswered], snapshot: Snapshot) -> str:
-    """`No answer since 12:03:11 from train.ipynb (pid 7).`"""
+    """A sentence such as `No answer since 12:03:11 from train.ipynb (pid 7).`"""
     names = " and ".join(holder_cell(one.owner.id, snapshot).text for one in silent)
     longest = snapshot.now - min(one.since for one in silent)
     return f"No answer since {clock(snapshot.wall - longest)} from {names}."
@@ -82,14 +82,14 @@ def _waiting_row(
 
 
 def _title(ticket: Ticket, snapshot: Snapshot) -> str:
-    """The model that waits for room; the notebook, if its own code waits."""
+    """The name of the model that waits for room, or of the notebook if the notebook's own code waits."""
     section = snapshot.sections.get(ticket.owner)
     lease = section.lease(ticket.name) if section else None
     return lease_title(lease, section.owner) if lease and section else ticket.name
 
 
 def _asked_row(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
-    """A request to another process, such as an eviction; it waits for that process's answer."""
+    """The row of a request that waits for the answer of another process, such as an eviction."""
     owner_id, _, name = ticket.name.partition("/")
     section = snapshot.sections.get(owner_id)
     lease = section.lease(name) if section else None

@@ -1,7 +1,7 @@
 """Cells that several tables share: a process, a lease's place and state, sizes, durations.
 
-Durations change in steps of five seconds, so a table of idle models changes twelve times a minute
-and not sixty times.
+The shown durations change in steps of five seconds. So a table of idle models changes twelve times a
+minute and not sixty times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_ANSWER = (
 
 
 def place(lease: Lease) -> str:
-    """The place of `lease`: its cards, such as `GPU: 0`; without cards, `host`."""
+    """The place of `lease`: its cards, such as `GPU: 0`, or `host` if it is on no card."""
     return cards_label(lease.shares or lease.target, lease.backend) or lease.where
 
 
@@ -77,9 +77,10 @@ def stepped(seconds: float) -> float:
 
 
 def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The file name of the `owner`'s notebook, with its path on hover; or `no notebook`.
+    """The file name of the `owner`'s notebook. The path of the notebook is shown on hover.
 
-    `snapshot` was read by this process.
+    Without a notebook, the cell is `this process` for the process that read the `snapshot`, and
+    `no notebook` for any other process.
     """
     if owner.notebook:
         return Cell(clean(owner.notebook.rsplit("/", 1)[-1]), None, clean(owner.notebook))
@@ -88,7 +89,7 @@ def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The label of the process `owner`; with its user, if `snapshot` is another user's."""
+    """The label of the process `owner`. Its user is added if another user has read the `snapshot`."""
     hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
     return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
 
@@ -102,7 +103,7 @@ def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
 
 
 def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseStyle]) -> Cell:
-    """The name of `lease` with its swatch from `styles`, and `hint` on hover."""
+    """The name of `lease` with its swatch from `styles`. The text `hint` is shown on hover."""
     style = styles.get(palette.label(lease))
     colour, texture = (style.colour, style.texture) if style else ("", "")
     return Cell(clean(lease.name), None, hint, "strong", colour, texture)
@@ -114,7 +115,7 @@ def importance_cell(importance: int) -> Cell:
 
 
 def bytes_cell(size: int | None, otherwise: Cell) -> Cell:
-    """A `size` in bytes; the cell `otherwise` if `size` is None."""
+    """A cell with the `size`, which is in bytes. The result is `otherwise` if `size` is None."""
     return otherwise if size is None else Cell(show_bytes(size), size)
 
 
@@ -128,5 +129,5 @@ def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
 
 
 def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
-    """The style of every lease in `snapshot` by its label, the same as in every chart."""
+    """The style of every lease in `snapshot` by its label. All charts use the same styles."""
     return palette.SHARED.styles([palette.label(lease) for lease in snapshot.leases()])

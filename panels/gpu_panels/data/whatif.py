@@ -1,4 +1,7 @@
-"""The tab What if: the snapshot after a plan's steps, and a description of the plan. Pure."""
+"""The contents of the tab What if: the snapshot after a plan's steps, and a description of the plan.
+
+This module is pure.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,10 @@ class PlanAnswer(NamedTuple):
 
 
 def model_choices(snapshot: Snapshot) -> list[str]:
-    """The models of `snapshot` that can be planned for, by name.
+    """The names of the models in `snapshot` that can be planned for, in alphabetical order.
 
-    These are registered here, loadable elsewhere, or held. A name that several processes have is
-    listed once for each of them: `qwen@4121`.
+    These models are registered here, can be loaded by another process, or are held. A name that
+    several processes have is listed once for each of them, as `qwen@4121`.
     """
     pids: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
     for id, section in snapshot.sections.items():
@@ -77,7 +80,7 @@ def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
 
 
 def _after_step(lease: Lease, step: Step) -> Lease | None:
-    """The lease after one step; None if the step unloads it."""
+    """The lease after one step, or None if the step unloads the lease."""
     if isinstance(step, Drop):
         return None
     is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
@@ -97,7 +100,10 @@ def _claims(sections: Mapping[str, Section]) -> dict[str, int]:
 
 
 def _after_change(view: DeviceView, more: int) -> DeviceView:
-    """The device with `more` bytes claimed, or fewer if negative; unknown figures stay unknown."""
+    """The device after `more` bytes were claimed on it. A negative number means fewer bytes.
+
+    Unknown figures stay unknown.
+    """
     used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
     room = None if view.room_bytes is None else view.room_bytes - more
     claimed = view.claimed_bytes + more
@@ -141,7 +147,10 @@ def _eviction_words(snapshot: Snapshot, step: Move | Drop, is_asked: bool) -> st
 
 
 def _return_words(lease: Lease | None, step: Move | Drop) -> str:
-    """The end of a sentence: how long the model takes to return; empty if it is unknown or 0."""
+    """The end of a sentence, which says how long the model takes to return.
+
+    It is empty if the time is unknown or 0.
+    """
     if lease is None:
         return ""
     is_move = isinstance(step, Move)
@@ -180,7 +189,7 @@ def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
 
 
 def details(found: PlanAnswer, snapshot: Snapshot) -> str:
-    """The rest of the plan in `found` as HTML: steps, needs, and other places that were considered.
+    """The details of the plan in `found` as HTML: its steps, its needs, and the other places considered.
 
     `snapshot` gives the names of processes.
     """

@@ -24,7 +24,7 @@ EMPTY = (
 
 
 class DecisionsTab(Tab):
-    """Grants, waits and refusals."""
+    """The tab with the table of grants, waits and refusals."""
 
     title = "Decisions"
 

@@ -58,7 +58,7 @@ _SECONDS_KEY = "<span>●─● seconds spent on loading and restoring, on the r
 
 
 class EvictionsTab(Tab):
-    """The history of evictions with reasons: filtered, counted and exported."""
+    """The tab with the history of evictions and their reasons, which can be filtered and exported."""
 
     title = "Evictions"
 

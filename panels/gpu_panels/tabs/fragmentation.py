@@ -47,9 +47,9 @@ class MapFetcher:
 
 
 class FragmentationTab(Tab):
-    """Memory that allocators hold and cannot use.
+    """The tab that shows the memory that allocators hold and cannot use.
 
-    The chosen map is drawn; at first, the map with the most inactive bytes.
+    It draws the map that the visitor chose. At first it draws the map with the most inactive bytes.
     """
 
     title = "Fragmentation"
@@ -68,7 +68,7 @@ class FragmentationTab(Tab):
         self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the table for `snapshot` and the chosen map; nothing before the first fetch."""
+        """Shows the table for `snapshot` and the chosen map. Before the first fetch it shows nothing."""
         fetched = self.poller.latest("maps", MapFetcher(), MAP_SECONDS)
         if fetched is None:
             return
@@ -102,7 +102,7 @@ class FragmentationTab(Tab):
     def _pressed(self, verb: str, id: str) -> None:
         """Handles a button of the row `id`.
 
-        The browser sends the id, so it is checked: it must name a process in the book.
+        The browser sends the id, so this method checks that the id names a process in the book.
         """
         snapshot = self.poller.result.snapshot
         if snapshot is None:

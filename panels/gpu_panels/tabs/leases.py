@@ -1,4 +1,4 @@
-"""The tab Leases: which process holds what, and which variables of one notebook hold it."""
+"""The tab Leases: which process holds which memory, and which variables of one notebook hold it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LeasesTab(TableTab):
         return leases(snapshot, lease_styles(snapshot))
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the rows for `snapshot`, and the answers that have come."""
+        """Shows the rows for `snapshot`, and the answers of notebooks that have arrived."""
         super().update(snapshot)
         while not self._answers.empty():
             answer = self._answers.get()
@@ -65,7 +65,10 @@ class LeasesTab(TableTab):
                 self._show(answer)
 
     def _pressed(self, verb: str, id: str) -> None:
-        """Handles a button of the row `id`, which the browser sends: it must name a process in the book."""
+        """Handles a button of the row `id`.
+
+        The browser sends the id, so this method checks that the id names a process in the book.
+        """
         snapshot = self.poller.result.snapshot
         owner = id.partition("/")[0]
         if snapshot is None or owner not in snapshot.sections or not self.actions.may_act:
@@ -79,7 +82,7 @@ class LeasesTab(TableTab):
         threads.start(lambda: self._ask(rt, owner, name))
 
     def _ask(self, rt: Any, owner: str, name: str) -> None:
-        """Asks the process, in a thread: its answer may take seconds."""
+        """Requests the variables of the process `owner` in a thread, since the answer may take seconds."""
         snapshot = self.poller.result.snapshot
         section = snapshot.sections.get(owner) if snapshot else None
         label = section.owner.label if section else ""

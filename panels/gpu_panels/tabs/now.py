@@ -60,7 +60,7 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
 
 
 def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, BarColumns]]:
-    """Device id -> its heading and its bar in `snapshot`; `dark` is for a dark page."""
+    """The heading and the bar of each device in `snapshot`, by device id; `dark` is for a dark page."""
     drawn = bars(snapshot)
     styles = SHARED.styles(labels(drawn))
     return {
@@ -91,7 +91,7 @@ def notices_html(snapshot: Snapshot) -> str:
 def legend(
     labels: tuple[str, ...], styles: Mapping[str, LeaseStyle], titles: Mapping[str, str]
 ) -> str:
-    """The style and title of each of `labels` as HTML; the top of the stack is last.
+    """The style and title of each of `labels` as HTML, in the order from the bottom of the stack.
 
     `styles` and `titles` are by label.
     """
@@ -157,7 +157,7 @@ class DeviceCard:
 
 
 class NowTab(Tab):
-    """How full each device is, which process holds what, and what happened recently."""
+    """The tab that shows how full each device is, which process holds what, and the recent history."""
 
     title = "Now"
 
@@ -203,7 +203,7 @@ class NowTab(Tab):
         self._show_past(snapshot)
 
     def _lay_out(self, ids: list[str]) -> None:
-        """Makes a card for each device; only when the set of devices has changed."""
+        """Makes a card for each device, but only if the set of devices has changed."""
         if list(self._cards) == ids:
             return
         self._cards = {id: self._cards.get(id) or DeviceCard() for id in ids}

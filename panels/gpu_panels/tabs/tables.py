@@ -36,7 +36,7 @@ class TableTab(Tab):
         raise NotImplementedError
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the rows for `snapshot`; with buttons only for a visitor who may act."""
+        """Shows the rows for `snapshot`. The buttons are shown only to a visitor who may act."""
         may_act = self.actions.may_act
         rows = self.poller.once(
             f"{self.title} {may_act}", snapshot, lambda seen: encoded(self.rows(seen), may_act)
@@ -45,7 +45,7 @@ class TableTab(Tab):
 
 
 class ModelsTab(TableTab):
-    """Every model that is held, registered or in the catalogue."""
+    """The tab with every model that is held, registered or in the catalogue."""
 
     title = "Models"
     columns = MODELS
@@ -68,7 +68,7 @@ class ModelsTab(TableTab):
 
 
 class QueueTab(TableTab):
-    """The table of waiting requests, with the reason why each waits."""
+    """The tab with the waiting requests, and the reason why each request waits."""
 
     title = "Queue"
     columns = QUEUE

@@ -37,8 +37,8 @@ HINT = (
 def request_plan(rt: Any, subject: str, models: Collection[str]) -> PlanAnswer:
     """The plan of the runtime `rt` for `subject`: one of `models`, or a size such as `14 GiB`.
 
-    Any other text is an error. In particular it is never used as the path of a file, since a visitor
-    must not make the server read files.
+    Any other text is an error. The text is never used as the path of a file, since a visitor must not
+    make the server read files.
     """
     try:
         wanted = subject if subject in models else parse_room(subject)
@@ -97,7 +97,7 @@ class WhatIfTab(Tab):
         )
 
     def dark(self, on: bool) -> None:
-        """Switches to the colours of the dark theme, or of the light one where `on` is False."""
+        """Switches to the colours of the dark theme; with `on` False, of the light theme."""
         self._dark = on
 
     def update(self, snapshot: Snapshot) -> None:

@@ -1,5 +1,5 @@
-// The dialog's text and its two buttons. Cancel has the focus, so Enter means no; so do Escape and a click beside the
-// dialog. The answer names its question: a late click cannot answer a different one.
+// The dialog's text and its two buttons. Cancel has the focus, so Enter cancels. Escape and a click beside the dialog
+// cancel too. The answer has the number of its question, so a late click cannot answer another question.
 export function render({model, el}) {
   const root = document.createElement("div")
   root.className = "confirmation"

@@ -10,9 +10,9 @@ from panel.custom import JSComponent
 
 
 class ConfirmationForm(JSComponent):
-    """Text and two buttons.
+    """The contents of the dialog: a text and two buttons.
 
-    `answered(answer, question)` gets `confirm` or `cancel`, and the question's number.
+    A press of a button calls `answered` with `confirm` or `cancel` and the question's number.
     """
 
     lines = param.List([], doc="The text, one paragraph each.")

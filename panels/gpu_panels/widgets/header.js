@@ -1,16 +1,16 @@
-// The status bar: what the server sent, and for how long it has sent nothing. The browser's own clock measures that, so
-// it also works when the server is gone, or the kernel is busy with a long cell.
+// The status bar shows what the server sent, and for how long the server has sent nothing. The browser's clock measures
+// that time, so it is also shown when the server is gone or the kernel is busy with a long cell.
 const QUIET_SECONDS = 4
 
-// A notebook's page must get no message before Bokeh has it in its index: until then Panel drops single parts of messages,
-// and every later message fails.
+// A notebook's page must get no message before Bokeh has the page in its index. Until then Panel drops single parts of
+// messages, and every later message fails.
 function settled(view) {
   const roots = view.model.document?.roots() ?? []
   return roots.some(({id}) => id in (window.PyViz?.plot_index ?? {}) || id in (window.Bokeh?.index ?? {}))
 }
 
-// The theme: the one chosen in this browser, else the system's. Only a choice that differs from the system's is stored, so
-// a user who chooses the system's theme follows the system again.
+// The theme is the one that was chosen in this browser, else the system's theme. Only a choice that differs from the
+// system's theme is stored. So a user who chooses the system's theme follows the system again.
 const CHOSEN = "gpu-console-theme"
 const SYSTEM = window.matchMedia("(prefers-color-scheme: dark)")
 

@@ -78,7 +78,7 @@ def _visitor_words(visitor: Any) -> str:
 
 
 def _without_password(url: str) -> str:
-    """The URL, without the user and the password that it may contain."""
+    """The `url` without the user and the password that it may contain."""
     kind, slashes, rest = url.partition("://")
     return f"{kind}{slashes}{rest.rpartition('@')[2]}"
 

@@ -25,6 +25,6 @@ class Prose(JSComponent):
         super().__init__(html=html, sizing_mode="stretch_width", **params)
 
     def show(self, html: str) -> None:
-        """Shows `html`. It costs nothing if it is shown already."""
+        """Shows `html`. The call costs nothing if the same text is shown already."""
         if html != self.html:
             self.html = html

@@ -39,7 +39,7 @@ class Table(JSComponent):
         self._pressed = pressed
 
     def show(self, rows: str) -> None:
-        """Shows these encoded `rows`. It costs nothing if they are shown already."""
+        """Shows these encoded `rows`. The call costs nothing if the same rows are shown already."""
         if rows != self.rows:
             self.rows = rows
 
