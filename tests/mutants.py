@@ -107,8 +107,8 @@ FAULTS = [
     Fault(
         "only the first card's tensors are parked",
         "backends/pytorch/kernel_memory",
-        "return KernelMemory(cards[:1] if cards[0].counted else cards, stillness, governed)",
-        "return KernelMemory(cards[:1], stillness, governed)",
+        "own = cards[:1] if cards[0].counted else cards",
+        "own = cards[:1]",
         PARKING,
     ),
     Fault(
