@@ -86,8 +86,8 @@ def replay(
 ) -> Result:
     """The measured result of a replay with this card, host memory, policy (`rank`) and `engine`.
 
-    `card_bytes` is at least the largest model; `host_bytes` may be 0. Raises ValueError if a model
-    of the history does not fit onto the card.
+    `card_bytes` must be at least the bytes of the largest model, and `host_bytes` may be 0. Raises
+    ValueError if a model of the history does not fit onto the card.
     """
     if history.largest > card_bytes:
         raise ValueError(f"a card of {card_bytes} bytes cannot hold the largest model")

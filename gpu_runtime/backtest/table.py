@@ -25,7 +25,7 @@ HOSTS = "0GB,20%,50%,100%"
 
 
 class Row(NamedTuple):
-    """One replay. Sizes are in bytes, `wait_*` in seconds; `wait_vs_lru` is a ratio."""
+    """The result of one replay. Sizes are in bytes, and `wait_*` is in seconds. `wait_vs_lru` is a ratio."""
 
     policy: str
     engine: str
@@ -148,7 +148,7 @@ def _clairvoyant(history: History) -> Policy:
 
 
 def split_words(text: str | Iterable[str]) -> tuple[str, ...]:
-    """The words of `text`, which are separated by commas; a sequence is returned as it is.
+    """The words of `text`, which are separated by commas. If `text` is a sequence, its items are returned.
 
     >>> split_words("lru, keep_score")
     ('lru', 'keep_score')

@@ -1,9 +1,9 @@
 """Draws an allocator's map: rows of equal length, cut into pieces.
 
-Pure. The picture is the same for text, SVG and the console. All segments are laid end to end in the
-order of their addresses, and wrapped into rows like the words of a page. So the area of a piece is
-proportional to its bytes. Blocks too small to be seen are drawn as one piece, which shows how much
-of them is in use.
+This module is pure. The picture is the same for text, SVG and the console. All segments are laid end
+to end in the order of their addresses, and wrapped into rows like the words of a text. So the area of
+a piece is proportional to its bytes. Neighbouring blocks that are too small to be seen are drawn as
+one piece, which shows how much of them is in use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Mapped(NamedTuple):
 
 
 def mapped(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Mapped:
-    """The `maps` with titles from the `snapshot`; the map with most inactive bytes is first."""
+    """The `maps` with titles from the `snapshot`. The map with the most inactive bytes is first."""
     labels = {section.owner.id: section.owner.label for section in snapshot.sections.values()}
     labels.setdefault(snapshot.owner.id, snapshot.owner.label)
     ordered = sorted(maps, key=lambda map: (-(map.inactive_bytes or 0), map.device, map.owner))
@@ -174,7 +174,7 @@ def _inactive_future(stuck: int, releasable: int) -> str:
 
 
 def left_out(map: AllocatorMap) -> str:
-    """A sentence about the segments that the `map` leaves out; empty if it contains all segments."""
+    """A sentence about the segments that the `map` leaves out, or "" if it contains all segments."""
     if not map.left_out:
         return ""
     return f"Not drawn: {map.left_out} smaller segments, {show_bytes(map.left_out_bytes)} in all."

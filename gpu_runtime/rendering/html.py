@@ -1,6 +1,6 @@
 """Renders facts as HTML pages: a snapshot, a plan, and the other answers. This module is pure.
 
-The elements (bars, tables, colours) are in `elements.py`; the sentences are in `words.py`.
+The elements (bars, tables, colours) are in `elements.py`, and the sentences are in `words.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Results of verbs as plain values for JSON. Pure.
+"""Turns the results of verbs into plain values for JSON. This module is pure.
 
-Every field is present; bytes are numbers, and times are epoch seconds.
+Every field is present. Bytes are numbers, and times are epoch seconds.
 """
 
 from __future__ import annotations

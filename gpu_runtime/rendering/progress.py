@@ -1,6 +1,6 @@
 """The progress of a load: one line that is updated until the load ends.
 
-In a notebook, a display is updated in place; in a terminal, a line is overwritten. The line that
+In a notebook a display is updated in place, and in a terminal a line is overwritten. The line that
 remains in the notebook depends only on the outcome, so executed notebooks can be compared.
 """
 
@@ -21,7 +21,7 @@ REDRAW_SECONDS = 0.1
 
 
 class Progress:
-    """A context manager around a load; the load calls it to report its progress.
+    """A context manager around a load. The load calls the object to report its progress.
 
     Subclasses decide where the line is shown.
     """

@@ -1,4 +1,7 @@
-"""The schedule of a notebook as text and as HTML. Pure."""
+"""Renders the schedule of a notebook as text and as HTML. This module is pure.
+
+The schedule lists the models that the waiting cells will use, and what look-ahead does with them.
+"""
 
 from __future__ import annotations
 

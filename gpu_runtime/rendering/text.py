@@ -41,7 +41,7 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
 
 def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `snapshot` of one of several hosts, under its name; commands begin with `prompt`."""
+    """The `snapshot` of one of several hosts, under the host's name. Commands begin with `prompt`."""
     return f"── {words.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
 
 
@@ -117,7 +117,7 @@ def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
 
 
 def size(count: int | None) -> str:
-    """A `count` of bytes for people; `unknown` for None."""
+    """The text for a `count` of bytes, such as `14.0 GiB`, or `unknown` for None."""
     return "unknown" if count is None else show_bytes(count)
 
 
@@ -222,7 +222,7 @@ def frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def cell(column: str, value: Any) -> str:
-    """A DataFrame's `value` for people; the name of the `column` gives its unit."""
+    """The text for a `value` of a DataFrame. The name of the `column` gives the unit of the value."""
     if value is None or value != value:  # NaN or NaT: they differ from themselves
         return "unknown" if column.endswith("bytes") else ""
     if column.endswith("bytes"):

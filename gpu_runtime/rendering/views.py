@@ -181,7 +181,7 @@ def cards(snapshot: Snapshot) -> list[DeviceView]:
 
 
 def worst_level(snapshot: Snapshot) -> Level:
-    """The pressure level of the fullest card in the `snapshot`; UNKNOWN without cards."""
+    """The pressure level of the fullest card in the `snapshot`, or UNKNOWN without cards."""
     return max((view.level for view in cards(snapshot)), key=_LEVELS.index, default=Level.UNKNOWN)
 
 

@@ -62,7 +62,7 @@ class Refused(Exception):
 
 
 class Call(Value):
-    """One request: the body for the engine, without `x_*` fields, and the values of those fields."""
+    """One request: the body for the engine, without the `x_*` fields, and the values of the `x_*` fields."""
 
     kind: str
     model: str  # as requested: a name, `task:NAME` or `provider:model`
@@ -107,7 +107,9 @@ class Reply:
 
 
 def read_call(kind: str, body: Any, client: str = "") -> Call:
-    """The call in a request's `body`, for an endpoint of this `kind`; `client` is the visitor's name.
+    """The call that is described by a request's `body`. `client` is the visitor's name.
+
+    `kind` is the kind of the endpoint.
 
     Raises Refused, status 400, which names the invalid field and what it must be.
     """

@@ -129,7 +129,10 @@ class GuessLimiter:
     def __init__(
         self, clock: Callable[[], float], *, free: int = 5, seconds: float = 1.0, waiting: int = 10
     ) -> None:
-        """Allows `free` guesses at once, then one every `seconds` by this `clock`; at most `waiting` may wait."""
+        """Allows `free` guesses at once, then one guess every `seconds` by this `clock`.
+
+        At most `waiting` guesses may wait.
+        """
         self._clock = clock
         self._seconds = seconds
         self._free_seconds = free * seconds

@@ -1,8 +1,8 @@
-"""The gate of a server: every request passes it before a route is looked up, whatever the route and its handler.
+"""The gate of a server. Every request passes the gate before its route is looked up.
 
 The gate removes the credentials from the request, so no handler, page or log sees them. It admits or refuses the
-request, and stores the visitor in `request.visitor`. It knows Tornado only; `gpu_panels.panel_gate` adds what
-depends on Panel.
+request, and stores the visitor in `request.visitor`. This module depends only on Tornado. `gpu_panels.panel_gate` adds
+what depends on Panel.
 
 A cookie is sent to every port of its host. A browser would send ours to another user's server on this host, if that
 user could guess the cookie's path. So the gate redirects a browser to a *lane*: a random path, new at each start.
@@ -67,7 +67,7 @@ class Credentials:
 
 
 class Gate(ReversibleRouter):
-    """The router in front of the routes of one Tornado application; `install` creates it.
+    """The router in front of the routes of one Tornado application. The function `install` creates it.
 
     A subclass states what its application adds: a URL prefix, a login with names, websockets.
     """

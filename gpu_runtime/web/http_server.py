@@ -69,7 +69,7 @@ class WebServer(Protocol):
         """Starts background tasks. The event loop runs after this call."""
 
     def stop_listening(self) -> None:
-        """Accepts no new connection; open connections stay."""
+        """Stops accepting new connections. Open connections stay open."""
 
     def stop(self) -> None:
         """Ends the server."""

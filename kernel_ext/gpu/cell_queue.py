@@ -128,7 +128,7 @@ class CellQueue:
                 self._note(entry[-1][0])
 
     def _read(self, message: Any) -> WaitingCell | None:
-        """The request in a message; None if it is another kind of message, or unreadable."""
+        """The request in a message, or None if it is another kind of message, or unreadable."""
         try:
             session = self._kernel.session
             _, frames = session.feed_identities(message, copy=False)

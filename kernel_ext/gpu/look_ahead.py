@@ -111,7 +111,7 @@ def _has_kernel(shell: Any) -> bool:
 
 
 def _sent_cell_id(kernel: Any) -> str:
-    """The id of the running cell in the notebook; empty if the front end did not send it."""
+    """The id of the running cell in the notebook, or "" if the front end did not send it."""
     try:
         return kernel.get_parent("shell")["metadata"].get("cellId") or ""
     except (AttributeError, LookupError, TypeError):  # not ipykernel, or an old front end

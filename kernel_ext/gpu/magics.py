@@ -122,7 +122,7 @@ class GpuMagics(Magics):
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
-        """The result in the form that is displayed; for `console`, the runtime's own object."""
+        """The result in the form that is displayed. For the verb `console`, it is the runtime's own object."""
         from gpu_runtime.rendering import plain, render
 
         if verb.name in IN_NOTEBOOK:
@@ -151,7 +151,7 @@ class GpuMagics(Magics):
             return verb.act(rt, args)
 
     def _opened(self, verb: verbs.Verb) -> Any:
-        """The runtime; None if it cannot be opened and the verb does not need it."""
+        """The runtime, or None if it cannot be opened and the verb does not need it."""
         try:
             return self._runtime()
         except GpuError:

@@ -151,7 +151,7 @@ class Parking:
         return self._lease is not None
 
     def _text_of_cell(self) -> str:
-        """The text of the cell that is to run; empty for a comm callback."""
+        """The text of the cell that is to run, or "" for a comm callback."""
         try:
             content = self._kernel.get_parent("shell")["content"]
         except Exception:  # no message is being handled
@@ -178,13 +178,13 @@ class Parking:
 
     @property
     def refused(self) -> str:
-        """The reason why the cell must not run; empty if the cell may run."""
+        """The reason why the cell must not run, or "" if the cell may run."""
         return self._lease.refused if self._lease is not None else ""
 
     # -- the protocol Stillness
 
     def why_not(self) -> str:
-        """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
+        """The reason why the kernel's memory must not be moved now, or "" if it may be moved."""
         if self._in_hook:
             return ""
         if self._cells:
@@ -351,10 +351,10 @@ def _is_ours(frame: Any) -> bool:
 
 
 def _why_not_threads(main: int | None) -> str:
-    """The reason why a thread prevents moving memory; empty if no thread does.
+    """The name of a thread that prevents moving the kernel's memory, as a reason, or "" if no thread does.
 
-    The named thread is the first one that is not the kernel's, was not started by gpu_runtime, and
-    does not wait. `main` identifies the main thread.
+    Such a thread is not the kernel's, was not started by gpu_runtime, and does not wait. `main` is the
+    identifier of the main thread.
     """
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, found in _threads().items():
@@ -371,7 +371,7 @@ def _is_kernel_thread(thread: threading.Thread) -> bool:
 
 
 def _not_at_rest(but: set[int]) -> str:
-    """The function in which a thread runs instead of waiting; empty if all threads wait.
+    """The function in which a thread runs instead of waiting, or "" if all threads wait.
 
     The threads in `but` are not examined.
     """

@@ -1,6 +1,6 @@
 """The page of the console: a status bar and the tabs. Served pages and notebooks use the same page.
 
-One `Console` is one session. It reads no ledger; it shows the last result of its poller.
+One `Console` is one session. It does not read the ledger, but shows the last result of its poller.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ THEME = {"light": _theme("#2a78ab", "#0b5c8a"), "dark": _theme("#7cc0ea", "#0d3a
 
 
 class Console:
-    """One session's page. Its caller calls `tick` regularly, which updates the page."""
+    """The page of one session. The owner of a Console calls `tick` regularly, which updates the page."""
 
     def __init__(
         self, poller: Poller, visitor: Any, theme_toggle: bool = True, **status_bar: Any
@@ -100,9 +100,9 @@ class Console:
             busy_indicator=None,
         )
         with edit_readonly(page):
-            # By default `busy` refers to Panel's global state. That would keep every page alive for
-            # ever, and notify every browser of every callback. Only another reference can replace
-            # it; a plain value cannot.
+            # By default `busy` refers to Panel's global state. That reference would keep every page
+            # alive for ever, and notify every browser of every callback. Only another reference can
+            # replace it. A plain value cannot.
             page.busy = self.status_bar.param.loading
         page.param.watch(self._theme_changed, "dark_theme")
         return page
@@ -116,8 +116,8 @@ class Console:
         result = self.poller.result
         if result.revision != self._shown:
             self._shown = result.revision
-            # One message for all changes: the cost of a message grows with the size of the whole
-            # document.
+            # All changes are sent in one message, because the cost of a message grows with the size of
+            # the whole document.
             with unlocked():
                 self._show(result)
 

@@ -180,7 +180,7 @@ class Inline(pn.Column):
 
 
 def _browser() -> Any:
-    """The IPython shell, if the cell was run from a browser; None if no live page can be shown.
+    """The IPython shell, if the cell was run from a browser, or None if no live page can be shown.
 
     In requests from Jupyter's pages, the user's name in the header is empty. Programs that run
     notebooks from Python (nbclient, nbconvert, nbval, papermill, qtconsole) send a name, and cannot

@@ -59,7 +59,7 @@ class LocalStyles(dict[str, ImportedStyleSheet]):
 
 
 def _local(url: str) -> Path | None:
-    """The file of one of Panel's style sheets; None for any other URL."""
+    """The file of one of Panel's style sheets, or None for any other URL."""
     path = url.partition("?")[0]
     for root in (CDN_DIST, LOCAL_DIST):
         file = PANEL_DIR / "dist" / path[len(root) :]

@@ -89,7 +89,7 @@ class Poller:
     # -- sessions
 
     def join(self, session: Any) -> None:
-        """Adds `session`; the runtime is polled while there is any session."""
+        """Adds `session`. The runtime is polled as long as there is a session."""
         with self._lock:
             self._sessions.add(session)
             if self._running:
@@ -99,7 +99,7 @@ class Poller:
         self._start(self._run)
 
     def leave(self, session: Any) -> None:
-        """Removes `session`; after the last one the thread ends."""
+        """Removes `session`. When the last session is removed, the thread ends."""
         self._sessions.discard(session)
         self.nudge()
 

@@ -211,7 +211,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def figures() -> tuple[Echo | None, dict[str, float]]:
-    """The results of `echo` and `overhead`; None for `echo` if `wrk` is not installed."""
+    """The results of `echo` and `overhead`, or None for `echo` if `wrk` is not installed."""
     with tempfile.TemporaryDirectory() as directory, serving(directory) as server:
         return echo(server) if shutil.which("wrk") else None, overhead(
             server, Path(directory, "writer.gguf")

@@ -93,7 +93,7 @@ def _wait(url: str, server: subprocess.Popen[bytes], output: Path) -> None:
 
 
 class LabNotebook:
-    """One notebook in a page of its own."""
+    """A notebook of JupyterLab that is open in a page of its own."""
 
     def __init__(self, browser, port: int, name: str, **context) -> None:
         url = f"http://127.0.0.1:{port}/lab/workspaces/{name.removesuffix('.ipynb')}/tree/{name}"

@@ -27,7 +27,10 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """An nvidia-smi on the PATH that prints a recorded report; NVML's binding is not installed."""
+    """A function that puts an nvidia-smi on the PATH, which prints a recorded report.
+
+    NVML's Python binding is hidden.
+    """
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(nvidia_smi, "SHARED_SECONDS", 0.0)
     monkeypatch.setattr(nvidia_smi, "_last", None)

@@ -123,7 +123,7 @@ class Harness:
 
 @asynccontextmanager
 async def harness(*args: Any, **kwargs: Any) -> AsyncIterator[Harness]:
-    """A block with a Harness. At the end of the block no turn, pin or ticket may remain."""
+    """A block with a Harness. At the end of the block no running call, pin or request in the book may remain."""
     made = Harness(*args, **kwargs)
     try:
         yield made

@@ -80,7 +80,7 @@ def test_a_call_that_was_withdrawn_does_not_count(breakers):
 
 
 def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
-    """That call is the probe. While it runs, every other call of the model fails at once."""
+    """30 s after a breaker opened, one call passes as the probe. While it runs, all other calls fail at once."""
     fail(breakers)
     clock.now += OPEN_SECONDS - 0.1
     assert is_open(breakers)

@@ -112,7 +112,7 @@ async def test_the_refusal_of_a_too_long_prompt_has_the_figures(name, sources):
 @both
 @in_loop
 async def test_a_caller_that_leaves_ends_the_generation(name, sources):
-    """This is so for a stream and for a whole answer. The model is free long before the answer would have ended."""
+    """The model is free long before the answer would have ended, for a stream and for a whole answer."""
     async with with_models(sources, name) as k:
         reply = await k.chat(name, stream=True, max_tokens=150)
         await anext(reply.events)

@@ -1,4 +1,7 @@
-"""Which call starts next: importance, then warm models, then arrival; and no call waits for ever."""
+"""Which call starts next: calls are ordered by importance, then warm models first, then arrival.
+
+No call waits for ever.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ KEPT_SECONDS = 3600.0  # how long a result is kept
 
 
 class Job:
-    """One call. Its id cannot be guessed: a visitor who knows it may fetch the result."""
+    """A call that runs in the background. Its id cannot be guessed, and any visitor who has it may fetch the result."""
 
     def __init__(self, endpoint: str, wall: float) -> None:
         """A job for this `endpoint`, created at `wall` (epoch seconds)."""

@@ -316,7 +316,7 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
     @routes.get("/evictions")
     def get_evictions() -> list[dict[str, Any]]:
-        """The models that left a card or host memory, and why; the newest last."""
+        """The models that left a card or host memory, and the reasons. The newest eviction is last."""
         return evictions(rt.evictions(MAX_ROWS), kinds(rt.status()))
 
     @routes.get("/fragmentation")
@@ -371,7 +371,7 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
 
 
 def _name_in_key(text: str) -> str:
-    """The name in `type:name:quantization`; the text itself if it has another form."""
+    """The name in a text of the form `type:name:quantization`. A text of another form is returned unchanged."""
     kind, _, rest = text.partition(":")
     return rest.rpartition(":")[0] if kind in TYPES and ":" in rest else text
 

@@ -158,7 +158,10 @@ class LlamaCppAdapter(TextAdapter):
 
 
 def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refused:
-    """The refusal of a call whose `prompt` and answer `limit` do not fit `model`'s `context`; all in tokens."""
+    """The refusal of a call whose `prompt` and answer `limit` do not fit the `context` of `model`.
+
+    All three figures are in tokens.
+    """
     wanted = ", which leaves no room for an answer"
     if limit:
         wanted = f" and {limit} are asked for in answer"

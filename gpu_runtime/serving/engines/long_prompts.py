@@ -1,8 +1,8 @@
 """Counts the tokens of a long prompt before its call waits for the model.
 
-In the model's turn, other calls would wait for the count too. A model's tokenizer is known from its first call
-until the model is gone. Before that, and for an engine with a tokenizer in another process, the tokens are
-counted in the turn, piece by piece (see prompt_size.py).
+If the tokens were counted while the call uses the model, other calls would wait for the count too. A model's tokenizer
+is known from its first call until the model is gone. If the tokenizer is not known, or is in another process, the
+tokens are counted piece by piece while the call uses the model (see prompt_size.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ _known: dict[
 
 
 def remember(spec: ModelSpec, tokenizer: Any, context: int) -> None:
-    """Makes `tokenizer` count the prompts of later calls of the model `spec`, which has `context` tokens."""
+    """Remembers `tokenizer`, which will count the prompts of later calls of the model `spec`.
+
+    `context` is the model's context length in tokens.
+    """
     _known[spec.name] = spec, weakref.ref(tokenizer), context
 
 
 async def require_tokens(call: Call, spec: ModelSpec, free: asyncio.Semaphore) -> None:
     """Refuses (400) a `call` with a long prompt that has more tokens than the context of `spec`.
 
-    `free` limits the counts at once. Counting ends as soon as the result is known, or when the call is cancelled.
+    `free` limits how many prompts are counted at once. Counting ends as soon as the result is known, or when the call
+    is cancelled.
     """
     known_spec, tokenizer_of, context = _known.get(spec.name, (None, lambda: None, 0))
     tokenizer = tokenizer_of() if known_spec == spec else None

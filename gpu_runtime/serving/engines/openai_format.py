@@ -1,6 +1,6 @@
 """OpenAI's response format, made from the pieces that an engine writes.
 
-Pure. The names of fields and objects are OpenAI's: API reference, Chat, Completions, Embeddings.
+This module is pure. The names of fields and objects are those of OpenAI's API reference: Chat, Completions, Embeddings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the cause of an error (the caller, the model or neither), and the refusal that the caller gets.
 
-Pure. Only a model's own failures open its breaker. Another model may answer instead, unless the caller caused the
-error.
+This module is pure. Only a model's own failures open its circuit breaker. Another model may answer instead, unless the
+caller caused the error.
 """
 
 from __future__ import annotations

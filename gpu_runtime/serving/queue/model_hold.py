@@ -23,7 +23,7 @@ CLOSING_SECONDS = 10.0
 
 
 class Hold:
-    """One pin of a model, or the wait for it."""
+    """One pin of a model, or the wait for that pin."""
 
     def __init__(self, model: str, importance: int, loop: asyncio.AbstractEventLoop) -> None:
         """A hold of `model` for a call of this `importance`; its futures belong to `loop`."""

@@ -23,10 +23,10 @@ MAX_RETRY_SECONDS = 60.0
 
 
 class Turn:
-    """One call's turn at a model. `value` is the object that `rt.use` yields."""
+    """The time during which one call may use its model. `value` is the object that `rt.use` yields."""
 
     def __init__(self, waiting: Waiting, started: asyncio.Future[Any]) -> None:
-        """The turn of the call `waiting`; `started` receives the hold when the call may start."""
+        """The turn of the call `waiting`. The future `started` receives the hold when the call may start."""
         self.waiting = waiting
         self.started = started
         self.value: Any = None
@@ -34,7 +34,7 @@ class Turn:
 
 
 class _Running:
-    """One model: the hold that pins it, and the number of calls that it runs."""
+    """The state of one model: the hold that pins the model, and the number of calls that it runs."""
 
     def __init__(self) -> None:
         self.hold: Hold | None = None
@@ -225,7 +225,7 @@ class Queue:
         return [turn for turn in self._waiting.values() if turn.waiting.model == model]
 
     def _most_important(self, model: str) -> int:
-        """The importance of the most important call that waits for the model; lower is more important."""
+        """The importance of the most important call that waits for the model. A lower number is more important."""
         return min(turn.waiting.importance for turn in self._waiting_for(model))
 
     # -- pins

@@ -77,7 +77,10 @@ class Cost(Value):
 
 
 def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
-    """The content of the file `path`; empty if it does not exist. Raises BadDocument, which names file and field."""
+    """The content of the file `path`. If the file does not exist, the result has no tasks, clients and stand-ins.
+
+    Raises BadDocument, which names the file and the field.
+    """
     if path is None or not os.path.exists(path):
         return ServingConfig()
     name = os.fspath(path)
@@ -227,7 +230,7 @@ def too_short(
 
 
 def measured_parts(cost: Cost, separator: str) -> str:
-    """The measured parts of `cost` in words, with this `separator`; "" without any.
+    """The measured parts of `cost` in words, joined by `separator`, or "" if no part was measured.
 
     >>> measured_parts(Cost(load=40.0, answer=2.0), " and ")
     '40.0 s to load and 2.0 s to answer'

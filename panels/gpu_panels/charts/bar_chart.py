@@ -64,7 +64,7 @@ _SIGNS = {level.lower(): style.mark for level, style in LEVELS.items()} | {"budg
 
 
 class BarChart:
-    """One device's bar: `show` updates it, `figure` is the Bokeh model."""
+    """One device's bar. The method `show` updates the bar, and `figure` is the Bokeh model."""
 
     def __init__(self) -> None:
         self.source = ColumnDataSource({name: [] for name in STRETCH_COLUMNS})

@@ -34,7 +34,7 @@ _SECONDS_TOOLTIP = (
 
 
 class EvictionChart:
-    """The chart: `show` updates it, `figure` is the Bokeh model."""
+    """The chart. The method `show` updates the chart, and `figure` is the Bokeh model."""
 
     def __init__(self) -> None:
         self.source = ColumnDataSource({name: [] for name in BAR_COLUMNS})

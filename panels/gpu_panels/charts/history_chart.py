@@ -60,7 +60,7 @@ MARK_TOOLTIP = """<div style="max-width:380px;font-size:12px;line-height:1.45"><
 
 
 class HistoryChart:
-    """One device's history: `show` updates it, `figure` is the Bokeh model.
+    """One device's history. The method `show` updates the chart, and `figure` is the Bokeh model.
 
     While the viewer has not zoomed, the window moves with the time. `follow` is True then.
     """

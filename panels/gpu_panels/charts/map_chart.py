@@ -1,6 +1,6 @@
 """An allocator's map: a Bokeh figure that is made once, and whose sources are updated.
 
-`gpu_runtime.rendering.allocator_map` computes the positions; notebooks and terminals use it too.
+`gpu_runtime.rendering.allocator_map` computes the positions, also for notebooks and terminals.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45;white-s
 
 
 def piece_columns(picture: Picture) -> Columns:
-    """A rectangle for each piece of `picture`. x is a fraction of a row; y is in rows."""
+    """A rectangle for each piece of `picture`. x is a fraction of a row, and y is in rows."""
     rows = []
     for piece in picture.pieces:
         colour = COLOURS[piece.kind]
@@ -75,7 +75,7 @@ def _height(row: int, low: float, high: float) -> tuple[float, float]:
 
 
 class MapChart:
-    """One map: `show` updates it, `figure` is the Bokeh model."""
+    """One map. The method `show` updates the chart, and `figure` is the Bokeh model."""
 
     def __init__(self) -> None:
         self.source = ColumnDataSource({name: [] for name in PIECE_COLUMNS})

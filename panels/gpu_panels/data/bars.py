@@ -282,7 +282,7 @@ def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
 
 
 def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
-    """The stretch of bytes that processes hold beyond their leases; None if there are none."""
+    """The stretch of bytes that processes hold beyond their leases, or None if there are none."""
     held = sorted(
         (
             (section.residue.get(view.device.id, 0), process_name(section))

@@ -13,7 +13,7 @@ import msgspec
 
 
 class Cell(NamedTuple):
-    """One cell. Its text is data: the browser shows it and never parses it as HTML."""
+    """One cell. Its text is data, which the browser shows and never parses as HTML."""
 
     text: str
     value: float | None = None  # sort key; None: the cell is sorted by its text

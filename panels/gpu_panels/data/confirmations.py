@@ -29,7 +29,7 @@ NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One action on one lease or, for `defrag`, on one owner."""
+    """One action on one lease. The action `defrag` is on one owner instead."""
 
     verb: str
     target: str  # owner id / model name, as in the book; the name is empty for defrag
@@ -237,7 +237,7 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
 
 
 def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
-    """A sentence that says what has changed about the lease; empty if nothing has changed."""
+    """A sentence that says what has changed about the lease, or "" if nothing has changed."""
     name, verb = clean(proposal.title), proposal.verb
     if verb == "park" and lease.pins:
         return f"{process} runs a cell now."

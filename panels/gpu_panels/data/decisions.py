@@ -62,7 +62,7 @@ def time_cell(wall: float) -> Cell:
 
 
 def model_cell(event: Event) -> Cell:
-    """The name of the model of `event`; a long name is wrapped."""
+    """The name of the model of `event`. A long name is wrapped."""
     return Cell(clean(event.model), hint=clean(event.model), kind="short")
 
 

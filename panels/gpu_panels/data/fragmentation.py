@@ -49,7 +49,7 @@ EMPTY = (
 
 
 class ProcessMemory(NamedTuple):
-    """One process's memory on one card; `map` is None if the process publishes no map."""
+    """The memory of one process on one card. `map` is None if the process publishes no map."""
 
     owner: str  # the owner's id
     device: str
@@ -63,7 +63,7 @@ class ProcessMemory(NamedTuple):
 
     @property
     def inactive_bytes(self) -> int:
-        """Reserved bytes that are not in use; 0 if they are unknown."""
+        """The reserved bytes that are not in use, or 0 if they are unknown."""
         return (self.map.inactive_bytes or 0) if self.map else 0
 
 

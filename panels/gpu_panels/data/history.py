@@ -223,7 +223,7 @@ def _title(label: str, notebooks: Mapping[str, str]) -> str:
 
 
 def empty_note(history: DeviceHistory) -> str:
-    """The sentence for an empty `history`; "" if there is something to draw."""
+    """The sentence for an empty `history`, or "" if there is something to draw."""
     if history.intervals:
         return ""
     if history.total_bytes:

@@ -139,7 +139,7 @@ def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
 
 
 def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
-    """Why the last attempt to park failed, in the words of its process; empty if unknown."""
+    """The reason why the last attempt to park failed, or "" if it is unknown. The process gives the reason."""
     for event in reversed(events):
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
             return clean(event.because.partition(": ")[2].rstrip("."))

@@ -1,4 +1,4 @@
-"""The tabs of the console: each connects the poller's data to charts and widgets.
+"""The tabs of the console. Each tab connects the poller's data to charts and widgets.
 
-The folder `data` computes the contents of a tab; `charts` and `widgets` draw them.
+The folder `data` computes the contents of a tab, and the folders `charts` and `widgets` draw them.
 """

@@ -236,7 +236,7 @@ class NowTab(Tab):
         self._legend.show(view.legend)
 
     def _past_view(self, snapshot: Snapshot) -> PastView | None:
-        """The chosen history, computed once for all sessions; None if there is no device."""
+        """The chosen history, computed once for all sessions, or None if there is no device."""
         window, device = self._window.value, self._device.value
         seconds = history.WINDOWS[window]
 

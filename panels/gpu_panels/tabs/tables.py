@@ -21,7 +21,7 @@ CATALOGUE_SECONDS = 10.0  # between two reads of the catalogue
 
 
 class TableTab(Tab):
-    """A tab with one table; a subclass gives its columns and rows."""
+    """A tab with one table. A subclass gives the columns and the rows."""
 
     columns: ClassVar[tuple[Column, ...]]
     empty: ClassVar[str]  # the text that is shown if there are no rows

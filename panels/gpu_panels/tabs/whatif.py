@@ -124,14 +124,14 @@ class WhatIfTab(Tab):
         return models
 
     def _subject(self) -> str:
-        """The typed size or the chosen model; empty if there is neither."""
+        """The typed size or the chosen model, or "" if there is neither."""
         size = (self.size.value or "").strip()
         if size:
             return size
         return "" if self.model.value == NO_MODEL else self.model.value
 
     def _plan(self, subject: str, models: list[str]) -> PlanAnswer | None:
-        """The plan for `subject`; None while it is being computed."""
+        """The plan for `subject`, or None while it is being computed."""
         return self.poller.latest(
             f"what if: {subject}", lambda rt: request_plan(rt, subject, models), FETCH_SECONDS
         )

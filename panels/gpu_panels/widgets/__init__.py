@@ -1,4 +1,4 @@
-"""Our own browser components: one Python file each, with JavaScript and CSS files of the same name.
+"""Our own browser components. Each has a Python file, and JavaScript and CSS files of the same name.
 
-They only show values; the tabs decide which values.
+The components only show values. The tabs decide which values are shown.
 """
