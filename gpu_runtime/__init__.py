@@ -6,8 +6,8 @@
     with rt.use("qwen") as model:
         ...
 
-This package exports the runtime and the errors. Importing it imports neither torch nor anything else
-that is slow to load: the parts of the runtime are imported when it is first opened.
+This package exports the runtime and the errors. Importing it imports neither torch nor any other
+module that is slow to load. The parts of the runtime are imported when it is first opened.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ _runtime: Runtime | None = None
 
 
 def runtime() -> Runtime:
-    """The one runtime of this process, opened with the settings of its environment.
+    """The runtime of this process, of which there is only one.
 
-    Raises BadSetting for a setting that cannot be used.
+    The first call opens it with the settings of the environment. Raises BadSetting for a setting
+    that cannot be used.
     """
     global _runtime
     from .runtime import Runtime
@@ -109,7 +110,7 @@ def runtime() -> Runtime:
 
 
 def _opened() -> Runtime | None:
-    """The runtime of this process if it is open; opens nothing."""
+    """The runtime of this process if it is open, else None. It opens nothing."""
     return _runtime if _runtime is not None and not _runtime._closed else None
 
 
@@ -122,7 +123,8 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """This package. Importing its submodule `runtime` does not replace the function of that name."""
+    """This package. Importing its submodule `runtime` does not replace the function of that name.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name == "runtime" and isinstance(value, ModuleType)):

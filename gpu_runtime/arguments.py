@@ -1,4 +1,4 @@
-"""The arguments of the public methods: one table with the allowed values, and what to type instead.
+"""The arguments of the public methods: a table of the allowed values, and what to type instead.
 
 `checked` applies the table before a method runs. So the runtime, and the book that all processes
 read, get only plain values within their bounds. This module does not know which names or devices
@@ -38,10 +38,10 @@ class Rule(NamedTuple):
 
 
 def read(name: str, value: Any, rule: Rule) -> Any:
-    """The `value` of the argument `name`, as its `rule` reads it.
+    """The `value` of the argument `name`, converted by `rule`.
 
-    Raises BadSetting, or the GpuError of the rule. Code of the value may raise any exception; then
-    the value cannot be used.
+    Raises BadSetting, or the GpuError of the rule. If code of the value's class raises an
+    exception, the value cannot be used.
     """
     try:
         return rule.read(value)
@@ -55,7 +55,7 @@ def read(name: str, value: Any, rule: Rule) -> Any:
 
 
 class _Refused(Exception):
-    """The value is not what the rule expects."""
+    """The rule does not accept the value."""
 
 
 def _require(condition: object) -> None:
@@ -64,9 +64,10 @@ def _require(condition: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """`value` as an exact str, int or float if it is of a subclass, or a NumPy integer.
+    """`value` as an exact str, int or float if its class derives from one or is a NumPy integer.
 
-    A subclass may define its own comparison and its own text. Any other value is returned unchanged.
+    A subclass may define its own comparison and its own text. Any other value is returned
+    unchanged.
 
     >>> import enum
     >>> plain(enum.IntEnum("Size", {"ONE": 1}).ONE), plain(True), plain(None)
@@ -85,7 +86,7 @@ def plain(value: Any) -> Any:
 
 
 def bad_name(name: Any) -> str:
-    """The problem with the `name` of a model; empty if the name is valid.
+    """Why `name` cannot be the name of a model. Empty if the name is valid.
 
     >>> bad_name("Qwen/Qwen3:8b"), bad_name("a@b")
     ('', "'a@b' cannot be a name: '@' separates a name from a process")
@@ -108,7 +109,8 @@ def _new_name(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Text that can be stored as UTF-8 and passed to the operating system."""
+    """Returns `value` if it is text that can be stored as UTF-8 and passed to the operating system.
+    """
     text = plain(value)
     _require(isinstance(text, str) and len(text) <= LONGEST_TEXT and "\0" not in text)
     text.encode()  # raises for a lone surrogate
@@ -116,14 +118,14 @@ def _text(value: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    """Text that is stored in the book: one line, as long as a name; None is no text."""
+    """One line of text for the book, at most as long as a name. None becomes an empty text."""
     text = "" if value is None else plain(value)
     _require(isinstance(text, str) and len(text) <= LONGEST_NAME and text.isprintable())
     return text
 
 
 def _one_line(value: Any) -> str:
-    """Free text for people, shortened to one line of the length of a name."""
+    """Free text for people, shortened to one line of the longest allowed name."""
     text = "" if value is None else plain(value)
     _require(isinstance(text, str))
     return printable(" ".join(text[:LONGEST_TEXT].split()), LONGEST_NAME)
@@ -146,7 +148,7 @@ def _path(value: Any) -> str:
 
 
 def _source(value: Any) -> Any:
-    """A path or a hub id as text; any other object is returned as it is."""
+    """A path or a hub id as text. Any other object is returned unchanged."""
     if isinstance(value, (str, os.PathLike)):
         return _path(value)
     _require(not isinstance(value, (bytes, bytearray, memoryview)))
@@ -210,7 +212,7 @@ def _importance(value: Any) -> int:
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    """Words in a list, or in a text that separates them by commas."""
+    """Words from a list, or from a text that separates them by commas."""
     words = value.split(",") if isinstance(value, str) else _devices(value)
     found = tuple(_word(word.strip()) for word in words if word.strip())
     _require(found)
@@ -232,7 +234,7 @@ def _room(value: Any) -> int:
 
 
 def _dtype(value: Any) -> Any:
-    """The name of a dtype, or torch's dtype itself."""
+    """The name of a dtype, or a dtype of torch."""
     return value if type(value).__module__ == "torch" else _word(value)
 
 
@@ -268,7 +270,7 @@ def whole(least: int, most: int) -> Callable[[Any], int]:
 
 
 def optional(rule: Rule) -> Rule:
-    """The `rule`, or None."""
+    """A rule that accepts what `rule` accepts, and None."""
     return Rule(rule.expected, lambda value: None if value is None else rule.read(value))
 
 
@@ -372,14 +374,14 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
 
 
 def rules_of(method: Callable[..., Any]) -> dict[str, Rule]:
-    """The rule of each parameter of `method`. Raises KeyError for one that the table lacks."""
+    """The rule of each parameter of `method`. Raises KeyError if the table lacks a parameter."""
     code = method.__code__
     names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
     return {name: _rule(method.__name__, name) for name in names}
 
 
 def read_all(method: str, **given: Any) -> tuple[Any, ...]:
-    """The arguments `given` to the `method` of that name, as their rules read them."""
+    """The arguments `given` to the method with the name `method`, converted by their rules."""
     return tuple(read(name, value, _rule(method, name)) for name, value in given.items())
 
 
@@ -388,7 +390,7 @@ def _rule(method: str, parameter: str) -> Rule:
 
 
 def checked(method: Callable[P, T]) -> Callable[P, T]:
-    """The `method`, which gets only arguments that the table allows.
+    """Wraps `method`, so that it gets only arguments that the table allows.
 
     Keywords that its signature does not name (`**options`) are passed on unchanged.
     """

@@ -1,6 +1,7 @@
-"""The person for whom this thread acts, if not its process's own user: a console acts for its visitors.
+"""The person for whom this thread acts, if that is not the user of its process.
 
-The name is for display only. What is allowed depends on the requesting process, not on the name it gives.
+A console, for example, acts for its visitors. The name is for display only. Permissions depend on
+the requesting process, and not on this name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _speaking_for: ContextVar[str] = ContextVar("speaking_for", default="")
 
 @contextlib.contextmanager
 def on_behalf_of(name: str) -> Iterator[None]:
-    """A block in which all that this thread does is attributed to the person `name`."""
+    """Inside this block, the actions of this thread are attributed to the person `name`."""
     token = _speaking_for.set(printable(name))
     try:
         yield
@@ -25,12 +26,12 @@ def on_behalf_of(name: str) -> Iterator[None]:
 
 
 def speaking_for() -> str:
-    """The person for whom this thread acts now; empty: its process's own user."""
+    """The person for whom this thread acts now. Empty if that is the user of its process."""
     return _speaking_for.get()
 
 
 def printable(name: str) -> str:
-    """`name` made safe to store: one line, of a bounded length.
+    """`name` as text that is safe to store: one line, of a bounded length.
 
     >>> printable("ann\\n (operator)")
     'ann (operator)'
@@ -41,7 +42,7 @@ def printable(name: str) -> str:
 
 
 def attributed(said_by: str, process: str) -> str:
-    """The author of a request: the person `said_by`, as claimed, and the known `process` that wrote it.
+    """The author of a request: the claimed name `said_by`, and the known `process` that wrote it.
 
     >>> attributed("ann, console", "ops, pid 7"), attributed("", "ops, pid 7")
     ('ann, console (ops, pid 7)', 'ops, pid 7')

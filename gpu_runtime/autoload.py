@@ -1,7 +1,7 @@
 """`gpu autoload`: every kernel of a Python environment loads the extension when it starts.
 
-IPython reads the environment's own configuration in `PREFIX/etc/ipython`. What is written there is one
-marked block in one file, and `--remove` takes out just that block.
+IPython reads the environment's configuration in `PREFIX/etc/ipython`. `gpu autoload` writes one
+marked block into one file there. `--remove` removes only this block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ get_config().InteractiveShellApp.extensions.append("gpu")
 
 
 def autoload(remove: bool = False, prefix: str = sys.prefix) -> Outcome:
-    """Writes, or removes, the block in the configuration of the environment at `prefix`.
+    """Writes the block into the configuration of the environment at `prefix`. `remove` removes it.
 
     Raises GpuError if the file cannot be written.
     """
@@ -55,7 +55,7 @@ def _without_block(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces the file at once; an empty one is removed."""
+    """Replaces the file in one step. A file that would be empty is removed."""
     if not text:
         path.unlink(missing_ok=True)
         return

@@ -1,7 +1,8 @@
-"""The key of a notebook's cell, and whether it is known what the cell took when it last ran.
+"""The key of a notebook's cell, and whether the peak of the cell's last run is known.
 
-A kernel asks this before each cell, until it has a lease. So this module imports only what a kernel has
-loaded anyway: the package's own reader of that file would take 60 ms of the kernel's first cell.
+Until a kernel has a lease, it checks this before each cell. So this module imports only modules
+that a kernel has loaded anyway. The package's reader of that file would take 60 ms of the kernel's
+first cell.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ FILE = "cells.json"  # in the state directory, see telemetry/cell_peaks.py
 
 
 def cell_key(notebook: str, text: str) -> str:
-    """The key of the cell `text` of the `notebook`, a path; empty for a cell without text.
+    """The key of the cell `text` of the `notebook`, a path. Empty for a cell without text.
 
-    It is a digest, so the file holds neither code nor names.
+    The key is a digest, so the file contains neither code nor names.
     """
     text = text.strip()
     if not text:
@@ -25,7 +26,7 @@ def cell_key(notebook: str, text: str) -> str:
 
 
 def is_remembered(key: str) -> bool:
-    """Whether this user's file has the peak of the cell with this `key`."""
+    """Whether this user's file has a peak for the cell with this `key`."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     for directory in (f"{home}/gpu-console", f"/var/tmp/gpu-console-{os.geteuid()}"):
         try:

@@ -26,7 +26,7 @@ class _NotUnderstood(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line, with the verb's usage."""
+    """A parser that reports a wrong command line in one line, with the verb's usage."""
 
     def error(self, message: str) -> NoReturn:
         """Raises an error with the `message`, which becomes one line of the command's output."""
@@ -121,7 +121,7 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
 
 
 def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:
-    """Whether a person at a terminal has read the hazards in the outcome `value`, and goes ahead."""
+    """Whether a person at a terminal has read the hazards in the outcome `value` and confirms."""
     open_question = verb.name == "park" and args.checkpoint and not (args.yes or args.json)
     if not open_question or value.done or not sys.stdin.isatty():
         return False
@@ -131,7 +131,7 @@ def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:
 
 
 def _answer(verb: Verb, args: argparse.Namespace, rt: Any) -> Any:
-    """The result from `rt`; a verb that loads a model shows its progress."""
+    """The result from `rt`. A verb that loads a model shows its progress."""
     assert verb.act is not None
     if not verb.loads:
         return verb.act(rt, args)
@@ -160,7 +160,7 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
 
 
 def _table(verb: Verb, frame: Any) -> str:
-    """The DataFrame as an aligned table; for an empty DataFrame, a hint what to type."""
+    """The DataFrame as an aligned table. An empty DataFrame becomes a hint on what to type."""
     from gpu_runtime.rendering import render
 
     if verb.name == "who":

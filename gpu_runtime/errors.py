@@ -44,20 +44,22 @@ MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
 
 
 class GpuError(Exception):
-    """A failure, explained in one helpful sentence. Its `facts` are also its attributes."""
+    """A failure, explained in a sentence for the user. Its `facts` are also its attributes."""
 
     def __init__(self, message: str, **facts: Any) -> None:
-        """`message` is the sentence; each of the `facts` becomes an attribute.
+        """`message` is the sentence. Each of the `facts` becomes an attribute.
 
-        The sentence is shortened, and unprintable characters are escaped: names, paths and the
-        messages of other libraries may be any text.
+        The sentence is shortened, and unprintable characters are escaped, because names, paths and
+        the messages of other libraries may be any text.
         """
         super().__init__(printable(message, MOST_MESSAGE, keep="\n"))
         self.facts = facts
         self.__dict__.update(facts)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback; nbval still sees the cell fail."""
+        """The lines that IPython shows instead of a traceback. nbval still sees that the cell
+        failed.
+        """
         return [f"{type(self).__name__}: {self}"]
 
     def __reduce__(self) -> Any:
@@ -74,14 +76,14 @@ def _rebuild(kind: type[GpuError], message: str, facts: dict[str, Any]) -> GpuEr
 
 
 class DoesNotFit(GpuError):
-    """It cannot fit as things are.
+    """The request cannot fit on the devices as they are.
 
     Attributes: name, need_bytes, budget_bytes, device, holders, considered.
     """
 
 
 class MemoryLimitExceeded(DoesNotFit):
-    """INFERENCE_MEMORY_LIMIT_GB would be exceeded.
+    """The request would exceed INFERENCE_MEMORY_LIMIT_GB.
 
     Attributes: name, need_bytes, budget_bytes, current_bytes.
     """
@@ -92,7 +94,9 @@ class StillInUse(GpuError):
 
 
 class NotAllowed(GpuError):
-    """The operator's caps forbid it, or it belongs to another user. Attributes: name, user, because."""
+    """The operator's caps forbid it, or it belongs to another user. Attributes: name, user,
+    because.
+    """
 
 
 class Busy(GpuError):
@@ -100,14 +104,17 @@ class Busy(GpuError):
 
 
 class Deadlock(GpuError):
-    """Each of several threads holds memory that another one waits for. Attributes: name, because."""
+    """Each of several threads holds memory that another one waits for.
+
+    Attributes: name, because.
+    """
 
 
 class OutOfMemory(GpuError, MemoryError):
     """A device ran out of memory while a model was in use.
 
-    Attributes: device, asked_bytes, holders, report. `left` are the leases of idle models of this process
-    that left with the end of the block.
+    Attributes: device, asked_bytes, holders, report. `left` are the leases of this process's idle
+    models that were evicted when the block ended.
     """
 
     left: Any = ()
@@ -127,9 +134,9 @@ class UnknownModel(GpuError, LookupError):
         none: str = "No model is registered yet.",
         advice: str = "",
     ) -> None:
-        """`known` are the existing names; `none` is the sentence if there are none.
+        """`known` are the existing names. `none` is the sentence that is used if there are none.
 
-        `advice` is what to type; by default, how to register the model `name`.
+        `advice` says what to type. By default it says how to register the model `name`.
         """
         if not advice:
             short = printable(name, MOST_QUOTED)
@@ -145,7 +152,7 @@ class UnknownModel(GpuError, LookupError):
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    """`Did you mean qwen? `, or nothing if no name is similar."""
+    """`Did you mean qwen? `, or an empty text if no name is similar."""
     import difflib
 
     close = difflib.get_close_matches(name[:MOST_QUOTED], known, n=1)
@@ -153,7 +160,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _listed(names: Collection[str]) -> str:
-    """The names in order; if there are many, the first ones and the number of the others."""
+    """The names in order. If there are many, only the first names and the number of the others."""
     text = ", ".join(sorted(names)[:MOST_NAMES])
     more = len(names) - MOST_NAMES
     return f"{text} and {more} more" if more > 0 else text
@@ -163,7 +170,7 @@ class UnknownDevice(GpuError, LookupError):
     """No device has this name. Attributes: device, known."""
 
     def __init__(self, device: str, known: tuple[str, ...] = ()) -> None:
-        """`known` are the names of the machine's devices, `device` the one that was given."""
+        """`device` is the name that was given. `known` are the names of the machine's devices."""
         existing = ", ".join(known) or "none"
         super().__init__(
             f"no device is called {quoted(device)}. This machine has {existing}.",
@@ -189,7 +196,7 @@ class AmbiguousName(GpuError, LookupError):
 
 
 class AlreadyRegistered(GpuError, ValueError):
-    """Two registrations under one name. Attributes: name."""
+    """Two different models would have one name. Attributes: name."""
 
     def __init__(self, name: str, message: str = "") -> None:
         """`message` replaces the usual sentence about a second registration of `name`."""
@@ -201,7 +208,7 @@ class AlreadyRegistered(GpuError, ValueError):
 
 
 class BadSize(GpuError, ValueError):
-    """Not a size (or a duration). Attributes: value."""
+    """A value that is not a size or a duration. Attributes: value."""
 
     def __init__(
         self, value: Any, what: str = "size", example: str = "'8 GiB', '10GB' or bytes as a number"
@@ -244,15 +251,19 @@ class BadSetting(GpuError, ValueError):
 
 
 class BadDocument(GpuError, ValueError):
-    """A file of models with an error.
+    """A file of models has an error.
 
-    Attributes: file, line, field, problem; others: the further errors.
+    Attributes: file, line, field, problem, and `others`, the further errors in the file.
     """
 
     def __init__(
         self, file: str, line: int, field: str, problem: str, others: tuple[BadDocument, ...] = ()
     ) -> None:
-        """The `problem` of a `field` in a `line` of a `file` (0 and empty: unknown), and the `others`."""
+        """The `problem` of `field` in `line` of `file`. An unknown line is 0, an unknown field is
+        empty.
+
+        `others` are the further errors in the file.
+        """
         place = file
         if line:
             place += f", line {line}"
@@ -273,7 +284,7 @@ class BadDocument(GpuError, ValueError):
 
     @classmethod
     def of(cls, found: list[BadDocument]) -> BadDocument:
-        """All errors `found` in a file, as one: the first, with the others."""
+        """All errors `found` in a file as one error: the first error, which has the others."""
         first, *others = found
         if not others:
             return first
@@ -288,10 +299,10 @@ class CatalogUnavailable(GpuError):
 
 
 class ModelDisabled(GpuError):
-    """Its entry in the catalogue has `enabled: false`. Attributes: name."""
+    """The model's entry in the catalogue has `enabled: false`. Attributes: name."""
 
     def __init__(self, name: str) -> None:
-        """`name` is the model's."""
+        """`name` is the name of the model."""
         super().__init__(
             f"{name} is disabled in the catalogue (enabled: false), so it is not loaded.\n"
             f"  Enable it:  gpu inspect {name} > FILE, write enabled: true, gpu apply -f FILE",
@@ -308,10 +319,10 @@ class NotAModel(LoadFailed):
 
 
 class NotLoaded(GpuError):
-    """It is in the catalogue, but no process has loaded it. Attributes: name."""
+    """The model is in the catalogue, but no process has loaded it. Attributes: name."""
 
     def __init__(self, name: str) -> None:
-        """`name` is the model's."""
+        """`name` is the name of the model."""
         super().__init__(
             f"{name} is in the catalogue, but no process has loaded it; a command cannot hold a model.\n"
             f"  In a notebook:  %gpu load {name}",
@@ -320,22 +331,31 @@ class NotLoaded(GpuError):
 
 
 class NotResident(GpuError):
-    """Called while it is not on a device, with automatic restore switched off. Attributes: name, where."""
+    """A model was called while on no device, with `restore_on_call=False`.
+
+    Attributes: name, where.
+    """
 
 
 # -- engines, drivers and modules ------------------------------------------------------------------
 
 
 class BadCall(GpuError, ValueError):
-    """An engine rejected a call: too long, of a wrong type, or unknown. Attributes: name, method, why."""
+    """An engine rejected a call: it was too long, of a wrong type, or unknown.
+
+    Attributes: name, method, why.
+    """
 
 
 class EngineDied(GpuError):
-    """An engine's process ended; its lease was freed. Attributes: name, pid, status, kind, why, log."""
+    """An engine's process ended; its lease was freed.
+
+    Attributes: name, pid, status, kind, why, log.
+    """
 
 
 class EngineFault(GpuError):
-    """An engine failed by its driver, or repeatedly, and was unloaded.
+    """An engine was unloaded, because its driver failed or because it failed repeatedly.
 
     Attributes: name, kind, why, log, reloads.
     """
@@ -357,7 +377,7 @@ class ProbeFailed(GpuError):
 
 
 class LedgerUnavailable(GpuError):
-    """The book cannot be read or written; no grants until it can. Attributes: path."""
+    """The book cannot be read or written. Nothing is granted until it can. Attributes: path."""
 
 
 class LedgerNewer(LedgerUnavailable):

@@ -1,11 +1,11 @@
 """Locks at the moment of a fork.
 
-A forked child has the memory of its parent and only one of its threads. A lock that another thread
-held at that moment stays locked in the child for ever, and its data may be half changed. SQLite
-has such locks of its own, and remembers file locks that the child does not have. (When a thread was
-inside SQLite, 2 in 200 children hung, or kept a lock that stopped every process for 20 s.)
+A forked child has the memory of its parent and only one of its threads. If another thread held a
+lock at that moment, the lock stays locked in the child for ever, and its data may be half changed.
+SQLite has such locks itself, and remembers file locks that the child does not have. (When a thread
+was inside SQLite, 2 in 200 children hung, or kept a lock that stopped every process for 20 s.)
 
-Nothing here opens or closes anything.
+This module opens and closes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def awaited(lock: threading.Lock) -> threading.Lock:
 
 
 def freed(lock: threading.Lock) -> threading.Lock:
-    """Makes `lock` free in a forked child, since its data is valid at every moment. Returns `lock`."""
+    """Makes `lock` free in a forked child, since its data is valid at every moment.
+
+    Returns `lock`.
+    """
     _freed[id(lock)] = lock
     return lock
 
@@ -43,13 +46,13 @@ def freed(lock: threading.Lock) -> threading.Lock:
 def is_clean() -> bool:
     """Whether every lock of `awaited` was free when this process was forked.
 
-    It is also True in a process that was not forked.
+    The result is also True in a process that was not forked.
     """
     return _clean
 
 
 def _before() -> None:
-    """Takes the locks of `awaited`, in the parent."""
+    """Acquires the locks of `awaited`, in the parent."""
     deadline = time.monotonic() + WAIT_SECONDS
     _here.taken, _here.missed = [], []
     for (
@@ -82,7 +85,10 @@ def _in_child() -> None:
 
 
 def _free(lock: threading.Lock) -> None:
-    """Makes `lock` free, even if a thread of the parent held it. Only for a child with one thread."""
+    """Makes `lock` free, even if a thread of the parent held it.
+
+    Use it only in a child, which has one thread.
+    """
     lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 

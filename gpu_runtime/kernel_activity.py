@@ -15,7 +15,10 @@ from .facts import NEVER
 
 
 class State(NamedTuple):
-    """Times in seconds of CLOCK_BOOTTIME. 0.0 means: does not apply, or not recorded (in a script)."""
+    """Times in seconds of CLOCK_BOOTTIME. 0.0 means that the time does not apply or is unknown.
+
+    A script has no such times.
+    """
 
     busy_since: float = NEVER
     idle_since: float = NEVER
@@ -24,18 +27,18 @@ class State(NamedTuple):
 class Activity:
     """The cells that are running now.
 
-    There may be several: one cell runs another, and subshells run beside the main one.
+    There may be several: one cell can run another, and subshells run beside the main shell.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns the current time in seconds."""
         self._clock = clock
-        # Called when a cell starts. They wake monitors whose interval is long.
+        # These functions are called when a cell starts. They wake monitors that sleep for long.
         self.watchers: set[Callable[[], None]] = set()
         self.forget()
 
     def forget(self) -> None:
-        """Drops all records: nothing runs and nothing ran."""
+        """Removes all records, as if no cell had ever run."""
         self._running: dict[Hashable, float] = {}
         self._ended = NEVER
 
@@ -57,7 +60,7 @@ class Activity:
 
     @property
     def state(self) -> State:
-        """Since when the oldest running cell runs, or when the last one ended.
+        """Since when the oldest running cell has been running, or when the last cell ended.
 
         The time is rounded to a tenth of a second, because it is stored in the book.
         """
@@ -68,7 +71,9 @@ class Activity:
 
 
 def _forget_all() -> None:
-    """In a forked child: it runs no cell, and its parent's monitors are not here."""
+    """In a forked child: removes all records and watchers, since the child runs no cell and no
+    monitor.
+    """
     activity.forget()
     activity.watchers.clear()
 

@@ -1,7 +1,7 @@
-"""What a front end knows of the names in this process: variables, outputs, the last error, threads.
+"""The names in this process that a front end knows: variables, outputs, the last error, threads.
 
-The IPython extension registers its namespace here. A script has the variables of `__main__`. What a name
-holds is computed in `backends/pytorch/holders.py`.
+The IPython extension registers its namespace in this module. A script has the variables of
+`__main__`. `backends/pytorch/holders.py` computes the memory that a name holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VARIABLE, OUTPUT, ERROR = "variable", "output", "last error"
 RUNNING, THREAD, MODEL, ELSEWHERE = "running", "thread", "model", "elsewhere"
 LAST_ERROR = "the last error"
 
-# Frames of these libraries run every cell and hold nothing of the user's.
+# Every cell runs inside frames of these libraries. They hold no objects of the user.
 _RUNNERS = frozenset("IPython ipykernel runpy _pytest".split())  # they call the user's code
 _LIBRARIES = _RUNNERS | frozenset(
     "traitlets tornado asyncio gpu gpu_runtime zmq threading pluggy".split()
@@ -34,14 +34,15 @@ class Name(NamedTuple):
 
 
 class Namespace(Protocol):
-    """The names of a process. Only `held` returns objects, and keeps no reference to them."""
+    """The names of a process. Only `held` returns objects, and it keeps no reference to them."""
 
     def names(self) -> list[Name]:
         """Every name that may hold memory."""
         ...
 
     def held(self, name: Name) -> list[Any]:
-        """The objects of `name`: one entry for each reference that goes when the name goes."""
+        """The objects of `name`, with one entry for each reference that is removed with the name.
+        """
         ...
 
     def shared(self) -> list[Any]:
@@ -53,7 +54,7 @@ class Namespace(Protocol):
         ...
 
     def release(self, names: Sequence[Name]) -> None:
-        """Lets go of outputs and of the last error."""
+        """Releases the outputs and the last error that are among `names`."""
         ...
 
     def delete(self, variable: str) -> None:
@@ -62,14 +63,15 @@ class Namespace(Protocol):
 
 
 class Script:
-    """The names of a process without a front end: the variables of `__main__`, frames, the last error."""
+    """The names of a process without a front end: variables of `__main__`, frames, the last error.
+    """
 
     @property
     def _variables(self) -> dict[str, Any]:
         return vars(sys.modules["__main__"])
 
     def names(self) -> list[Name]:
-        """The variables, the functions that run, the threads, and the last error."""
+        """The variables, the running functions, the threads, and the last error."""
         mine = self._variables
         found = [Name(key, VARIABLE, describe(mine.get(key))) for key in self.variables()]
         return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(last_errors()))]
@@ -101,13 +103,13 @@ class Script:
 
 
 class _Registered:
-    """The namespace of this process: the front end's while one is registered."""
+    """The namespace of this process: the front end's namespace, if one is registered."""
 
     def __init__(self) -> None:
         self.front_end: Namespace | None = None
 
     def current(self) -> Namespace:
-        """The front end's namespace, else the script's."""
+        """The front end's namespace if one is registered, else the script's."""
         return self.front_end or Script()
 
 
@@ -115,7 +117,7 @@ registered = _Registered()
 
 
 def describe(value: Any) -> str:
-    """The class of `value`. No code of the user runs."""
+    """The name of the class of `value`. No code of the user runs."""
     return type(value).__name__
 
 
@@ -123,13 +125,18 @@ def describe(value: Any) -> str:
 
 
 def last_errors(more: Iterable[Any] = ()) -> list[BaseException]:
-    """The errors that Python keeps after a traceback was shown, and `more` of them; each once."""
+    """The errors that Python keeps after it showed a traceback, and the errors in `more`. Each is
+    once.
+    """
     every = [getattr(sys, "last_exc", None), getattr(sys, "last_value", None), *more]
     return list({id(error): error for error in every if isinstance(error, BaseException)}.values())
 
 
 def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
-    """The user's frames in the tracebacks of `errors` and of their causes; each once."""
+    """The user's frames in the tracebacks of `errors` and of their causes.
+
+    Each frame appears once.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(getattr(sys, "last_traceback", None))]
     pending: list[BaseException | None] = list(errors)
     seen: set[int] = set()
@@ -144,13 +151,14 @@ def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
 
 
 def functions_of(errors: Iterable[BaseException]) -> str:
-    """The functions in which the errors were raised, the innermost last: `step, forward`."""
+    """The functions in which the errors were raised, the innermost last, such as `step, forward`.
+    """
     names = [frame.f_code.co_name for frame in frames_of(errors)]
     return ", ".join(dict.fromkeys(names))
 
 
 def clear(frames: Iterable[FrameType]) -> None:
-    """Clears the local variables of the `frames` that no longer run."""
+    """Clears the local variables of those `frames` that no longer run."""
     for frame in frames:
         try:
             frame.clear()
@@ -162,7 +170,7 @@ def clear(frames: Iterable[FrameType]) -> None:
 
 
 def frame_names() -> list[Name]:
-    """The functions that run in this thread, and the other threads that run code of the user's."""
+    """The functions that run in this thread, and the other threads that run the user's code."""
     names = dict.fromkeys(
         Name(f"{frame.f_code.co_name}()", RUNNING, "local variables")
         for frame in _stack(threading.get_ident())
@@ -176,7 +184,7 @@ def frame_names() -> list[Name]:
 
 
 def frames_named(name: Name) -> list[FrameType]:
-    """The frames of a name that `frame_names` returned."""
+    """The frames of a `name` that `frame_names` returned."""
     if name.kind == RUNNING:
         here = _stack(threading.get_ident())
         return [frame for frame in here if f"{frame.f_code.co_name}()" == name.name]
@@ -196,7 +204,7 @@ def _stack(thread: int | None) -> list[FrameType]:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether a frame is a function's, and not one of a library that runs cells."""
+    """Whether `frame` belongs to a function that is not part of a library that runs cells."""
     is_function = bool(frame.f_code.co_flags & 1)  # CO_OPTIMIZED
     return is_function and _library(frame) not in _LIBRARIES
 
@@ -213,7 +221,7 @@ def values_in(frames: Iterable[FrameType]) -> list[Any]:
         found += variables.values()
         debugged = frame.f_trace is not None or sys.gettrace() is not None
         if isinstance(variables, dict) and not debugged:
-            # Up to Python 3.12 this is a copy that the frame keeps, and with it all its objects.
-            # After each step of a debugger Python copies it back, so then it must stay.
+            # Up to Python 3.12 `f_locals` is a copy, which the frame keeps with all its objects.
+            # Python copies it back after each step of a debugger, so it must stay in that case.
             variables.clear()
     return found

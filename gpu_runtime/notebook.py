@@ -9,11 +9,11 @@ from .safe_text import LONGEST_PATH, printable
 
 
 def notebook_path() -> str:
-    """The path of the notebook that this kernel runs; empty while the front end has not set it.
+    """The path of the notebook that this kernel runs. Empty until the front end has set it.
 
     Jupyter sets an environment variable. Visual Studio Code and some servers set a name in the
-    notebook's own namespace, sometimes only after the kernel has started. The name of a file may
-    have any bytes; those that are no UTF-8 are written as escapes.
+    notebook's namespace, sometimes only after the kernel has started. The name of a file may have
+    any bytes. Bytes that are not UTF-8 are written as escapes.
     """
     return printable(_published_path(), LONGEST_PATH)
 

@@ -1,7 +1,7 @@
-"""The options of a model: the keywords of `register` that go to its backend, in one table.
+"""The options of a model in one table: the keywords of `register` that are passed to its backend.
 
-An option that a model's backend does not use is refused with the nearest name. A misspelled
-`context_length` would otherwise reserve nothing.
+An option that a model's backend does not use is refused, and the error names the most similar
+option. Otherwise a misspelled `context_length` would reserve nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _REFUSED_FOR_TRANSFORMERS = (
 
 
 def _refused(instead: str) -> Rule:
-    """The rule of an option that is always refused; `instead` says what to do instead."""
+    """The rule of an option that is always refused. `instead` says what to do instead."""
     return Rule(instead, whole(1, 0))
 
 
@@ -97,7 +97,8 @@ OPTIONS: dict[str, Option] = {
 
 
 def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
-    """The options `given` for a `backend`, as their rules read them; None is left out.
+    """The options `given` for a `backend`, converted by their rules. An option that is None is left
+    out.
 
     `others` are further names that are suggested for a misspelled option. Raises BadSetting.
     """
@@ -116,6 +117,6 @@ def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) 
 
 
 def unknown_option(name: str, value: Any, known: Iterable[str], taker: str) -> BadSetting:
-    """The error for an option that `taker` does not take, with the nearest of the `known` names."""
+    """The error for an option that `taker` does not take. It suggests the nearest `known` name."""
     nearest = difflib.get_close_matches(name[:MOST_QUOTED].lower(), list(known), n=1, cutoff=0.0)
     return BadSetting(name, value, f"an option that {taker} takes; the nearest is {nearest[0]}")

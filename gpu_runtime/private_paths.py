@@ -1,7 +1,8 @@
-"""Paths that only one user can change: every directory and link on the way to them is checked.
+"""Checks that only one user can change a path, by every directory and link on the way to it.
 
-A file is as private as the directories above it. A user who may rename one of them, or who owns a link on
-the way, can put another file in its place. OpenSSH checks the path of a key in the same way.
+A file is as private as the directories above it. A user who may rename one of them, or who owns a
+link on the way, can put another file in its place. OpenSSH checks the path of a key in the same
+way.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ MOST_STEPS = 200  # limit of directories and links on the way, since links can f
 
 
 def weak_step(path: Path, *, may_be_writable: bool = False) -> str:
-    """The first directory or link on the way to `path` that another user can change; empty if there is none.
+    """The first directory or link on the way to `path` that another user can change. Empty if none.
 
-    `path` itself is checked too; directories that do not exist yet are not. Only root and this user are
-    trusted. With `may_be_writable` only the owners are checked. The result is a clause such as
-    `/var/tmp/x belongs to uid 1001`. Raises OSError.
+    `path` itself is checked too. A directory that does not exist yet is not checked. Only root and
+    this user are trusted. With `may_be_writable`, only the owners of the directories are checked.
+    The result is a clause such as `/var/tmp/x belongs to uid 1001`. Raises OSError.
     """
     trusted = (0, os.geteuid())
     for step, found in _steps(path.absolute()):
@@ -36,7 +37,7 @@ def weak_step(path: Path, *, may_be_writable: bool = False) -> str:
 
 
 def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Every directory and link on the way to `path`, links followed, from the root on."""
+    """Every directory and link from the root to `path`. Links are followed."""
     place = Path("/")
     yield place, os.lstat(place)
     parts = deque(path.parts[1:])
@@ -64,9 +65,10 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _is_harmless(gid: int) -> bool:
-    """Whether a group with write access is no danger: it is root's, or it has no member but this user.
+    """Whether write access of the group `gid` is no danger.
 
-    Many systems give each user a group with the user's name, and let this group write the user's files.
+    It is no danger if the group is root's, or has no member but this user. Many systems give each
+    user a group with the user's name, which may write the user's files.
     """
     import grp
     import pwd

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 class Runtime:
     """Shares this machine's GPU memory among the models of this process and of all other processes.
 
-    Every argument defaults to its setting; further keywords are settings by their names in small
+    Every argument defaults to its setting. Further keywords are settings, by their names in small
     letters: `Runtime(devices="sim:2x24GiB", ledger="memory:", gpu_memory_max_percent=0.9)`.
     """
 
@@ -100,7 +100,7 @@ class Runtime:
 
         `devices` is `auto`, `cuda` or text such as `sim:2x24GiB`. `ledger` is a URL, `catalog` a
         directory, and `policy` the name of the eviction policy. `clock` returns seconds of
-        CLOCK_BOOTTIME and `wall` epoch seconds; tests replace them, and `probe`. Without `monitor`
+        CLOCK_BOOTTIME and `wall` epoch seconds; tests replace both, and `probe`. Without `monitor`
         the caller must call `tick`. Raises BadSetting, LedgerUnavailable, ProbeFailed.
         """
         self.settings = Settings.load(
@@ -137,7 +137,7 @@ class Runtime:
         return self._opened
 
     def _reopened(self) -> Session:
-        """Opens a new owner that holds nothing. A forked child calls this at its first use.
+        """Opens a new owner that holds no memory. A forked child calls this at its first use.
 
         The parent's models stay in the child as plain objects. Raises LedgerUnavailable, also if
         the runtime was closed.
@@ -191,14 +191,14 @@ class Runtime:
         """Makes a model known by `name`. Nothing is loaded yet.
 
         `source` is a Hugging Face model directory, a downloaded hub id, a GGUF file, a callable
-        that returns an nn.Module, or a module that you have already (then see `adopt`). `backend`
-        loads it; "auto" finds it from the source. `size` is the declared memory, such as "8 GiB".
+        that returns an nn.Module, or an existing module (see `adopt`). `backend` loads the model;
+        "auto" chooses it by the source. `size` is the declared memory, such as "8 GiB".
         `importance` is urgent, high, normal, low, batch or a number (lower is more important).
-        `keep` forbids eviction; `keep_alive` forbids it for that long after a use (seconds or "5m").
-        `layout` says how it may be divided over `devices`, ids such as "cuda:1". `model_type` and
-        `quantization` describe it. With `restore_on_call=False` a call on a kept reference raises
-        NotResident while the model is away. `options` go to the backend, which refuses those that
-        it does not use. Registering the same model again changes nothing.
+        `keep` forbids eviction. `keep_alive` forbids eviction for that long after a use (seconds or
+        "5m"). `layout` says how the model may be divided over `devices`, ids such as "cuda:1".
+        `model_type` and `quantization` describe the model. With `restore_on_call=False`, a call on
+        a kept reference raises NotResident while the model is away. `options` are passed to the
+        backend, which refuses options that it does not use. Registering a model twice has no effect.
 
         Raises NotAModel, BadSize, BadSetting, AlreadyRegistered, UnknownDevice.
         """
@@ -243,7 +243,7 @@ class Runtime:
         model_type: str = "",
         restore_on_call: bool = True,
     ) -> ModelSpec:
-        """Governs a `module` that you already have, with its `optimizer` if it is in training.
+        """Governs an existing `module`, with its `optimizer` if it is in training.
 
         Its weights exist nowhere else, so they are moved and never dropped. The other parameters
         (`importance`, `keep`, `keep_alive`, `model_type`, `restore_on_call`) are those of `register`.
@@ -264,19 +264,19 @@ class Runtime:
 
     @checked
     def forget(self, name: str) -> None:
-        """Frees a model's memory and its `name`. An adopted module stays with you, where it is.
+        """Frees the model `name` and its name. An adopted module stays with you, where it is.
 
         Raises UnknownModel, StillInUse.
         """
         registry.forget(self._session, name)
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """The specifications of the models registered in this process."""
+        """The specifications of the models that are registered in this process."""
         return status.specs(self._session)
 
     @checked
     def spec(self, name: str) -> ModelSpec:
-        """The specification of the model `name`, the catalogue's included. Raises UnknownModel."""
+        """The specification of the model `name`, also of the catalogue. Raises UnknownModel."""
         return registry.find(self._session, name).spec
 
     @checked
@@ -297,12 +297,12 @@ class Runtime:
     ) -> Held:
         """`with rt.use("qwen") as model:` — the model, on its device while the block runs.
 
-        Idle models are evicted for it. If models in use are in the way, the call waits at most
-        `timeout` (seconds or "30s"; None waits without limit). `importance` and `keep_alive` replace
-        the registration's for this block.
+        Idle models are evicted for it. If models in use occupy the memory, the call waits at most
+        `timeout` (seconds or "30s"; None waits without limit). For this block, `importance` and
+        `keep_alive` replace the values of the registration.
 
-        Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed; and OutOfMemory, as a readable
-        report, if the device ran out of memory inside the block.
+        Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed. Raises OutOfMemory, as a
+        readable report, if the device ran out of memory inside the block.
         """
         session = self._session
         resident = session.residents.get(name) if type(name) is str else None
@@ -327,8 +327,8 @@ class Runtime:
         """`with rt.lease("8 GiB", purpose="training") as block:` — memory for your own code.
 
         `size` is claimed in the ledger, capped in torch on a real card, and returned when the block
-        ends; None claims nothing and only measures. Other users see the `purpose`, by default the
-        notebook's or the script's name. `importance` and `timeout` are those of `use`.
+        ends. None claims nothing and only measures the use. Other users see the `purpose`, by
+        default the notebook's or the script's name. `importance` and `timeout` are as in `use`.
 
         Raises BadSize, DoesNotFit, Busy.
         """
@@ -338,7 +338,7 @@ class Runtime:
 
     @checked
     def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
-        """`with rt.on_behalf_of("ann, console"):` — journals this thread's actions as done for `name`.
+        """`with rt.on_behalf_of("ann"):` — journals this thread's actions as done for `name`.
 
         The name is only for display. Permissions still depend on this process's user.
         """
@@ -353,10 +353,10 @@ class Runtime:
         timeout: str | float | None = None,
         wait: bool = True,
     ) -> Outcome:
-        """Brings the model onto its device now, so that the next `use` finds it there.
+        """Loads the model onto its device now, so that the next `use` does not wait.
 
-        `progress(bytes, total)` is called while it loads. `timeout` is that of `use`. Without `wait`
-        it is loaded in the background: a failure is then logged. Raises as `use`.
+        `progress(bytes, total)` is called during the load. `timeout` is that of `use`. Without
+        `wait` the model is loaded in the background, and a failure is logged. Raises as `use` does.
         """
         session = self._session
         return operations.preload(session, name, progress=progress, timeout=timeout, wait=wait)
@@ -373,13 +373,12 @@ class Runtime:
         lost: bool = False,
         force: bool = False,
     ) -> Outcome:
-        """Evicts the model: to host memory, or, if host memory is full, to nothing.
+        """Evicts the model to host memory. If host memory has no room, the model is unloaded.
 
-        Another process's model is named `qwen@4121`, or exactly by a LeaseId; its owner is asked and
-        gets `timeout` seconds. Without `wait` the request is only written.
-
-        With `lost`, `name` is the pid of a process that nothing proves alive or dead. The outcome
-        says what it holds; `force` ends its leases, for a person who knows that it has ended.
+        `qwen@4121` or a LeaseId names another process's model. That process gets a request and
+        `timeout` seconds. Without `wait` the request is only written. With `lost`, `name` is the
+        pid of a process that nothing proves alive or dead. The outcome says what it holds; `force`
+        ends its leases, for a person who knows that it has ended.
 
         Raises StillInUse, UnknownModel, AmbiguousName, Busy, NotAllowed, GpuError.
         """
@@ -395,10 +394,10 @@ class Runtime:
         *,
         timeout: str | float | None = ASK_SECONDS,
     ) -> Outcome:
-        """Moves an idle model to other cards: `rt.move("qwen", "cuda:1")`, or `"cuda:0,1"` for both.
+        """Moves an idle model: `rt.move("qwen", "cuda:1")`, or `"cuda:0,1"` for both cards.
 
-        Only free memory is used: room on `device` is reserved first, and nothing is evicted. Another
-        process's model is named `qwen@4121`; its owner is asked and gets `timeout` seconds.
+        Only free memory is used: room on `device` is reserved first, and nothing is evicted.
+        `qwen@4121` names another process's model; that process gets `timeout` seconds to do it.
 
         Raises UnknownDevice, DoesNotFit, StillInUse, NotResident, Busy.
         """
@@ -416,16 +415,16 @@ class Runtime:
 
     @checked
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
-        """Moves what the notebook `who` (a file name or pid; else this one) holds to RAM until its next cell.
+        """Moves the memory of the notebook `who` (a file name or pid; else this one) to RAM.
 
-        `who="never"` exempts this notebook, `who="asked"` ends that. With `checkpoint` the driver
-        moves any process; without `yes` it only says what may go wrong.
+        It returns before the next cell. With `checkpoint` the driver moves any process; without
+        `yes` the call then only says what may go wrong.
         """
         return checkpoints.park(self._session, who, checkpoint, yes)
 
     @checked
     def unpark(self, who: str = "", *, checkpoint: bool = False) -> Outcome:
-        """Brings back the notebook `who`, or with `checkpoint` the process. Raises GpuError."""
+        """Brings back the notebook `who`, or with `checkpoint` any process. Raises GpuError."""
         return checkpoints.unpark(self._session, who, checkpoint)
 
     @checked
@@ -435,7 +434,7 @@ class Runtime:
 
     @checked
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
-        """Frees unused memory that allocators hold, in every process that this user may ask.
+        """Frees unused memory of the allocators of all processes that take this user's requests.
 
         `process` limits it to one: a process id, an owner's id, or a model of it (`qwen@4121`). All
         have `timeout` seconds together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
@@ -444,7 +443,7 @@ class Runtime:
 
     @checked
     def free(self, name: str | None = None) -> Outcome:
-        """Releases outputs, the last error's variables, garbage, caches; or deletes a variable, `name`.
+        """Releases outputs, the last error, garbage and caches, or deletes the variable `name`.
 
         Raises GpuError for an unknown name.
         """
@@ -454,38 +453,38 @@ class Runtime:
     def drain(
         self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0
     ) -> Outcome:
-        """Closes the card `device` to new leases and moves idle models off it; `undo` opens it again.
+        """Closes the card `device` to new leases and moves idle models off. `undo` opens it again.
 
-        It holds for all processes of the ledger until it is undone or the machine restarts. Waits
-        at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed.
+        A drain applies to all processes of the ledger until it is undone or the machine restarts.
+        Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed.
         """
         return drain.drain(self._session, device, undo=undo, timeout=timeout)
 
     @checked
     def tell_waits(self, told: Callable[[str, Wait | None], None] | None) -> None:
-        """Calls `told(name, wait)` in the waiting thread at each decision, and with None at the end."""
+        """Calls `told(name, wait)` in a waiting thread at each decision, with None at the end."""
         self._session.on_wait = told
 
     # -- reading
 
     def status(self) -> Snapshot:
-        """A snapshot of this moment: devices, leases, the queue and recent events."""
+        """A snapshot of the current devices, leases, queue and recent events."""
         maintenance.keep_helpers_alive(self._session)
         return status.snapshot(self._session)
 
     def reap(self) -> int:
-        """Removes owners that are proven dead, and returns how many.
+        """Removes owners that are proven dead, and returns their number.
 
-        Processes with a model do this once a second. This is for processes that only read.
+        Processes with a model do this once a second. Processes that only read can call it.
         """
         return self._session.reap()
 
     def status_all(self) -> tuple[Snapshot, ...]:
-        """This host as `status` shows it, then every other host that shares the ledger, by name."""
+        """A snapshot of this host, then of every other host that shares the ledger, by name."""
         return self.status(), *status.other_hosts(self._session)
 
     def models(self) -> DataFrame:
-        """A table of every model that is registered here or held by any process."""
+        """A table of every model that is registered here, held anywhere, or in the catalogue."""
         return status.models(self._session)
 
     def leases(self) -> DataFrame:
@@ -507,7 +506,7 @@ class Runtime:
         """The use of every device in the last `seconds`, and the events of that time.
 
         There are at most `points` moments for each device. Of moments that are too close together,
-        the fullest is kept; the newest moment is now. Between two moments nothing changed. If two
+        the fullest is kept. The newest moment is now. Between two moments nothing changed. If two
         moments are over a minute apart, and further than the others, nothing was recorded between
         them. History goes back 24 h, also over a restart of the machine. A ledger in memory has
         only the present. Raises BadSize, BadSetting.
@@ -520,27 +519,28 @@ class Runtime:
         return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]
 
     def fragmentation(self) -> DataFrame:
-        """A table of each process's allocator on each card; unknown if a process publishes nothing."""
+        """A table of each process's allocator on each card; empty where nothing is published."""
         return status.fragmentation(self._session)
 
     @checked
     def who(self, who: str = "") -> DataFrame:
-        """A table of the names here that hold device memory; sums in `attrs`. Takes about 3 s at most.
+        """A table of the names in this process that hold device memory; `attrs` has the sums.
 
-        `who` is another notebook's file name or process id. Raises GpuError, NotAllowed, Busy.
+        `who` is another notebook's file name or process id. A search takes about 3 s at most.
+        Raises GpuError, NotAllowed, Busy.
         """
         return status.who(self._session, who)
 
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
-        """The maps of the allocators of all processes: their segments and blocks.
+        """The maps of the allocators of all processes, with their segments and blocks.
 
-        This process's map is of this moment. Other processes publish theirs, usually within 2 s of a
+        The map of this process is made now. Other processes publish theirs, usually within 2 s of a
         change.
         """
         return status.allocator_maps(self._session)
 
     def health(self) -> Health:
-        """One line on the fullest card."""
+        """One line on the card with the highest pressure."""
         return status.health(self.status())
 
     @checked
@@ -552,11 +552,11 @@ class Runtime:
         sequences: int | None = None,
         dtype: str | None = None,
     ) -> Plan:
-        """A dry run of using that model, or of leasing that size: what would happen now, and why.
+        """A dry run of using a model, or of leasing a size: what would happen now, and why.
 
         `name_or_size` may also be an unregistered path, a hub id, or a name that contains its size
-        (`llama-7B-Q4_K_M`). With `context_length` (tokens) or `sequences`, the room for that use is
-        included. With `dtype`, the size of the converted weights is used.
+        (`llama-7B-Q4_K_M`). `context_length` (tokens) and `sequences` add the room for such a use.
+        With `dtype`, the size of the converted weights is used.
 
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
@@ -581,11 +581,12 @@ class Runtime:
         device: str | Iterable[str] = backtests.DEVICES,
         host: str | Iterable[str] = backtests.HOSTS,
     ) -> DataFrame:
-        """Replays a history, and shows how long each choice of policy, card and RAM makes people wait.
+        """Replays a history, and shows how long users wait with each policy, card and RAM.
 
-        The history is in the CSV files `requests` and `models`; without them, it is the journal's of
-        the last `days` days. The choices are words in a list, or separated by commas: `device` and
-        `host` are sizes such as "80GB", or percents of the bytes of all models. Raises BadSetting.
+        The history is in the CSV files `requests` and `models`. Without them it is the journal of
+        the last `days` days. The choices are words in a list, or in one string with commas.
+        `device` and `host` are sizes such as "80GB", or percents of the bytes of all models. Raises
+        BadSetting.
         """
         return backtests.backtest(
             self._session,
@@ -607,7 +608,7 @@ class Runtime:
         return doctor.report(self._session)
 
     def console(self) -> Any:
-        """The operator's console as a Panel object; in a notebook it is live. Raises GpuError."""
+        """The operator's console, a Panel object, live in a notebook. Raises GpuError."""
         return console_hook.console(self)
 
     @property
@@ -619,7 +620,7 @@ class Runtime:
 
     @checked
     def apply(self, file: str | os.PathLike[str]) -> Applied:
-        """Writes the models of `file` into the catalogue: all, or none. Loaded models stay as loaded.
+        """Writes all models of `file` into the catalogue, or none. Loaded models do not change.
 
         Raises BadDocument, which names file, line and field, and CatalogUnavailable.
         """
@@ -635,15 +636,15 @@ class Runtime:
 
     @checked
     def inspect(self, name: str, format: str = "") -> Any:
-        """The catalogue's entry for `name`, as `apply` takes it: a dict, or text in `yaml` or `json`.
+        """The catalogue's entry for `name` in a form that `apply` accepts.
 
-        `format` is "" for a dict. Raises UnknownModel, CatalogUnavailable.
+        `format` is "" for a dict, or `yaml` or `json`. Raises UnknownModel, CatalogUnavailable.
         """
         return self._catalogue.catalog.inspect(name, format)
 
     @checked
     def delete(self, name: str) -> Outcome:
-        """Removes the model `name` from the catalogue. If it is loaded, it stays until it is evicted.
+        """Removes the model `name` from the catalogue. A loaded model stays until it is evicted.
 
         Raises UnknownModel, CatalogUnavailable.
         """
@@ -652,11 +653,11 @@ class Runtime:
     # -- the monitor, and the end
 
     def tick(self) -> float:
-        """One round of the monitor. Returns the seconds until the next is due."""
+        """Runs one round of the monitor. Returns the seconds until the next round."""
         return maintenance.tick(self._session, notebook_path())
 
     def close(self) -> None:
-        """Frees every model and leaves the book. Adopted modules stay, no longer governed."""
+        """Frees all models and leaves the book. Adopted modules stay, no longer governed."""
         with self._closing:
             self._is_inherited = False
             if self._opened.closed:
@@ -671,7 +672,7 @@ class Runtime:
         self.close()
 
     def _forked(self) -> None:
-        """Called in a forked child: releases nothing, since it is the parent's, and opens nothing yet."""
+        """Called in a forked child: keeps what is the parent's, and opens nothing."""
         self._closing = threading.Lock()
         if self._opened.closed:
             return

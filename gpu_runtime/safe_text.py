@@ -1,4 +1,4 @@
-"""Text from outside, made safe to show and to store: valid UTF-8, printable, of a bounded length.
+"""Makes text from outside safe to show and to store: valid UTF-8, printable, of a bounded length.
 
 Arguments, paths, environment variables and the messages of other libraries may be any text, and
 their `repr` may fail. Errors and owner records contain only what these functions return.
@@ -46,8 +46,8 @@ def _without_repr(value: Any) -> str:
 def printable(text: str, most: int, *, keep: str = "") -> str:
     """`text` with unprintable characters as escapes, in at most `most` characters.
 
-    Lone surrogates and control characters are unprintable; the characters in `keep` stay. A longer
-    text is cut in the middle, so that its end (such as a file's name) is still there.
+    Lone surrogates and control characters are unprintable. The characters in `keep` stay. A longer
+    text is cut in the middle, so that its end (such as a file's name) is still visible.
 
     >>> printable("a\\x1b[31m\\udcff", 40), printable("0123456789", 5)
     ('a\\\\x1b[31m\\\\udcff', '01…89')
@@ -74,7 +74,9 @@ def _cut(text: str, most: int) -> str:
 
 
 def lines(text: str) -> str:
-    """`text` with each unprintable character replaced, so that it cannot control a terminal; newlines stay.
+    """`text` with each unprintable character replaced, so that it cannot control a terminal.
+
+    Newlines stay.
 
     >>> lines("a\\x1b[31m\\nb\\x9b")
     'a�[31m\\nb�'

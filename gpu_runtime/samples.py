@@ -1,4 +1,6 @@
-"""Small real models for experiments. They have random weights and a tokenizer; nothing is downloaded.
+"""Small real models for experiments.
+
+They have random weights and a tokenizer; nothing is downloaded.
 
     from gpu_runtime import samples
     samples.causal_lm("models/writer", size="48 MiB")
@@ -67,11 +69,12 @@ def causal_lm(
     seed: int = 0,
     **shape: int,
 ) -> Path:
-    """The path of `directory`, where a new Llama is saved, of 0.6 MB or about `size`.
+    """Saves a new Llama of 0.6 MB, or of about `size`, in `directory`. Returns the path of
+    `directory`.
 
-    `shard="100KB"` splits it into files of that size. `tied`: input and output embeddings share their
-    weights. `dtype` is a torch dtype by name, `seed` that of the weights, and `shape` overrides fields of
-    the LlamaConfig.
+    `shard="100KB"` splits it into files of that size. With `tied`, input and output embeddings
+    share their weights. `dtype` is the name of a torch dtype. `seed` determines the weights.
+    `shape` overrides fields of the LlamaConfig.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -81,9 +84,9 @@ def causal_lm(
 
 
 def embedder(directory: str | Path, *, size: str | int | None = None, seed: int = 0) -> Path:
-    """The path of `directory`, where a new Llama without a head is saved, as embedding models are.
+    """Saves a new Llama without a head in `directory`, as embedding models are. Returns its path.
 
-    `size` and `seed` are as in `causal_lm`.
+    `size` and `seed` are those of `causal_lm`.
     """
     from transformers import LlamaConfig, LlamaModel
 
@@ -92,9 +95,9 @@ def embedder(directory: str | Path, *, size: str | int | None = None, seed: int 
 
 
 def reranker(directory: str | Path, *, size: str | int | None = None, seed: int = 0) -> Path:
-    """The path of `directory`, where a new Llama that scores a sequence is saved.
+    """Saves a new Llama that scores a sequence in `directory`. Returns the path of `directory`.
 
-    `size` and `seed` are as in `causal_lm`.
+    `size` and `seed` are those of `causal_lm`.
     """
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -105,11 +108,12 @@ def reranker(directory: str | Path, *, size: str | int | None = None, seed: int 
 def gguf_lm(
     file: str | Path, *, size: str | int | None = None, context: int = 512, seed: int = 0
 ) -> Path:
-    """The path of `file`, where a new Llama is saved as GGUF, of 0.5 MB or about `size`.
+    """Saves a new Llama of 0.5 MB, or of about `size`, as GGUF in `file`. Returns the path of
+    `file`.
 
-    `context` is its longest context in tokens, `seed` that of the weights. Its vocabulary is bytes and
-    printable characters, and it has a chat template. It generates only printable characters and never
-    an end token. So a text has exactly as many tokens as were requested.
+    `context` is its longest context in tokens. `seed` determines the weights. Its vocabulary is
+    bytes and printable characters, and it has a chat template. It generates only printable
+    characters and never an end token. So a text has exactly as many tokens as were requested.
     """
     import gguf
 
@@ -213,14 +217,14 @@ def _write_weights(
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(width, np.float32))
     writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
     scores = random(len(words))
-    # Control tokens and single bytes never have the highest score: they would end or break the text.
+    # Control tokens and single bytes would end or break the text. Never give them the top score.
     is_normal = [kind is gguf.TokenType.NORMAL for _, kind in words]
     scores[[not normal for normal in is_normal]] = 0
     writer.add_tensor("output.weight", scores)
 
 
 def _shape_for(size: str | int | None) -> dict[str, int]:
-    """Fields of a float32 Llama whose weights are about `size`; none if no size is given."""
+    """Fields of a float32 Llama whose weights are about `size`. Empty if no size is given."""
     if size is None:
         return {}
     hidden, inner, kv = 512, 1408, 512 // 2

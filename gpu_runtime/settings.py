@@ -1,8 +1,8 @@
-"""Every setting: its name, default, bounds and meaning, in one table.
+"""Every setting in one table: its name, default, bounds and meaning.
 
-The value of a setting is the argument, if one is given. Else it is the environment variable with the
-same name in capitals, and else the default. Importing this module loads pydantic (0.1 s), so the
-package imports it only when the first runtime opens.
+The value of a setting is the argument, if one is given. Otherwise it is the environment variable
+with the same name in capitals, or else the default. Importing this module loads pydantic, which
+takes 0.1 s. So the package imports it only when the first runtime opens.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SettingRow(NamedTuple):
 
 
 class Settings(BaseSettings):
-    """All settings. `Settings.load` makes it, and reports an error in one sentence."""
+    """All settings. `Settings.load` creates this object and reports an error in one sentence."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False
@@ -264,7 +264,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
-        """The effective settings: the `overrides` (None: not given), else the environment, else defaults.
+        """The settings: the `overrides` that are not None, else the environment, else defaults.
 
         Raises BadSetting for an unknown name, a wrong type or a value out of range.
         """
@@ -289,9 +289,9 @@ class Settings(BaseSettings):
         *_: Any,
         **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources of values: arguments (`init_settings`), then the environment (`env_settings`).
+        """Reads arguments (`init_settings`) first, then the environment (`env_settings`).
 
-        There are no .env files: the settings of a machine must be visible in its environment.
+        There are no .env files: a machine's settings must be visible in its environment.
         `settings_cls` is not used.
         """
         return (init_settings, env_settings)
@@ -342,13 +342,11 @@ class Settings(BaseSettings):
 def preset(name: str) -> dict[str, str]:
     """The environment variables recommended for a card of the size `name`, such as 8GB.
 
-    All larger cards use those of 24GB.
+    Cards larger than 24GB use those of 24GB. Raises BadSetting for a size without a preset. Source:
+    Semantik, Recommended Configurations by VRAM Size.
 
     >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"], preset("80GB") == preset("24GB+")
     ('0.85', True)
-
-    Raises BadSetting for a size without a preset. Source: Semantik, Recommended Configurations by VRAM
-    Size.
     """
     size = _CARD_SIZE.fullmatch(str(name))
     is_large = size is not None and int(size[1]) >= _LARGEST_PRESET
@@ -369,7 +367,7 @@ def masked(text: str) -> str:
 
 
 def _show(value: Any) -> str:
-    """The value as written in the environment; `unset` for None.
+    """The value in the form that the environment uses. None becomes `unset`.
 
     >>> _show(True), _show(120.0), _show(None)
     ('true', '120', 'unset')
@@ -384,7 +382,7 @@ def _show(value: Any) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The `value` of an argument: text, a number or a truth value. Raises BadSetting for another."""
+    """An argument's `value` if it is text, a number or a truth value. Else raises BadSetting."""
     return value if type(value) is SecretStr else read(name, value, Rule(_expected(name), _scalar))
 
 

@@ -1,7 +1,7 @@
-"""Which user and process is at the other end of a TCP connection of this machine, as the kernel reports it.
+"""Which user and process is at the other end of a local TCP connection, as the kernel reports it.
 
-Loopback is no proof of anything: every user of the machine can listen on a port that is free for a moment,
-and can connect to every port.
+A loopback address proves nothing. Every user of the machine can listen on a port that is free for a
+moment, and can connect to every port.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _MOST_ANSWER_BYTES = 1 << 16
 
 
 class Listener(NamedTuple):
-    """A listening socket: its inode, which names it in /proc/PID/fd, and the user that opened it."""
+    """A listening socket: its inode, which names it in /proc/PID/fd, and the user that opened it.
+    """
 
     inode: int
     uid: int
@@ -49,10 +50,10 @@ def listeners(port: int) -> frozenset[Listener]:
 
 
 def _asked(port: int, family: int) -> Iterator[Listener]:
-    """Those of one address `family`, from the kernel's answer to one question.
+    """The listening sockets of one address `family`, from the kernel's answer to one question.
 
-    Both families take 0.3 ms. Reading /proc/net/tcp takes 22 ms on the same machine, since the kernel then
-    walks through its table of all connections.
+    Both families take 0.3 ms. Reading /proc/net/tcp takes 22 ms on the same machine, since the
+    kernel then searches its table of all connections.
     """
     sockets = _ask(_ALL, family, _STATE_LISTEN, port.to_bytes(2, "big"))
     for number, source, uid, inode in sockets:
@@ -70,7 +71,7 @@ def _ask(
     source: bytes = b"",
     target: bytes = b"",
 ) -> Iterator[tuple[bytes, bytes, int, int]]:
-    """Port, address, user and inode of each socket that fits. Raises OSError if the kernel does not answer."""
+    """Port, address, user and inode of each matching socket. Raises OSError without an answer."""
     request = _REQUEST.pack(
         family, socket.IPPROTO_TCP, 0, states, port, to_port, source, target, 0, _ANY_COOKIE
     )
@@ -97,7 +98,7 @@ def _ask(
 def user_of_client(connection: socket.socket) -> int | None:
     """The user id of the process at the other end of an accepted `connection`.
 
-    None if that end is on another machine, or the kernel does not report it.
+    None if the other end is on another machine, or if the kernel does not report the user.
     """
     try:
         if connection.family == socket.AF_UNIX:
@@ -118,7 +119,7 @@ def user_of_client(connection: socket.socket) -> int | None:
 
 
 def _listed(port: int) -> Iterator[Listener]:
-    """All of them, from the kernel's tables in /proc."""
+    """The listening sockets of all families, from the kernel's tables in /proc."""
     reached = {_hex(address) for address in _REACHED}
     for table in _TABLES:
         try:
@@ -161,5 +162,7 @@ def socket_inodes(pids: Iterable[int]) -> frozenset[int]:
 
 
 def of_another_user(port: int) -> int | None:
-    """The user id of a process of another user that listens on `port`; None if there is none."""
+    """The user id of another user's process that listens on `port`. None if there is no such
+    process.
+    """
     return next((one.uid for one in listeners(port) if one.uid != os.geteuid()), None)

@@ -1,4 +1,4 @@
-"""Threads that a KeyboardInterrupt (the stop button) cannot break while they start."""
+"""Threads whose start a KeyboardInterrupt (the stop button) cannot break."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ class Running:
         self.ident = 0
 
     def wait(self, timeout: float = -1) -> bool:
-        """True once it has ended; False after `timeout` seconds (-1: no limit)."""
+        """Waits for the thread's end. Returns True once it has ended, False after `timeout`
+        seconds.
+
+        A `timeout` of -1 means no limit.
+        """
         if not self._ended.acquire(timeout=timeout):
             return False
         with contextlib.suppress(RuntimeError):  # another waiting thread has released it already
@@ -33,7 +37,7 @@ class Running:
         return True
 
     def run(self) -> None:
-        """Calls the function, in the new thread."""
+        """Calls the function. This runs in the new thread."""
         self.ident = _thread.get_ident()
         try:
             self._work()
@@ -42,11 +46,11 @@ class Running:
 
 
 def start(work: Callable[[], None]) -> Running:
-    """A new daemon thread that calls `work`.
+    """Starts a new daemon thread that calls `work`.
 
-    `threading.Thread` is not used: its `start` waits until the new thread reports that it is alive. If
-    that wait is interrupted, the lock for the report stays locked. The thread then never runs, and a
-    process that waits for it never ends.
+    `threading.Thread` is not used, because its `start` waits until the new thread reports that it
+    is alive. If that wait is interrupted, the lock for the report stays locked. The thread then
+    never runs, and a process that waits for it never ends.
     """
     running = Running(work)
     _thread.start_new_thread(running.run, ())
@@ -54,7 +58,10 @@ def start(work: Callable[[], None]) -> Running:
 
 
 def side_by_side(works: Sequence[Callable[[], None]]) -> None:
-    """Calls all `works` at the same time, and returns when all are done. None of them may raise."""
+    """Calls all `works` at the same time, and returns when all have ended.
+
+    None of them may raise.
+    """
     running = []
     for work in works[1:]:
         try:
@@ -68,17 +75,19 @@ def side_by_side(works: Sequence[Callable[[], None]]) -> None:
 
 
 def finish() -> None:
-    """Waits for work whose caller was interrupted. Otherwise the interpreter's end would stop it midway."""
+    """Waits for work whose caller was interrupted. Otherwise the interpreter's end would stop that
+    work.
+    """
     until = time.monotonic() + MOST_SECONDS
     while _unfinished and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def uninterrupted(work: Callable[[], Any]) -> Any:
-    """The result of `work`, called in a thread of its own, where no KeyboardInterrupt is delivered.
+    """Calls `work` in a separate thread, which gets no KeyboardInterrupt, and returns its result.
 
-    An interrupt ends the wait, not the work: a move that has begun is completed and recorded. Raises
-    the exceptions of `work`.
+    An interrupt ends the wait, not the work. So a move that has begun is completed and recorded.
+    Raises the exceptions of `work`.
     """
     outcome: list[Any] = []
 

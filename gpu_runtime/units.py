@@ -46,7 +46,9 @@ _LONGEST = 64  # characters of a size or a duration
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """The bytes of the size `text`: `GiB` and a bare `G` are binary, `GB` is decimal, no unit is bytes.
+    """The bytes of the size `text`. `GiB` and a bare `G` are binary, `GB` is decimal.
+
+    Without a unit the number means bytes.
 
     >>> parse_bytes("14 GiB"), parse_bytes("10GB"), parse_bytes("512")
     (15032385536, 10000000000, 512)
@@ -73,7 +75,8 @@ def parse_bytes(text: str | int | float) -> int:
 def parse_room(text: str | int | float) -> int:
     """The bytes of the size `text`, which must be above zero. Raises BadSize.
 
-    Text without a unit that would be less than 1 MiB is refused: `14` was meant as GiB.
+    Text without a unit is refused if it would mean less than 1 MiB. A user who types `14` means
+    GiB.
 
     >>> parse_room("8 GiB")
     8589934592
@@ -92,7 +95,7 @@ def parse_room(text: str | int | float) -> int:
 
 
 def parse_seconds(text: str | int | float) -> float:
-    """The seconds of the duration `text`; no unit is seconds.
+    """The seconds of the duration `text`. Without a unit the number means seconds.
 
     >>> parse_seconds("10m"), parse_seconds("1.5h"), parse_seconds(30)
     (600.0, 5400.0, 30.0)
@@ -118,10 +121,11 @@ def _bad_duration(text: object) -> BadSize:
     return BadSize(text, what="duration", example="30, '10m' or '2h'")
 
 
-# A decision formats the same few sizes again and again. Without the cache this is 1/8 of its time.
+# A decision formats the same few sizes again and again. Without this cache the formatting takes
+# 1/8 of the decision's time.
 @functools.lru_cache(maxsize=4096)
 def show_bytes(size: int) -> str:
-    """The `size` for people: about three digits, binary units.
+    """The `size` for people, with about three digits and binary units.
 
     >>> show_bytes(15032385536), show_bytes(0), show_bytes(700 * 2**20), show_bytes(10)
     ('14.0 GiB', '0 B', '700 MiB', '10 B')
@@ -158,7 +162,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def is_source(name: str) -> bool:
-    """Whether `name` is a place to load a model from: a path, a hub id, or a file of weights.
+    """Whether `name` is a source of a model: a path, a hub id, or a file of weights.
 
     >>> is_source("models/writer"), is_source("phi-4-Q4_K_M.gguf"), is_source("qwen3:8b")
     (True, True, False)

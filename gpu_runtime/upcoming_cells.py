@@ -1,7 +1,7 @@
 """The cells that this process's kernel runs now and will run next, with the models they use.
 
-The IPython extension knows the cells, and runtimes load models ahead for them. They meet here, since
-neither may import the other. In a script there are no cells.
+The IPython extension knows the cells, and runtimes load models ahead for them. This module connects
+the two, since neither may import the other. A script has no cells.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Follower(Protocol):
     """An object that acts on upcoming cells, such as a runtime's look-ahead."""
 
     def wake(self) -> None:
-        """Called when the cells have changed, in any thread. It returns at once."""
+        """Called in any thread when the cells have changed. It must return at once."""
 
 
 class Upcoming:
@@ -32,25 +32,30 @@ class Upcoming:
         self._reader: Reader | None = None
 
     def read_by(self, reader: Reader | None) -> None:
-        """Sets the function that reads the cells; None if this process has no cells any more."""
+        """Sets the function that reads the cells.
+
+        None means that this process no longer has cells.
+        """
         self._reader = reader
         self.changed()
 
     def cells(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
-        """The running cell, if any, and the waiting ones in their order.
+        """The running cell, if there is one, and the waiting cells in their order.
 
-        `known` are the names of models; `governed` returns the name of the model that a value is.
+        `known` are the names of models. `governed` returns the name of the model for its value, or
+        "".
         """
         return self._reader(known, governed) if self._reader else ()
 
     def changed(self) -> None:
-        """Wakes the followers: a cell began or ended, or another one waits."""
+        """Wakes the followers, because a cell began, ended or was queued."""
         for follower in list(self.followers):
             follower.wake()
 
 
 def _forget() -> None:
-    """In a forked child: its parent's cells are not its own."""
+    """In a forked child: removes the reader and the followers, because the cells are the parent's.
+    """
     upcoming.__init__()  # type: ignore[misc]
 
 

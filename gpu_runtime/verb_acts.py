@@ -1,6 +1,6 @@
 """The verbs' calls on the runtime that take more than one line.
 
-`rt` is the runtime; None if no runtime is open and the verb does not need one. `args` are the
+`rt` is the runtime. It is None if no runtime is open and the verb does not need one. `args` are the
 parsed arguments. An act returns data and prints nothing.
 """
 
@@ -26,7 +26,7 @@ def plan(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def load(rt: Any, args: argparse.Namespace) -> Outcome:
-    """The outcome of loading the model in `args`; registers it with `rt` first if it is new.
+    """Loads the model in `args` and returns the outcome. A new model is registered with `rt` first.
 
     Raises AlreadyRegistered if options are given for a model that the catalogue describes.
     """
@@ -64,13 +64,13 @@ def preload(rt: Any, args: argparse.Namespace) -> Outcome:
 
 
 def evictions(rt: Any, args: argparse.Namespace) -> Any:
-    """A DataFrame from `rt`: what was evicted, or with `--all` in `args` all events."""
+    """A DataFrame from `rt` of the evictions, or with `--all` in `args` of all events."""
     read = rt.events if args.all else rt.evictions
     return read(**given(args, "limit"))
 
 
 def doctor(rt: Any, args: argparse.Namespace) -> Any:
-    """The doctor's report, of `rt` or, without one, of this process. `args` has no options."""
+    """The doctor's report of `rt`, or of this process if `rt` is None. `args` has no options."""
     import gpu_runtime
 
     from .owner.doctor import report
@@ -84,7 +84,9 @@ def doctor(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def config(rt: Any, args: argparse.Namespace) -> Any:
-    """Every setting of `rt` with its source; with `--preset` in `args`, that preset's settings."""
+    """Every setting of `rt` with its source. With `--preset` in `args`, the settings of that
+    preset.
+    """
     from . import settings
 
     if args.preset:
@@ -94,7 +96,7 @@ def config(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def catalogue(rt: Any) -> Any:
-    """The object that answers the catalogue's verbs: `rt`, or the catalogue if it is None."""
+    """The object that answers the catalogue's verbs: `rt`, or the catalogue if `rt` is None."""
     from . import settings
     from .catalog.store import Catalog
 
@@ -109,19 +111,25 @@ def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def inspect(rt: Any, args: argparse.Namespace) -> Any:
-    """The entry of the name in `args`, as text or, for `--json`, a dict; `rt` may be None."""
+    """The catalogue's entry of the name in `args`, as text, or for `--json` as a dict.
+
+    `rt` may be None.
+    """
     return catalogue(rt).inspect(args.name, "" if args.json else args.format)
 
 
 def autoload(rt: Any, args: argparse.Namespace) -> Outcome:
-    """The result of writing, or removing, the environment's IPython configuration; `rt` is not used."""
+    """The result of writing, or removing, the environment's IPython configuration; `rt` is not
+    used.
+    """
     from . import autoload
 
     return autoload.autoload(remove=args.remove)
 
 
 def backtest(rt: Any, args: argparse.Namespace) -> Any:
-    """The table of replays that `args` describe; `rt` may be None if they name the history's files."""
+    """The table of replays that `args` describe; `rt` may be None if they name the history's files.
+    """
     from .owner import backtests
 
     choices = given(args, "days", "policy", "engine", "device", "host")

@@ -22,7 +22,7 @@ MOST_USAGE_ERROR = 1000  # characters
 
 
 class Argument(NamedTuple):
-    """One argument of a verb: what `argparse` needs, and what Tab offers for it."""
+    """One argument of a verb: what `argparse` needs, and what the Tab key completes."""
 
     flags: tuple[str, ...]
     options: dict[str, Any]  # keywords of `add_argument`
@@ -60,20 +60,20 @@ class Argument(NamedTuple):
 
 
 def positional(name: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
-    """An argument that is typed by its position.
+    """An argument that is recognised by its position.
 
-    `name` is its attribute in the parsed arguments, `metavar` its name in a synopsis, `help` its
-    line in the help. `completes` is what Tab offers for it. `options` are further keywords of
-    `argparse`.
+    `name` is its attribute in the parsed arguments, `metavar` its name in a synopsis, and `help`
+    its line in the help. `completes` names the words that the Tab key offers. `options` are further
+    keywords of `argparse`.
     """
     return Argument((name,), {"metavar": metavar, "help": help, **options}, completes)
 
 
 def option(flags: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
-    """An option with a value, shown as `metavar`; `flags` are separated by spaces.
+    """An option with a value, which the help shows as `metavar`. Spaces separate its `flags`.
 
-    `help` is its line in the help, `completes` what Tab offers for its value. `options` are further
-    keywords of `argparse`.
+    `help` is its line in the help. `completes` names the values that the Tab key offers. `options`
+    are further keywords of `argparse`.
     """
     return Argument(tuple(flags.split()), {"metavar": metavar, "help": help, **options}, completes)
 
@@ -135,14 +135,16 @@ def port_number(text: str) -> int:
 
 
 def _whole(text: str, least: int, what: str, most: int = MOST_NUMBER) -> int:
-    """The number that `text` writes in digits. Raises ArgumentTypeError: it is not `what`."""
+    """The number that the digits of `text` write. Raises ArgumentTypeError, which names `what` is
+    expected.
+    """
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}")
     return int(text)
 
 
 def usage_error(message: str) -> str:
-    """The `message` about words that were not understood, bounded, and safe to print."""
+    """A `message` about words that were not understood, shortened and safe to print."""
     return printable(message, MOST_USAGE_ERROR, keep="\n")
 
 
@@ -176,7 +178,7 @@ SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "fil
 
 
 def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
-    """The `parser`, after these `arguments` were added to it."""
+    """Adds these `arguments` to `parser`, and returns the `parser`."""
     for argument in arguments:
         parser.add_argument(*argument.flags, **argument.options)
     parser.set_defaults(progress=None)
@@ -184,9 +186,9 @@ def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The values in `args` of the given `names`. Names without a value are omitted."""
+    """The values in `args` that have one of the `names`. Names without a value are left out."""
     values = {name: getattr(args, name) for name in names}
-    # `0.0 in (None, False)` is true, and a time-out of 0 is a value.
+    # `0.0 in (None, False)` is true in Python. But a time-out of 0 is a value.
     return {
         name: value for name, value in values.items() if value is not None and value is not False
     }

@@ -1,7 +1,7 @@
 """The table of verbs. The `%gpu` magic, the `gpu` command and their help are made from it.
 
-To add a magic or a command, add a row here: a name, its arguments, and the call on the Runtime.
-A row without `act` has its code in `kernel_ext` and `cli.py`. `rendering` shows the results.
+To add a magic or a command, add a row: a name, its arguments, and the call on the Runtime. A row
+without `act` has its code in `kernel_ext` and `cli.py`. `rendering` shows the results.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Verb(NamedTuple):
         return () if place == MAGIC and self.plain_in_notebook else self.arguments
 
     def synopsis(self, place: str, short: bool = False) -> str:
-        """The verb as it is typed in `place`, optional arguments in brackets.
+        """The verb as it is typed in `place`, with optional arguments in brackets.
 
         `short` writes `[options]` if there are more than two options.
         """
@@ -427,7 +427,7 @@ def typed_in(place: str, text: str) -> str:
         return text
 
     def in_terminal(found: re.Match[str]) -> str:
-        """The text for one `%gpu VERB` that was found."""
+        """The text that replaces a `%gpu VERB` that was found."""
         colon, name = found[1] or "", found[2]
         if name in VERBS and CLI in VERBS[name].places:
             return f"{colon}{CLI} {name}"
@@ -438,7 +438,7 @@ def typed_in(place: str, text: str) -> str:
 
 
 def overview(place: str) -> str:
-    """All verbs of `place`, one line each, and the options that work with every verb."""
+    """All verbs of `place`, each in one line, and the options that work with every verb."""
     lines = [(verb.synopsis(place, short=True), verb.doc) for verb in verbs(place)]
     lines[0] = (f"{place} [status]", lines[0][1])
     everywhere = "--json gives JSON"

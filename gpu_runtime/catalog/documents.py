@@ -1,8 +1,9 @@
-"""Reads YAML or JSON text as plain values, each with its line; writes plain values as YAML.
+"""Reads YAML or JSON text as plain values, each with its line. Writes plain values as YAML.
 
 The values are text, numbers, true or false, lists and mappings. A YAML tag never creates an object,
-and a timestamp remains text. A field that appears twice is an error. So is a file that is too large,
-nested too deep, or that grows through its aliases. `schema` gives the values their meaning.
+and a timestamp remains text. A field that appears twice is an error. Other errors are a file that
+is too large, that is nested too deep, or that grows through its aliases. `schema` gives the values
+their meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DEEPEST = 32  # levels of nesting
 
 Path = tuple[str | int, ...]  # ("models", 0, "memory"), from the top of a document
 
-# The parser in C, if PyYAML has it: ten times as fast.
+# The parser in C, if PyYAML has one. It is ten times as fast.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MERGE, _MAP, _SEQ = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"
 _SCALARS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
@@ -41,13 +42,15 @@ class Document(NamedTuple):
     file: str
 
     def line(self, path: Path) -> int:
-        """The line, from 1, of the value at `path`, or of the nearest value around it."""
+        """The line number, from 1, of the value at `path`, or of the nearest value that contains
+        `path`.
+        """
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
 
     def wrong(self, path: Path, problem: str, **facts: Any) -> BadDocument:
-        """The error for a `problem` at this `path`; `facts` become attributes of it."""
+        """The error for a `problem` at this `path`. `facts` become attributes of the error."""
         return BadDocument(self.file, self.line(path), dotted(path), problem, **facts)
 
 
@@ -62,7 +65,7 @@ def dotted(path: Path) -> str:
 
 
 def read(data: bytes, file: str) -> tuple[Document, ...]:
-    """The documents in the `data` of a `file`; empty ones are left out. Raises BadDocument."""
+    """The documents in the `data` of a `file`. Empty documents are left out. Raises BadDocument."""
     if len(data) > MOST_BYTES:
         raise BadDocument(file, 1, "", f"the file is larger than {MOST_BYTES >> 20} MiB")
     try:
@@ -116,7 +119,9 @@ def _line_of(text: str, error: Any) -> int:
 
 
 def _require_shallow(text: str, file: str) -> None:
-    """Raises BadDocument if the YAML is nested too deep. It reads events and builds no nodes."""
+    """Raises BadDocument if the YAML is nested too deep. The check reads events and builds no
+    nodes.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
@@ -126,7 +131,7 @@ def _require_shallow(text: str, file: str) -> None:
 
 
 class _Builder:
-    """Converts YAML's nodes to values, and records their lines."""
+    """Converts YAML nodes to values, and records their lines."""
 
     def __init__(self, file: str) -> None:
         self.file, self.count = file, 0
@@ -158,7 +163,9 @@ class _Builder:
         raise self._wrong(line, path, _not_plain(node.tag))
 
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
-        """The fields of the mapping `node` at `path`. They override fields that `<<` merges."""
+        """The fields of the mapping `node` at `path`. These fields override the fields that `<<`
+        merges.
+        """
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen: dict[str, int] = {}
@@ -178,7 +185,8 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
-        """The fields that `<<` merges: from one mapping, or from a list of them in its order."""
+        """The fields that `<<` merges, from one mapping, or from a list of mappings in its order.
+        """
         merged: dict[str, Any] = {}
         for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
             fields = self.value(part, path)
@@ -209,7 +217,9 @@ def _not_plain(tag: str) -> str:
 
 
 def _usable(value: Any, wrong: Callable[[str], BadDocument]) -> Any:
-    """The value. Raises the error that `wrong` makes for a number that JSON cannot represent."""
+    """Returns `value`. For a number that JSON cannot represent, raises the error that `wrong`
+    makes.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise wrong(f"{value} is not a number that can be used")
     if isinstance(value, str) and not _is_unicode(value):
@@ -236,7 +246,7 @@ def _short(text: str) -> str:
 
 
 def _json(text: str, file: str) -> Iterator[Document]:
-    """The JSON documents in the text, which follow one another, as `jq` reads them."""
+    """The JSON documents in the text. They follow one another, as `jq` reads them."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
     at = _skip(text, 0)
     while at < len(text):
@@ -258,7 +268,7 @@ def _json(text: str, file: str) -> Iterator[Document]:
 
 
 class _Pairs(list):
-    """The fields of a JSON object as pairs, in which a field may be repeated."""
+    """The fields of a JSON object as pairs. The same field may appear more than once."""
 
 
 def _no_constant(word: str) -> Any:
@@ -291,10 +301,10 @@ def _plain(raw: Any, path: Path, document: Document, count: Iterator[int]) -> An
 
 
 def _json_lines(text: str, before: int) -> dict[Path, int]:
-    """The lines of a valid JSON document that has `before` lines before it.
+    """The line of each value in a valid JSON document. `before` is the number of lines before it.
 
-    JSON with its tabs replaced by spaces is read as YAML, whose nodes have lines. If the document has
-    a character that YAML does not allow, only its first line is returned.
+    The JSON is read as YAML, with its tabs replaced by spaces, because YAML's nodes have lines. If
+    the document has a character that YAML does not allow, only its first line is returned.
     """
     lines: dict[Path, int] = {}
     spaced = text.replace("\t", " ")
@@ -324,9 +334,9 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, with escapes for rare line breaks in text.
+    """PyYAML's dumper, changed to write rare line breaks in text as escapes.
 
-    PyYAML itself would replace them by spaces.
+    PyYAML itself would replace these line breaks by spaces.
     """
 
 
@@ -339,6 +349,6 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def as_yaml(body: Mapping[str, Any]) -> str:
-    """The document `body` in YAML, with its fields in their order."""
+    """The document `body` as YAML, with the fields in their order."""
     text = yaml.dump(body, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text.rstrip("\n")

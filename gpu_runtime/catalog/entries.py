@@ -1,4 +1,4 @@
-"""One model of the catalogue: the entry as it was written, and the ModelSpec made from it.
+"""One model of the catalogue: the entry as it was written, and the ModelSpec that is made from it.
 
 The entry is stored unchanged. Its ModelSpec depends on the settings of the process, and on the
 backends of this version.
@@ -45,14 +45,15 @@ class CatalogEntry(Value):
 
     @property
     def id(self) -> str:
-        """The model's id, which is a second name; empty if it has none."""
+        """The model's id, which is a second name. Empty if the model has no id."""
         return str(self.body["spec"].get("id") or "")
 
 
 def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
     """The ModelSpec that a process with these `settings` makes from the `entry`.
 
-    If an engine's argument and a field contradict, the argument is used, because the engine gets it.
+    If an engine's argument and a field contradict each other, the argument is used, because the
+    engine gets it.
     """
     fields = Fields.model_validate(entry.body["spec"])
     values = _values(fields, settings)
@@ -78,7 +79,7 @@ def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
 
 
 def _values(fields: Fields, settings: Settings) -> dict[str, Any]:
-    """Fields that an engine's argument can override, with their final values."""
+    """The final values of the fields that an engine's argument can override."""
     names = (*_OPTIONS, "quantization", "max_tensor_parallel")
     values = {name: getattr(fields, name) for name in names}
     for _, field, value in read_arguments(fields.runtime_args or ()):
@@ -117,7 +118,7 @@ def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
 def _template(given: str) -> str:
     """The text of a chat template: the text in the file `given`, or `given` itself.
 
-    If the file cannot be read, its name is returned; an error is raised when the template is used.
+    If the file cannot be read, its name is returned. The use of the template then raises an error.
     """
     if "{" in given:
         return given
@@ -129,7 +130,8 @@ def _template(given: str) -> str:
 
 
 def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
-    """The backend: the entry's, else that of INFERENCE_BACKEND, else the default for the source."""
+    """The backend of the entry, else of the setting INFERENCE_BACKEND, else the source's default.
+    """
     named = fields.runtime or fields.backend
     if named:
         return named
@@ -142,7 +144,7 @@ def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -
 
 
 def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
-    """The arguments of `words` that an engine gets.
+    """The arguments in `words` that an engine gets.
 
     --trust-remote-code is removed unless the `settings` of the process allow it.
     """
@@ -166,9 +168,9 @@ def _requests_trust(fields: Fields) -> bool:
 
 
 def require_loadable(spec: ModelSpec) -> None:
-    """Raises ModelDisabled, or LoadFailed if no backend here can load the `spec`.
+    """Raises ModelDisabled for a disabled model, and LoadFailed if no backend can load the `spec`.
 
-    It is called before anything is evicted for the model.
+    It is called before any model is evicted to make room.
     """
     if not spec.enabled:
         raise ModelDisabled(spec.name)
@@ -183,12 +185,12 @@ def require_loadable(spec: ModelSpec) -> None:
 
 
 def obstacle(spec: ModelSpec) -> str:
-    """The reason, apart from its size, why the `spec` cannot be loaded; empty if it can be loaded."""
+    """Why the `spec` cannot be loaded, apart from its size. Empty if it can be loaded."""
     return cannot_load(spec) if spec.enabled else "it is disabled in the catalogue"
 
 
 def cannot_load(spec: ModelSpec) -> str:
-    """Why no backend here can load the `spec`; empty if one can."""
+    """Why no backend here can load the `spec`. Empty if a backend can."""
     known = backend_names()
     if spec.backend not in known:
         return (
@@ -210,7 +212,7 @@ def state(spec: ModelSpec) -> str:
 
 
 def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
-    """Sentences about fields of the `entry` that are stored but have no effect here."""
+    """Sentences about fields of the `entry` that are stored but have no effect in this process."""
     spec = spec_of(entry, settings)
     fields = Fields.model_validate(entry.body["spec"])
     found = []
@@ -226,7 +228,7 @@ def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
 
 
 def _argument_notes(fields: Fields) -> list[str]:
-    """Notes on an engine's arguments that are kept, and that this process does not use."""
+    """Notes on an engine's arguments that are stored, and that this process does not use."""
     flags = [(flag, field) for flag, field, _ in read_arguments(fields.runtime_args or ())]
     placed = [flag for flag, _ in flags if flag in RESERVED_FLAGS]
     for_engine = [
@@ -243,7 +245,7 @@ def _argument_notes(fields: Fields) -> list[str]:
 
 
 def _load_notes(spec: ModelSpec) -> list[str]:
-    """Notes on why the model would not load now."""
+    """Notes on why the model could not be loaded now."""
     here = os.path.exists(spec.source)
     because = cannot_load(spec)
     if not because:

@@ -42,7 +42,7 @@ class Manifest(NamedTuple):
     path: Path  # path of the model's spec in the document
 
     def wrong(self, problem: str, *path: str | int) -> BadDocument:
-        """The error for a `problem` at this `path` below the spec."""
+        """The error for a `problem` at this `path` below the manifest's spec."""
         return self.document.wrong((*self.path, *path), problem)
 
 
@@ -52,7 +52,7 @@ Found = Manifest | BadDocument  # a model, or the error if it cannot be read
 
 
 def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...]:
-    """Every model of the `documents` of a `file`, checked.
+    """Every model of the `documents` of a `file`, after a check.
 
     Raises BadDocument with all errors, in the order of their lines.
     """
@@ -119,7 +119,9 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
-    """The first wrong field of a document of the first format, and the problem; empty if none."""
+    """The first wrong field of a document of the first format, and the problem. Empty if it is
+    valid.
+    """
     if value.get("apiVersion") != API_VERSION:
         return ("apiVersion",), (
             f"{quoted(value.get('apiVersion'))} is not supported; it must be {API_VERSION}"
@@ -170,7 +172,7 @@ def _under_name(document: Document, name: Any, part: Any, path: Path) -> Found:
 
 
 def _named(document: Document, part: Any, path: Path) -> Found:
-    """A model in a mapping of fields that has a name; the id is used if the name is missing."""
+    """The model in a mapping of fields that has a name. Without a name, its id is the name."""
     if not isinstance(part, dict):
         return document.wrong(path, "it must be a mapping of fields, with a name")
     key = "name" if "name" in part else "id"

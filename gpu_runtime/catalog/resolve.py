@@ -1,7 +1,7 @@
 """The catalogue for one runtime: its models, with the ids of this machine's cards.
 
-If the catalogue cannot be read, only requests for its models fail. Models that are registered or
-loaded here are not affected.
+If the catalogue cannot be read, only requests for its models fail. Models that this process has
+registered or loaded are not affected.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ log = logging.getLogger("gpu_runtime")
 
 
 class Catalogued:
-    """The models of a catalogue. Their cards have the current ids of this machine's devices."""
+    """The models of a catalogue, in which cards have the current ids of this machine's devices."""
 
     def __init__(self, catalog: Catalog, devices: Callable[[], tuple[Device, ...]]) -> None:
-        """Reads the `catalog`; `devices` returns the devices of this machine."""
+        """Reads the `catalog`. `devices` returns the devices of this machine."""
         self.catalog = catalog
         self._devices = devices
         self._logged = ""
@@ -42,7 +42,7 @@ class Catalogued:
         return self._here(spec) if spec else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models. If the catalogue cannot be read: no models, and the error is logged once."""
+        """All models. If the catalogue cannot be read, no models; the error is then logged once."""
         try:
             return self.catalog.specs()
         except (CatalogUnavailable, BadDocument) as error:
@@ -56,7 +56,7 @@ class Catalogued:
         return tuple(spec.name for spec in self.specs())
 
     def _here(self, spec: ModelSpec) -> ModelSpec:
-        """The spec, with this machine's ids of its cards."""
+        """The `spec`, with this machine's ids of its cards."""
         placement: dict[str, Any] = dict(spec.placement)
         most = placement.get("card_bytes")
         if isinstance(most, dict):
@@ -66,7 +66,7 @@ class Catalogued:
         return replace(spec, devices=tuple(map(self._card, spec.devices)), placement=placement)
 
     def _card(self, given: str) -> str:
-        """The id of the card with this index, id or UUID. Raises UnknownDevice."""
+        """The id of the card with the index, id or UUID `given`. Raises UnknownDevice."""
         for card in self._cards:
             if given in (str(card.index), card.id, card.uuid):
                 return card.id

@@ -1,4 +1,4 @@
-"""The fields of a manifest, in one table. It checks them, and the documentation is made from it.
+"""The fields of a manifest in one table, which checks them. The documentation is made from it.
 
 Each value is converted to the project's own units and words: sizes to bytes, durations to seconds.
 An unknown field is kept, unless it looks like a misspelled known field.
@@ -134,7 +134,7 @@ def _word_of(
 
 
 def _other_backend(word: str) -> str:
-    """A backend that this version lacks, by its name in small letters."""
+    """The name, in small letters, of a backend that this version lacks."""
     return _by(WORD)(word.lower())
 
 
@@ -142,7 +142,7 @@ _WHICH_GPUS = "it must be how many GPUs, such as 2, or which, such as [0, 1] or 
 
 
 def _gpus(value: Any) -> int | tuple[str, ...]:
-    """The number of cards, or the ids of certain cards."""
+    """The number of cards, or the ids of the chosen cards."""
     if isinstance(value, list):
         named = [isinstance(card, (int, str)) and not isinstance(card, bool) for card in value]
         if not value or not all(named):
@@ -154,7 +154,7 @@ def _gpus(value: Any) -> int | tuple[str, ...]:
 
 
 def _card_bytes(value: Any) -> int | dict[str, int]:
-    """The most bytes of each card: one number, or one for each card."""
+    """The most bytes of each card: one number for all cards, or one number for each card."""
     if not isinstance(value, dict):
         return _size(value)
     if not value:
@@ -165,7 +165,7 @@ def _card_bytes(value: Any) -> int | dict[str, int]:
 
 
 def _arguments(value: Any) -> tuple[str, ...]:
-    """Command-line arguments, from a list or from a mapping of flags to values."""
+    """Command-line arguments, read from a list or from a mapping of flags to values."""
     words = _flag_words(value) if isinstance(value, dict) else value
     if not isinstance(words, list) or not all(map(_is_argument, words)):
         raise ValueError("it must be a list of words, such as ['--max-model-len', '32768']")
@@ -177,7 +177,7 @@ def _is_argument(word: Any) -> bool:
 
 
 def _flag_words(flags: Mapping[str, Any]) -> list[Any]:
-    """The words of a mapping of flags. True is a flag without a value; False is left out."""
+    """The words of a mapping of flags. True is a flag without a value. False is left out."""
     words: list[Any] = []
     for flag, value in flags.items():
         if value is False or value is None:
@@ -193,7 +193,7 @@ def _flag(name: str) -> str:
 
 
 def _by(rule: Rule) -> Callable[[Any], Any]:
-    """A function that reads a value by the `rule` that `register` applies too."""
+    """A function that reads a value by `rule`, which `register` applies too."""
 
     def read(value: Any) -> Any:
         """The value as the rule reads it. Raises ValueError."""
@@ -370,7 +370,7 @@ _EXPECTED = {
 
 
 def in_words(complaint: Any) -> str:
-    """One of pydantic's errors, the `complaint`, as a sentence."""
+    """The pydantic error `complaint` as a sentence."""
     kind, given = complaint["type"], complaint["input"]
     if kind == "value_error":
         return str(complaint["ctx"]["error"]).rstrip(".")
@@ -384,7 +384,7 @@ def in_words(complaint: Any) -> str:
 
 
 def _tokens(text: str) -> int:
-    """A number of tokens as vLLM accepts it: 32768, 32k (thousands), 32K (1024 each)."""
+    """A number of tokens as vLLM accepts it: 32768, 32k (thousands), or 32K (1024 each)."""
     match = re.fullmatch(r"([0-9]{1,12})([kKmM]?)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a number of tokens")
@@ -401,8 +401,8 @@ def _unless_auto(text: str) -> str | None:
     return None if text == "auto" else text
 
 
-# --max-num-seqs and --parallel are not in this table: their sequences share the reserved context,
-# so they need no more memory.
+# --max-num-seqs and --parallel are not in this table. The sequences that they allow share the
+# reserved context, so they need no more memory.
 _ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field, and its reader
     "--max-model-len": ("context_length", _tokens),
     "--ctx-size": ("context_length", _tokens),
@@ -424,7 +424,7 @@ TRUST = "--trust-remote-code"
 
 
 def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
-    """Each flag of `words`, with its field (empty if it has none) and its value.
+    """Yields each flag of `words`, its field (empty for an unknown flag) and its value.
 
     >>> list(read_arguments(("--max-model-len", "32k", "--trust-remote-code", "--seed=1")))
     [('--max-model-len', 'context_length', 32000), ('--trust-remote-code', '', None), ('--seed', '', '1')]

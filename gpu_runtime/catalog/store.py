@@ -57,7 +57,7 @@ _NOT_READABLE = (  # the errors that decoding a damaged file may raise
 
 
 def default_place() -> Path:
-    """The directory of this user's own catalogue, in the state directory; a reboot keeps it."""
+    """The directory of this user's catalogue, in the state directory, which a reboot keeps."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(home) / "gpu-console" / "catalog"
 
@@ -65,11 +65,11 @@ def default_place() -> Path:
 class Catalog:
     """The catalogue that the settings name.
 
-    Threads and processes may share it. Files are read again after they change.
+    Threads and processes may share it. Its files are read again after they change.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Reads GPU_CATALOG and the rest of the `settings`; the files are read when needed."""
+        """Uses GPU_CATALOG and other `settings`. The files are read when they are needed."""
         self.settings = settings
         place = Path(settings.gpu_catalog).expanduser() if settings.gpu_catalog else default_place()
         self.place = place.absolute()
@@ -92,7 +92,10 @@ class Catalog:
         return self._known[1]
 
     def entry(self, name: str) -> CatalogEntry | None:
-        """The model called `name`, or the only one with that id; else None. Raises as `entries`."""
+        """The model called `name`, or the only model with that id, else None.
+
+        Raises the errors of `entries`.
+        """
         entries = self.entries()
         if name in entries:
             return entries[name]
@@ -100,19 +103,22 @@ class Catalog:
         return with_id[0] if len(with_id) == 1 else None
 
     def spec(self, name: str) -> ModelSpec | None:
-        """The model called `name` as this process would load it, or None. Raises as `entries`."""
+        """The model `name` as this process would load it, or None. Raises the errors of `entries`.
+        """
         entry = self.entry(name)
         return spec_of(entry, self.settings) if entry else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models as this process would load them, by name. Raises as `entries`."""
+        """All models as this process would load them, sorted by name. Raises the errors of
+        `entries`.
+        """
         return tuple(spec_of(entry, self.settings) for _, entry in sorted(self.entries().items()))
 
     @checked
     def inspect(self, name: str, format: str = "") -> Any:
         """The entry of the model `name`, as a document that `apply` accepts.
 
-        It is a dict, or text if `format` is yaml or json. Raises UnknownModel, BadSetting,
+        The result is a dict, or text if `format` is yaml or json. Raises UnknownModel, BadSetting,
         CatalogUnavailable.
         """
         body = self._require(name).body
@@ -173,7 +179,7 @@ class Catalog:
         return [_entry(manifest, file) for manifest in manifests(documents, str(file))]
 
     def _bytes(self, file: Path) -> bytes | None:
-        """The file's content; None if the file was deleted after the directory was listed."""
+        """The content of `file`. None if it was deleted after the directory was listed."""
         try:
             with open(file, "rb") as opened:
                 return opened.read(MOST_STORED_BYTES)
@@ -221,7 +227,7 @@ class Catalog:
 
     @checked
     def apply(self, file: str | os.PathLike[str]) -> Applied:
-        """Adds or changes the models of a `file`: all of them, or none. Returns the result.
+        """Adds or changes all models of a `file`, or none. Returns what was done.
 
         Raises BadDocument, which names file, line and field, and CatalogUnavailable.
         """
@@ -243,7 +249,7 @@ class Catalog:
         return Applied(name, added, changed, unchanged, tuple(self._notes(new, set_aside)))
 
     def _notes(self, new: Iterable[CatalogEntry], set_aside: str) -> Iterator[str]:
-        """The notes on new entries. A note on several entries appears once."""
+        """The notes on new entries. A note that applies to several entries appears once."""
         if set_aside:
             yield f"the catalogue was damaged; its content is in {set_aside}"
         names_of: dict[str, list[str]] = {}
@@ -254,7 +260,7 @@ class Catalog:
             yield f"{', '.join(names)}: {note}"
 
     def delete(self, name: str) -> CatalogEntry:
-        """The removed entry of the model `name`. Raises UnknownModel, CatalogUnavailable."""
+        """Removes the model `name` and returns its entry. Raises UnknownModel, CatalogUnavailable."""
         with self._locked():
             entry = self._require(name)
             if entry.file != str(self.file) or self._by_hand():
@@ -269,7 +275,9 @@ class Catalog:
         return entry
 
     def _locked(self) -> Any:
-        """The lock on the file, acquired. Raises CatalogUnavailable after PATIENCE_SECONDS."""
+        """Acquires the file's lock and returns it. Raises CatalogUnavailable after
+        PATIENCE_SECONDS.
+        """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = self.directory.stat().st_mode & 0o666  # users who may write here may lock
@@ -288,7 +296,7 @@ class Catalog:
             raise self._unwritable(error) from error
 
     def _for_writing(self) -> tuple[Mapping[str, CatalogEntry], str]:
-        """The entries; and the new name of the old file if it was damaged and set aside."""
+        """The entries, and the new name of the old file if that file was damaged and renamed."""
         try:
             return self.entries(), ""
         except _Damaged:
@@ -297,12 +305,12 @@ class Catalog:
             return self.entries(), str(aside)
 
     def _by_hand(self) -> bool:
-        """Whether the file that `apply` would write was written by hand."""
+        """Whether a person wrote the file to which `apply` would write."""
         data = None if self.file.name == OURS else self._bytes(self.file)
         return data is not None and not _is_ours(data)
 
     def _require_ours(self, new: Iterable[CatalogEntry], known: Mapping[str, CatalogEntry]) -> None:
-        """Raises CatalogUnavailable if a new entry would change a file that was written by hand."""
+        """Raises CatalogUnavailable if a new entry would change a file that a person wrote."""
         if self._by_hand():
             raise CatalogUnavailable(
                 f"the catalogue {self.file} was written by hand, and is not overwritten.\n"
@@ -321,7 +329,9 @@ class Catalog:
                 )
 
     def _write(self, entries: Iterable[CatalogEntry]) -> None:
-        """Replaces the whole file, so a reader finds either the old content or the new content."""
+        """Replaces the whole file at once. So a reader finds either the old content or the new
+        content.
+        """
         bodies = [entry.body for entry in sorted(entries, key=lambda entry: entry.name)]
         stored = {"gpu_console_catalog": VERSION, "models": bodies}
         data = json.dumps(stored, indent=1, ensure_ascii=False).encode()
@@ -337,7 +347,7 @@ class Catalog:
             raise self._unwritable(error) from error
 
     def _write_draft(self, draft: Path, data: bytes) -> None:
-        """Writes a new file with the mode of the old one."""
+        """Writes a new file that has the mode of the old file."""
         with open(draft, "xb") as file:
             if self.file.exists():
                 os.fchmod(file.fileno(), self.file.stat().st_mode & 0o777)
@@ -363,7 +373,7 @@ class _Damaged(CatalogUnavailable):
 
 
 def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
-    """A file's name, its bytes, and the directory that its paths are relative to.
+    """The name of `file`, its bytes, and the directory to which its paths are relative.
 
     `-` is standard input. Raises BadDocument if the file cannot be read.
     """
@@ -379,7 +389,9 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
-    """The entry to store. Its paths are made absolute, since the entry moves to another file."""
+    """The entry to store. Its paths are made absolute, since the stored file is in another
+    directory.
+    """
     spec = dict(manifest.body["spec"])
     base = base or str(file.parent)
     if spec.get("path"):
@@ -394,7 +406,7 @@ def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
 
 
 def absolute(path: str, base: str) -> str:
-    """The `path`, relative to the directory `base` if it is not absolute.
+    """`path` itself if it is absolute; else `path` below the directory `base`.
 
     >>> absolute("phi/../phi-4.gguf", "/srv/models"), absolute("/data/phi", "/srv/models")
     ('/srv/models/phi-4.gguf', '/data/phi')
