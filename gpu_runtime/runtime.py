@@ -198,7 +198,7 @@ class Runtime:
         "5m"). `layout` says how the model may be divided over `devices`, ids such as "cuda:1".
         `model_type` and `quantization` describe the model. With `restore_on_call=False`, a call on
         a kept reference raises NotResident while the model is away. `options` are passed to the
-        backend, which refuses options that it does not use. Registering a model twice has no effect.
+        backend, which refuses those that it does not use. A second, equal call changes nothing.
 
         Raises NotAModel, BadSize, BadSetting, AlreadyRegistered, UnknownDevice.
         """

@@ -260,7 +260,8 @@ class Catalog:
             yield f"{', '.join(names)}: {note}"
 
     def delete(self, name: str) -> CatalogEntry:
-        """Removes the model `name` and returns its entry. Raises UnknownModel, CatalogUnavailable."""
+        """Removes the model `name`, and returns its entry. Raises UnknownModel, CatalogUnavailable.
+        """
         with self._locked():
             entry = self._require(name)
             if entry.file != str(self.file) or self._by_hand():
