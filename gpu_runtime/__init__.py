@@ -123,8 +123,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """This package. Importing its submodule `runtime` does not replace the function of that name.
-    """
+    """This package. Importing its submodule `runtime` does not replace the function of that name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name == "runtime" and isinstance(value, ModuleType)):

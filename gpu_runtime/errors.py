@@ -104,9 +104,8 @@ class Busy(GpuError):
 
 
 class Deadlock(GpuError):
-    """Each of several threads holds memory that another one waits for.
-
-    Attributes: name, because.
+    """Each of several threads holds memory for which another of them waits. Attributes: name,
+    because.
     """
 
 

@@ -41,8 +41,7 @@ class Namespace(Protocol):
         ...
 
     def held(self, name: Name) -> list[Any]:
-        """The objects of `name`, with one entry for each reference that is removed with the name.
-        """
+        """The objects of `name`, with one entry for each reference that is removed with the name."""
         ...
 
     def shared(self) -> list[Any]:
@@ -63,8 +62,7 @@ class Namespace(Protocol):
 
 
 class Script:
-    """The names of a process without a front end: variables of `__main__`, frames, the last error.
-    """
+    """The names of a process without a front end: variables of `__main__`, frames, the last error."""
 
     @property
     def _variables(self) -> dict[str, Any]:
@@ -151,8 +149,7 @@ def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
 
 
 def functions_of(errors: Iterable[BaseException]) -> str:
-    """The functions in which the errors were raised, the innermost last, such as `step, forward`.
-    """
+    """The functions in which the errors were raised, the innermost last, such as `step, forward`."""
     names = [frame.f_code.co_name for frame in frames_of(errors)]
     return ", ".join(dict.fromkeys(names))
 

@@ -1,13 +1,11 @@
-"""Small real models for experiments.
-
-They have random weights and a tokenizer; nothing is downloaded.
+"""Small real models for experiments, with random weights and a tokenizer. Nothing is downloaded.
 
     from gpu_runtime import samples
     samples.causal_lm("models/writer", size="48 MiB")
     samples.gguf_lm("models/writer.gguf")
 
-Their output is nonsense, but always the same: the weights depend only on the seed. For runbooks, drills
-and tests.
+Runbooks, drills and tests use them. Their output is nonsense, but always the same, because the
+weights depend only on the seed.
 """
 
 from __future__ import annotations

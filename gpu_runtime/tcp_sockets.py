@@ -22,7 +22,8 @@ _REACHED = (_LOOPBACK, bytes(4), bytes(16), _MAPPED + _LOOPBACK, _MAPPED + bytes
 
 # The kernel's interface sock_diag: linux/inet_diag.h and linux/netlink.h.
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
-# Family, protocol, extensions, states; then the socket: ports and addresses of both ends, interface, cookie.
+# The first part is: family, protocol, extensions, states. The second part describes the socket:
+# ports and addresses of both ends, interface, cookie.
 _REQUEST = struct.Struct("=BBBxI2s2s16s16sI8s")
 _ANY_COOKIE = b"\xff" * 8
 _ANSWER = struct.Struct("=4x2s2x16s16s12x12xII")  # source port, source, destination, uid, inode
@@ -33,8 +34,7 @@ _MOST_ANSWER_BYTES = 1 << 16
 
 
 class Listener(NamedTuple):
-    """A listening socket: its inode, which names it in /proc/PID/fd, and the user that opened it.
-    """
+    """A listening socket: its inode, which names it in /proc/PID/fd, and the user that opened it."""
 
     inode: int
     uid: int

@@ -54,8 +54,7 @@ class Upcoming:
 
 
 def _forget() -> None:
-    """In a forked child: removes the reader and the followers, because the cells are the parent's.
-    """
+    """In a forked child: removes the reader and the followers, because the cells are the parent's."""
     upcoming.__init__()  # type: ignore[misc]
 
 

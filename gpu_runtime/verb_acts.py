@@ -59,7 +59,7 @@ def restore(rt: Any, args: argparse.Namespace) -> Outcome:
 
 
 def preload(rt: Any, args: argparse.Namespace) -> Outcome:
-    """The outcome of `rt.preload` for the name in `args`; `args.progress` shows the progress."""
+    """The outcome of `rt.preload` for the name in `args`. `args.progress` shows the progress."""
     return rt.preload(args.name, progress=args.progress, **given(args, "timeout"))
 
 
@@ -119,8 +119,9 @@ def inspect(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def autoload(rt: Any, args: argparse.Namespace) -> Outcome:
-    """The result of writing, or removing, the environment's IPython configuration; `rt` is not
-    used.
+    """Writes, or removes, the environment's IPython configuration. Returns the outcome.
+
+    `rt` is not used.
     """
     from . import autoload
 
@@ -128,7 +129,9 @@ def autoload(rt: Any, args: argparse.Namespace) -> Outcome:
 
 
 def backtest(rt: Any, args: argparse.Namespace) -> Any:
-    """The table of replays that `args` describe; `rt` may be None if they name the history's files.
+    """The table of replays that `args` describe.
+
+    `rt` may be None if `args` name the files of the history.
     """
     from .owner import backtests
 
@@ -145,7 +148,7 @@ def backtest(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def ledger(rt: Any, args: argparse.Namespace) -> Any:
-    """The result of setting up a shared ledger in `args.directory`; `rt` is not used."""
+    """Sets up a shared ledger in `args.directory`. Returns the outcome. `rt` is not used."""
     from . import settings
     from .ledgers import setup
 

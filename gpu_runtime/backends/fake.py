@@ -19,8 +19,9 @@ Hook = Callable[[str], Any]
 
 
 class FakeModel:
-    """The object that `use` yields for a fake model. It has a name and a place; a call returns its
-    arguments.
+    """The object that `use` yields for a fake model, with its name and place.
+
+    A call returns its arguments.
     """
 
     def __init__(self, name: str, hook: Hook | None) -> None:
@@ -119,15 +120,15 @@ class FakeBackend:
         return model.place[0]
 
     def elsewhere(self, model: FakeModel) -> tuple[str, ...]:
-        """Empty: a fake `model` has no tensors."""
+        """Returns an empty tuple, because a fake `model` has no tensors."""
         return ()
 
     def droppable(self, model: FakeModel) -> bool:
-        """True: a fake `model` has no weights to lose."""
+        """Always True, because a fake `model` has no weights to lose."""
         return True
 
     def unchanged(self, model: FakeModel) -> bool:
-        """True: a fake `model` has no weights that could change."""
+        """Always True, because a fake `model` has no weights that could change."""
         return True
 
     def _settle(self, model: FakeModel, shares: Shares, arrive: Callable[[], Any]) -> None:

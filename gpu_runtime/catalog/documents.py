@@ -185,8 +185,7 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
-        """The fields that `<<` merges, from one mapping, or from a list of mappings in its order.
-        """
+        """The fields that `<<` merges, from one mapping, or from a list of mappings in its order."""
         merged: dict[str, Any] = {}
         for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
             fields = self.value(part, path)

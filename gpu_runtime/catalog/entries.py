@@ -130,8 +130,7 @@ def _template(given: str) -> str:
 
 
 def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
-    """The backend of the entry, else of the setting INFERENCE_BACKEND, else the source's default.
-    """
+    """The backend of the entry, else of the setting INFERENCE_BACKEND, else the source's default."""
     named = fields.runtime or fields.backend
     if named:
         return named

@@ -42,7 +42,9 @@ class Catalogued:
         return self._here(spec) if spec else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models. If the catalogue cannot be read, no models; the error is then logged once."""
+        """All models. If the catalogue cannot be read, there are none, and the error is logged
+        once.
+        """
         try:
             return self.catalog.specs()
         except (CatalogUnavailable, BadDocument) as error:

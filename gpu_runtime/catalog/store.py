@@ -103,8 +103,7 @@ class Catalog:
         return with_id[0] if len(with_id) == 1 else None
 
     def spec(self, name: str) -> ModelSpec | None:
-        """The model `name` as this process would load it, or None. Raises the errors of `entries`.
-        """
+        """The model `name` as this process would load it, or None. Raises the errors of `entries`."""
         entry = self.entry(name)
         return spec_of(entry, self.settings) if entry else None
 
@@ -260,8 +259,7 @@ class Catalog:
             yield f"{', '.join(names)}: {note}"
 
     def delete(self, name: str) -> CatalogEntry:
-        """Removes the model `name`, and returns its entry. Raises UnknownModel, CatalogUnavailable.
-        """
+        """Removes the model `name`, and returns its entry. Raises UnknownModel, CatalogUnavailable."""
         with self._locked():
             entry = self._require(name)
             if entry.file != str(self.file) or self._by_hand():

@@ -318,7 +318,7 @@ def _load(
         resident.install(handle, settled, anchor)
     except BaseException as error:
         if not isinstance(error, Exception):
-            # A notebook keeps the traceback of an interrupt; its frames would keep the bytes.
+            # A notebook keeps the traceback of an interrupt. The traceback's frames keep the bytes.
             traceback.clear_frames(error.__traceback__)
         installed = handle is not None and resident.handle is handle
         if not installed:

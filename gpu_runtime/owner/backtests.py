@@ -1,4 +1,4 @@
-"""Back-tests: a history of uses, replayed with other policies, cards and host memory."""
+"""Back-tests replay a history of uses with other policies, cards and host memory."""
 
 from __future__ import annotations
 

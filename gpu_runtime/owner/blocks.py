@@ -42,7 +42,7 @@ class LeasedBlock:
                 self._cap()
 
     def _cap(self) -> None:
-        """Limits torch to what it has reserved plus the leased bytes."""
+        """Limits torch to the bytes that it has reserved plus the leased bytes."""
         reserved = self._cuda.memory_reserved(self._torch)
         fraction = (reserved + self.bytes) / self.device.total_bytes
         fraction = min(max(fraction, 0.01), 1.0)
@@ -164,7 +164,8 @@ def _lease_block(
             session, key, wanted, Footprint.of(size), rules, timeout, is_here
         )
         for verdict in granted_steps:
-            # Nothing is loaded, so no settling write: the monitor or the block's end publishes it.
+            # Nothing is loaded, so no write settles the lease. The monitor or the block's end
+            # publishes it.
             lease = replace(
                 verdict.lease,
                 shares=verdict.lease.target,

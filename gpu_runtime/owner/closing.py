@@ -1,4 +1,6 @@
-"""The end of this process as an owner: its models are freed, and its section leaves the book."""
+"""The end of this process as an owner: its models are freed, and its section is removed from the
+book.
+"""
 
 from __future__ import annotations
 

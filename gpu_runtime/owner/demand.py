@@ -41,7 +41,7 @@ def wanted_lease(
 
 
 def placement(session: Session, resident: Resident) -> PlacementRules:
-    """Where the model may be placed and how it may be divided.
+    """Rules for where the model may be placed and how it may be divided.
 
     The model's own rules override the settings.
     """

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from .training import Training, watch_steps
 
 _CALLS = ("__call__", "forward", "generate")
-# Methods that read or replace weights. `_apply` is behind `to`, `half`, `cuda`, `share_memory` and others.
+# Methods that read or replace weights. `to`, `half`, `cuda` and others call `_apply`.
 _WHOLE = (
     "state_dict",
     "load_state_dict",
@@ -123,8 +123,8 @@ def _governed_class(base: type) -> type:
         **_named_like(base),
         "zero_grad": _clearing(base.zero_grad),  # type: ignore[attr-defined]
     }
-    # `__call__` as well as `forward`: hooks that move inputs to the model's card first look where
-    # the model is.
+    # Both `__call__` and `forward` are wrapped. Hooks that move inputs to the model's card first
+    # check where the model is.
     for name in _CALLS:
         original = getattr(base, name, None)
         if callable(original):
@@ -147,7 +147,7 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the original function while the model is pinned."""
         resident = _governed.get(self)
-        # A copy of a governed module is not governed. A call inside a call is the same use.
+        # A copy of a governed module is not governed. A call inside a call belongs to the same use.
         if resident is None or resident.called_by(threading.get_ident()):
             return original(self, *args, **kwargs)
         if not noted and resident.pinned_by(threading.get_ident()):

@@ -206,7 +206,7 @@ class Kernel:
             self._turn_began = session.clock()  # one attempt a turn
 
     def _is_needed(self, resident: KernelResident) -> bool:
-        """Whether another process needs this kernel to leave: it waits, or a card is overfull with both."""
+        """Whether another process waits for this kernel's memory, or both together overfill a card."""
         id = resident.lease.id
         cards = {share.device for share in resident.lease.shares}
         book = self._session.ledger.read()
@@ -222,8 +222,7 @@ class Kernel:
     # -- counting
 
     def count_when_due(self, idle: bool) -> None:
-        """Counts the kernel's memory, unless the last count was so slow that users would notice
-        one.
+        """Counts the kernel's memory, unless the last count was so slow that users would notice.
 
         On a simulated card a count searches all objects: 40 ms for 170,000. Between cells, counting
         takes at most a twentieth of the time. A skipped count is made when the kernel is `idle`.
@@ -333,7 +332,9 @@ class Kernel:
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
     def exempt(self, never: bool) -> Outcome:
-        """From now on this kernel is `never` parked, after it has returned; or is parked when asked."""
+        """Sets whether this kernel is `never` parked. If it is parked now, `never` brings it back
+        first.
+        """
         resident = self.resident
         if never and resident is not None and resident.place is not Place.HERE:
             operations.preload(self._session, self._id())

@@ -116,13 +116,14 @@ def _needed_by_others(session: Session) -> list[Resident]:
 
 
 def _doze(session: Session, owners: int) -> float:
-    """Seconds to sleep while no owner requests anything: longer with many owners.
+    """The seconds to sleep while no owner requests anything. They are longer with many owners.
 
     Other owners also watch for dead processes, and a use or a notification ends the sleep.
     """
     seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / LOOKS_PER_SECOND))
     session.dozing = seconds > POLL_SECONDS
-    # Check again after setting the flag: a use in between has seen the flag, or is seen here.
+    # Check again after the flag is set. A use between the two checks has either seen the flag, or
+    # is noticed by this check.
     if session.dozing and session.in_use():
         session.dozing = False
         return POLL_SECONDS

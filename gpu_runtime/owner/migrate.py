@@ -71,9 +71,11 @@ def _rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> Pla
 
 
 def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: str = "") -> Outcome:
-    """Moves one of our own models to these cards. `by` is who requested it in another process.
+    """Moves a model of this process to the cards `wanted`. `by` is who requested it in another
+    process.
 
-    Raises NotResident, StillInUse, and DoesNotFit if it has no room there; then nothing changed.
+    Raises NotResident, StillInUse, and DoesNotFit if the cards have no room. After an error nothing
+    has changed.
     """
     name, began = resident.spec.name, session.clock()
     rules = _rules(session, resident, wanted)

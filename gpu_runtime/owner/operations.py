@@ -32,7 +32,7 @@ def preload(
     """Brings a model onto its device; see Runtime.preload."""
     if not isinstance(name, LeaseId) and not session.guest:
         if registry.by_key(session, name) is None and session.catalogue.spec(name):
-            # The catalogue's models are this process's as much as registered ones.
+            # A model of the catalogue counts as registered in this process.
             name = registry.find(session, name).spec.name
     target = registry.resolve(session, name, loadable=True)
     if target.owner != session.me:

@@ -38,9 +38,9 @@ def called_by(pin: AnchorRef) -> int:
 
 
 def new_anchor() -> Anchor:
-    """An anchor that no block holds: the pin ends when nothing refers to the anchor any more.
+    """An anchor without a block. The pin ends when nothing refers to the anchor any more.
 
-    The pin counts as one of the calling thread.
+    The pin belongs to the calling thread.
     """
     return MethodType(_leave, [get_ident()])
 

@@ -187,7 +187,7 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
     if resident.failed_moves > 1:
         log.debug("%s", because)
         return ""
-    # That something runs in a notebook is no fault of its user; the requester reads the event.
+    # A running cell is no error, so its user gets no warning. The requester reads the event.
     level = logging.DEBUG if isinstance(error, StillInUse) else logging.WARNING
     log.log(level, "%s", because)
     return because

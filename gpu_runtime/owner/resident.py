@@ -140,7 +140,7 @@ class Resident:
         if not self.pins:
             self.pinned_since = self.last_used
         try:
-            # Never bind the anchor to a name: a traceback would keep this frame, and the pin, alive.
+            # Never bind the anchor to a name: a traceback would keep this frame and the pin alive.
             self.pins.add(weakref.ref(anchor(), self.pins.discard))
         except TypeError:  # the caller was interrupted meanwhile: the anchor is gone
             return

@@ -1,4 +1,5 @@
-"""Owners that nothing proves alive or dead. A person who knows that one has ended can remove it.
+"""Owners that nothing proves alive or dead. A person who knows that such an owner ended can remove
+it.
 
 The lock file of such an owner is missing or was replaced, and its process runs in another container
 or is hidden. No process removes such an owner automatically, because its memory may be in use.

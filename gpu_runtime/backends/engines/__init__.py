@@ -1,5 +1,5 @@
-"""Engines that are OpenAI-compatible HTTP servers: one recipe module for each engine, and the server's lifecycle.
+"""Engines that are OpenAI-compatible HTTP servers: their recipes, and the lifecycle of a server.
 
-To add an engine, write its recipe here and add a line in `registry.py`. Requests to these servers are queued and routed
-in `gpu_runtime.serving`.
+Each engine has one recipe module. `registry.py` says how to add an engine. `gpu_runtime.serving`
+queues and routes the requests to these servers.
 """

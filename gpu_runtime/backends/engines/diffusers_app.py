@@ -5,8 +5,8 @@ It runs as a separate program, which the recipe `diffusers.py` starts. It listen
 it inherits, bound to 127.0.0.1. It rejects requests without the key.
 """
 
-# No `from __future__ import annotations` here: FastAPI evaluates the annotations, and they name what
-# `app` imports.
+# This module has no `from __future__ import annotations`: FastAPI evaluates the annotations, and
+# they name classes that only `app` imports.
 import argparse
 import base64
 import hmac

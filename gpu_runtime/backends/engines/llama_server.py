@@ -1,7 +1,8 @@
 """llama.cpp's own server, `llama-server`. Without it, llama-cpp-python's server is used.
 
-The latter is `python -m llama_cpp.server`. Sources: llama.cpp, tools/server/README;
-llama-cpp-python, server/settings.
+llama-cpp-python's server is started by `python -m llama_cpp.server`.
+
+Sources: llama.cpp, tools/server/README; llama-cpp-python, server/settings.
 """
 
 from __future__ import annotations

@@ -48,10 +48,7 @@ class Command(NamedTuple):
 
 
 class Recipe(Protocol):
-    """What an engine's module defines.
-
-    This protocol is documentation; modules are not instances.
-    """
+    """The members of an engine's module. This protocol is documentation; modules are not instances."""
 
     HEALTH: str  # a path that needs no key; its status shows whether the server is ready
     READY: Collection[int]  # the statuses with which it answers once the server is ready

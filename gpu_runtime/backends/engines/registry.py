@@ -1,7 +1,7 @@
 """The engines that have a recipe, and the module of each.
 
 To add an engine, write its recipe module (see `recipe.Recipe`) and add one line to `RECIPES`. The
-name of the engine also belongs in these tables; lower layers cannot import this module:
+name of the engine also belongs in these tables, because their modules cannot import this one:
 
 - `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
 - `BACKENDS` in `gpu_runtime/catalog/schema.py`: the words that a manifest may use for the engine;

@@ -1,5 +1,4 @@
-"""The backend for GGUF models by llama-cpp-python, in one worker process for each or in this
-process.
+"""The backend for GGUF models, which llama-cpp-python runs in a worker process or in this process.
 
 An out-of-memory error or a failed check in llama.cpp ends its process. So a worker process is the
 default: after a crash the caller gets one error, and nothing else is affected. `isolated=False`
@@ -80,8 +79,8 @@ LlamaHandle = EngineHandle[LlamaEngine, LlamaModel]
 class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     """Loads GGUF files.
 
-    Options of a model: context_length, sequences, cache_dtype, flash_attn, gpu_layers, main_gpu,
-    split_mode, isolated, and those of `options.PASSED_ON`.
+    The options of a model are context_length, sequences, cache_dtype, flash_attn, gpu_layers,
+    main_gpu, split_mode, isolated, and the options in `options.PASSED_ON`.
     """
 
     name, engine_name = "llama_cpp", "llama.cpp"

@@ -129,7 +129,7 @@ def check(spec: ModelSpec) -> None:
 
 
 def gpu_layers(spec: ModelSpec) -> int:
-    """The number of layers of `spec` on the card; -1: all.
+    """The number of layers of `spec` on the card. -1 means all layers.
 
     The setting INFERENCE_GPU_LAYERS is already in the options if the model does not set its own.
     """

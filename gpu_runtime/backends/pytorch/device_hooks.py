@@ -106,7 +106,7 @@ class _Transfer:
         return _Transfer, (self.device, self.left_in_place)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns the arguments on the first card, and records the device from which they came."""
+        """Moves the arguments to the first card, and records the device from which they came."""
         from accelerate.utils import find_device, send_to_device
 
         self.call.source = find_device([args, kwargs])
@@ -115,7 +115,7 @@ class _Transfer:
         return moved_args, moved_kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The output on the device of the inputs."""
+        """Moves the output to the device of the inputs."""
         from accelerate.utils import send_to_device
 
         source = getattr(self.call, "source", None)

@@ -151,7 +151,7 @@ class _Walk:
             below += (child for child, _ in one.next_functions if child is not None)
             below += saved_by(one)
         elif issubclass(kind, Tensor):
-            # The collector sees the node of a tensor in some cases only; `_of_tensor` always has it.
+            # The collector finds a tensor's node only in some cases. `_of_tensor` always finds it.
             below = [child for child in below if not self._kinds.is_node(type(child))] + _of_tensor(
                 one
             )
@@ -240,10 +240,10 @@ def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
 
 
 def _in_cpp(uses: int) -> int:
-    """The number of references to a C++ object beyond the one of its Python object.
+    """The number of references to a C++ object, without the reference of its Python object.
 
-    One of the `uses` belongs to the Python object. If there are others, they keep the Python object
-    alive. This counts as one reference of Python's.
+    One of the `uses` is the reference of the Python object. If there are others, they keep the
+    Python object alive, which counts as one reference from Python.
     """
     others = uses - 1
     return others - 1 if others > 0 and _cpp_keeps_python() else others

@@ -150,7 +150,7 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     def below(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         """The indivisible parts below `parent`, each with its path, in order."""
-        # Not named_children: it lists a module that is used twice only once.
+        # named_children is not used, because it lists a module that is used twice only once.
         for name, child in parent._modules.items():
             if child is None or next(_tensors(child), None) is None:
                 continue

@@ -323,8 +323,9 @@ def refilling(
 ) -> list[Callable[[], Any]] | None:
     """Calls for `at_once` that give the module `held` the bytes of the module `fresh`.
 
-    Storages on the same device with the same tensors in them are added to `exchange`; all other tensors
-    are rebound. None if the modules no longer have the same tensors.
+    If two storages are on the same device and have the same tensors, they are added to `exchange`.
+    All other tensors are rebound. The result is None if the modules no longer have the same
+    tensors.
     """
     old, new = _weights(held), _weights(fresh)
     if old.keys() != new.keys() or any(old[name].dtype != new[name].dtype for name in new):
@@ -362,7 +363,7 @@ def _rebinding(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
 
 def _view(tensor: Tensor, target: Tensor) -> Tensor:
     """A view of the storage of `target`, shaped like `tensor`."""
-    # An inference tensor that is rebound to a normal one would fail at its first use.
+    # An inference tensor that is rebound to a normal tensor would fail at its first use.
     with torch.inference_mode(tensor.is_inference()):
         view = torch.empty(0, dtype=tensor.dtype, device=target.device)
         view.set_(target.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())

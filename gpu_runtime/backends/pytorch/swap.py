@@ -44,9 +44,10 @@ def can_guard(device: torch.device) -> bool:
 def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorage:
     """A storage of `size` bytes on `device` that holds no memory.
 
-    On an accelerator every access raises RuntimeError with the `sentence`. On the CPU a write, `numpy()`,
-    `data_ptr()` and `torch.save` raise torch's own error, and a plain read sees zeros. On the CPU an access
-    that raises would end the process in `is_shared()`.
+    On an accelerator every access raises RuntimeError with the text `sentence`. On the CPU a write,
+    `numpy()`, `data_ptr()` and `torch.save` raise torch's own error, and a plain read sees zeros.
+    An access on the CPU does not raise `sentence`, because that would end the process in
+    `is_shared()`.
     """
     if device.type != "cpu":
         empty = torch._C._construct_storage_from_data_pointer(0, device, size)
