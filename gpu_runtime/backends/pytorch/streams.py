@@ -60,14 +60,21 @@ def reset_peak(device: torch.device | str) -> None:
 
 
 def release_cached(device: torch.device | str) -> None:
-    """Returns the memory that the card's allocator keeps for reuse to the card."""
-    module = module_of(device)
-    if module is None:
-        return
-    if module is torch.cuda:
+    """Returns the memory that the allocator keeps for reuse to the card, and the workspaces of cuBLAS.
+
+    No code of this process may use the card meanwhile.
+    """
+    if module_of(device) is torch.cuda:
         torch._C._cuda_clearCublasWorkspaces()
-    with module.device(device):
-        module.empty_cache()
+    empty_cache(device)
+
+
+def empty_cache(device: torch.device | str) -> None:
+    """Returns the memory that the allocator keeps for reuse to the card."""
+    module = module_of(device)
+    if module is not None:
+        with module.device(device):
+            module.empty_cache()
 
 
 # -- where blocks lie ------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ...errors import CannotGovern, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ..base import Progress
 from . import storages as st
-from . import swap, unsupported
+from . import streams, swap, unsupported
 from .device_hooks import Dispatch
 from .pieces import holder, pieces
 from .torch_model import Destination, TorchModel, destination
@@ -399,6 +399,4 @@ def release_cached(memories: Sequence[Memory]) -> None:
     memory.
     """
     for memory in memories:
-        if memory.torch.startswith("cuda"):
-            with torch.cuda.device(memory.torch):
-                torch.cuda.empty_cache()
+        streams.empty_cache(memory.torch)

@@ -1,0 +1,157 @@
+"""A notebook's kernel on two cards that work late and keep freed memory (tests/simgpu.py), by the ledger.
+
+tests/backends/test_kernel_memory.py has the order of the steps. Here the ledger decides who leaves, and has to
+agree with what the cards measure.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from gpu_runtime.backends.pytorch import search
+from gpu_runtime.facts import HOST, Sample
+from gpu_runtime.units import MIB
+from tests import simgpu
+
+from .kernels import FLOATS, cell, own
+
+SEGMENT_BYTES = 16 * MIB
+
+
+@pytest.fixture
+def late(started, guards):
+    """A runtime and its kernel; the cards work late and allocate in segments of 16 MiB."""
+    gc.collect()
+    with simgpu.late(segment_bytes=SEGMENT_BYTES):
+        yield started(
+            probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0
+        )
+        gc.collect()
+
+
+def on(card: int, mib: int, value: float) -> torch.Tensor:
+    """A tensor of so many MiB, whose work is pending."""
+    return torch.full((mib * FLOATS,), value, device=f"simgpu:{card}")
+
+
+def reserved_bytes() -> tuple[int, int]:
+    return simgpu.cards[0].reserved_bytes, simgpu.cards[1].reserved_bytes
+
+
+def test_the_shares_of_both_cards_leave_and_return_with_work_pending(late):
+    rt, kernel = late
+    zero, one = on(0, 20, 1.0), on(1, 30, 2.0)
+    cell(kernel)
+    held = own(rt)
+    assert held == {"simgpu:0": 20 * MIB, "simgpu:1": 30 * MIB}
+    for _ in range(3):
+        one.add_(zero.to("simgpu:1", non_blocking=True)[0])
+        assert rt.park().done
+        assert own(rt) == {HOST: 50 * MIB} and reserved_bytes() == (0, 0)
+        kernel.begin()
+        assert own(rt) == held and not kernel.refused
+        assert (str(zero.device), str(one.device)) == ("simgpu:0", "simgpu:1")
+        zero.mul_(2)
+        kernel.end()
+    assert (float(zero.cpu()[0]), float(one.cpu()[0])) == (8.0, 2.0 + 1 + 2 + 4)
+
+
+def test_each_card_gives_exactly_its_part_of_the_room_on_the_return(late):
+    """The lease of another model on the second card has to leave, and that on the first may stay."""
+    rt, kernel = late
+    zero, one = on(0, 20, 1.0), on(1, 30, 2.0)
+    cell(kernel)
+    rt.park()
+    for card, size in ((0, "40MiB"), (1, "40MiB")):
+        rt.register(f"m{card}", backend="fake", size=size, devices=(f"simgpu:{card}",))
+        rt.preload(f"m{card}")
+    cell(kernel)
+    assert own(rt) == {"simgpu:0": 20 * MIB, "simgpu:1": 30 * MIB}
+    assert rt.here("m0") and not rt.here("m1")
+    del zero, one
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_card_that_is_full_on_the_return_changes_nothing_and_refuses_the_cell(late, full):
+    rt, kernel = late
+    zero, one = on(0, 20, 1.0), on(1, 30, 2.0)
+    cell(kernel)
+    held = own(rt)
+    rt.park()
+    with simgpu.limited(**{f"card{full}": 18 * MIB}):
+        for _ in range(2):
+            ran = []
+            kernel.begin()
+            assert "did not run" in kernel.refused
+            kernel.end()
+            assert own(rt) == {HOST: 50 * MIB} and not ran
+            assert (simgpu.used_bytes(0), simgpu.used_bytes(1)) == (0, 0)
+    cell(kernel)
+    assert not kernel.refused and own(rt) == held
+    assert (float(zero.cpu()[0]), float(one.cpu()[0])) == (1.0, 2.0)
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+class MeasuredProbe(simgpu.SimProbe):
+    """The driver of these cards measures what is free, as that of real cards does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices = tuple(replace(one, simulated=one.is_host) for one in self.devices)
+        self.simulated = False
+
+    def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
+        cards = enumerate(one for one in self.devices if not one.is_host)
+        free = {one.id: simgpu.CARD_BYTES - simgpu.cards[n].reserved_bytes for n, one in cards}
+        return {card: Sample(card, now, size) for card, size in free.items()}
+
+    def check(self, now: float, stale_seconds: float) -> None:
+        """These cards always answer."""
+
+
+def linear(mib: int, device: str) -> torch.nn.Module:
+    """A module of so many MiB."""
+    module = torch.nn.utils.skip_init(torch.nn.Linear, FLOATS, mib, bias=False, device=device)
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_if_a_segment_keeps_a_storage_the_next_victim_leaves_too(
+    started, guards, monkeypatch, stays
+):
+    """The park frees 15 MiB less than the kernel's lease, as measured. So an idle model leaves as well."""
+    gc.collect()
+    with simgpu.late(segment_bytes=SEGMENT_BYTES):
+        rt, kernel = started(
+            probe=MeasuredProbe(),
+            gpu_memory_max_percent=1.0,
+            cpu_memory_max_percent=1.0,
+            eviction_grace_seconds=0.0,
+        )
+        moving = on(0, 15, 1.0)
+        staying = torch.full((16,), 2.0, device="simgpu:0")
+        rt.adopt("idle", linear(16, "simgpu:0"), importance="high")  # leaves after the kernel
+        cell(kernel)
+        torch.simgpu.empty_cache()
+        assert reserved_bytes()[0] == 2 * SEGMENT_BYTES
+        sent = frozenset((staying.untyped_storage()._cdata,) if stays else ())
+        monkeypatch.setattr(search, "_sent_to_others", lambda: sent)
+        rt.register(
+            "wanted",
+            lambda: linear(40, "cpu"),
+            size="40MiB",
+            importance="high",
+            devices=("simgpu:0",),
+        )
+        rt.preload("wanted", timeout=10)
+        assert rt.here("wanted") and own(rt)[HOST] >= 15 * MIB
+        assert rt.here("idle") != stays
+        del moving, staying
+        rt.close()
+        gc.collect()
