@@ -1,21 +1,35 @@
-"""Measures what the feature of parking costs a notebook that is not parked.
+"""What parking costs: the notebook that parks, the one that waits, and the one that is never parked.
 
-The costs are the count of bytes after each cell, and the longer start of the kernel.
+    python -m tests.bench.bench_parking [count start search small swap recall]
+
+All on simulated cards, so a copy "into memory obtained the same way" is one into fresh memory of the host. Work
+of one thread is measured in its processor time, which other programs on the machine disturb little.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gpu_runtime.autoload import BLOCK
+from gpu_runtime.units import GIB
+
+from .bench_crowd import Child, Waits, book, ended, runtime
 
 CELLS = 200
 STARTS = 7
 OBJECTS = 170_000  # that the garbage collector tracks in an ordinary notebook
+MANY_OBJECTS = 1_200_000  # in a large one
+SMALL_STORAGES = 10_000
+ROUNDS = 20
+DEVICES = "sim:1536MiB,host:6GiB"
 
 
 class _Quiet:
@@ -27,21 +41,27 @@ class _Quiet:
     def mark(self) -> object:
         return 0
 
-    def change(self, mark: object, act) -> str:
+    def change(self, mark: object, act: Callable[[], None]) -> str:
         act()
         return ""
 
 
-def count_milliseconds() -> dict[str, float]:
-    """Median milliseconds of the hooks before and after a cell, with 20 models on a card and on a simulated card."""
-    import gc
+def _ballast(objects: int) -> list[list[Any]]:
+    """So many more objects that the garbage collector tracks `objects`."""
+    return [[] for _ in range(max(0, objects - len(gc.get_objects())))]
 
+
+# -- a notebook that is not parked -----------------------------------------------------------------
+
+
+def count_milliseconds() -> dict[str, float]:
+    """Median processor milliseconds of the hooks before and after a cell, with 20 models on a card and a simulated one."""
     import torch
 
     from gpu_runtime import Runtime
     from tests import simgpu
 
-    ballast = [[] for _ in range(max(0, OBJECTS - len(gc.get_objects())))]
+    ballast = _ballast(OBJECTS)
     taken = {}
     for where in ("card", "simulated"):
         card = where == "card"
@@ -53,28 +73,28 @@ def count_milliseconds() -> dict[str, float]:
                 layers = [torch.nn.Linear(8, 8, device=device) for _ in range(10)]
                 rt.adopt(f"m{number}", torch.nn.Sequential(*layers).requires_grad_(False))
             kernel = rt.attach_kernel(_Quiet())
-            taken[where] = _median_of_cells(kernel, 1.0 if card else 0.1)
-            kernel.count()
-            began = time.perf_counter()
-            kernel.count()
-            taken[f"{where}, one count"] = (time.perf_counter() - began) * 1e3
+            kernel.begin("x = 1")
+            kernel.end()
+            taken[where] = _median(lambda k=kernel: (k.begin("x = 1"), k.end()), CELLS)
+            taken[f"{where}, one count"] = _median(kernel.count, 5)
             del kept
     del ballast
     return taken
 
 
-def _median_of_cells(kernel, share: float) -> float:
-    times = []
-    for _ in range(int(CELLS * share)):
-        began = time.perf_counter()
-        kernel.begin("x = 1")
-        kernel.end()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3
+def _median(act: Callable[[], object], times: int) -> float:
+    """Median milliseconds of this thread on the processor."""
+    taken = []
+    for _ in range(times):
+        began = time.thread_time()
+        act()
+        taken.append(time.thread_time() - began)
+    return statistics.median(taken) * 1e3
 
 
 def kernel_start_milliseconds() -> dict[str, float]:
-    """Median milliseconds until a kernel answers, with and without autoload. The two are measured alternately."""
+    """Median processor milliseconds until a kernel answers, with and without autoload, measured alternately."""
+    import psutil
     from jupyter_client.manager import KernelManager
 
     taken: dict[str, list[float]] = {"with": [], "without": []}
@@ -83,20 +103,174 @@ def kernel_start_milliseconds() -> dict[str, float]:
             profile = Path(directory, which, "profile_default")
             profile.mkdir(parents=True)
             (profile / "ipython_kernel_config.py").write_text(BLOCK if which == "with" else "")
-        for _ in range(STARTS):
+        for number in range(STARTS + 1):
             for which, times in taken.items():
                 manager = KernelManager(kernel_name="python3")
-                began = time.perf_counter()
                 manager.start_kernel(env={**os.environ, "IPYTHONDIR": f"{directory}/{which}"})
                 client = manager.blocking_client()
                 client.start_channels()
                 client.wait_for_ready(timeout=60)
-                times.append(time.perf_counter() - began)
+                spent = psutil.Process(manager.provisioner.pid).cpu_times()
+                if number:  # the first start compiles
+                    times.append(spent.user + spent.system)
                 client.stop_channels()
                 manager.shutdown_kernel(now=True)
     return {which: statistics.median(times) * 1e3 for which, times in taken.items()}
 
 
+# -- a notebook that parks -------------------------------------------------------------------------
+
+
+def search_milliseconds() -> float:
+    """Median processor milliseconds of a search in a process with MANY_OBJECTS."""
+    import torch
+
+    from gpu_runtime.backends.pytorch import search
+    from gpu_runtime.devices.probe import open_probe
+
+    probe = open_probe(DEVICES)
+    place = search.counted_on([probe.place(device.id) for device in probe.devices])
+    kept, ballast = torch.zeros(1 << 20), _ballast(MANY_OBJECTS)
+    taken = _median(lambda: search.search(place), 5)
+    del kept, ballast
+    return taken
+
+
+class _Parkable:
+    """What this process holds, as the backend that parks it sees it."""
+
+    def __init__(self) -> None:
+        from gpu_runtime.backends.registry import open_backend
+        from gpu_runtime.devices.probe import open_probe
+
+        self._backend = open_backend("kernel", open_probe(DEVICES))
+        self.handle = self._backend.open(_Quiet(), lambda: ())
+
+    def park(self) -> None:
+        self._move("host")
+
+    def unpark(self) -> None:
+        self._move("sim:0")
+
+    def _move(self, device: str) -> None:
+        from gpu_runtime.facts import Share
+
+        self._backend.move(self.handle, (Share(device, 1),))
+
+
+def small_milliseconds() -> dict[str, float]:
+    """Median milliseconds to park and to return SMALL_STORAGES storages of 4 KiB."""
+    import torch
+
+    from gpu_runtime.backends.pytorch import search
+
+    usual, search.SIMULATED_BYTES = search.SIMULATED_BYTES, 4096
+    try:
+        kept, kernel = [torch.ones(1024) for _ in range(SMALL_STORAGES)], _Parkable()
+        taken: dict[str, list[float]] = {"park": [], "return": []}
+        for _ in range(ROUNDS):
+            for name, act in (("park", kernel.park), ("return", kernel.unpark)):
+                began = time.thread_time()
+                act()
+                taken[name].append(time.thread_time() - began)
+        del kept
+    finally:
+        search.SIMULATED_BYTES = usual
+    return {name: statistics.median(times) * 1e3 for name, times in taken.items()}
+
+
+def _held_gib() -> list[Any]:
+    import torch
+
+    return [torch.ones(GIB // 4 // 16) for _ in range(16)]
+
+
+def _bare_copy() -> float:
+    """Seconds to copy the 16 storages into fresh memory, in one call."""
+    import torch
+
+    sources = _held_gib()
+    began = time.perf_counter()
+    fresh = [torch.empty_like(one) for one in sources]
+    torch._foreach_copy_(fresh, sources)
+    return time.perf_counter() - began
+
+
+def swap_seconds() -> dict[str, float]:
+    """Median seconds of a bare copy of 1 GiB, and of a park and a return of it, in turn."""
+    taken: dict[str, list[float]] = {"copy": [], "park": [], "return": []}
+    for _ in range(ROUNDS):
+        taken["copy"].append(_bare_copy())
+        kept, kernel = _held_gib(), _Parkable()
+        for name, act in (("park", kernel.park), ("return", kernel.unpark)):
+            began = time.perf_counter()
+            act()
+            taken[name].append(time.perf_counter() - began)
+        del kept
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+
+
+# -- a notebook that waits -------------------------------------------------------------------------
+
+
+class Recall(NamedTuple):
+    """Requests that an idle kernel of 1 GiB has to leave for, and the bare copies beside them, in seconds."""
+
+    waits: Waits
+    copies: Waits
+
+
+def recall() -> Recall:
+    """Waits for a grant while a kernel of another process, with MANY_OBJECTS, is parked."""
+
+    def idle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        rt = runtime(url, DEVICES)
+        ballast, kept = _ballast(MANY_OBJECTS), _held_gib()
+        kernel = rt.attach_kernel(_Quiet())
+        kernel.begin()
+        kernel.end()
+        kernel.catch_up()
+        say(_bare_copy())
+        for _ in told:
+            copy = _bare_copy()
+            kernel.begin()
+            kernel.end()
+            kernel.catch_up()
+            say((copy, kernel.refused))
+        del ballast, kept
+
+    waits, copies = [], []
+    with book() as url, ended([Child(idle)]) as crowd:
+        other = crowd[0]
+        other.answer()
+        rt = runtime(url, DEVICES)
+        rt.register("wanted", backend="fake", size="1GiB")
+        for _ in range(ROUNDS + 1):
+            time.sleep(0.1)
+            began = time.monotonic()
+            with rt.use("wanted", timeout=60):
+                waits.append(time.monotonic() - began)
+            rt.evict("wanted")
+            other.tell()
+            copy, refused = other.answer()
+            assert not refused, refused
+            copies.append(copy)
+        rt.close()
+    return Recall(Waits.of(waits[1:]), Waits.of(copies[1:]))
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "count": count_milliseconds,
+    "start": kernel_start_milliseconds,
+    "search": search_milliseconds,
+    "small": small_milliseconds,
+    "swap": swap_seconds,
+    "recall": recall,
+}
+
 if __name__ == "__main__":
-    for name, value in {**count_milliseconds(), **kernel_start_milliseconds()}.items():
-        print(f"{name:>24}  {value:8.2f} ms")
+    for part in sys.argv[1:] or PARTS:
+        print(f"{part:>8}  {PARTS[part]()}", flush=True)
