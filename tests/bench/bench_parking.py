@@ -55,7 +55,7 @@ def _ballast(objects: int) -> list[list[Any]]:
 
 
 def count_milliseconds() -> dict[str, float]:
-    """Median processor milliseconds of the hooks before and after a cell, with 20 models on a card and a simulated one."""
+    """Median processor milliseconds of the hooks before and after a cell, with 20 models beside it."""
     import torch
 
     from gpu_runtime import Runtime
