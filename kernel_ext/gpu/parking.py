@@ -136,7 +136,7 @@ class Parking:
         if self._lease is None and not _holds_memory():
             return
         if self._attach():
-            with contextlib.suppress(GpuError):
+            with contextlib.suppress(GpuError):  # the next cell reports it
                 self._lease.end(self._text)
 
     def _attach(self) -> bool:
@@ -144,7 +144,7 @@ class Parking:
 
         Returns False if there is no ledger. The command `%gpu` reports the reason.
         """
-        with contextlib.suppress(GpuError):
+        with contextlib.suppress(GpuError):  # `%gpu` reports it
             rt = self._opens()
             if rt is not self._runtime:
                 self._runtime, self._lease = rt, rt.attach_kernel(self)

@@ -4,14 +4,11 @@ drain lasts.
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from gpu_runtime import Runtime
 from gpu_runtime.errors import DoesNotFit, NotAllowed, UnknownDevice
 from gpu_runtime.ledgers.memory import MemoryLedger
-from gpu_runtime.owner import permissions
+from gpu_runtime.owner import opening, permissions
 
 
 def fake(rt, name, gib=4, **options):
@@ -115,7 +112,7 @@ def as_user(monkeypatch):
         def opened(url, **options):
             return MemoryLedger("crowd", notebook=options["notebook"], user=user)
 
-        monkeypatch.setattr(sys.modules[Runtime.__module__], "open_ledger", opened)
+        monkeypatch.setattr(opening, "open_ledger", opened)
 
     return become
 
