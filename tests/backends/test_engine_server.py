@@ -439,8 +439,8 @@ def test_a_server_ends_when_its_owner_is_killed(owner):
 
 
 def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
-    """The owner is stopped and the guard is killed. Only the operating system can then end the
-    server.
+    """The owner is stopped and the guard is killed. The operating system then ends the server,
+    since no other process can.
     """
     process, guard, engine, _ = owner
     process.send_signal(signal.SIGSTOP)

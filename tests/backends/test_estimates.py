@@ -223,7 +223,9 @@ def test_a_file_of_many_dtypes_is_exact(tmp_path):
 
 
 def test_a_changed_source_has_another_fingerprint(tmp_path):
-    """Measurements of the old source do not count for a source with another fingerprint."""
+    """A changed source has another fingerprint, so measurements of the old source do not count for
+    it.
+    """
     directory = tiny_models.causal_lm(tmp_path / "m")
     before = sources.evidence(str(directory), "m")
     assert sources.evidence(str(directory), "m") == before and before.fingerprint

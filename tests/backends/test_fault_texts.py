@@ -82,8 +82,8 @@ def test_other_errors_are_no_fault(text):
 
 
 def test_a_lost_context_is_reported_before_its_consequences():
-    """After a device-side assert every call fails, also an allocation. More free memory would not
-    help, so the assert is reported.
+    """After a device-side assert every call fails, also an allocation. The assert is reported, not
+    the failed allocation, since more free memory would not help.
     """
     log = (
         "CUDA error: out of memory\n  in ggml_cuda_pool\nCUDA error: device-side assert triggered\n"

@@ -137,7 +137,7 @@ def bytes_read() -> int:
 
 
 def test_only_the_header_is_read(tmp_path):
-    """The file has 64 GiB but is sparse. Almost nothing of it is read."""
+    """The test's file has 64 GiB but is sparse. Almost none of it is read."""
     path = write(tmp_path / "m.gguf", vocabulary=150_000)
     os.truncate(path, 64 << 30)
     before = bytes_read()

@@ -19,8 +19,8 @@ X = torch.ones(1, 8)
 
 
 def network() -> nn.Module:
-    """A module whose weights need no gradients. Otherwise the graph of an answer would keep the
-    weights alive.
+    """A module whose weights need no gradients. With gradients, the graph of an answer would keep
+    the weights alive.
     """
     torch.manual_seed(0)
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)

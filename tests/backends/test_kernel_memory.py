@@ -239,7 +239,9 @@ def test_the_tensors_of_two_cards_leave_together_and_return_each_to_its_own(kern
 
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_card_that_is_full_on_the_return_changes_nothing(kernel, full):
-    """Nothing returns even if the other card has room, and while the error is kept."""
+    """If one of two cards is full, no memory returns, although the other card has room. This holds
+    even while the error is kept.
+    """
     one, two = floats(1.0, count=MIB), floats(2.0, card=1, count=MIB)
     kernel.park()
     with simgpu.limited(**{f"card{full}": 3 * MIB}), pytest.raises(simgpu.SimOutOfMemory) as error:

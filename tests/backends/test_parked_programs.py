@@ -51,7 +51,9 @@ class Program:
         half.mul_(0.5)
 
     def replace(self, one: int, other: int) -> None:
-        """Replaces a tensor. Its old block is freed and may be used again at once."""
+        """Replaces the tensor `one`. The block of the old tensor is freed and may be used again at
+        once.
+        """
         self.tensors[one] = self.tensors[other] * 1.5
 
     def beside(self, one: int, other: int) -> None:

@@ -261,7 +261,7 @@ def test_changed_running_statistics_make_it_undroppable(backend, tmp_path):
 
 @pytest.mark.parametrize("how", ["touched", "replaced", "gone", "rewritten"])
 def test_a_model_whose_source_changed_is_not_droppable(backend, copy, how):
-    """The changed files could no longer restore the model."""
+    """After the source files have changed, they could no longer restore the model."""
     model = backend.load(spec(copy), CARD)
     weights = copy / "model.safetensors"
     if how == "touched":
@@ -277,7 +277,7 @@ def test_a_model_whose_source_changed_is_not_droppable(backend, copy, how):
 
 
 def test_weights_missing_in_the_source_make_it_undroppable(backend, copy):
-    """The missing weights were initialised at random. The next load would initialise them
+    """Weights that the source lacks were initialised at random. The next load would initialise them
     differently.
     """
     module = backend.load(spec(copy, task="reranker"), CARD)

@@ -52,7 +52,9 @@ def test_the_names_of_locks_are_those_of_threading():
 
 
 def test_a_lock_that_nobody_uses_any_more_is_forgotten():
-    """Each ledger and each journal has a lock. A notebook may open thousands of them."""
+    """Each ledger and each journal has a lock, and a notebook may open thousands of them. So a lock
+    that is no longer used must not be kept.
+    """
     before = len(forks._awaited) + len(forks._freed)
     kept = [forks.awaited(threading.Lock()), forks.freed(threading.Lock())]
     assert len(forks._awaited) + len(forks._freed) == before + 2

@@ -17,7 +17,7 @@ def kernel():
 
 
 def test_nothing_is_known_before_a_cell_has_run(kernel):
-    """A script runs no cells, so it must not count as an idle kernel."""
+    """A script runs no cells, so its process must not count as an idle kernel."""
     assert kernel.state == State(busy_since=0.0, idle_since=0.0)
 
 

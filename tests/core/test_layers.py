@@ -121,7 +121,7 @@ def imports(tree: ast.AST, module: str) -> Iterator[str]:
 
 
 def complaints(source: str, module: str) -> list[str]:
-    """One sentence for each forbidden import of this module."""
+    """One sentence for each forbidden import in the source of `module`."""
     tree = ast.parse(source)
     folder = folder_of(module)
     if folder not in MAY_IMPORT:

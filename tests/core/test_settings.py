@@ -90,7 +90,7 @@ def test_none_means_not_given_and_empty_means_unset(environment):
 
 
 def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_path):
-    """A file in a notebook's folder must not change the settings of the machine."""
+    """A file `.env` in a notebook's folder must not change the settings of the machine."""
     (tmp_path / ".env").write_text("GPU_POLICY=cost_aware\n")
     environment.chdir(tmp_path)
     assert Settings.load().gpu_policy == "keep_score"
@@ -291,7 +291,7 @@ def test_no_password_survives_masking(password):
 
 @given(st.floats(0, 1))
 def test_every_fraction_from_0_to_1_is_accepted(fraction):
-    """The bounds 0 and 1 are accepted, too."""
+    """Any fraction from 0 to 1 is accepted, also 0 and 1."""
     assert Settings.load(gpu_memory_max_percent=fraction).gpu_memory_max_percent == fraction
 
 
@@ -299,7 +299,9 @@ def test_every_fraction_from_0_to_1_is_accepted(fraction):
     st.one_of(st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True))
 )
 def test_every_other_number_is_rejected(number):
-    """The likely mistake is a percentage, such as 90."""
+    """A likely mistake is a percentage, such as 90. It is rejected, like every number below 0 or
+    above 1.
+    """
     with pytest.raises(BadSetting):
         Settings.load(gpu_memory_max_percent=number)
 

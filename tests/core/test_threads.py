@@ -48,7 +48,7 @@ def test_an_interrupt_during_its_start_leaves_it_running():
 
 @pytest.mark.parametrize("many", [0, 1, 3])
 def test_works_are_done_in_parallel(many):
-    """Each function waits until all the others run, too."""
+    """The functions run at the same time: each of them waits for all the others."""
     all_here, done = threading.Barrier(many or 1, timeout=20), []
     threads.side_by_side([lambda: done.append(all_here.wait())] * many)
     assert sorted(done) == list(range(many))

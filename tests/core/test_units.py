@@ -149,7 +149,7 @@ def test_any_text_is_a_size_or_is_rejected(text):
     ],
 )
 def test_durations_are_parsed_as_written(text, seconds):
-    """A number without a unit is seconds."""
+    """A duration without a unit is in seconds."""
     assert parse_seconds(text) == seconds
 
 

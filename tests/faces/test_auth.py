@@ -76,7 +76,7 @@ def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
 
 
 def test_tokens_are_in_no_repr():
-    """A traceback can show the values of a frame."""
+    """A traceback can show the values of a frame, so a token must not be in a repr."""
     assert OPERATORS not in repr(RULES) and VIEWERS not in repr(RULES)
 
 
@@ -119,8 +119,8 @@ def test_a_login_gives_no_role_by_itself():
 )
 @pytest.mark.parametrize("also", [(), ("*",), ("*:8211",), ("good.example",)])
 def test_no_wildcard_admits_a_foreign_origin(origin, also):
-    """People type `--allow-websocket-origin=*` to get rid of an error. They do not want to admit
-    every page.
+    """People type `--allow-websocket-origin=*` to get rid of an error, not to admit every page. So
+    a wildcard admits no foreign origin.
     """
     assert not same_origin(origin, "box:8211", also)
 

@@ -139,7 +139,9 @@ class EmptyTab(Tab):
 
 
 def test_a_tab_is_made_when_it_is_first_opened_and_updated_while_in_front(two_tabs, poller):
-    """A tab that was never opened costs nothing."""
+    """A tab is made when it is first opened, and updated while it is in front. Other tabs cost
+    nothing.
+    """
     poller.poll()
     two_tabs.tick()
     assert CountingTab.made == 0
@@ -445,7 +447,9 @@ def test_an_unknown_verb_opens_no_dialog(page, poller):
 
 
 def test_a_closed_session_is_freed(poller, monkeypatch):
-    """If sessions were kept, the server's memory would grow with each of them."""
+    """The page of a closed session is freed. Otherwise the server's memory would grow with each
+    session.
+    """
     only_tabs(monkeypatch, "Models", "Leases", "Queue")
     made = Console(poller, OPERATOR)
     for n in range(3):

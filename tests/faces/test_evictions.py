@@ -277,7 +277,9 @@ def test_a_day_of_evictions_fits_in_the_chart():
 
 
 def test_the_bins_stay_the_same_until_the_next_one_begins():
-    """If the bins moved with the time, every bar would be drawn again each second."""
+    """The bins of the chart move only when the next one begins. Otherwise every bar would be drawn
+    again each second.
+    """
     ends = {evictions.window(86_400, WALL + second)[1] for second in range(1800)}
     assert len(ends) == 2 and all(0 <= end - WALL < 3600 for end in ends)
 

@@ -51,7 +51,7 @@ def server(tmp_path_factory):
 
 
 def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
-    """Only the answers to wrong tokens are delayed."""
+    """During a flood of wrong tokens, only the answers to wrong tokens are delayed."""
 
     def guess(number: int) -> None:
         statuses.append(

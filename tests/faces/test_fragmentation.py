@@ -97,8 +97,8 @@ def test_a_process_without_a_map_is_shown_as_unknown():
 
 
 def test_unknown_figures_stay_unknown():
-    """In one case the driver reports nothing for the card. In the other the allocator reports only
-    sums.
+    """A figure is shown as unknown if the card's driver reports nothing, or if the allocator
+    reports only sums.
     """
     sums = AllocatorMap(samples.ME.id, "sim:0", 1.0, 3 * GIB, 4 * GIB)
     row = table((sums,))[0]
@@ -254,7 +254,7 @@ def test_a_click_on_defragment_names_the_owner_of_its_row():
 
 @pytest.mark.parametrize("id", ["", "/", "1.2.3/sim:0", "nobody"])
 def test_a_forged_id_proposes_nothing(id):
-    """A message from a browser is untrusted input."""
+    """A browser may send any row id. An invalid one proposes no action."""
     made = tab((adapters, mine))
     made._pressed("defrag", id)
     made._pressed("show", id)

@@ -242,7 +242,7 @@ def test_a_foreign_page_opens_no_websocket(server, origin):
 
 
 def test_a_viewers_forged_click_does_nothing(server):
-    """The right to act is checked when the action runs."""
+    """A viewer can forge a click, but the right to act is checked when the action runs."""
     server.get()
     path, cookie, token = open_page(server, VIEWERS)
     assert "done by nobody" in document_from(
@@ -255,7 +255,7 @@ def test_a_viewers_forged_click_does_nothing(server):
 
 
 def test_a_viewer_cannot_join_an_operators_session(server):
-    """In an operator's session, the viewer's page would act with the operator's rights."""
+    """A viewer's page in an operator's session would act with the operator's rights."""
     server.get()
     path, cookie, token = open_page(server)
     viewers_path, viewers_cookie, _ = open_page(server, VIEWERS)

@@ -106,7 +106,7 @@ def test_an_unknown_measurement_is_not_zero():
 
 
 def test_a_gap_in_the_record_stays_a_gap():
-    """For an hour nothing was sampled, so the use in that hour is unknown."""
+    """If nothing was sampled for an hour, the use in that hour is unknown and is not drawn."""
     drawn = history_of(
         moment(0, qwen=8),
         moment(10, qwen=8),
@@ -226,7 +226,9 @@ def test_the_window_moves_on_with_the_time():
 
 
 def test_a_zoomed_window_stays_until_it_is_reset():
-    """If the window followed the time, the chart would move away while it is read."""
+    """A window that a person has zoomed does not follow the time. Otherwise the chart would move
+    away while it is read.
+    """
     shown = drawn_at(1000)
     shown.time.update(start=500_000, end=600_000)
     assert window(drawn_at(1010, shown)) == (500, 600)

@@ -105,7 +105,9 @@ def source_of(module):
 
 @pytest.mark.parametrize("words", ["(TP:", '"this process"', 'f"warm, '])
 def test_the_words_are_written_in_one_file(words):
-    """With a second copy of the words, two faces could differ again."""
+    """Each of these texts is written in one file only. With a second copy, two faces could differ
+    again.
+    """
     code = {path: re.sub(r'"""(?s:.*?)"""|#.*', "", path.read_text()) for path in sources()}
     found = [str(path.relative_to(ROOT)) for path, lines in code.items() if words in lines]
     assert found == ["gpu_runtime/facts/labels.py"]

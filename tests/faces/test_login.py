@@ -499,7 +499,9 @@ def test_only_a_terminal_gets_the_url_with_the_token(environment, tmp_path):
 
 
 def test_a_browser_gets_the_token_from_a_file_not_from_its_command_line(environment, tmp_path):
-    """Every user of the machine can read a command line."""
+    """Every user of the machine can read a command line. So the browser is opened with a private
+    file that contains the token.
+    """
     opened_with = []
     environment.setenv("DISPLAY", ":0")
     environment.setattr(http_server.webbrowser, "open", opened_with.append)

@@ -594,7 +594,9 @@ def test_help_is_the_table_of_verbs(shell):
 
 
 def test_loading_imports_nothing_heavy(child_environment):
-    """The packages for models and tables are imported when they are first needed."""
+    """Loading the extension imports no packages for models or tables. They are imported when they
+    are first needed.
+    """
     code = (
         "from IPython.core.interactiveshell import InteractiveShell as S; import sys; s = S.instance();"
         "s.run_cell('%load_ext gpu'); s.run_cell('%gpu'); assert 'rt' in s.user_ns;"

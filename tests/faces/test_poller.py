@@ -175,7 +175,7 @@ def test_newly_fetched_data_counts_as_news(poller):
 
 
 def test_data_that_no_session_requests_is_not_fetched_and_is_forgotten(poller, clock):
-    """A tab that nobody has opened costs nothing."""
+    """Data of a tab that nobody has open are not fetched."""
     fetched = []
     poller.latest("history", fetched.append, every=1.0)
     poller.poll()
@@ -227,7 +227,7 @@ def test_it_polls_only_while_a_session_is_open(rt):
 
 
 def test_a_session_that_was_never_closed_does_not_keep_it_polling(rt):
-    """A browser can vanish without closing its session."""
+    """A browser can vanish without closing its session. The poller then stops all the same."""
     running = []
     poller = Poller(
         rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start()

@@ -185,8 +185,8 @@ def test_a_kernel_is_busy_idle_or_unknown(busy, idle, words):
 
 
 def test_a_table_of_idle_models_stays_the_same_for_five_seconds():
-    """If the idle times changed every second, two hundred rows would be sent each second to each
-    session.
+    """Idle times are shown in steps of five seconds. Otherwise two hundred rows would be sent each
+    second to each session.
     """
     world = replace(samples.eight, now=5000.0)
     encodings = [encoded(leases(replace(world, now=world.now + passed))) for passed in (0, 2.9)]
@@ -289,7 +289,7 @@ def test_the_same_rows_are_not_sent_again():
     "said", [None, "evict", ["evict"], {}, {"verb": 1, "id": "x"}, {"verb": "evict", "id": None}]
 )
 def test_a_malformed_message_does_nothing(said):
-    """A client can send any message over its websocket."""
+    """A client can send any message over its websocket. A malformed one does nothing."""
     pressed = []
     Table(MODELS, lambda *press: pressed.append(press))._handle_msg(said)
     assert pressed == []

@@ -30,7 +30,9 @@ def test_a_map_is_private_to_its_user(pair):
 
 
 def test_an_unchanged_map_is_not_read_again(pair, monkeypatch):
-    """A console reads up to two hundred maps every second."""
+    """A console shows up to two hundred maps every second, so it reads a map again only if its file
+    has changed.
+    """
     a, b, _ = pair
     first = a.maps()
     monkeypatch.setattr("gpu_runtime.ledgers.allocator_files._decode", pytest.fail)

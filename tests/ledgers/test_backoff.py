@@ -41,8 +41,8 @@ def test_an_occasional_writer_never_waits():
 
 
 def test_only_a_constant_writer_under_contention_queues_before_its_first_attempt():
-    """Without contention the first attempt usually succeeds, so queueing would only delay it. Under
-    contention the first attempt would fail.
+    """Without contention the first attempt of a write usually succeeds, so queueing would only
+    delay the write. Under contention the first attempt would fail.
     """
     alone, among = Pace(), Pace()
     among.note_contention(10.0)
@@ -71,7 +71,7 @@ def test_waits_after_losses_are_random_and_grow_within_a_bound():
 
 def test_one_slow_attempt_does_not_make_all_waits_long():
     """A garbage collection or a cold cache can make one attempt slow. The assumed cost of an
-    attempt stays close to the minimum.
+    attempt stays close to the fastest ones.
     """
     pace = Pace()
     for seconds in [0.0001] * 10 + [0.5] + [0.0001] * 3:

@@ -31,7 +31,7 @@ from .conftest import GIB, count, lease, names, put, section, ticket, without
 
 
 def test_every_owner_reads_what_was_written(new_owner):
-    """Two owners open the same book."""
+    """Two owners open the same book, and each reads what the other wrote."""
     a, b = new_owner(), new_owner()
     put(a, "qwen")
     assert a.read() == b.read()

@@ -28,7 +28,9 @@ def test_names_are_private_to_their_user(pair):
 
 
 def test_one_more_name_costs_one_line_however_many_there_are(pair):
-    """When each registration wrote the whole list, the 4,000th `register` took 1.1 ms."""
+    """Each name adds one line to the file. When each registration wrote the whole list, the 4,000th
+    `register` took 1.1 ms.
+    """
     a, b, file = pair
     b.publish_names([f"m{n}" for n in range(4000)])
     size = file.stat().st_size
@@ -38,7 +40,9 @@ def test_one_more_name_costs_one_line_however_many_there_are(pair):
 
 
 def test_only_new_lines_are_read(pair, monkeypatch):
-    """A console reads the names of all owners twice a second."""
+    """A console reads the names of all owners twice a second, so it reads only the lines that are
+    new.
+    """
     a, b, _ = pair
     assert a.names() == {b.owner.id: ("qwen",)}
     read, offsets = os.pread, []

@@ -118,7 +118,9 @@ def test_what_has_not_changed_is_not_decoded_again(monkeypatch):
 
 
 def test_of_many_leases_only_the_changed_one_is_encoded_and_decoded(monkeypatch):
-    """A section may have hundreds of leases."""
+    """A section may have hundreds of leases. A change of one lease encodes and decodes only that
+    lease.
+    """
     page = book(*(lease(f"m{n}", by=1, sim0=1) for n in range(50)))
     seen, packed = unpack(encoded(page, 1), 1)
     after = seen.with_lease(lease("m7", by=1, sim0=2))
@@ -231,8 +233,8 @@ def test_a_page_that_is_cut_off_claims_no_less(page, data):
 
 @given(books(), st.data())
 def test_what_cannot_be_read_is_passed_on_as_it_is(page, data):
-    """Other owners write the page meanwhile. A process that can read the section later still finds
-    all of it.
+    """A process that cannot read a section writes it back unchanged. A process that can read the
+    section later finds all of it.
     """
     _, packed = unpack(encoded(page, 7), 7)
     ids = sorted(packed.parts)

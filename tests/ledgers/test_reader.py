@@ -72,7 +72,7 @@ def test_an_unchanged_book_is_not_read_again(tmp_path, monkeypatch):
     ],
 )
 def test_a_damaged_book_is_not_read_and_not_changed(tmp_path, harm):
-    """Only the owners of a damaged book repair it."""
+    """A reader neither reads nor changes a damaged book. Only the book's owners repair it."""
     ledger = open_ledger(f"sqlite://{tmp_path}/ledger")
     write(ledger, 1)
     path, looker = Path(ledger.path), peek(ledger.url, ledger.directory)

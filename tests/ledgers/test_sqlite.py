@@ -522,7 +522,9 @@ def test_a_write_on_an_older_page_is_decided_again(killed_before_its_hint):
 
 
 def test_a_second_write_in_a_row_reads_nothing(monkeypatch, new_owner_here):
-    """A read takes a third of the time of a write."""
+    """A second write in a row uses the page in memory, since a read takes a third of the time of a
+    write.
+    """
     ledger, other = new_owner_here(), new_owner_here()
     read, reads = SqliteBook._read, []
     monkeypatch.setattr(SqliteBook, "_read", lambda *args: reads.append(1) or read(*args))
@@ -1063,7 +1065,7 @@ def test_a_directory_that_vanishes_grants_no_byte_twice(new_owner_here, closed_c
 
 
 def test_facts_are_written_at_once_while_grants_are_closed(new_owner_here, closed_clock):
-    """A release, a settled load and a request must not wait."""
+    """While no grants are given, a release, a settled load and a request are still written at once."""
     _, slept = closed_clock
     ledger = new_owner_here()
     put(ledger, "qwen")

@@ -62,7 +62,9 @@ def test_a_size_in_text_needs_a_unit(rt, words):
 
 
 def test_a_plan_opens_no_torch(tmp_path):
-    """Importing torch would make `gpu plan PATH` in a terminal slower by seconds."""
+    """A plan does not import torch, since that would make `gpu plan PATH` in a terminal slower by
+    seconds.
+    """
     tiny_models.causal_lm(tmp_path / "m")
     code = (
         "import sys, gpu_runtime; rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:'); "

@@ -267,8 +267,8 @@ def test_an_error_of_the_user_s_own_is_left_alone(runtime):
 
 
 def test_in_process_is_a_choice(rt, file):
-    """In this process a call can pass Python objects. But if the context is lost, the whole process
-    is lost.
+    """With `isolated=False` the model runs in this process. A call can then pass Python objects,
+    but a lost context costs the whole process.
     """
     rt.register("near", str(file), isolated=False)
     with rt.use("near") as near:

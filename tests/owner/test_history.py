@@ -122,7 +122,7 @@ def test_a_chart_that_moves_on_does_not_flicker(record):
 
 
 def test_there_is_always_the_moment_of_now(runtime):
-    """The chart has a moment of now even without any record, as with a ledger in memory."""
+    """A chart has the present moment even without any record, as with a ledger in memory."""
     rt = runtime()
     fakes(rt, qwen="10GiB")
     rt.preload("qwen")

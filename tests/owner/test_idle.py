@@ -58,7 +58,7 @@ def test_a_kernel_among_few_looks_every_second(runtime):
 
 
 def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
-    """The pin of the use must be in the book within a second."""
+    """A use wakes the monitor, since the pin of the use must be in the book within a second."""
     rt = crowd[5]
     ledger = rt._session.ledger
     assert rt.tick() == LONG
@@ -145,7 +145,7 @@ def test_a_death_is_noticed_though_the_one_before_it_is_dead_too_or_stopped(crow
 
 
 def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
-    """Two system calls show that the book is unchanged. A write is noticed at once."""
+    """Two system calls show that nobody has written the book. A later write is noticed at once."""
     mine, other = (
         open_ledger(f"sqlite://{tmp_path}/ledger"),
         open_ledger(f"sqlite://{tmp_path}/ledger"),

@@ -96,7 +96,9 @@ def test_no_other_process_evicts_anything_for_a_guess(runtime, notebook, shared_
 
 
 def test_a_real_request_may_have_the_room_of_a_guess_at_once(runtime, notebook, shared_book):
-    """A model that was loaded ahead has no grace time."""
+    """A model that was loaded ahead has no grace time, so a request of another process evicts it at
+    once.
+    """
     rt = runtime(ledger=shared_book)
     other = runtime(ledger=shared_book)
     fakes(rt, b="20GiB")

@@ -225,8 +225,8 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
 
 
 def test_a_call_is_one_use_though_it_leads_through_forward(runtime):
-    """Both `__call__` and `forward` pin the model, since either may be called alone. A call counts
-    as one use.
+    """Both `__call__` and `forward` pin the model, since either may be called alone. A call through
+    both counts as one use.
     """
     import torch
 

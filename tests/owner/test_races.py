@@ -56,8 +56,8 @@ def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
 
 
 def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeypatch):
-    """At this moment the model is already installed. If its bytes were dropped, an empty model
-    would count as loaded.
+    """The interrupt arrives when the model is already installed. If its bytes were dropped, an
+    empty model would count as loaded.
     """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
@@ -79,7 +79,9 @@ def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeyp
 
 
 def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime, monkeypatch):
-    """The bytes must not stay until the notebook drops the traceback, whose frames refer to them."""
+    """After an interrupted load, the bytes must not stay until the notebook drops the traceback,
+    whose frames refer to them.
+    """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     backend = rt._session.residents["m"].backend

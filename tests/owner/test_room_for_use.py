@@ -74,7 +74,9 @@ def test_in_host_memory_there_is_none_of_it_and_it_is_asked_for_again_on_the_way
 
 
 def test_it_goes_to_another_card_with_its_room(runtime, tmp_path):
-    """The room on the first card is free after the move."""
+    """A move takes the model's room to the other card. The room on the first card is free
+    afterwards.
+    """
     rt = runtime(devices="sim:2x64MiB,host:64MiB")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     rt.preload("writer")
@@ -133,8 +135,8 @@ SHARES = st.lists(st.integers(1, 10**12), min_size=1, max_size=4).map(
 
 @given(SHARES, st.integers(0, 10**12), SHARES)
 def test_a_lease_claims_what_was_measured_and_its_room_to_the_byte(measured, room, later):
-    """The claim is the same after repeated measurements, and for any size that was estimated at
-    first.
+    """A lease claims the measured bytes and the room, whatever size was estimated at first.
+    Repeated measurements do not change the claim.
     """
     promised = Lease("1", "m", target=beside(later, room), working_bytes=room, phase=Phase.ARRIVING)
     for now in (measured, measured, later):

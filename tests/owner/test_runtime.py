@@ -288,8 +288,8 @@ def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
 
 
 def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holders(runtime):
-    """The device is measured and the request is decided a second time. Then the error names the
-    models that hold memory.
+    """After an out-of-memory error the device is measured, and the request is decided a second
+    time. If that fails, the error names the models that hold memory.
     """
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
@@ -309,8 +309,8 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
 
 
 def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
-    """The card had less room than the book. The idle model leaves, and the second try has enough
-    room.
+    """The card has less free memory than the book shows. The idle model leaves, and the second
+    attempt has enough room.
     """
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
@@ -697,8 +697,8 @@ def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
 
 
 def test_urgent_for_one_block_is_not_urgent_for_ever(runtime, shared_book):
-    """In an earlier version, the lease kept the importance of the block that had loaded it, and no
-    request could evict the model.
+    """The importance of a block ends with the block. In an earlier version the model kept it, and
+    no request could evict the model.
     """
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")

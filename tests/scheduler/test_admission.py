@@ -76,7 +76,9 @@ def test_a_model_on_its_device_is_granted_before_any_elder():
 
 
 def test_a_grant_ends_the_ticket():
-    """The ticket ends also if another thread of the process loaded the model meanwhile."""
+    """A grant ends the request's ticket, also if another thread of the process loaded the model
+    meanwhile.
+    """
     page = book(lease("qwen", sim0=8), tickets=[ticket("qwen", key="k", sim0=8)])
     after, _ = decide(page, request("qwen", 8, key="k"), world(sim0=20))
     assert after == book(lease("qwen", sim0=8))
@@ -292,7 +294,9 @@ def test_a_model_in_host_memory_moves_back_at_its_measured_size():
 
 
 def test_a_served_ticket_is_removed():
-    """A ticket that is left after its grant would reserve room that no request uses."""
+    """A grant removes the ticket of its request. A ticket that is left would reserve room that no
+    request uses.
+    """
     waiting = ticket("qwen", key="k", sim0=14)
     page, verdict = decide(
         book(tickets=[waiting]), request("qwen", 14, key="k", arrived=NOW - 10), world(sim0=20)
@@ -459,7 +463,7 @@ def test_the_least_important_leave_first_and_the_policy_decides_among_equals():
 
 
 def test_the_less_important_model_leaves_whatever_card_it_is_on():
-    """A cheaper reload is no reason to evict a more important model."""
+    """The less important model leaves, even if a more important one could be loaded again faster."""
     page = book(
         lease("high", sim0=14, importance="high", reload_seconds=1),
         lease("low", sim1=14, importance="low", reload_seconds=60),
@@ -611,8 +615,8 @@ def test_a_request_that_does_not_wait_leaves_no_ticket():
 
 
 def test_a_full_page_refuses_and_evicts_nothing():
-    """The request is refused at once: without a ticket it could not reserve the room that victims
-    free.
+    """A page that has no entry left for a ticket refuses the request at once. Without a ticket, the
+    room that victims free could not be reserved.
     """
     many = [lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)]
     page = book(lease("old", sim0=10), *many)

@@ -217,9 +217,7 @@ def test_importance_then_arrival():
 
 
 def test_waiting_thirty_seconds_is_worth_one_class():
-    """An old request becomes more important than any new one, so every request is served in the
-    end.
-    """
+    """A waiting request becomes more important with time, so every request is served in the end."""
     there = world(sim0=20)
     assert [aged(30, waited, there) for waited in (0, 29.9, 30, 65, 95, 500)] == [
         30,

@@ -68,8 +68,8 @@ def test_bytes_that_were_arriving_when_their_owner_died_count_in_full():
 
 
 def test_a_sample_from_after_the_death_that_still_lists_the_process_frees_nothing():
-    """A driver needs time to free the memory of a process. A grant before that would exceed the
-    card's budget.
+    """The driver needs time to free the memory of a dead process. As long as it lists the process,
+    a grant would exceed the card's budget.
     """
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: size(40)})
     page = ghosts.measure(reaped(HELD), later)

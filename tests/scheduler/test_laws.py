@@ -397,7 +397,7 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
 
 @given(situations())
 def test_9_every_decision_first_looks_for_its_own_key(situation):
-    """If the same decision is made twice in a row, it reserves, recalls and evicts only once."""
+    """A decision that is made twice in a row reserves, recalls and evicts only once."""
     page, wanted, there = situation
     once, first = decide(situation)
     twice, second = decide((once, wanted, there))

@@ -155,8 +155,8 @@ def test_an_owner_whose_process_is_gone_cannot_act():
 
 
 def test_a_full_page_refuses_a_request_to_an_owner():
-    """The ledger would refuse to write another ticket, so the verdict explains why the page is
-    full.
+    """The page is full, and the ledger would refuse to write another ticket. So the verdict refuses
+    the request and explains why.
     """
     page = two(lease("qwen", sim0=8), *(lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)))
     after, verdict = asking(page, "evict")

@@ -63,7 +63,9 @@ def test_most_free_takes_those_with_the_most_room():
 
 
 def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
-    """The model is cut between layers, never inside one."""
+    """The shares are as equal as the layers allow. The model is cut between layers, never inside
+    one.
+    """
     pieces = (5, 10, 10, 10, 10, 15)
     found = divide(footprint(60, pieces=pieces), {"a": 99, "b": 99}, rules("balanced"), {})
     assert shares(found) == {"a": 25, "b": 35}

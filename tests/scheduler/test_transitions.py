@@ -327,7 +327,7 @@ def test_pins_and_last_use_are_written_by_the_owner():
 
 
 def test_a_decision_in_progress_is_kept_by_its_key():
-    """The owner knows a key before the ledger does. So no lease whose work is in progress is
+    """The owner publishes the keys of its decisions in progress. So no lease with such a key is
     withdrawn.
     """
     page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t")])
@@ -506,8 +506,8 @@ def unreadable(pid=2, **fields):
 
 
 def test_bytes_that_nobody_can_describe_are_not_free():
-    """The bytes count as claimed. They also count as missing from a sample that was taken before
-    they settled.
+    """The bytes of an unreadable section count as claimed. They also count as missing from a sample
+    that was taken before they settled.
     """
     there = world(total={"cuda:0": 24}, free={"cuda:0": 24}, cuda0=20, taken_at=NOW - 1)
     page = Book(limits={"cuda:0": size(20)}, quarantined={owner(2).id: unreadable()})

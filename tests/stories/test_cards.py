@@ -197,7 +197,9 @@ def test_a_card_that_shows_no_memory_but_is_known_to_share_the_machines_is_unifi
 
 @pytest.mark.parametrize("how", ["na", "forbidden"])
 def test_a_card_that_does_not_say_how_much_memory_it_has_is_not_used(host, driver, how):
-    """The card is also not taken for a card that shares the machine's memory."""
+    """A card of unknown size is not used. It is also not taken for a card that shares the machine's
+    memory.
+    """
     driver.set(count=2, _0_total=how)
     kernel = host.kernel()
     assert list(kernel.evaluate(TORCH)) == ["cuda:1", "host"]

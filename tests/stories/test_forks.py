@@ -231,8 +231,8 @@ def test_a_fork_waits_until_no_thread_is_inside_sqlite(rt):
 
 
 def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
-    """The fork waits at most a second. So a thread that hangs in a driver or on a disk does not
-    stop it.
+    """A fork waits at most a second for a thread that is inside SQLite. Then the child gets an
+    error, so a thread that hangs does not stop the fork.
     """
     monkeypatch.setattr(forks, "WAIT_SECONDS", 0.05)
     with rt._opened.ledger._store._lock:
@@ -355,7 +355,7 @@ def _device_ids(_: int) -> list[str]:
 
 
 def test_workers_of_a_pool_use_the_runtime(rt):
-    """joblib starts the workers of a pool in the same way."""
+    """The workers of the pool are forked, as by the `multiprocessing` backend of joblib."""
     _rt[:] = [rt]
     with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.map_async(_device_ids, range(4)).get(60)

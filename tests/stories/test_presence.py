@@ -80,7 +80,9 @@ def test_who_waits_for_a_stopped_process_learns_why(kernel, console):
 
 @pytest.mark.soak
 def test_who_waits_for_a_process_that_writes_its_core_dump_learns_why(kernel, console, tmp_path):
-    """The memory is granted once the core dump is written."""
+    """A caller waits for the memory of a process that writes a core dump, and is told so. The
+    memory is granted once the dump is written.
+    """
     if "/" in PATTERN.read_text() or PATTERN.read_text().startswith("|"):
         pytest.skip("needs a kernel that writes core dumps into the working directory")
     kernel.tell("held = rt.use('qwen'); held.__enter__(); import os, resource")
