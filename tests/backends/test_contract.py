@@ -203,7 +203,7 @@ def test_a_reload_fills_the_object_that_users_kept(case):
 
 
 def test_a_garbage_collected_model_frees_its_bytes(case):
-    """The bytes become free even if the model is not dropped."""
+    """When a model is garbage collected, its bytes become free, also without a drop."""
     case.load()
     assert case.probe.used() == NOTHING
 
@@ -317,7 +317,9 @@ def test_a_backend_that_cannot_move_raises_and_changes_nothing(case):
 
 
 def test_a_card_of_exactly_the_measured_size_is_enough(case):
-    """The bytes that the allocator adds by rounding do not count."""
+    """A model fits on a card of exactly its measured size. The bytes that the allocator adds by
+    rounding do not count.
+    """
     model = case.load()
     exactly = case.backend.measure(model)[0].bytes
     case.backend.drop(model)

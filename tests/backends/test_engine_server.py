@@ -138,7 +138,9 @@ def test_a_server_goes_from_idle_to_ready_and_back_and_has_no_other_state(
 
 
 def test_no_other_state_changes_are_allowed():
-    """A server that never becomes ready can be stopped as well."""
+    """The table has all allowed state changes. A server that never becomes ready can be stopped,
+    too.
+    """
     assert NEXT_STATES == {
         ServerState.IDLE: {ServerState.LOADING},
         ServerState.LOADING: {ServerState.READY, ServerState.STOPPING},

@@ -187,7 +187,9 @@ def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager)
 def test_estimated_weights_are_within_two_per_cent_of_the_resident_bytes(
     probe, tmp_path, make, dtype
 ):
-    """The backend and the path alone give the same evidence."""
+    """The estimate differs by at most two per cent. The backend and the path alone give the same
+    evidence.
+    """
     backend = open_backend("transformers", probe)
     options = {"dtype": dtype} if dtype else {}
     spec = ModelSpec("m", "transformers", str(make(tmp_path / "m")), options=options)

@@ -103,6 +103,6 @@ def test_a_lost_context_is_reported_before_its_consequences():
     ],
 )
 def test_the_remedy_of_each_fault(kind, clears, loses):
-    """The remedy is free memory, a retry, a reload of the model, or a new process."""
+    """Each fault has a remedy: free memory, a retry, a reload of the model, or a new process."""
     fault = recognise(KNOWN[kind][0])
     assert (fault.clears_model, fault.loses_context) == (clears, loses)

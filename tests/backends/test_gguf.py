@@ -111,7 +111,9 @@ def test_a_file_of_many_types_is_exact(tmp_path):
     ],
 )
 def test_the_metadata_gives_the_size_of_the_cache(tmp_path, arch, numbers, values):
-    """The calculation is the same as for a config.json."""
+    """The size of the cache is calculated from the file's metadata, in the same way as from a
+    config.json.
+    """
     config = sources.evidence(str(write(tmp_path / "m.gguf", arch=arch, **numbers)), "m").config
     assert kv_cache_bytes(cache_layers(config), tokens=8192) == 2 * values
 
@@ -170,7 +172,9 @@ def test_a_directory_of_several_models_is_refused(tmp_path):
 
 
 def test_a_file_with_an_unknown_type_is_estimated_by_its_size(tmp_path):
-    """The parts of the estimate are marked as estimates. The metadata is still used."""
+    """The parts of such an estimate are marked as estimates. The metadata of the file is still
+    used.
+    """
     path = write(tmp_path / "m.gguf", [Type.F32], vocabulary=1)
     data = bytearray(path.read_bytes())
     at = data.index(b"blk.0.weight") + len("blk.0.weight") + 4 + 2 * 8
@@ -267,7 +271,9 @@ BIG = struct.pack("<Q", 2**63)
     ],
 )
 def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
-    """The headers have sizes beyond the file, huge arrays, or endless names."""
+    """A hostile header has sizes beyond the file, huge arrays, or endless names. It costs one error
+    and no memory.
+    """
     assert said in refused(tmp_path / "m.gguf", data)
 
 

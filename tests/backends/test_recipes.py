@@ -113,7 +113,7 @@ def test_user_arguments_are_passed_on_except_those_that_the_lease_decides(instal
 
 
 def test_ollama_gets_its_options_from_the_environment(installed):
-    """Each model has an Ollama server of its own, which keeps the model loaded."""
+    """Ollama takes no flags. Each model has a server of its own, which keeps the model loaded."""
     command = recipe("ollama").command(
         order("ollama", source="qwen3:8b", gib=(10, 10), context_length=40960)
     )
@@ -232,8 +232,8 @@ def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installe
 
 
 def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
-    """The template cannot be sent with a request: vLLM refuses it there, and llama-server ignores
-    it.
+    """A chat template cannot be sent with a request: vLLM refuses it there, and llama-server
+    ignores it.
     """
     for chat, engine, flag in (
         ("{{ messages }}", "vllm", "--chat-template"),

@@ -180,7 +180,9 @@ def test_tensors_without_bytes_are_not_found():
 
 
 def test_a_tensor_without_a_storage_is_named_as_opaque():
-    """mkldnn keeps a tensor's bytes in objects of its own."""
+    """mkldnn keeps a tensor's bytes in objects of its own. The search reports such a tensor as
+    opaque.
+    """
     opaque = torch.ones(4, 4).to_mkldnn()
     assert any(one is opaque for one in se.search(every).opaque)
 
@@ -203,13 +205,15 @@ def test_governed_storages_are_left_out():
     (lambda: torch.ones(7).share_memory_(), se.SHARED),
 ], ids=["plain", "numpy", "buffer", "dlpack", "shared"])  # fmt: skip
 def test_memory_that_others_use_stays(make, reason):
-    """A storage after `share_memory_` claims to be resizable, so this flag alone does not decide."""
+    """Memory that others use is not moved. A storage after `share_memory_` claims to be resizable,
+    so this flag alone does not decide.
+    """
     tensor = make()
     assert why(tensor) == reason
 
 
 def test_a_tensor_that_numpy_uses_stays():
-    """NumPy keeps the address of the storage."""
+    """NumPy keeps the address of a shared storage, so the storage is not moved."""
     tensor = torch.ones(7)
     array = tensor.numpy()
     assert why(tensor) == se.FOREIGN

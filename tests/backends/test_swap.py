@@ -60,7 +60,7 @@ def content(storage: torch.UntypedStorage) -> list[float]:
 
 @given(some.integers(1, 6), some.integers(0, 6))
 def test_an_exchange_happens_completely_or_can_be_undone(count, fails_at):
-    """If any call fails, the exchanges before it are reverted."""
+    """If any call of an exchange fails, the earlier calls are reverted."""
     here, there = storages(*range(count)), storages(*range(10, 10 + count))
     exchange = swap.Exchange()
     for storage, other in zip(here, there, strict=True):
@@ -309,7 +309,7 @@ def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
 
 
 def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path):
-    """The stamp of the source contains the inode's change time, which no program can set."""
+    """A rewritten source file is noticed by its inode's change time, which no program can set."""
     import os
     import shutil
 
@@ -325,7 +325,9 @@ def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path
 
 
 def test_the_end_of_the_interpreter_compares_no_weights(probe, llama, monkeypatch):
-    """To compare tens of gigabytes would delay the end of the process by seconds."""
+    """At the end of the process no weights are compared. For tens of gigabytes that would take
+    seconds.
+    """
     backend = open_backend("transformers", probe)
     model = backend.load(ModelSpec("m", "transformers", source=str(llama)), CARD)
     ending = threading.Event()

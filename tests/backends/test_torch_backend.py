@@ -423,7 +423,9 @@ def test_a_factory_is_sized_without_data(backend):
 
 
 def test_a_factory_that_cannot_be_sized_needs_a_declared_size(backend):
-    """The message quotes the error that the factory raised."""
+    """If a factory cannot be sized, a size must be declared. The message quotes the error that the
+    factory raised.
+    """
 
     def factory():
         raise RuntimeError("needs a card")

@@ -58,7 +58,7 @@ def listed(name: str, directive: str) -> list[str]:
 
 
 def test_the_readme_is_short():
-    """Everything that does not fit is in `docs/`."""
+    """The README has a limited number of lines. Everything else is in `docs/`."""
     assert len(README.splitlines()) <= MOST_README_LINES
 
 
@@ -161,7 +161,7 @@ def test_every_status_is_documented():
 
 
 def test_every_method_of_the_runtime_is_listed_once():
-    """Properties count as methods here."""
+    """The page lists every public method and property of the runtime once."""
     members = inspect.getmembers(Runtime, lambda each: callable(each) or isinstance(each, property))
     public = [name for name, _ in members if not name.startswith("_")]
     methods = [name for name in listed("reference/python", "functions") if hasattr(Runtime, name)]
@@ -336,7 +336,7 @@ def typed(text: str) -> list[str]:
 
 
 def test_every_command_on_the_pages_can_be_typed():
-    """The verbs and options are those of the table of verbs."""
+    """Each command on the pages uses a verb and options that exist."""
     commands = [command for text in PAGES.values() for command in typed(text)]
     assert len(commands) > 10
     for command in filter(None, commands):

@@ -33,7 +33,7 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 
 def test_the_docs_list_every_runbook_by_its_title():
-    """The page has one line for each runbook, in order. A new runbook needs a line."""
+    """The page of runbooks has one line for each runbook, in order. A new runbook needs a line."""
     lines = [
         f"- [{prose(name).partition(chr(10))[0].removeprefix('# ')}](../notebooks/{name})"
         for name in RUNBOOKS

@@ -114,7 +114,7 @@ def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_pat
     ],
 )
 def test_text_in_the_environment_becomes_a_value(environment, name, text, value):
-    """The variable's name is the name of the setting in capitals."""
+    """A setting is read from the environment variable with its name in capitals."""
     environment.setenv(name.upper(), text)
     assert getattr(Settings.load(), name) == value
 
@@ -170,7 +170,7 @@ def test_a_bad_value_is_rejected_in_one_sentence(environment, name, value, expec
     ],
 )
 def test_a_wrong_type_is_rejected(name, value):
-    """A number is not taken as text, and True is not taken as 100 %."""
+    """A value of a wrong type is rejected: a number is not text, and True is not 100 %."""
     with pytest.raises(BadSetting) as error:
         Settings.load(**{name: value})
     assert error.value.setting == name
@@ -191,7 +191,9 @@ def test_settings_do_not_change_once_loaded():
 
 
 def test_rules_have_the_numbers_that_decisions_use():
-    """Whatever is set, the idle time at HIGH is never longer than at MODERATE."""
+    """The rules are made from the settings. Whatever is set, the idle time at HIGH is never longer
+    than at MODERATE.
+    """
     settings = Settings.load(
         eviction_grace_seconds=1,
         eviction_idle_threshold_seconds=20,

@@ -55,7 +55,9 @@ def test_works_are_done_in_parallel(many):
 
 
 def test_works_are_done_one_after_the_other_if_no_thread_can_be_started(monkeypatch):
-    """While the interpreter is ending, no thread can be started."""
+    """While the interpreter is ending, no thread can be started. The functions are then called one
+    after the other.
+    """
 
     def too_late(work):
         raise RuntimeError("can't create new thread at interpreter shutdown")

@@ -98,13 +98,13 @@ def test_text_that_is_not_a_size_is_rejected_and_quoted(text):
 
 @given(SIZES)
 def test_a_number_without_a_unit_is_bytes(size):
-    """The number is exact, given as a number and as text."""
+    """A number without a unit is a number of bytes, also as text. It is exact."""
     assert parse_bytes(size) == parse_bytes(str(size)) == parse_bytes(f"{size} B") == size
 
 
 @given(st.integers(0, 2**20), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
 def test_a_unit_multiplies(number, unit, space):
-    """A unit may be in upper or lower case."""
+    """A unit may follow the number with or without a space, in upper or lower case."""
     assert parse_bytes(f"{number}{space}{unit}") == number * UNITS[unit]
     assert parse_bytes(f"{number}{space}{unit.upper()}") == parse_bytes(
         f"{number}{space}{unit.lower()}"
@@ -157,7 +157,7 @@ def test_durations_are_parsed_as_written(text, seconds):
     "text", ["", "soon", "-1", -1, "1 y", float("nan"), float("inf"), True, None, [5], "5 GiB"]
 )
 def test_text_that_is_not_a_duration_is_rejected_and_quoted(text):
-    """The error message is about durations, not about sizes."""
+    """The error for a bad duration is about durations, not about sizes."""
     with pytest.raises(BadSize, match="is not a duration. Write it like 30, '10m' or '2h'"):
         parse_seconds(text)
 

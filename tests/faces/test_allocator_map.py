@@ -163,7 +163,7 @@ def test_thousands_of_blocks_make_a_bounded_picture():
 
 
 def test_the_memory_of_a_private_pool_is_not_shown_as_releasable():
-    """The memory belongs to a CUDA graph, so defrag does not release it."""
+    """Memory in a private pool belongs to a CUDA graph, so defrag does not release it."""
     assert dict(legend(drawn(segment(0, (20, FREE), kind="private")))) == {STUCK: 20 * MIB}
     assert dict(legend(drawn(segment(0, (20, FREE))))) == {RELEASABLE: 20 * MIB}
 

@@ -100,7 +100,9 @@ def device_id(word: str) -> str:
 
 
 def test_the_tooltip_of_a_lease_shows_its_process_use_and_importance():
-    """The tooltip also shows that the lease is pinned."""
+    """The tooltip of a lease shows its process, its use and its importance, and whether it is
+    pinned.
+    """
     qwen = stretches(samples.busy)["qwen"]
     assert qwen.notebook == "train.ipynb"
     assert qwen.tooltip == (
@@ -234,7 +236,7 @@ def test_the_reserve_is_at_the_end_of_a_measured_card():
     ],
 )
 def test_free_memory_in_words(room, blind, words):
-    """None is shown as unknown, never as 0."""
+    """An unknown number of free bytes is shown as unknown, never as 0."""
     assert (
         device_words.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind))
         == words
@@ -264,7 +266,9 @@ def test_a_drained_card_shows_the_person_and_the_time():
 
 
 def test_a_simulated_card_among_real_ones_is_labelled():
-    """If all cards are simulated, the status bar says so once."""
+    """A simulated card among real ones has a label. If all cards are simulated, the status bar says
+    so once.
+    """
     view = samples.busy.devices[0]
     assert "simulated" in device_words.notices(replace(samples.busy, simulated=False), view)
     assert device_words.notices(samples.busy, view) == []

@@ -324,7 +324,7 @@ def test_status_imports_neither_torch_nor_pandas(child_environment):
 
 
 def test_a_closed_pipe_is_no_error(child_environment):
-    """A command such as `gpu config | head -1` closes the pipe early."""
+    """A command such as `gpu config | head -1` closes the pipe early. This is no error."""
     shell = f"set -o pipefail; {sys.executable} -m gpu_runtime.cli help | head -c 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", shell], env=child_environment, capture_output=True, text=True, timeout=60
@@ -333,7 +333,7 @@ def test_a_closed_pipe_is_no_error(child_environment):
 
 
 def test_a_timeout_of_zero_is_a_timeout():
-    """0.0 equals False in Python, but a person has typed it as a time-out."""
+    """`--timeout 0` is a time-out that a person has typed, although 0.0 equals False in Python."""
     args = argparse.Namespace(timeout=0.0, limit=None, undo=False)
     assert given(args, "timeout", "limit", "undo") == {"timeout": 0.0}
 

@@ -366,7 +366,7 @@ def test_a_second_click_on_confirm_does_nothing(page, poller, waiting_threads):
 
 
 def test_an_answer_to_another_question_does_nothing(page, poller, waiting_threads):
-    """A click may still be on its way while the dialog changes to another question."""
+    """A click may arrive when the dialog already shows another question. It then does nothing."""
     page.actions.propose("pin", target(poller))
     late = page.actions._form.question
     page.actions.propose("evict", target(poller))
@@ -377,7 +377,9 @@ def test_an_answer_to_another_question_does_nothing(page, poller, waiting_thread
 def test_the_situation_is_checked_again_before_a_confirmed_action(
     page, poller, rt, waiting_threads
 ):
-    """In this test the model comes into use between the click and the confirmation."""
+    """The model comes into use between the click and the confirmation. The confirmed action is then
+    not carried out.
+    """
     page.actions.propose("evict", target(poller))
     with rt.use("qwen"):
         click(page, "confirm")

@@ -114,7 +114,7 @@ def test_the_map_of_a_process_that_has_ended_is_not_shown():
 
 
 def test_only_an_operator_has_defragment_and_disabled_buttons_show_why():
-    """Viewers can look at a map, too."""
+    """Only an operator can defragment. Viewers can look at a map, too."""
     bob = next(
         row
         for row in table((adapters, mine), chosen=f"{samples.BOB.id}/sim:0")
@@ -279,7 +279,9 @@ def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
 
 
 def test_a_newer_snapshot_gives_a_new_table():
-    """The newer snapshot may have another free memory, and so another largest request that fits."""
+    """The free memory in a newer snapshot may differ. So the largest request that fits is
+    calculated again.
+    """
     fetched = FetchedMaps((mine,))
     fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
     assert fetched.rows(here, True, "") != fetched.rows(fuller, True, "")

@@ -205,7 +205,9 @@ def test_a_page_opens_for_the_visitor_it_was_made_for(server):
 
 
 def test_programs_send_the_token_in_a_header(server):
-    """Jupyter's clients do the same. They need neither a cookie nor a private path."""
+    """Programs send the token in a header, as Jupyter's clients do. They need neither a cookie nor
+    a private path.
+    """
     server.get()
     for scheme in ("Bearer", "token"):
         page = server.get(Authorization=f"{scheme} {OPERATORS}")

@@ -171,7 +171,7 @@ def test_marks_that_are_too_close_become_one_with_their_number():
 
 
 def test_a_lease_is_named_by_its_notebook_where_that_is_known():
-    """If the process has ended, only its pid is known."""
+    """A lease is named by its notebook. If its process has ended, only the pid is known."""
     assert history.lease_titles(["qwen@4000", "qwen@9"], samples.busy) == {
         "qwen@4000": "qwen · train.ipynb",
         "qwen@9": "qwen · pid 9",

@@ -92,7 +92,9 @@ def test_every_answer_has_text_and_well_formed_html(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_nothing_in_a_page_is_random_or_loaded_from_elsewhere(name):
-    """Executed notebooks can then be compared, and can be opened without a network."""
+    """The HTML has no random part and loads nothing from other hosts. So executed notebooks can be
+    compared, and opened without a network.
+    """
     page = PAGES[name]._repr_mimebundle_()["text/html"]
     assert page == PAGES[name]._repr_mimebundle_()["text/html"]
     assert not re.search(r"\bid=|<script|https?://|url\(|@import", page)

@@ -197,8 +197,8 @@ def test_resources_are_removed_from_the_output():
 
 
 def test_panels_style_sheets_are_sent_inline():
-    """For later changes Panel would use its CDN. Without internet the page would then have no
-    style.
+    """The style sheets are sent with the page. For later changes Panel would use its CDN, so a page
+    without internet would have no style.
     """
     styles = inline_assets.LocalStyles()
     url = f"{CDN_DIST}css/loading.css?v=1"

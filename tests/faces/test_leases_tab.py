@@ -152,7 +152,7 @@ def test_nothing_is_done_if_it_changed_since_the_click(verb, before, after, word
 
 
 def test_parking_waits_for_a_bounded_time():
-    """`rt.park` itself would wait without a limit."""
+    """The console parks with a time-out, since `rt.park` itself would wait without a limit."""
     asked = []
 
     def act(name):

@@ -283,7 +283,9 @@ def private(request, tmp_path_factory):
 
 
 def test_a_private_socket_needs_no_token(private):
-    """The kernel reports the user of the connection. Other users cannot even connect."""
+    """On a private socket the kernel reports the user of the connection. Other users cannot even
+    connect.
+    """
     assert stat.S_IMODE(os.stat(private.socket).st_mode) == 0o600
     page = private.get()
     assert page.status == 200 and page.session_token
@@ -442,7 +444,7 @@ def test_the_first_free_port_is_used_unless_one_was_named():
 
 
 def test_an_interrupted_console_leaves_nothing(tmp_path):
-    """There is no traceback, and the socket is removed."""
+    """An interrupted console prints no traceback and removes its socket."""
     tmp_path.chmod(0o700)
     path = str(tmp_path / "s")
     with serving(console(tmp_path, socket_path=path), tmp_path, socket_path=path) as server:
@@ -465,7 +467,7 @@ def test_read_only_makes_every_visitor_a_viewer(tmp_path):
 
 
 def test_each_start_makes_a_new_token(environment):
-    """A token that is set stays the same at each start. No settings page shows a token."""
+    """Each start makes a new token, unless a setting contains one. No settings page shows a token."""
     first, second = http_server.access_rules(), http_server.access_rules()
     assert (
         len(first.operator_token) > 40

@@ -163,7 +163,7 @@ def test_json_is_valid_text_and_a_tree(shell, models, words):
 
 
 def test_unknown_values_are_null_in_json(shell, models):
-    """JSON cannot represent NaN."""
+    """JSON cannot represent NaN, so an unknown value is null."""
     models.register("new", backend="fake", size="1GiB")
     row = next(row for row in json.loads(run(shell, "%gpu models --json")) if row["name"] == "new")
     assert row["where"] == "disk" and row["idle_seconds"] is None
@@ -171,7 +171,9 @@ def test_unknown_values_are_null_in_json(shell, models):
 
 @pytest.mark.parametrize("verb", render.EMPTY)
 def test_an_empty_table_says_what_to_type(shell, verb):
-    """The data frame itself is not changed. The sentence is a separate display."""
+    """An empty table is displayed with a sentence that says what to type. The data frame itself is
+    not changed.
+    """
     with capture_output(display=False) as captured:
         frame = shell.run_cell(f"%gpu {verb}").result
     if frame.empty:
@@ -187,7 +189,7 @@ def test_python_values_are_displayed_like_the_magics(shell, models):
 
 
 def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
-    """Quotes are removed, as a shell does."""
+    """A path in quotes is one word. The quotes are removed, as a shell does."""
     (tmp_path / "my model").mkdir()
     with pytest.raises(errors.NotAModel) as caught:
         run(shell, f"%gpu load new '{tmp_path}/my model'")
@@ -197,7 +199,7 @@ def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
 
 
 def test_a_failed_load_leaves_the_name_free(shell, models, tmp_path):
-    """The next attempt with the right source must not fail because the name is taken."""
+    """After a failed load, the name is free for the next attempt with the right source."""
     with pytest.raises(errors.LoadFailed):
         run(shell, f"%gpu load new {tmp_path}")
     run(shell, "%gpu load new --backend fake --size 1GiB --importance high --keep")
@@ -302,7 +304,7 @@ def test_a_semicolon_silences_the_last_expression_only(shell, rt):
 )
 @pytest.mark.parametrize("line", ["8GiB", "--model llama", "1GiB --model llama --importance high"])
 def test_a_cell_releases_everything_whatever_it_raises(shell, models, line, raises):
-    """The lease, the pin and the name `model` are released."""
+    """Whatever a cell raises, its lease, its pin and the name `model` are released."""
     printed(shell, f"%%gpu {line}\nseen = [l.pins for l in rt.status().leases()]\n{raises}")
     assert any(shell.user_ns["seen"])
     assert held(models) == [] and "model" not in shell.user_ns
@@ -547,7 +549,7 @@ def state(shell):
 
 
 def test_unloading_removes_everything(fresh_shell, rt):
-    """Another extension's magic of the same name is restored."""
+    """Unloading the extension restores another extension's magic of the same name."""
     theirs = fresh_shell.magics_manager.magics["line"]["gpu"] = lambda line: "theirs"
     before = state(fresh_shell)
     for _ in range(2):  # loading twice is loading once

@@ -88,7 +88,9 @@ def test_the_errors_of_the_magic_are_a_sentence(outputs):
 
 
 def test_bad_syntax_goes_to_standard_error(outputs):
-    """IPython shows all usage errors in this way. For nbval they are no failures."""
+    """Bad syntax of a magic goes to standard error, as all usage errors of IPython do. For nbval it
+    is no failure.
+    """
     assert "Usage: %gpu evict NAME" in "".join(output.get("text", "") for output in outputs[7])
 
 

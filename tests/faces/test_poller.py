@@ -140,7 +140,9 @@ def test_an_unexpected_error_does_not_end_the_polling(poller, rt, caplog):
 
 
 def test_the_poller_reaps_dead_processes(poller, rt, clock):
-    """If the last kernel of a box was killed, no other process would remove its leases."""
+    """The poller removes the leases of dead processes. If the last kernel of a box was killed, no
+    other process would.
+    """
     for clock.now in (10.0, 10.1, 11.5):
         poller.poll()
     assert (rt.status_calls, rt.reap_calls) == (3, 2)

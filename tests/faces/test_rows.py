@@ -119,7 +119,9 @@ def test_a_block_of_code_is_a_lease_and_no_model():
 
 
 def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
-    """A whole card can be leased for a model that fills only half of it."""
+    """The table shows leased and measured bytes, since a whole card can be leased for a model that
+    fills only half of it.
+    """
     whole = lease(
         "qwen", 20, owner=BOB, filled=(Share("sim:0", 14 * GIB),), pins=1, pinned_since=NOW - 70
     )

@@ -123,7 +123,9 @@ Nothing was done. Do it:  %gpu preload gemma"""
 
 @pytest.mark.parametrize("path", ["models/gemma", "gemma.Q4_K_M.gguf"])
 def test_a_plan_for_a_path_says_how_to_load_it(path):
-    """A path is not registered, so its model cannot be preloaded by name."""
+    """The model of a path is not registered, so it cannot be preloaded by name. The plan says how
+    to load it.
+    """
     assert text.plan(replace(samples.fits, name=path), samples.busy, path).endswith(
         f"Do it:  %gpu load {path}"
     )

@@ -81,7 +81,7 @@ def test_a_variable_is_listed_with_its_bytes_and_its_cell(notebook, rt):
 
 
 def test_a_small_tensor_is_not_device_memory(notebook, rt):
-    """On simulated cards only storages of at least 1 MiB count."""
+    """On simulated cards only storages of at least 1 MiB count as device memory."""
     run(notebook, "x = torch.ones(1000)")
     assert table(rt) == {}
 

@@ -46,8 +46,8 @@ def test_an_unchanged_map_is_not_read_again(pair, monkeypatch):
     "words", [b"", b"{", b'[{"owner":1}]', b"\xff\xfe", b" " * (MOST_BYTES + 1)]
 )
 def test_a_file_that_is_no_map_is_ignored(pair, words):
-    """The file is incomplete, of another version, or damaged. The maps of other owners are still
-    read.
+    """A file that is incomplete, of another version or damaged is ignored. The maps of other owners
+    are still read.
     """
     a, b, file = pair
     a.publish_maps((allocator_map(a),))

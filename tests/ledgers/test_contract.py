@@ -89,7 +89,7 @@ def test_a_failing_decision_leaves_the_book_unchanged(new_owner):
 
 
 def test_no_increment_is_lost(new_owner):
-    """Six threads of two owners count at the same time."""
+    """Six threads of two owners count at the same time, and no increment is lost."""
     a, b = new_owner(), new_owner()
 
     def many(ledger) -> None:
@@ -507,7 +507,9 @@ def test_publishing_a_map_does_not_write_the_book(new_owner):
 
 
 def test_names_are_added_one_by_one_and_withdrawn(new_owner):
-    """Other owners see which models an owner can load. The book is not written for that."""
+    """Other owners see the names of the models that an owner can load. Adding or withdrawing a name
+    does not write the book.
+    """
     a, b = new_owner(), new_owner()
     before = b.read()
     assert b.names() == {}

@@ -68,7 +68,7 @@ def test_withdrawn_names_do_not_fill_the_file(pair):
 
 @pytest.mark.parametrize("line", [b"+3\n", b"+\n", b"\xff\xfe\n", b'+"half', b"{}\n"])
 def test_a_line_that_is_no_name_changes_nothing(pair, line):
-    """The line is of another version, incomplete, or nonsense."""
+    """A line of another version, an incomplete line or nonsense is ignored."""
     a, b, file = pair
     with open(file, "ab") as more:
         more.write(line)

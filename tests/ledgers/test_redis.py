@@ -477,7 +477,9 @@ def test_a_cut_connection_is_made_again(new_owner_here, redis):
 
 
 def test_a_write_whose_answer_was_lost_is_not_made_twice(new_owner_here, monkeypatch):
-    """The connection breaks after the write, before its answer arrives."""
+    """The connection breaks after a write, before its answer arrives. The write is not made a
+    second time.
+    """
     from redis.exceptions import ConnectionError
 
     ledger = new_owner_here()
@@ -553,7 +555,9 @@ def test_hosts_have_pages_of_their_own(new_owner_here, monkeypatch):
 
 
 def test_owners_in_two_containers_never_have_the_same_id(url, open_at, tmp_path, monkeypatch):
-    """In each container, process 7 may have started in the same hundredth of a second."""
+    """In each of two containers, process 7 may have started in the same hundredth of a second.
+    Their ids differ all the same.
+    """
     me = redis_ledger.describe_self()
     monkeypatch.setattr(redis_ledger, "describe_self", lambda **_: me)
     one, two = open_at(f"{url}&owners={tmp_path}/one"), open_at(f"{url}&owners={tmp_path}/two")
@@ -660,7 +664,7 @@ def test_processes_lose_no_increment(url, notebook):
 
 
 def test_without_the_package_the_error_names_what_to_install(monkeypatch):
-    """The `redis` package is an optional extra."""
+    """The `redis` package is an optional extra. Without it, the error names what to install."""
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in ("connection", "page", "scripts", "ledger"):
         monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.redis.{name}")

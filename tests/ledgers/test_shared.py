@@ -469,7 +469,9 @@ def test_the_owner_refuses_what_the_caller_should_have_refused(box):
 
 
 def test_a_name_in_the_book_only_selects_a_registered_model(box):
-    """The name is not used as a path, as code, or to reach a third process."""
+    """A model's name in the book selects a registered model. It is not used as a path, as code, or
+    to reach a third process.
+    """
     ann, other = box.kernel(ANN, writer="1GiB"), box.kernel(ANN, reader="1GiB")
     other.run("rt.preload('reader')"), other.run("rt.evict('reader')")
     evil = box.root / "evil"

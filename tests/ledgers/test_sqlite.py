@@ -157,7 +157,7 @@ def test_a_forked_child_owns_nothing_and_does_not_keep_its_parent_alive(new_owne
 
 
 def test_files_of_dead_owners_are_removed(new_owner_here, notebook):
-    """The files are removed once the book no longer needs them as a proof of death."""
+    """The files of dead owners are removed once the book no longer needs them as a proof of death."""
     ledger, reaped, unreaped = new_owner_here(), notebook(), notebook()
     unreaped.run("put(ledger, 'qwen')")
     reaped.kill()
@@ -342,7 +342,9 @@ def test_a_grant_during_a_rebuild_is_in_the_new_book(new_owner_here, monkeypatch
 
 
 def test_a_grant_that_lost_its_race_is_not_in_a_rebuilt_book(new_owner_here):
-    """The roster had the grant when the race was lost. The second decision grants nothing."""
+    """A grant lost its race, but the roster already has it. The second decision grants nothing, so
+    the rebuilt book must not have the grant.
+    """
     ledger, other, runs = new_owner_here(), new_owner_here(), []
 
     def decide(book):
@@ -631,7 +633,9 @@ def test_another_process_finishes_an_interrupted_rebuild(new_owner_here):
 
 
 def test_a_half_written_roster_falls_back_to_the_previous_one(new_owner_here):
-    """The disk was full, or the file was damaged. Then the last complete roster counts."""
+    """A roster is half written, because the disk was full or the file was damaged. Then the last
+    complete roster counts.
+    """
     ledger = new_owner_here()
     put(ledger, "qwen")
     put(ledger, "qwen", "llama")
@@ -820,7 +824,7 @@ print("released")
 
 
 def test_a_full_disk_refuses_grants_and_accepts_releases(tmp_path):
-    """A release must be written on a full disk. Otherwise the card would stay full as well."""
+    """A release must be written even on a full disk. Otherwise the card would stay full as well."""
     done = subprocess.run(
         ["unshare", "-rm", "bash", "-c", FULL_DISK, "-", tmp_path, sys.executable],
         capture_output=True,
@@ -841,8 +845,8 @@ def test_a_full_disk_refuses_grants_and_accepts_releases(tmp_path):
 
 
 def test_the_error_names_a_stopped_writer(tmp_path):
-    """No other process can write until the stopped one continues. The error names its process
-    number.
+    """While a stopped process holds the write lock, no other process can write. The error names the
+    stopped process's number.
     """
     ledger = SqliteLedger(tmp_path, patience_seconds=0.3)
     holder = subprocess.Popen(

@@ -93,7 +93,9 @@ def test_applying_again_changes_only_the_models_that_differ(catalog, file):
 
 
 def test_a_bad_document_changes_nothing_at_all(catalog, file):
-    """One entry is invalid. The valid models before and after it are not applied either."""
+    """One entry of a document is invalid. The valid models before and after it are not applied
+    either.
+    """
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     with pytest.raises(BadDocument) as caught:
@@ -317,7 +319,7 @@ def test_a_newer_catalogue_is_neither_read_nor_overwritten(catalog, place, file)
 
 
 def test_a_failed_write_changes_nothing(catalog, file, monkeypatch):
-    """The disk is full at the last moment of the write."""
+    """The disk is full at the last moment of a write. The old catalogue stays as it is."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     monkeypatch.setattr(
@@ -461,7 +463,9 @@ def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):
 
 
 def test_a_change_takes_effect_at_the_next_load(shelf, file):
-    """A model that is already loaded does not change."""
+    """A change of the catalogue takes effect at the next load. A model that is already loaded does
+    not change.
+    """
     rt = shelf()
     rt.preload("qwen3:8b")
     rt.apply(file(DRILLS.replace("14GiB", "12GiB")))
@@ -538,7 +542,9 @@ def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(she
 
 @pytest.mark.parametrize("backend", ["tgi", "sglang"])
 def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backend):
-    """The plan uses the declared size, and no model is evicted."""
+    """A model with an unknown backend can be planned with its declared size. A load is refused, and
+    no model is evicted.
+    """
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
     plan = rt.plan("far")

@@ -376,7 +376,9 @@ def test_a_process_parked_by_another_tool_is_not_restored_without_its_size(rt, d
 
 
 def test_an_interrupt_is_raised_when_the_call_has_ended(rt, driver, monkeypatch):
-    """An interrupt in the middle of a checkpoint would leave the process locked."""
+    """An interrupt waits for the end of the driver's call. In the middle of a checkpoint it would
+    leave the process locked.
+    """
     target = driver.process(_0=1)
     call = checkpoint.call
 

@@ -138,7 +138,9 @@ def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_work
 
 
 def test_three_decode_failures_in_a_row_are_one_reload(rt):
-    """One or two failures cause no reload. A success in between resets the count."""
+    """The third decode failure in a row reloads the model. One or two cause no reload, and a
+    success in between resets the count.
+    """
     with rt.use("phi") as phi:
         pid = phi.pid
         for reloads in (False, False, None, False, False, True):
@@ -205,7 +207,9 @@ def test_a_model_is_pinned_as_long_as_somebody_reads_its_answer(rt):
 
 
 def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_more(runtime):
-    """The book had enough room, but the card had not."""
+    """A load runs out of memory although the book has enough room. Idle models leave the card, and
+    the load is tried once more.
+    """
     rt = runtime(devices="sim:24GiB,host:64GiB")
     fakes(rt, a="4GiB", b="4GiB")
     rt.preload("a")

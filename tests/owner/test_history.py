@@ -56,7 +56,9 @@ days = st.lists(
 def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
     tmp_path_factory, rows, most, seconds
 ):
-    """The law holds for any number of recorded moments and any limit of the chart."""
+    """A chart has every peak in order, for any number of recorded moments and any limit of the
+    chart.
+    """
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
     assert record.append(told)
@@ -74,7 +76,7 @@ def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
 
 @given(days)
 def test_thinning_keeps_every_peak_and_forgets_yesterday(tmp_path_factory, rows):
-    """The law holds for thinning at any times. Recent moments are not changed."""
+    """Thinning at any times keeps every peak of the last day. Recent moments are not changed."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
     record.append(told)
@@ -108,7 +110,7 @@ def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
 
 
 def test_a_chart_that_moves_on_does_not_flicker(record):
-    """In the time that two charts share, both show the same moments."""
+    """Two charts one after the other show the same moments in the time that both cover."""
     record.append(moment(WALL - ago, ago * 7919 % 100) for ago in range(3600))
     one, other = (
         [
@@ -282,7 +284,9 @@ def test_a_row_that_says_nothing_is_left_out(record):
 
 
 def test_a_link_is_neither_read_nor_written(record, tmp_path):
-    """In a shared ledger, another user's link could point to a database of ours in another place."""
+    """A link in place of the record is not followed. In a shared ledger, another user's link could
+    point to a database of ours in another place.
+    """
     elsewhere = Record(tmp_path / "elsewhere.db")
     elsewhere.append([moment(WALL)])
     record.path.symlink_to(elsewhere.path)

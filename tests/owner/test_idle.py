@@ -208,8 +208,8 @@ def test_a_switch_interval_that_the_user_has_set_meanwhile_stays():
 def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     runtime, shared_book, monkeypatch
 ):
-    """The rest of a round, and the journal's file, would cost the waiting process some
-    milliseconds.
+    """A monitor first does what other processes wait for. The rest of its round and the journal's
+    file would cost them some milliseconds.
     """
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(a, idle="20GiB")

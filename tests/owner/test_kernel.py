@@ -96,8 +96,8 @@ def trained(parks: Callable[[], None]) -> list[torch.Tensor]:
 
 
 def test_training_that_is_parked_in_the_middle_is_the_same_to_the_bit(started):
-    """Weights, gradients, AdamW's two moments and the saved tensors of live graphs are parked and
-    returned.
+    """Parked training computes the same to the bit. Weights, gradients, AdamW's two moments and the
+    saved tensors of live graphs leave and return.
     """
     alone = trained(lambda: None)
     rt, kernel = started()
@@ -204,7 +204,9 @@ def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, c
 
 
 def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started, runtime):
-    """The card is full when the memory should return. The values stay in host memory."""
+    """The card is full when a kernel's memory should return. The cell is refused, and the values
+    stay in host memory.
+    """
     rt, kernel = started(devices="sim:256MiB,host:4GiB")
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -414,7 +416,9 @@ def test_a_closed_runtime_leaves_the_tensors_usable(started):
 def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     started, runtime, shared_book
 ):
-    """The bytes that torch requested become free, and no more models leave than necessary."""
+    """After a cell that ran out of memory, idle models leave until the bytes that torch requested
+    are free. No more models leave than necessary.
+    """
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)

@@ -182,7 +182,9 @@ def test_a_change_of_the_cells_wakes_the_thread(runtime, notebook):
 def test_the_thread_is_started_again_after_it_ended_with_any_exception(
     runtime, notebook, monkeypatch
 ):
-    """A user's factory may raise SystemExit, or the system may refuse to start a thread."""
+    """The thread of look-ahead can end: a user's factory may raise SystemExit, or the system may
+    refuse to start a thread. It is started again.
+    """
     rt = runtime()
     fakes(rt, b="1GiB")
     ahead, started = rt._session.look_ahead, []

@@ -1,5 +1,5 @@
 """A lost process: nothing proves that it lives or that it is dead. Its memory is shown with its
-name, and a person may end it.
+name, and a person may end its leases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def pair(runtime, tmp_path):
 
 
 def test_what_a_lost_process_holds_is_named_and_stays(pair):
-    """The memory of the lost process may be in use. Without `force` it is not ended."""
+    """The memory of a lost process may be in use. Without `force` the process is not removed from
+    the book.
+    """
     here, lost = pair
     assert here.reap() == 0
     named = here.evict(PID, lost=True)

@@ -136,7 +136,9 @@ def test_processes_that_write_at_once_lose_nothing_of_each_other(path):
 
 
 def test_the_file_does_not_grow_without_end(path, monkeypatch):
-    """The oldest measurement is removed first."""
+    """The file keeps a limited number of measurements. The one that was written longest ago is
+    removed first.
+    """
     monkeypatch.setattr(measurements, "KEPT", 3)
     known = Measurements(path)
     for number in (1, 2, 3, 1, 4):

@@ -67,7 +67,9 @@ def test_an_own_process_by_its_own_id_needs_no_request(runtime):
 
 
 def test_while_a_cell_runs_its_variables_are_not_searched(pair, monkeypatch):
-    """The search counts references, which a running cell would change."""
+    """A search counts references, which a running cell would change. So while a cell runs, only the
+    models are listed.
+    """
     asks, other = pair
     fakes(other, qwen="4GiB")
     other.preload("qwen")

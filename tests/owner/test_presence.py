@@ -35,7 +35,9 @@ USED = Section(OWNER, leases=(Lease(OWNER.id, "qwen", last_used=70.0, settled_at
     ],
 )
 def test_the_state_of_a_process(section, sight, silent_since, expected):
-    """What is seen of the process now counts more than what it wrote before."""
+    """The state follows from what is seen of the process now. That counts more than what the
+    process wrote before.
+    """
     assert presence(section, sight, silent_since) == expected
 
 

@@ -39,7 +39,9 @@ def sizes(rt, name="writer"):
 
 
 def test_the_room_survives_settling(rt):
-    """When the load is done, the reserved room stays claimed. The weights count as measured."""
+    """When a load is done, the room for use stays claimed. The weights count with their measured
+    size.
+    """
     promised, room = sizes(rt)
     assert room > 4 * promised
     rt.preload("writer")
@@ -102,7 +104,9 @@ def test_nobody_else_is_given_the_room(runtime, shared_book, tmp_path):
 
 
 def test_weights_that_grow_leave_the_room_as_it_is(rt):
-    """Gradients are bytes of the model itself. The KV cache still needs its room beside them."""
+    """Gradients are bytes of the model itself. They are claimed in addition to the room, which the
+    KV cache still needs.
+    """
     weights, room = sizes(rt)
     with rt.use("writer") as model:
         model(torch.tensor([[5, 6, 7]])).logits.sum().backward()

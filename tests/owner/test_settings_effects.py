@@ -284,7 +284,9 @@ def test_when_pressure_evicts(runtime, clock):
     ],
 )
 def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
-    """At the levels CRITICAL, MODERATE and HIGH, the model stays until its idle time is over."""
+    """At the levels CRITICAL, MODERATE and HIGH, a model stays until it was idle for the time of
+    the setting.
+    """
     rt = runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False)
     fakes(rt, a=size)
     rt.preload("a")
@@ -314,7 +316,9 @@ def test_how_often_pressure_is_checked(runtime, clock):
 
 @proves("gpu_trust_remote_code")
 def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
-    """The model's directory has a configuration that names a class, and the class's own code."""
+    """The model's directory contains Python code of its own. Without the setting, this code does
+    not run.
+    """
     from tests import tiny_models
 
     directory = tiny_models.causal_lm(tmp_path / "own")

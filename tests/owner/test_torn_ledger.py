@@ -81,5 +81,7 @@ def raw_errors(deed: str, target: str) -> list[str]:
     ],
 )
 def test_no_call_raises_an_error_of_the_system_when_a_file_is_torn_away(target):
-    """As another user: modes have no effect on root. A transaction once raised PermissionError."""
+    """The test runs as another user, since file modes have no effect on root. In an earlier version
+    a transaction raised PermissionError.
+    """
     assert as_nobody(lambda: [one for deed in DEEDS for one in raw_errors(deed, target)]) == []

@@ -118,8 +118,8 @@ def test_steps_of_an_unreceived_wait_are_returned_again():
     "phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "being evicted")]
 )
 def test_a_request_waits_for_a_model_that_is_arriving_or_leaving(phase, word):
-    """The request reserves no second room: the room that is already reserved for the model is
-    enough.
+    """A request for a model that is arriving or leaving reserves no second room. The room that is
+    already reserved for the model is enough.
     """
     going = lease("qwen", host=8, key="another", phase=phase, target=whole("sim:0", 8))
     after, verdict = decide(book(going), request("qwen", 8, key="k"), world(sim0=20))
@@ -286,7 +286,9 @@ def test_exact_fit_fits():
 
 
 def test_a_model_in_host_memory_moves_back_at_its_measured_size():
-    """The declared size was only an estimate. The real size was measured at the first load."""
+    """A model returns with the size that was measured at its first load. The declared size was only
+    an estimate.
+    """
     page = book(lease("qwen", host=6))
     _, verdict = decide(page, request("qwen", 14), world(sim0=8))
     assert bare(verdict.steps) == [Move(at(1, "qwen"), whole(HOST, 6), whole("sim:0", 6))]
@@ -305,7 +307,7 @@ def test_a_served_ticket_is_removed():
 
 
 def test_two_concurrent_requests_one_grant_one_wait():
-    """Two requests of 5,000 MB compete for 7,200 MB."""
+    """Two requests of 5,000 MB compete for 7,200 MB. The first is granted and the second waits."""
     there = world(sim0="7200 MB")
     page, first = decide(book(owners=(1, 2)), request("a", "5000 MB", by=1), there)
     page, second = decide(page, request("b", "5000 MB", by=2), there)
@@ -820,7 +822,9 @@ def test_bytes_that_settled_unseen_stay_unseen_while_they_leave():
     ],
 )
 def test_on_an_unmeasured_card_grants_wait_and_nothing_is_evicted(there, because):
-    """An unknown value is not treated as zero or as free (law 11)."""
+    """Unknown free memory is not treated as zero or as free (law 11). A request waits, and nothing
+    is evicted for it.
+    """
     page = book(lease("idle", cuda0=18))
     after, verdict = decide(page, request("small", 1), there)
     assert (verdict.because, verdict.steps, verdict.retry_at) == (because, (), NOW + 1)
@@ -932,7 +936,9 @@ def test_the_footprint_of_a_request_is_the_sum_of_its_parts():
 
 
 def test_only_a_few_of_many_leases_in_the_way_are_named():
-    """Sixty-four models in use on one card once made a message of 5,000 characters."""
+    """A message names only a few of many leases. Sixty-four models in use on one card once made a
+    message of 5,000 characters.
+    """
     crowd = [lease(f"m{n}", sim0=1, pins=1) for n in range(64)]
     _, verdict = admit(book(*crowd), request("qwen", gib=1), world(sim0=64), lru)
     assert verdict.because.endswith("; and 60 more") and verdict.because.count(" is in use") == 4

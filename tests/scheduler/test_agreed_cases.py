@@ -196,8 +196,8 @@ def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
 
 
 def test_35000_on_24000_and_12000_free_is_refused():
-    """Both cards together have 36,000 MiB free. Without the margins of 512 MiB, 34,976 MiB are
-    left.
+    """Both cards together have 36,000 MiB free. With a margin of 512 MiB on each, only 34,976 MiB
+    can be granted.
     """
     _, verdict = decide(
         book(), request("big", "35000 MiB", layout="proportional"), world(**MIB_FREE)
@@ -222,7 +222,7 @@ def test_a_restore_may_go_to_other_cards_than_before():
 
 
 def test_a_ticket_for_several_cards_keeps_its_place_on_each():
-    """A later small request gets none of the room that is being made on these cards."""
+    """A request waits for room on two cards. A later small request gets none of that room."""
     page = book(lease("one", by=2, sim0=70, pins=1), lease("two", by=2, sim1=70, pins=1))
     page, verdict = decide(page, request("big", 140, layout="balanced", key="k"), world(**TWO))
     assert isinstance(verdict, Wait) and page.ticket("k").need == on(sim0=70, sim1=70)

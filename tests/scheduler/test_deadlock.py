@@ -95,7 +95,9 @@ def test_no_cycle_of_two_and_yet_a_deadlock():
 
 
 def test_a_request_that_holds_nothing_others_could_use_is_not_deadlocked():
-    """The request waits behind the deadlocked threads. Its refusal would help no other request."""
+    """A request waits behind deadlocked threads but holds nothing. It is not refused, since its
+    refusal would help no other request.
+    """
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),

@@ -34,7 +34,9 @@ def test_the_runners_up_say_that_a_card_is_drained():
 
 
 def test_if_every_card_is_drained_the_refusal_says_what_to_type():
-    """The refusal comes at once and without evictions, because waiting would not help."""
+    """If every card is drained, a request is refused at once and without evictions, because waiting
+    would not help.
+    """
     page = book(lease("idle", sim0=4), drained={"sim:0": ANN})
     after, verdict = decide(page, request("qwen", 4), world(sim0=20))
     assert isinstance(verdict, Refuse) and verdict.kind == "drained"

@@ -136,7 +136,9 @@ def test_equal_ranks_are_ordered_by_name():
 
 
 def test_a_lease_on_several_devices_frees_them_all():
-    """With tensor parallelism, the shares of a lease leave together."""
+    """An eviction frees all shares of a lease. With tensor parallelism they cannot leave one by
+    one.
+    """
     split = lease("split", sim0=4, sim1=4, last_used=1)
     assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (
         split,
@@ -221,7 +223,9 @@ def test_against_every_subset(idle, need):
 
 
 def test_of_the_possible_victims_as_much_as_possible_is_spared():
-    """If the newest lease stayed first of all, 21 bytes would leave. The best set has 20."""
+    """The victims are the set with the fewest bytes, here 20. If the newest lease stayed first of
+    all, 21 bytes would leave.
+    """
     sizes = (("a", 6), ("b", 5), ("c", 4), ("d", 10))
     idle = [lease(name, sim0=gib_, last_used=used) for used, (name, gib_) in enumerate(sizes)]
     assert [gone.name for gone in victims(gib(sim0=20), idle, THERE, lru)] == ["a", "c", "d"]

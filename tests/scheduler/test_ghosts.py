@@ -100,7 +100,9 @@ def test_unknown_free_memory_makes_a_request_wait():
 
 
 def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
-    """The request waits a moment, with a reason, and no lease is evicted for it."""
+    """While the driver frees a dead process's memory, a request waits a moment with a reason. No
+    lease is evicted for it.
+    """
     idle = lease("b", by=1, cuda0=10, settled_at=NOW - 100, last_used=0)
     page = reaped(book(*HELD.leases(), idle, owners=(1, 2)), free=30)
     slow = there(30, taken_at=NOW - 0.1, listing={2: size(40)})

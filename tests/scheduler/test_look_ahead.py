@@ -51,7 +51,9 @@ def test_free_memory_is_spent_and_the_reason_is_in_the_book():
 
 
 def test_an_own_idle_model_that_is_used_later_or_never_leaves():
-    """The caller does the steps and decides again. By then the room is free."""
+    """An idle model that is used later or never makes room. The caller does the steps and decides
+    again; by then the room is free.
+    """
     them = book(lease("a", sim0=10, pins=1), lease("old", sim0=10), lease("c", sim0=4))
     after, verdict = guess(them, "b", "b", "c", running=["a"])
     assert isinstance(verdict, Wait) and [step.lease for step in verdict.steps] == [at(1, "old")]
@@ -64,7 +66,9 @@ def test_an_own_idle_model_that_is_used_later_or_never_leaves():
 
 
 def test_a_model_that_is_used_sooner_stays():
-    """The very next cell would need the evicted model again."""
+    """A model that a cell uses sooner than the guessed one stays. Otherwise the very next cell
+    would need it again.
+    """
     them = book(lease("a", sim0=10), lease("b", sim0=10))
     assert guess(them, "c", "a", "b", "c")[1].steps == ()
     after, verdict = guess(them, "c", "a", "c", "b")

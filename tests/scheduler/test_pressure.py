@@ -135,7 +135,9 @@ def test_high_offloads_leases_idle_for_more_than_30_s_or_drops_them():
 
 
 def test_critical_drops_everything_idle():
-    """The five seconds of grace still apply, as for every eviction in the background."""
+    """At CRITICAL all idle models are dropped. The five seconds of grace still apply, as for every
+    eviction in the background.
+    """
     page = book(idle("a", 5.5, sim0=3), idle("b", 400, sim0=3), idle("c", 4, sim0=4))
     assert leaving(page, always()) == [("Drop", "b"), ("Drop", "a")]
 

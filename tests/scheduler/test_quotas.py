@@ -63,7 +63,7 @@ def test_bytes_on_each_device_limit_each_part_of_a_divided_model():
 
 
 def test_cards_that_hold_more_than_their_budgets_could_give_nothing_to_a_divided_model():
-    """Facts may overdraw a card. Its room is then 0, never negative."""
+    """Facts may overdraw a card. Then the card's room for a divided model is 0, never negative."""
     page = book(lease("a", sim0=50, keep=True), lease("b", sim1=50, keep=True))
     _, verdict = decide(page, request("qwen", gib=60, layout="auto"), world(sim0=40, sim1=40))
     assert isinstance(verdict, Refuse)

@@ -329,7 +329,9 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
 
 
 def test_a_request_event_names_the_person():
-    """The requester checks the state many times, but only one event is written."""
+    """The event of a request names the person. The requester checks the state many times, but only
+    one event is written.
+    """
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     page, _ = ask(page, wish, THERE)
@@ -364,7 +366,9 @@ def test_an_answer_is_found_by_its_key_and_names_the_requester():
 
 
 def test_a_declined_request_is_an_event():
-    """For example, a person clicks `evict` while the model is in use."""
+    """An event says that a request was declined. For example, a person clicks `evict` while the
+    model is in use.
+    """
     wish = replace(asked("evict"), said_by="ann")
     page = declined(two(lease("qwen", sim0=8, pins=1)), wish, THERE, "it is in use")
     assert [(e.action, e.model, e.because, e.by) for e in page.events] == [
@@ -373,7 +377,9 @@ def test_a_declined_request_is_an_event():
 
 
 def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
-    """The owner itself knows what it holds. Its answer is an event, which all processes can read."""
+    """An owner whose section cannot be read still knows what it holds. It answers a request with an
+    event, which all processes can read.
+    """
     unread = Quarantined(owner(1), held={}, promised={}, settled_at=0.0, entries=1, why="torn")
     page = replace(book(owners=(2,)), quarantined={unread.owner.id: unread})
     page, verdict = asking(page, "evict")

@@ -41,7 +41,7 @@ def test_it_is_clamped_and_ends_with_the_last_lease():
 
 
 def test_a_model_over_several_cards_leaves_both_unbounded():
-    """The model's memory may grow on each of its cards."""
+    """A model over two cards may grow on each of them. So torch's memory is limited on neither."""
     assert bound(lease("wide", cuda0=3, cuda1=3), lease("mine", cuda0=1)) == {}
 
 

@@ -140,7 +140,9 @@ def test_an_unload_is_counted_and_recorded():
 
 @pytest.mark.parametrize("to", [HOST, None])
 def test_a_departure_reported_twice_is_recorded_once(to):
-    """The owner reports again if the ledger's first answer was lost (law 9)."""
+    """An owner reports a departure again if the ledger's first answer was lost (law 9). It is
+    recorded once.
+    """
     shares = whole(to, 8) if to else ()
     once = books.left(book(going()), step(to), shares, THERE)
     assert books.left(once, step(to), shares, THERE) == once
@@ -337,7 +339,9 @@ def test_a_decision_in_progress_is_kept_by_its_key():
 
 
 def test_entries_that_the_owner_does_not_know_are_withdrawn():
-    """An interrupt can leave a reservation, a departure or a ticket in the book (law 9)."""
+    """An interrupt can leave a reservation, a departure or a ticket in the book (law 9). The owner
+    does not publish their keys, so they are withdrawn.
+    """
     page = book(
         arriving("new"),
         going("old"),

@@ -46,7 +46,9 @@ def test_an_owner_is_silent_since_the_unanswered_request(verb, there):
 
 
 def test_an_owner_is_given_two_seconds():
-    """An owner's monitor may be busy for that long."""
+    """An owner counts as silent only after two seconds, since its monitor may be busy for that
+    long.
+    """
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2)]) == {}
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2.1)]) == {1: NOW - 2.1}
 

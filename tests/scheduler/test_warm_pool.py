@@ -64,7 +64,9 @@ def test_nothing_leaves_host_memory_if_the_victim_does_not_fit_then():
 
 
 def test_an_owner_that_does_not_answer_does_not_keep_the_victim_on_the_card():
-    """After two seconds the victim is dropped."""
+    """A model in host memory should leave for the victim, but its owner does not answer. After two
+    seconds the victim is dropped.
+    """
     stale = lease("stale", by=2, host=8, last_used=NOW - 900)
     page = book(stale, lease("victim", sim0=9, last_used=NOW - 60), owners=(1, 2))
     page, first = decide(page, request("qwen", 14), THERE)

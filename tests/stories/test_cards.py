@@ -125,7 +125,9 @@ def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
 
 
 def test_without_a_choice_cuda_shows_one_instance_and_nothing_beside_it(host, driver):
-    """The rule is in NVIDIA's MIG User Guide, section Device Enumeration."""
+    """Without a choice, CUDA shows only the first instance. This rule is in NVIDIA's MIG User
+    Guide, section Device Enumeration.
+    """
     driver.set(count=2, _1_mig=2)
     kernel = host.kernel()
     assert kernel.evaluate(TORCH) == {"cuda:1.0": "cuda:0", "host": "cpu"}
@@ -167,7 +169,9 @@ def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(
 
 
 def test_where_there_is_no_nvml_the_tool_answers_for_the_helper_too(host, driver, tmp_path):
-    """The library is missing, but nvidia-smi is on the PATH. The tool lists and measures the cards."""
+    """NVML's library is missing, but nvidia-smi is on the PATH. The cards are listed and measured
+    with nvidia-smi.
+    """
     (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
     recorded = Path(__file__).parents[1] / "devices" / "recorded" / "nvidia_smi_windows.xml"
     tool = tmp_path / "bin" / "nvidia-smi"

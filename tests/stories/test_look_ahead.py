@@ -220,7 +220,7 @@ def test_run_all_hides_most_of_the_load_time_if_the_card_holds_two_of_three_mode
 
 
 def test_a_card_that_holds_one_model_evicts_nothing_that_the_next_cell_needs():
-    """The card holds one model. Each model is loaded only once for its cells, as without
+    """The card holds only one model. Each model is loaded once for its cells, as without
     look-ahead.
     """
     with running_kernel() as (_, client):

@@ -106,7 +106,9 @@ def here(ledger: str) -> Iterator[Runtime]:
 
 
 def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
-    """Its death is proved first. Then the next process that needs the room removes its leases."""
+    """The death of a killed kernel is proved first. Then the next process that needs the room
+    removes its leases.
+    """
     other = kernel()
     assert (
         other.tell(

@@ -102,7 +102,9 @@ def test_a_helper_ends_when_its_directory_is_gone(host):
 
 @pytest.mark.parametrize("name", ["samples", "sampler.lock", "sampler.err"])
 def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(tmp_path, name):
-    """In a shared ledger another member could put a pipe in the place of the file."""
+    """In a shared ledger another member could put a pipe in the place of the helper's file. A
+    reader does not wait for it.
+    """
     os.mkfifo(tmp_path / name)
     sampling = Sampling(tmp_path)
     assert (sampling.figures(), sampling._holder(), sampling._last_error()) == (None, None, "")

@@ -157,7 +157,9 @@ def test_a_day_is_repainted_within_a_tenth_of_a_second_when_zoomed(browser, url)
 
 
 def test_times_are_shown_in_the_viewers_time_zone(browser, url):
-    """12:03:04 on a server in London is 17:33:04 in Kolkata."""
+    """Times are shown in the viewer's time zone: 12:03:04 on a server in London is 17:33:04 in
+    Kolkata.
+    """
     with page_at(browser, url, "Decisions", timezone_id="Asia/Kolkata", locale="en-GB") as page:
         page.get_by_text("17:33:04").first.wait_for(timeout=30_000)
 
