@@ -1,6 +1,6 @@
 """The history that is replayed: which models were used when, and for how long.
 
-A history comes from two CSV files or from the journal; `docs/guides/backtest.md` describes both. The
+A history is read from two CSV files or from the journal. `docs/guides/backtest.md` describes both. The
 journal does not record how long a use took, so every use is assumed to last `USE_SECONDS`.
 """
 

@@ -221,7 +221,7 @@ class _Replay:
         return [ticket.name for ticket in order if ticket.name not in moving]
 
     def _try(self, model: str) -> bool:
-        """Asks the scheduler for room for `model`. False if nothing can be done for it now."""
+        """Asks the scheduler for room for `model`. Returns False if nothing can be done for it now."""
         lane = self._lane(model)
         if lane in self.busy:
             return False

@@ -53,8 +53,8 @@ def compare(
 
     `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models. A card in
     percent has at least the bytes of the largest model. Raises BadSetting for an unknown policy or
-    engine, for a size that cannot be read, for a card that is smaller than the largest model, and
-    if the `history` is empty.
+    engine, and for a size that cannot be read. It also raises BadSetting for a card that is smaller
+    than the largest model, and for an empty `history`.
     """
     if not history.requests:
         raise BadSetting("the history", "no requests", "at least one use of a model")

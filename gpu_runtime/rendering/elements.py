@@ -83,7 +83,7 @@ def code(typed: str) -> str:
 
 
 def line(*parts: str, soft: bool = False) -> str:
-    """One line of the non-empty `parts`, which are HTML; `soft` is for less important text."""
+    """One line that consists of the non-empty HTML `parts`. `soft` is for less important text."""
     kind = " gpuc-soft" if soft else ""
     return f'<div class="gpuc-line{kind}">{" ".join(part for part in parts if part)}</div>'
 

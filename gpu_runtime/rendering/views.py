@@ -93,7 +93,7 @@ class Holding(NamedTuple):
 
 
 def clean(text: object) -> str:
-    """The `text` with unprintable characters replaced: they could control a terminal."""
+    """The `text` with unprintable characters replaced, since they could control a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 

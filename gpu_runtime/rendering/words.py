@@ -233,7 +233,7 @@ def others_considered(plan: Plan) -> list[tuple[str, str]]:
 
 
 def on_cards(plan: Plan) -> str:
-    """The cards of the `plan`, such as ` · GPUs: 0,1`. Empty if the plan uses a single card."""
+    """The cards of the `plan`, such as ` · GPUs: 0,1`. The result is empty if the plan uses a single card."""
     return f" · {plan.cards}" if len(plan.shares) > 1 else ""
 
 
@@ -258,7 +258,7 @@ def needs(plan: Plan) -> str:
 def parts(plan: Plan) -> list[tuple[str, str, str]]:
     """The footprint of the `plan` by part: its name, its size, and the source of the number.
 
-    Empty if there is only one part, since `needs` shows it.
+    The result is empty if there is only one part, since `needs` shows it.
     """
     if plan.footprint is None or len(plan.footprint.parts) < 2:
         return []

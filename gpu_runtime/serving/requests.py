@@ -47,7 +47,7 @@ class Refused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The header `Retry-After` in whole seconds, at least one. Empty if no retry would help."""
+        """The header `Retry-After` in whole seconds, at least one. The result is empty if no retry would help."""
         if self.retry_after is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
@@ -170,7 +170,7 @@ def _split(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _is_own(name: str) -> bool:
-    """Whether a field is ours: `x_…` in any case, and `x-…` as in a header.
+    """Whether a field is one of our own fields: `x_…` in any case, and `x-…` as in a header.
 
     >>> [_is_own(name) for name in ("x_priority", "X_Priority", "x-priority", "xtc_probability", "max_tokens")]
     [True, True, True, False, False]

@@ -50,7 +50,7 @@ class HeadlessServer:
         """Does nothing, since the event loop does all the work."""
 
     def stop_listening(self) -> None:
-        """Accepts no new connection."""
+        """Stops accepting new connections."""
         self._http.stop()
 
     def stop(self) -> None:

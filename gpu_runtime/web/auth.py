@@ -85,7 +85,7 @@ def bearer(authorization: str) -> str:
 
 
 def role_of_name(name: str, rules: AccessRules) -> Role | None:
-    """The role that `rules` give to a `name` that a login proved. None for other names and for Panel's guests.
+    """The role that `rules` give to a `name` that a login proved. It is None for other names and for Panel's guests.
 
     >>> rules = AccessRules("ann", "", operators=frozenset({"bob"}), viewers=frozenset({"*"}))
     >>> role_of_name("bob", rules), role_of_name("eve", rules), role_of_name("guest", rules)

@@ -64,7 +64,7 @@ class Connections:
         return len(self._strangers)
 
     def stranger(self, stream: Any) -> str:
-        """The stranger whose connection `stream` is: `uid 1000`, or an address. Empty if the stranger is not known."""
+        """The stranger whose connection `stream` is: `uid 1000` or an address, or "" if the stranger is not known."""
         return self._strangers.get(stream, "")
 
     def admit(self, stream: Any) -> None:

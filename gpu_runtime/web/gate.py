@@ -199,7 +199,7 @@ class Gate(ReversibleRouter):
         return wait
 
     def _stranger(self, request: HTTPServerRequest) -> str:
-        """The stranger who sent `request`. Empty if the server does not limit its connections."""
+        """The stranger who sent `request`. The result is empty if the server does not limit its connections."""
         stream = getattr(request.connection, "stream", None)
         return self.connections.stranger(stream) if self.connections is not None else ""
 
@@ -333,7 +333,7 @@ def is_websocket(request: HTTPServerRequest) -> bool:
 def peer_uid(request: HTTPServerRequest) -> int | None:
     """The user id of the client of a Unix socket, as the kernel reports it.
 
-    None if `request` came over the network, or the platform cannot report it.
+    The result is None if `request` came over the network, or the platform cannot report it.
     """
     sock = getattr(getattr(request.connection, "stream", None), "socket", None)
     if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):

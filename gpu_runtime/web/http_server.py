@@ -91,8 +91,8 @@ def run(
 ) -> None:
     """Serves `service` until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
 
-    `make_server` makes the server. It listens on `socket_path`, else on `port` of `host`. Without a `port`, it uses
-    the service's default port. With `read_only` no visitor may act. With `browser` the URL is opened in a browser.
+    `make_server` makes the server. The server listens on `socket_path`, else on `port` of `host`. Without a `port`, it
+    uses the service's default port. With `read_only` no visitor may act. With `browser` a browser opens the URL.
     """
     rules = access_rules(read_only=read_only)
     address = _free_address(service, host, port, socket_path)
@@ -213,7 +213,7 @@ class LineLimit(logging.Filter):
 
 
 def open_browser(address: str) -> Path | None:
-    """Opens `address` in a browser, and returns the file that redirects there. None if there is no screen.
+    """Opens `address` in a browser, and returns the file that redirects there, or None if there is no screen.
 
     The file has mode 0600. Without it, every user of this machine could read the token on the browser's command line.
     """

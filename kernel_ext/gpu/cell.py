@@ -33,7 +33,7 @@ class Compiled:
     def __init__(self, shell: InteractiveShell, cell: str) -> None:
         """Compiles the `cell` for the `shell`.
 
-        Raises CellSyntaxError if it is not Python, and GpuError if it awaits at its top level.
+        Raises CellSyntaxError if the cell is not Python, and GpuError if it awaits at its top level.
         """
         self._shell = shell
         # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.

@@ -338,7 +338,7 @@ class _Loaded:
         self.look_ahead.before_cell(info)
 
     def after_cell(self, result: Any) -> None:
-        """Records the end of a cell, by IPython's `result` of it, and what the cell assigned."""
+        """Records that a cell ended with IPython's `result`, and which variables the cell assigned."""
         activity.ended(result.info)
         self.names.after_cell(result.execution_count)
         self.look_ahead.after_cell(result)

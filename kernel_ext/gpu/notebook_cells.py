@@ -40,7 +40,10 @@ def notebook_file(names: dict[str, Any], parent: int | None = None) -> tuple[str
 
 
 def _arguments(process: int) -> list[str]:
-    """The command line of a process, with the files in it as absolute paths."""
+    """The words of a process's command line, in which the path of each notebook is absolute.
+
+    The result is empty if the process has ended or belongs to another user.
+    """
     try:
         text = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
         folder = os.readlink(f"/proc/{process}/cwd")

@@ -163,7 +163,7 @@ class Actions:
         return report
 
     def update(self, snapshot: Snapshot | None) -> None:
-        """Shows the outcomes. The names are from `snapshot`, or from the poller's last one if it is None."""
+        """Shows the outcomes. Names are from `snapshot`, or from the poller's last snapshot if it is None."""
         while not self._finished.empty():
             finished = self._finished.get()
             self._reports = tuple(

@@ -38,7 +38,7 @@ class LeaseStyle(NamedTuple):
 
 
 def label(lease: Lease) -> str:
-    """The label of `lease`, such as `qwen@4121`: the key of its style and its name in the history."""
+    """The label of `lease`, such as `qwen@4121`. The style of a lease and its history are kept by label."""
     return label_of(lease.owner, lease.name)
 
 

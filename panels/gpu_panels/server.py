@@ -74,7 +74,7 @@ class PanelServer:
         self._server.start()
 
     def stop_listening(self) -> None:
-        """Accepts no new connection."""
+        """Stops accepting new connections."""
         if self._server._http is not None:
             self._server._http.stop()
 

@@ -1,6 +1,6 @@
 """Makes the parking of a kernel slow, as it is for a large notebook. A kernel imports this module.
 
-Leaving the card and returning to it then take SWAP_SECONDS together.
+Parking and the return to the card then take SWAP_SECONDS together.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ async def test_an_answer_names_its_model():
 
 @in_loop
 async def test_a_stream_names_its_model_in_its_first_event():
-    """The model of a stream stays pinned until the last event."""
+    """The first event of a stream has the model's name. The model is pinned until the last event."""
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", stream=True)
         assert reply.events.first["x_gpu"] == {"asked": "qwen", "model": "qwen"}
@@ -351,7 +351,7 @@ async def test_a_stream_that_breaks_off_ends_with_its_error():
 
 @in_loop
 async def test_three_decode_failures_in_a_row_reload_the_model_once():
-    """After two decode failures the model is kept, since they may be temporary. A broken context stays broken."""
+    """Two decode failures in a row may be temporary, so the model is kept. The third one reloads the model once."""
     failed = RuntimeError("llama_decode returned -3")
     async with harness(
         qwen=4, scripts={"qwen": [failed, failed, None, failed, failed, failed, failed]}
@@ -421,7 +421,7 @@ async def test_a_client_in_cooldown_gets_retry_after():
 
 @in_loop
 async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
-    """A warm candidate is preferred. With `pin_primary` the first candidate always serves the task."""
+    """A warm candidate is preferred to the first candidate. With `pin_primary` the first one always serves the task."""
     tasks = {"free": Task(("a", "b")), "pinned": Task(("a", "b"), pin_primary=True)}
     async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         await k.chat("b")

@@ -26,7 +26,7 @@ TYPES_WITHOUT_TEXT = ("embedding", "reranker", "diffusion")
 
 
 class EngineAdapter(Protocol):
-    """Calls one model, for the length of one call.
+    """Serves one call with one model.
 
     Raises Refused (400) for a call that the model cannot serve. Raises EngineFailed or the engine's own error if the
     engine fails.
@@ -46,7 +46,7 @@ class EngineFailed(GpuError):
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
-    """The refusal (400) of a call that `model` cannot serve, whoever calls; `why` is the reason.
+    """The refusal (400) of a call that `model` cannot serve for any caller. `why` is the reason.
 
     `param` is the field of the request that the model cannot serve.
     """

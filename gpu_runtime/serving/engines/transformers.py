@@ -1,6 +1,6 @@
 """The adapter of transformers modules. It runs `generate` in a thread, and streams the text as it is written.
 
-A module that was made in code, without a tokenizer, cannot be called with text.
+A module without a tokenizer, such as one that was made in code, cannot be called with text.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Circuit breakers: a model that keeps failing gets no calls for a while.
+"""Circuit breakers, with which a model that keeps failing gets no calls for a while.
 
 Five failures in a row open a model's breaker. While it is open, calls fail at once. After 30 s exactly one call
 passes as a probe, and all others still fail at once. If the probe succeeds the breaker closes; if it fails, the
 breaker stays open for another 30 s.
 
-The states and their changes are pybreaker's (BSD-3, since 2010, typed, 1.4.1 of September 2025). pybreaker would hold
-its lock during a call. So it does not make the calls here; it only gets their outcome. This module decides, by the
-given clock, when a probe is due and which call is the probe. Of the other libraries, circuitbreaker and purgatory let
-every call pass while half open.
+The library pybreaker keeps the states and their changes (BSD-3, since 2010, typed, 1.4.1 of September 2025). pybreaker
+would hold its lock during a call. So this module does not let pybreaker make the calls, but reports their outcomes to
+it. This module decides, by the given clock, when a probe is due and which call is the probe. The other libraries,
+circuitbreaker and purgatory, let every call pass while half open.
 """
 
 from __future__ import annotations

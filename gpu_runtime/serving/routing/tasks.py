@@ -172,8 +172,8 @@ def candidates(
 def expected_seconds(is_warm: bool, cost: Cost) -> float | None:
     """The expected seconds until a call of a model is answered. They include a load unless the model `is_warm`.
 
-    A part of `cost` that was never measured counts as nothing, so the call may take longer. None if no part was
-    measured.
+    A part of `cost` that was never measured counts as nothing, so the call may take longer. The result is None if no
+    part was measured.
 
     >>> expected_seconds(False, Cost(load=40.0)), expected_seconds(True, Cost(load=40.0))
     (40.0, None)

@@ -175,7 +175,7 @@ def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
 
 
 class FetchedMaps:
-    """The maps that were fetched last, and their rows and pictures, computed once for all sessions."""
+    """The most recently fetched maps. Their rows and pictures are computed once for all sessions."""
 
     def __init__(self, maps: tuple[AllocatorMap, ...] = ()) -> None:
         self.maps = maps

@@ -12,7 +12,7 @@
             rows = self.poller.once("queue", snapshot, queue_rows)  # computed once for all sessions
             ...                                    # patch what differs; never rebuild
 
-A session makes a tab when it is first opened, and updates only the tab in front, so a tab that is
+A session makes a tab when the tab is first opened, and updates only the tab in front. So a tab that is
 not open costs nothing. Each call holds the document's lock. `poller.latest` returns data that is not
 in the Snapshot, and never waits. `registry.py` lists the tabs in their order.
 """
@@ -52,7 +52,7 @@ class Tab:
             self.update(self.poller.result.snapshot)
 
     def dark(self, on: bool) -> None:
-        """Switches to the colours of the dark theme; with `on` False, of the light theme.
+        """Switches to the colours of the dark theme, or of the light theme if `on` is False.
 
-        It is called before the first update, and at each change of the theme.
+        This method is called before the first update, and at each change of the theme.
         """

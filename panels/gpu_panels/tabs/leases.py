@@ -27,7 +27,7 @@ EMPTY = "No variable or output holds memory on a device."
 
 
 class LeasesTab(TableTab):
-    """The table of leases, and below it the variables of the notebook that was asked last."""
+    """The tab with the table of leases. Below it are the variables of the notebook that was selected last."""
 
     title = "Leases"
     columns = LEASES

@@ -188,7 +188,7 @@ class NowTab(Tab):
         )
 
     def dark(self, on: bool) -> None:
-        """Switches to the colours of the dark theme; with `on` False, of the light theme."""
+        """Switches to the colours of the dark theme, or of the light theme if `on` is False."""
         self._dark = on
 
     def update(self, snapshot: Snapshot) -> None:
