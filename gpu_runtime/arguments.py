@@ -131,7 +131,7 @@ def _one_line(value: Any) -> str:
 
 
 def _template(value: Any) -> str:
-    """A chat template, or the path of a file that holds one."""
+    """A chat template, or the path of a file with a chat template."""
     text = plain(value)
     _require(isinstance(text, str) and len(text) <= LONGEST_TEMPLATE and "\0" not in text)
     text.encode()

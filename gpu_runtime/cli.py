@@ -1,4 +1,4 @@
-"""The `gpu` command: the same verbs as `%gpu`, for a terminal.
+"""The `gpu` command. It has the same verbs as `%gpu`, for a terminal.
 
 The command holds no models. It sends requests to the processes that hold them, through the ledger.
 Exit codes: 0 done, 1 failed, 2 not understood.
@@ -217,7 +217,7 @@ def _serve(args: argparse.Namespace) -> str:
 
 
 def _console_beside(rt: Any) -> Any:
-    """The console for the server. Without Panel: None, and one line on standard error."""
+    """The console that runs beside the server. Without Panel: None, and a line on stderr."""
     try:
         from gpu_panels.server import with_console
     except ImportError as error:

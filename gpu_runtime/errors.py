@@ -240,7 +240,7 @@ class BadSetting(GpuError, ValueError):
     """A setting whose value cannot be used. Attributes: setting, value, expected."""
 
     def __init__(self, setting: str, value: Any, expected: str) -> None:
-        """`setting` must be `expected`; it was `value`."""
+        """`setting` must be `expected`, but its value was `value`."""
         super().__init__(
             f"{printable(setting, MOST_QUOTED)}={quoted(value)} cannot be used: it must be {expected}.",
             setting=setting,
@@ -314,7 +314,7 @@ class LoadFailed(GpuError):
 
 
 class NotAModel(LoadFailed):
-    """The path is no model that can be loaded. Attributes: name, source."""
+    """The source is not a model that can be loaded. Attributes: name, source."""
 
 
 class NotLoaded(GpuError):
@@ -394,4 +394,7 @@ class LedgerNewer(LedgerUnavailable):
 
 
 class LedgerRefused(LedgerUnavailable):
-    """A write that would break a law was refused; the book is unchanged. Attributes: path, why."""
+    """A write was refused because it would break a law of the book. The book is unchanged.
+
+    The laws are in docs/architecture.md. Attributes: path, why.
+    """

@@ -1,7 +1,7 @@
 """Whether this process's kernel is running a cell, and since when.
 
-The IPython extension records the start and end of each cell here, in memory. That costs under a
-microsecond and touches no ledger. The monitor publishes it with this process's other facts.
+The IPython extension records the start and end of each cell in this module's memory. A record costs
+under a microsecond and touches no ledger. The monitor publishes it with this process's other facts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Activity:
         self._ended = NEVER
 
     def began(self, cell: Hashable) -> None:
-        """Records the start of `cell`, a name that distinguishes it from other running cells."""
+        """Records the start of `cell`. The value of `cell` distinguishes it from other running
+        cells.
+        """
         self._running[cell] = self._clock()
         for watcher in tuple(self.watchers):
             watcher()

@@ -45,7 +45,7 @@ class Namespace(Protocol):
         ...
 
     def shared(self) -> list[Any]:
-        """Containers that belong to no name, at which a search ends."""
+        """Containers that belong to no single name. A search ends at these containers."""
         ...
 
     def variables(self) -> list[str]:
@@ -57,7 +57,7 @@ class Namespace(Protocol):
         ...
 
     def delete(self, variable: str) -> None:
-        """Deletes a variable, and the outputs that are the same object."""
+        """Deletes a variable, and the outputs that refer to the same object."""
         ...
 
 
@@ -75,7 +75,7 @@ class Script:
         return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(last_errors()))]
 
     def held(self, name: Name) -> list[Any]:
-        """The objects of `name`, one entry for each reference."""
+        """The objects of `name`, with one entry for each reference."""
         if name.kind == ERROR:
             return values_in(frames_of(last_errors()))
         if name.kind == VARIABLE:
@@ -87,7 +87,7 @@ class Script:
         return [self._variables]
 
     def variables(self) -> list[str]:
-        """The variables of `__main__`, without those of Python itself."""
+        """The names of the variables of `__main__`, without the names that Python defines."""
         return [key for key in list(self._variables) if not key.startswith("__")]
 
     def release(self, names: Sequence[Name]) -> None:
@@ -211,7 +211,7 @@ def _library(frame: FrameType) -> str:
 
 
 def values_in(frames: Iterable[FrameType]) -> list[Any]:
-    """The local variables of `frames`: one entry for each reference that a frame holds."""
+    """The local variables of `frames`, with one entry for each reference that a frame holds."""
     found: list[Any] = []
     for frame in frames:
         variables = frame.f_locals

@@ -17,7 +17,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _LISTENING = "0A"  # a state in these tables
 _LOOPBACK = socket.inet_aton("127.0.0.1")
 _MAPPED = bytes(10) + b"\xff\xff"  # an IPv4 address in an IPv6 one begins with it
-# A connection to 127.0.0.1 reaches a socket that listens on one of these.
+# A connection to 127.0.0.1 reaches a socket that listens on one of these addresses.
 _REACHED = (_LOOPBACK, bytes(4), bytes(16), _MAPPED + _LOOPBACK, _MAPPED + bytes(4))
 
 # The kernel's interface sock_diag: linux/inet_diag.h and linux/netlink.h.

@@ -1,4 +1,4 @@
-"""Bytes and seconds: parsing what people write, and formatting for display.
+"""Bytes and seconds: converts the text that people write, and formats values for display.
 
 Inside the package a size is an int of bytes and a time is a float of seconds. Only this module converts
 text to such numbers.

@@ -18,7 +18,7 @@ Reader = Callable[[Collection[str], Governed], tuple[CellModels, ...]]
 
 
 class Follower(Protocol):
-    """An object that acts on upcoming cells, such as a runtime's look-ahead."""
+    """An object that acts on upcoming cells, such as the look-ahead of a runtime."""
 
     def wake(self) -> None:
         """Called in any thread when the cells have changed. It must return at once."""

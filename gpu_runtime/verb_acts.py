@@ -104,7 +104,7 @@ def catalogue(rt: Any) -> Any:
 
 
 def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
-    """The catalogue's models as a DataFrame. `args` has no options; `rt` may be None."""
+    """The catalogue's models as a DataFrame. `args` has no options, and `rt` may be None."""
     from .owner import tables
 
     return rt.catalog() if rt is not None else tables.catalog(catalogue(None).specs())

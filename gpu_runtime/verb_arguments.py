@@ -35,7 +35,7 @@ class Argument(NamedTuple):
 
     @property
     def takes_value(self) -> bool:
-        """Whether a value follows the argument; False for a switch."""
+        """Whether a value follows the argument. It is False for a switch."""
         return self.options.get("action") != "store_true"
 
     @property
@@ -79,7 +79,9 @@ def option(flags: str, metavar: str, help: str, completes: str = "", **options: 
 
 
 def switch(flag: str, help: str) -> Argument:
-    """An option without a value: True if the `flag` is typed. `help` is its line in the help."""
+    """An option without a value, which is True if the `flag` is typed. `help` is its line in the
+    help.
+    """
     return Argument((flag,), {"action": "store_true", "help": help})
 
 

@@ -25,7 +25,7 @@ class FakeModel:
     """
 
     def __init__(self, name: str, hook: Hook | None) -> None:
-        """A model called `name`; `hook` is called with "load" or "move" during those steps."""
+        """A model called `name`. Its `hook` is called with "load" or "move" during those steps."""
         self.name, self.hook = name, hook
         self.place: tuple[Shares, tuple[Block, ...]] = ((), ())
 

@@ -49,7 +49,7 @@ class Fault(NamedTuple):
         return self.loses_context or self.kind is Kind.DRIVER_RESET
 
 
-# In order of precedence: a lost context is reported before the errors that follow from it.
+# The order is that of precedence. A lost context is reported before the errors that it causes.
 _TEXTS: tuple[tuple[Kind, str], ...] = (
     (Kind.ASSERT, r"device-side assert|cudaErrorAssert\b|CUDA_ERROR_ASSERT\b"),
     (
@@ -106,7 +106,7 @@ def recognise(text: str) -> Fault | None:
 
 
 def decode_failures(before: int, fault: Fault | None) -> int:
-    """The number of decode failures in a row after `fault`, given the number `before` it.
+    """The number of decode failures in a row, after `before` failures and then the event `fault`.
 
     >>> decode_failures(2, Fault(Kind.DECODE, "")), decode_failures(2, None)
     (3, 0)

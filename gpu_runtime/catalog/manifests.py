@@ -34,7 +34,7 @@ _EXAMPLE = f"a document with apiVersion {API_VERSION}, or an entry under `models
 
 
 class Manifest(NamedTuple):
-    """One model of a file, in the first format, and its place in the file."""
+    """One model of a file, converted to the first format, and its place in the file."""
 
     name: str
     body: dict[str, Any]  # apiVersion, kind, metadata, spec

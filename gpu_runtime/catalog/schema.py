@@ -442,7 +442,7 @@ def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
 
 
 def is_trust(flag: str) -> bool:
-    """Whether the `flag` is --trust-remote-code; engines accept underscores and abbreviations.
+    """Whether `flag` is --trust-remote-code. Engines also accept underscores and abbreviations.
 
     >>> is_trust("--trust_remote_code"), is_trust("--trust"), is_trust("--seed")
     (True, True, False)

@@ -58,7 +58,7 @@ class Use(Held):
     __slots__ = ("_session", "_resident", "_wishes")
 
     def __init__(self, session: Session, resident: Resident, *wishes: Any) -> None:
-        """`wishes` are the importance, the timeout and the keep_alive, as for `obtain`."""
+        """`wishes` are the arguments importance, timeout and keep_alive of `obtain`."""
         self._anchor = self._kept = None
         self._session, self._resident, self._wishes = session, resident, wishes
 

@@ -26,7 +26,7 @@ CALM = 100  # the pause before the next map, as a multiple of the time that the 
 
 
 class Maps:
-    """Publishes one owner's maps, and reads the other owners' maps. Thread-safe."""
+    """Publishes the maps of one owner, and reads the maps of the other owners. Thread-safe."""
 
     def __init__(
         self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]

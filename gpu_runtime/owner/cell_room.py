@@ -162,7 +162,7 @@ class CellRoom:
 
 
 class Freed(NamedTuple):
-    """What left the cards after an out-of-memory error."""
+    """The memory that came free after an out-of-memory error."""
 
     bytes: int
     titles: tuple[str, ...]  # of the notebooks and models that left

@@ -1,4 +1,4 @@
-"""The request for a model of this process: its lease, and the devices on which it may be placed."""
+"""Makes the request for a model of this process: its lease, and where it may be placed."""
 
 from __future__ import annotations
 

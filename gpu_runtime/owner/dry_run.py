@@ -19,7 +19,7 @@ from . import demand
 from .resident import Resident
 from .session import Session
 
-# A number of parameters such as 7B, as in a model's name; it does not mean seven bytes.
+# A number of parameters such as 7B in the name of a model. It does not mean seven bytes.
 _PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")
 _LIKE_A_SIZE = re.compile(r"\s*[-+]?[\d._,]+\s*[a-zA-Z]{0,3}\s*$")
 
@@ -46,7 +46,7 @@ def size_in(words: str | int) -> int | None:
 
 
 def of_bytes(size: int, session: Session) -> Subject:
-    """A lease of `size` bytes for code."""
+    """The request for a lease of `size` bytes for the user's code."""
     wanted = Lease(session.me, f"a lease of {show_bytes(size)}", kind="block")
     rules = PlacementRules(policy=session.settings.gpu_placement)
     return Subject(wanted, Footprint.of(size), rules)

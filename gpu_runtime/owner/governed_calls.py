@@ -259,7 +259,7 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reduce_as_base(self: Any, protocol: int) -> Any:
     """Pickles and copies the module as the class that the user wrote."""
     kind = type(self)
-    # A library may have derived the object's class from ours, as parametrizations do.
+    # A library may have derived the object's class from the governed class, as parametrizations do.
     governed: Any = next(base for base in kind.__mro__ if "_gpu_base" in vars(base))
     made, args, *rest = governed._gpu_base.__reduce_ex__(self, protocol)
     if args and args[0] is kind is governed and made is copyreg.__newobj__:  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ MOST_REFERRERS = 8  # storages without a name whose referrer is looked for
 
 
 class _Storage(NamedTuple):
-    """A storage that was found, without a reference to it."""
+    """The device and size of a storage that was found. It keeps no reference to the storage."""
 
     device: str
     bytes: int
@@ -117,7 +117,7 @@ def _summed(
     found_bytes = sum(one.bytes for one in storages.values())
     unknown_bytes = found_bytes + of_others - known_bytes - graph_bytes
     allocated, reserved = _allocated(session)
-    # A simulated card's allocator holds the governed models only, and no tensor of the user's.
+    # A simulated card's allocator holds only the governed models, and no tensors of the user.
     unseen_bytes = 0 if session.probe.simulated else max(0, allocated - found_bytes)
     cached_bytes = max(0, reserved - allocated)
     parts = (known_bytes, graph_bytes, cached_bytes, unknown_bytes, unseen_bytes)

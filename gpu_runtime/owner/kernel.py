@@ -40,7 +40,7 @@ class Kernel:
     """The kernel of this process. Its front end calls `begin` before each cell, and `end` after it."""
 
     def __init__(self, session: Session, stillness: Stillness) -> None:
-        """`stillness` knows whether anything runs in the kernel that may use its memory."""
+        """`stillness` tells whether code runs in the kernel that may use its memory."""
         self._session, self._stillness = session, stillness
         self._room = CellRoom(session)
         self._cell = ""  # the text of the last cell
@@ -243,7 +243,7 @@ class Kernel:
             self.count_when_due(idle=True)
 
     def count(self) -> None:
-        """Counts what the kernel holds on its card, and opens, corrects or ends its lease."""
+        """Counts the device memory of the kernel, and opens, corrects or ends its lease."""
         if "torch" not in sys.modules:
             return
         session, resident = self._session, self.resident

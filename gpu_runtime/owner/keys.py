@@ -27,7 +27,7 @@ class Key:
 
 
 class Keys:
-    """The keys of one owner. The monitor withdraws tickets whose key is not known here."""
+    """The keys of one owner. The monitor withdraws tickets whose key is not among them."""
 
     def __init__(self, owner: str) -> None:
         """`owner` is the owner's id in the book."""
@@ -37,7 +37,7 @@ class Keys:
         self.done_with = self._known.discard  # one C call, see Key
 
     def new(self, what: str) -> Key:
-        """A new key; `what` describes the decision."""
+        """A new key for a decision that `what` describes."""
         return self._note(Key(f"{self._owner}:{next(self._numbers)}:{what}"))
 
     def texts(self) -> tuple[str, ...]:

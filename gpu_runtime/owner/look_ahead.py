@@ -51,7 +51,7 @@ class _Guess(NamedTuple):
 
 
 class LookAhead:
-    """The look-ahead of one runtime."""
+    """Loads models ahead for one runtime."""
 
     def __init__(self, session: Session) -> None:
         """Follows the upcoming cells of this process for `session`."""
@@ -87,7 +87,7 @@ class LookAhead:
         try:
             self._follow_cells()
         except BaseException:
-            # Such as SystemExit in a user's factory. The next wake-up starts the thread again.
+            # For example, a user's factory raised SystemExit. The next `wake` starts a new thread.
             with self._lock:
                 self._works = False
             raise
@@ -127,7 +127,7 @@ class LookAhead:
     # -- what is scheduled
 
     def cells(self) -> tuple[CellModels, ...]:
-        """The running cell and the waiting ones, with their models."""
+        """The running cell and the waiting cells, with their models."""
         session = self._session
         values = {
             id(r.value): r.spec.name
@@ -317,7 +317,9 @@ class LookAhead:
 
 
 def _first_uses(cells: tuple[CellModels, ...]) -> list[tuple[str, str, bool]]:
-    """Each model that is used, with the first cell that uses it and whether that cell runs."""
+    """Each model that a cell uses, with the first cell that uses it and whether that cell is
+    running.
+    """
     found: dict[str, tuple[str, str, bool]] = {}
     for cell in cells:
         for name in cell.uses:
@@ -326,5 +328,7 @@ def _first_uses(cells: tuple[CellModels, ...]) -> list[tuple[str, str, bool]]:
 
 
 def _waiting(cells: tuple[CellModels, ...]) -> list[tuple[str, str]]:
-    """The models that waiting cells use and the running cell does not, each with its first cell."""
+    """The models that waiting cells use and the running cell does not use, each with its first
+    cell.
+    """
     return [(name, cell) for name, cell, running in _first_uses(cells) if not running]

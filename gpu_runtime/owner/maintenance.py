@@ -37,7 +37,7 @@ RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long t
 
 
 def tick(session: Session, notebook: str = "") -> float:
-    """One round of the monitor. Returns the seconds until the next is due.
+    """Runs one round of the monitor. Returns the seconds until the next round is due.
 
     `notebook` is the notebook's path, if the front end has published it by now.
     """
@@ -302,7 +302,7 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.refused:
         raise NotAllowed(order.refused, name=order.name, user=order.by, because=order.refused)
     if order.name and order.name not in session.residents:
-        # The name only selects among our models; it must never load anything else.
+        # The name only selects one of this process's models. It must never load anything else.
         raise UnknownModel(order.name, tuple(session.residents))
     if order.verb == "who":
         return other_holdings.answer(session, order)

@@ -58,7 +58,7 @@ class Breaker:
         self.__init__()  # type: ignore[misc]
 
     def trouble(self) -> str:
-        """Why the devices cannot be measured; empty while they can."""
+        """The reason why the devices cannot be measured; empty while they can be measured."""
         if not self.open:
             return ""
         return f"the devices have not answered {self.failures} times in a row ({self.why})"
@@ -108,10 +108,12 @@ os.register_at_fork(after_in_child=promptly.forget)
 
 
 class Monitor:
-    """Calls `tick` about once a second, and at once when a doorbell rings, until it is stopped."""
+    """Calls `tick` about once a second until it is stopped. A notification makes it call `tick` at
+    once.
+    """
 
     def __init__(self, tick: Callable[[], float], wait: Callable[[float], object]) -> None:
-        """`tick` returns the seconds until the next round; `wait(seconds)` sleeps that long."""
+        """`tick` returns the seconds until the next round. `wait(seconds)` sleeps for that time."""
         self._tick, self._wait = tick, wait
         self._stopping = threading.Event()
         self._running: threads.Running | None = None

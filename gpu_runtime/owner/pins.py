@@ -25,7 +25,7 @@ AnchorRef = Callable[[], Anchor | None]  # a weak reference to an anchor
 
 
 def thread_of(pin: AnchorRef) -> int:
-    """The identifier of the thread that runs the pin's block; 0 if the block has ended."""
+    """The identifier of the thread that runs the block of `pin`; 0 if the block has ended."""
     entry = getattr(pin(), "__self__", (0,))
     return entry[0]
 

@@ -1,7 +1,7 @@
-"""What the processes of the book do now: running, idle, stopped, silent or ended.
+"""The current state of the processes in the book: running, idle, stopped, silent or ended.
 
-It is checked whenever a status is read. The book alone would show a killed process as a living
-holder until another owner has removed it.
+The state is checked whenever a status is read. The book alone would show a killed process as a
+living holder until another owner has removed it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def presences(
 ) -> dict[str, Presence]:
     """The state of each process that has a section in `book`, by owner id.
 
-    `unanswered` are the requests to which processes do not respond, the oldest first.
+    `unanswered` are the requests that processes have not answered, the oldest first.
     """
     silent_since: dict[str, float] = {}
     for one in unanswered:

@@ -379,7 +379,7 @@ def _holders(
 
 
 def _addresses(name: str, owners: list[Owner]) -> tuple[str, ...]:
-    """`qwen@4121` for each owner; `qwen@4121.88.1` if two of them are in one process."""
+    """The address of each owner: `qwen@4121`, or `qwen@4121.88.1` for two owners in one process."""
     pids = [owner.pid for owner in owners]
     unique = len(set(pids)) == len(pids)
     return tuple(f"{name}@{owner.pid if unique else owner.id}" for owner in owners)

@@ -1,7 +1,9 @@
-"""One model of this process: its place, its pins, and one movement at a time.
+"""One model of this process: its place, its pins, and its movements, of which only one runs at a
+time.
 
-Nothing is decided here. A `Resident` holds this process's facts about one model: where it is, which
-blocks pin it, when it was last used. The session publishes these facts in the ledger.
+Nothing is decided in this module. A `Resident` holds this process's facts about one model: where
+the model is, which blocks pin it, and when it was last used. The session publishes these facts in
+the ledger.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Stays(Exception):
 
 
 def _ignore_loss(kind: str, because: str) -> None:
-    """The value of `report_loss` until the registry sets it."""
+    """Does nothing. It is the value of `report_loss` until the registry sets another function."""
 
 
 def _nothing() -> None:
@@ -63,7 +65,7 @@ def _nothing() -> None:
 
 
 class Resident:
-    """One registered model of this process, loaded or not."""
+    """A model that this process knows, loaded or not."""
 
     def __init__(
         self,
@@ -328,9 +330,9 @@ class Resident:
                 self.place = Place.HERE if self.lease.on_device else Place.AWAY
 
     def carry(self, step: Move | Drop) -> Shares:
-        """Performs the step and returns the shares measured afterwards.
+        """Performs the step and returns the shares that are measured afterwards.
 
-        Raises Stays instead of dropping weights that exist nowhere else.
+        If a drop would lose weights that exist nowhere else, this raises Stays and drops nothing.
         """
         with self._working():
             if isinstance(step, Drop):
@@ -338,7 +340,7 @@ class Resident:
                     raise Stays("its weights differ from their source, so they exist nowhere else")
                 value = self.value
                 self._drop()
-                # The object keeps its hooks, modes and settings for the reload.
+                # The user's object keeps its hooks, modes and settings until the model is reloaded.
                 self._shell = lambda: value
                 govern_calls(value, self, dropped=True)
                 return ()

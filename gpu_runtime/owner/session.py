@@ -180,7 +180,7 @@ class Session:
         )
 
     def _residue(self, models: tuple[Lease, ...]) -> dict[str, int]:
-        """Device -> bytes that this process holds beyond its leases."""
+        """Maps each device to the bytes that this process holds beyond its leases."""
         if self.probe.simulated:
             return {}
         engine_models = {r.spec.name for r in list(self.residents.values()) if r.engines}

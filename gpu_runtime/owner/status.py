@@ -205,14 +205,14 @@ def models(session: Session) -> DataFrame:
 
 
 def catalog(session: Session) -> DataFrame:
-    """The models of the catalogue. Raises CatalogUnavailable, BadDocument."""
+    """A table of the models of the catalogue. Raises CatalogUnavailable, BadDocument."""
     from . import tables
 
     return tables.catalog(session.catalogue.catalog.specs())
 
 
 def who(session: Session, process: str = "") -> DataFrame:
-    """Which names of this process, or of another `process`, hold its device memory."""
+    """A table of the names in this process, or in `process`, that hold its device memory."""
     from . import holdings, other_holdings, tables
 
     if session.guest and not process:
@@ -257,7 +257,7 @@ def allocator_maps(session: Session) -> tuple[AllocatorMap, ...]:
 
 
 def history(session: Session, found: Snapshot, seconds: str | float, points: int) -> History:
-    """How the devices of a snapshot were used; see Runtime.history."""
+    """The past use of the devices of a snapshot; see Runtime.history."""
     if points < 1:
         raise BadSetting("points", points, "a number of moments, 1 or more")
     span = parse_seconds(seconds)
@@ -284,7 +284,7 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
 
 
 def plan(session: Session, name_or_size: str | int, options: dict[str, Any]) -> Plan:
-    """A dry run of a request; it changes nothing. See Runtime.plan."""
+    """A dry run of a request, which changes nothing; see Runtime.plan."""
     subject = _subject(session, name_or_size, options)
     book, world = session.read_book(), session.world()
     book = books.publish(book, session.truth(), world)

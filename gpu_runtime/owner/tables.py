@@ -83,7 +83,7 @@ def _held(owner: Owner, lease: Lease, now: float, mine: bool = True) -> list[Any
 
 
 def _on_disk(spec: ModelSpec, size: int | None, owner: str) -> list[Any]:
-    """A row of `models` for a model that is not loaded; `size` in bytes, None if unknown."""
+    """A row of `models` for a model that is not loaded. `size` is in bytes, or None if unknown."""
     return [spec.name, spec.backend, "disk", size, None, 0, spec.importance, spec.keep, owner]
 
 
@@ -232,6 +232,7 @@ def holders(found: Holdings) -> DataFrame:
 def _frame(rows: list[list[Any]], columns: list[str], types: Mapping[str, str]) -> DataFrame:
     import pandas
 
-    # pandas shows text as it is, and names in the book come from other users.
+    # pandas shows text unchanged, and other users write names into the book. So replace unprintable
+    # characters.
     cells = [[lines(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     return pandas.DataFrame(cells, columns=columns).astype(dict(types))

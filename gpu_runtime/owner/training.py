@@ -26,7 +26,9 @@ _KEY = "gpu_runtime"  # in the metadata of an autograd node
 
 
 class Trained(Protocol):
-    """The part of a backend's handle that training needs. Only torch's backends have such a handle."""
+    """The members of a backend's handle that training needs. Only torch's backends have such a
+    handle.
+    """
 
     optimizer: Any
 
@@ -228,5 +230,6 @@ def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
         watched.training.stepped()
         return result
 
-    # Set on the instance, as torch's schedulers do with `step`. A pickle does not contain it.
+    # The method is set on the instance, as torch's schedulers do with `step`. A pickle of the
+    # optimizer does not contain it.
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)

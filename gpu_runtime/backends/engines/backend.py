@@ -111,7 +111,9 @@ class Served(EngineModel[Server]):
         )
 
     def _running_server(self) -> Server:
-        """The server, after a restart in progress has ended. Raises NotResident, EngineDied."""
+        """The server. If it is being restarted, waits for that first. Raises NotResident,
+        EngineDied.
+        """
         while self.starting:
             time.sleep(POLL_SECONDS)
         server = self._engine
@@ -128,7 +130,8 @@ ServerHandle = EngineHandle[Server, Served]
 class ServerBackend(EngineBackend[ServerHandle, Served]):
     """Loads models into servers of one engine.
 
-    Options of a model: context_length, sequences, runtime_args and those that the recipe names.
+    The options of a model are context_length, sequences, runtime_args and the options of the
+    recipe.
     """
 
     model_type = Served
@@ -190,7 +193,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
             raise
 
     def _server(self, spec: ModelSpec, shares: Shares) -> Server:
-        """A server for `spec`, not started yet, that sees only the cards of its shares."""
+        """A server for `spec` that sees only the cards of `shares`. It is not started yet."""
         config = self.evidence(spec).config
         source = self.recipe.source(spec)
         totals = {device.id: device.total_bytes for device in self.probe.devices}

@@ -112,7 +112,7 @@ def _native(order: LaunchOrder, executable: str) -> Command:
         words += ["--flash-attn", "on"]
     if arguments["embedding"]:
         words += ["--embedding"]
-    # Without --jinja it knows only a few built-in templates, and no switches.
+    # Without --jinja, llama-server knows only a few built-in templates, and no template switches.
     if not has_flag(own, "--jinja", "--no-jinja"):
         words += ["--jinja"]
     chat = custom_template(spec)

@@ -41,8 +41,8 @@ class Port:
         From now on no other process can listen on the port. Raises OSError if a process already
         does.
         """
-        # Without SO_REUSEADDR: with it on both sides, another process could bind the port too and
-        # listen first.
+        # SO_REUSEADDR is not set. If two processes set it, both could bind the port, and the other
+        # process could listen first.
         self._bound = socket.socket()
         self._bound.bind(("127.0.0.1", self.number))
         return self._bound.fileno()
@@ -54,7 +54,7 @@ class Port:
             self._bound = None
 
     def close(self) -> None:
-        """Releases this process's claim. A child that inherited it still holds the port."""
+        """Releases this process's claim. A child that inherited the claim still holds the port."""
         self.release_socket()
         self._claim.close()
 
@@ -132,7 +132,7 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 
 def _listened_on(number: int) -> bool:
-    """Whether a process that makes no claims already uses the port."""
+    """Whether another process already uses the port `number`, also without a claim."""
     with socket.socket() as trial:
         # Servers set this option too. Without it, the port of a closed connection seems in use.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,7 +19,7 @@ from ..missing import AbsentBackend
 
 USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
 
-# Sends a request with method, path and JSON body; returns status (0: no answer) and JSON.
+# Sends a request with method, path and JSON body. Returns the status (0: no answer) and the JSON.
 SendRequest = Callable[[str, str, Any], tuple[int, Any]]
 
 
@@ -36,7 +36,7 @@ class LaunchOrder(NamedTuple):
     # machine can read command lines.
     key: str
     config: Mapping[str, Any] = {}  # the model's config, as far as its source shows it
-    # The descriptor of a socket that is bound to the port, if the recipe's engine can listen on one.
+    # The descriptor of a socket bound to the port, or -1 if the engine cannot inherit a socket.
     socket_fd: int = -1
 
 
@@ -72,7 +72,9 @@ class Recipe(Protocol):
 
     @staticmethod
     def source(spec: ModelSpec) -> str:
-        """What the engine opens for `spec`: a file, a directory or its own name for the model."""
+        """The text with which the engine opens `spec`: a file, a directory or its own name for the
+        model.
+        """
         ...
 
     @staticmethod

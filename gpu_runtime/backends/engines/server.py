@@ -318,7 +318,7 @@ class Server:
                 return self._give_up(kind, f"{why}; the restart failed: {first_line}", status)
 
     def _give_up(self, kind: Kind, why: str, status: int) -> None:
-        """Records that the server is not restarted any more, and reports the loss."""
+        """Records that the server will not be restarted again, and reports the loss."""
         name = self.spec.name
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
         self.error = EngineDied(

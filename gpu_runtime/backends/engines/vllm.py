@@ -49,7 +49,7 @@ def missing() -> str:
 
 
 def model(order: LaunchOrder) -> str:
-    """The name of the model in requests: the name in `order`."""
+    """The name of the model in requests, which is the model's name in `order`."""
     return order.spec.name
 
 
@@ -76,7 +76,7 @@ def command(order: LaunchOrder) -> Command:
     for option, flag in _OPTION_FLAGS.items():
         if options.get(option) is not None and not has_flag(own, flag):
             words += [flag, str(options[option])]
-    # On the command line, since vLLM rejects a template in a request.
+    # The template is on the command line, since vLLM rejects a template in a request.
     chat = custom_template(order.spec)
     if chat and not has_flag(own, "--chat-template"):
         words += ["--chat-template", chat]

@@ -22,9 +22,9 @@ from ...errors import LoadFailed
 def untouched(paths: Iterable[str], name: str) -> Iterator[Callable[[], None]]:
     """A block in which no process can write to the files `paths` of the model `name`.
 
-    Yields a function that raises LoadFailed once a process waits to write. It must be called every
-    few seconds: after /proc/sys/fs/lease-break-time (45 s) the operating system lets that process
-    continue.
+    It yields a function that raises LoadFailed once a process waits to write. Call this function
+    every few seconds, because after /proc/sys/fs/lease-break-time (45 s) the operating system lets
+    that process continue.
     """
     leased = {path: file for path in paths if (file := _leased(path)) is not None}
 
@@ -43,7 +43,7 @@ def untouched(paths: Iterable[str], name: str) -> Iterator[Callable[[], None]]:
         yield check
     finally:
         for file in leased.values():
-            # A forked child may have inherited the file; closing it here would not end the lease.
+            # A forked child may have inherited the file. Then closing it does not end the lease.
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             os.close(file)
 

@@ -42,10 +42,12 @@ class Channel:
 
 
 class ProcessChannel(Channel):
-    """A channel to a worker process: lines of JSON over a socket that no other process can reach."""
+    """A channel to a worker process. Lines of JSON travel over a socket that no other process can
+    reach.
+    """
 
     def __init__(self, log: Path, env: dict[str, str]) -> None:
-        """Starts the worker with the environment `env`; its output goes to the file `log`."""
+        """Starts the worker with the environment `env`. Its output is written to the file `log`."""
         self._socket, worker_end = socket.socketpair()
         with worker_end:
             program = python_file(Path(worker.__file__))

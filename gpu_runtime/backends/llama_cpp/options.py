@@ -214,7 +214,7 @@ def llama_arguments(
 
 
 def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
-    """The part of the model on each card, by the card's number; 0 for cards without a share."""
+    """The part of the model on each card, in the order of the cards' numbers. 0 for other cards."""
     split = [0.0] * (max(numbers, default=0) + 1)
     for number, share in zip(numbers, shares, strict=True):
         split[number] += float(share.bytes)

@@ -71,7 +71,7 @@ class Inbox:
         self.closed = False
 
     def take(self, message: dict[str, Any] | None) -> None:
-        """Stores one `message`; None means that no more will arrive."""
+        """Stores one `message`. None means that there will be no more messages."""
         if message is None:
             self.closed = True
             self.jobs.put(None)
@@ -227,7 +227,7 @@ class _OurMethods:
         return 0
 
     def _tokens_written(self, text: str, most: int | None, finish: str) -> int:
-        # The library counts nothing while it streams. So count the tokens of the written text.
+        # The library counts no tokens while it streams. So count the tokens of the written text.
         if most and finish == "length":
             return most
         if not text:

@@ -55,7 +55,7 @@ V = TypeVar("V", bound=EngineModel[Any])
 
 
 class EngineHandle(Generic[E, V]):
-    """An engine with its model, and the account of the model's bytes."""
+    """An engine with its model, and the record of the model's bytes on each device."""
 
     def __init__(self, engine: E, value: V) -> None:
         """`engine` ends when this handle is garbage-collected.

@@ -144,7 +144,7 @@ class Child:
 
     def tail(self) -> str:
         """The last TAIL_BYTES of its log; empty if the log cannot be read."""
-        # The error that this text explains is raised also without a log.
+        # The text only explains an error, which is also raised without a log.
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - TAIL_BYTES))

@@ -61,7 +61,7 @@ def _sums(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _keys(device: torch.device) -> Tensor:
-    """[2, WORDS] random int64, the same for every device of this process."""
+    """The random keys, [2, WORDS] int64, which are the same for every device of this process."""
     if device.type != "cpu":
         return _keys(torch.device("cpu")).to(device)
     return torch.frombuffer(bytearray(os.urandom(2 * WORDS * 8)), dtype=torch.int64).view(2, WORDS)

@@ -48,7 +48,7 @@ class Reach(NamedTuple):
 
 
 class Graphs:
-    """All autograd graphs of this process: how many tensors and nodes refer to each node."""
+    """All autograd graphs of this process, with the number of references to each node."""
 
     def __init__(self, limit: Limit) -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -260,7 +260,7 @@ def _cpp_keeps_python() -> bool:
 
 @functools.cache
 def _references_to_node() -> int:
-    """The number of references to the Python object of a node that no Python code holds."""
+    """The number of references to the Python object of a node while no code holds that object."""
     with torch.enable_grad():
         result = torch.ones(1, requires_grad=True) * 2
     objects: dict[int, Any] = {0: result.grad_fn}

@@ -87,7 +87,7 @@ class KernelMemory:
 
 
 class KernelBackend:
-    """Counts, offloads and restores what a notebook's own code holds."""
+    """Counts, offloads and restores the memory of a notebook's own code."""
 
     name = "kernel"
     can_move = True

@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The storages that a search found, with the seconds and objects of the search."""
+    """The storages that a search found, its duration, and the number of objects it read."""
 
     found: tuple[Found, ...]
     opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
@@ -92,7 +92,7 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
 
     `place(storage)` returns the id of the device on which a storage counts (see `counted_on`). It
     returns "" for storages to leave out, those of the meta device included. `governed` are the keys
-    (`storage._cdata`) of storages to leave out, such as those of models. The search ends at
+    (`storage._cdata`) of further storages to leave out, such as those of models. The search ends at
     `limit`; then `whole` is false.
 
     The search holds the interpreter for about 0.15 s for each million objects. It changes no tensor
@@ -237,7 +237,7 @@ def _storages(
     opaque: list[Tensor] = []
 
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
-        """The entry of `storage`, made when it is first seen; None if the storage is left out."""
+        """The entry of `storage`, made when it is first seen. None if the storage is left out."""
         key = storage._cdata
         if key in by_key:
             return by_key[key]

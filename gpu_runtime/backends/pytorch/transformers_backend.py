@@ -89,7 +89,7 @@ class TransformersBackend(TorchBackend):
         """Moves models between the devices of `probe`."""
         super().__init__(probe)
         self._checkpoints: dict[str, Checkpoint] = {}  # by source
-        # Module -> the digests of the bytes that its source gave, also while it is dropped.
+        # Maps a module to the digests of the bytes from its source, also while it is dropped.
         self._given: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], torch.Tensor]]
         self._given = weakref.WeakKeyDictionary()
 
@@ -176,7 +176,7 @@ class TransformersBackend(TorchBackend):
         release_cached(left)
 
     def _require_same(self, model: TorchModel, held: nn.Module) -> None:
-        """Raises LoadFailed if the source has other weights than those that `held` was loaded with."""
+        """Raises LoadFailed if the source has other weights than at the load of `held`."""
         before = self._given.get(held)
         if before is None or not isinstance(model, TransformersModel):
             return
