@@ -1,7 +1,7 @@
 """Maps of allocators: the segments and blocks into which torch divides the memory of a device.
 
-Pure: an allocator's own figures go in, facts.AllocatorMap comes out. `owner/allocator_maps.py` adds
-the owner and the time of a map; `ledgers/allocator_files.py` stores maps.
+Pure. An allocator's own figures go in, and an AllocatorMap comes out. `owner/allocator_maps.py`
+adds the owner and the time of a map; `ledgers/allocator_files.py` stores maps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..units import MIB
 from .simulated_allocator import FREE, HOLE, Segment, Segments
 
 MOST_BLOCKS = 8192  # blocks in all maps of one owner: at most 500 KiB as JSON
-# Bytes of an expandable segment that torch maps or unmaps at a time.
+# Bytes that torch maps or unmaps at a time in an expandable segment.
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
-# A block in any other state is freed, and a stream still uses it.
+# A block in any other state is freed, but a stream still uses it.
 _STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}
 
 
@@ -66,9 +66,10 @@ def of_torch(
 ) -> AllocatorMap:
     """The map of the card that torch calls `cuda:NUMBER` and the book calls `device`.
 
-    `segments` are from `torch.cuda.memory_snapshot()`, `stats` from `torch.cuda.memory_stats()`.
-    Every number that the snapshot contains is taken from it, since the statistics are read at
-    another time.
+    `segments` is the result of `torch.cuda.memory_snapshot()`, and `stats` that of
+    `torch.cuda.memory_stats()`. The two are read at different times. So every number that the
+    snapshot contains is taken from the snapshot.
+
     Source: torch/cuda/memory.py, `_snapshot`; c10/cuda/CUDACachingAllocator.cpp, `release_blocks`.
     """
     own = [segment for segment in segments if segment["device"] == number]
@@ -108,10 +109,10 @@ def _torch_segment(described: Mapping[str, Any]) -> SegmentMap:
 
 
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
-    """The `maps` with at most `most` blocks in all; their figures stay exact.
+    """The `maps`, reduced to at most `most` blocks together. Their figures stay exact.
 
-    If there are too many segments, the largest are kept; the others are counted, with their bytes.
-    If a segment has too many blocks, small neighbours are joined.
+    If there are too many segments, the largest are kept. The others are only counted, with their
+    bytes. If a segment has too many blocks, small neighbouring blocks are joined.
     """
     each = most // max(1, len(maps))
     return tuple(_bounded(one, each) for one in maps)
@@ -126,7 +127,7 @@ def _runs(segment: Segment) -> tuple[AllocatorBlock, ...]:
 
 
 def _joined(blocks: Iterable[AllocatorBlock]) -> tuple[AllocatorBlock, ...]:
-    """The blocks, after neighbours with the same state were joined."""
+    """The blocks, with neighbours of the same state joined into one."""
     joined: list[AllocatorBlock] = []
     for block in blocks:
         last = joined[-1] if joined else None
@@ -146,7 +147,8 @@ def _kind(segment: Mapping[str, Any]) -> str:
 def _releasable(segment: SegmentMap, type: str) -> int:
     """Bytes of a segment that `torch.cuda.empty_cache()` releases.
 
-    A normal segment is given back whole or not at all; an expandable one, page by page.
+    A normal segment is released whole or not at all. An expandable segment is released page by
+    page.
     """
     if segment.kind == "expandable":
         return _whole_free_pages(segment, PAGE_BYTES[type])
@@ -156,7 +158,7 @@ def _releasable(segment: SegmentMap, type: str) -> int:
 
 
 def _whole_free_pages(segment: SegmentMap, page_bytes: int) -> int:
-    """Bytes of the pages of a segment that contain only free bytes."""
+    """Bytes of those pages of a segment that contain only free bytes."""
     released = start = 0
     for block in segment.blocks:
         end = start + block.bytes
@@ -185,7 +187,7 @@ def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
 
 
 def _quota(counts: Sequence[int], most: int) -> int:
-    """The largest limit of blocks in one segment at which all segments have at most `most` blocks.
+    """The largest number of blocks for each segment with which all have at most `most` together.
 
     >>> _quota([2, 3, 100], 25)
     20
@@ -199,10 +201,10 @@ def _quota(counts: Sequence[int], most: int) -> int:
 
 
 def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
-    """At most `most` blocks of the segment: small neighbours are joined into one of mixed state.
+    """At most `most` blocks of the segment. Small neighbours are joined into blocks of mixed state.
 
-    Two consecutive groups are together larger than `step`, so there are at most
-    2 * bytes / step + 1 groups.
+    Any two consecutive groups are together larger than `step`. So there are at most 2 * bytes /
+    step + 1 groups.
     """
     if len(segment.blocks) <= most:
         return segment.blocks

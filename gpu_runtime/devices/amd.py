@@ -1,9 +1,9 @@
 """AMD's cards, as `amdsmi` (ROCm's own Python binding) describes them.
 
-`amdsmi` is part of ROCm. Without it no AMD card is found. This module was written from the binding's
-source and documentation and is tested against its documented answers; it was not run on hardware.
-The binding reports memory in MiB, a process's memory in bytes, and power in W. A value that the
-driver does not know is "N/A".
+`amdsmi` is part of ROCm. Without it, no AMD card is found. This module was written from the source
+and the documentation of `amdsmi`, and is tested against the documented answers. It was not run on
+hardware. `amdsmi` reports memory in MiB, a process's memory in bytes, and power in W. A value that
+the driver does not know is "N/A".
 
 Source: ROCm/amdsmi, py-interface/amdsmi_interface.py.
 """
@@ -22,7 +22,7 @@ KIND, NAME = "rocm", "amdsmi"
 
 
 def list_cards() -> Listing:
-    """All cards, numbered as HIP does. Raises NoAnswer."""
+    """All cards, with the numbers that HIP uses. Raises NoAnswer if the driver does not answer."""
     here = sys.modules[__name__]
     try:
         import amdsmi
@@ -50,7 +50,7 @@ def _handles(smi: Any) -> list[Any]:
 def _numbered(smi: Any, handles: list[Any]) -> list[tuple[int, Any]]:
     """The cards in the order of HIP's numbers, each with its number.
 
-    If the binding does not report HIP's numbers, the positions in the list are used.
+    If `amdsmi` does not report HIP's numbers, the positions in the list are used.
     """
     numbers = []
     for position, handle in enumerate(handles):
@@ -69,7 +69,8 @@ def _card(
     """The card with that index. Raises NoAnswer."""
     total = _answer(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))["vram_total"]
     asic = _or_none(smi, lambda: smi.amdsmi_get_gpu_asic_info(handle)) or {}
-    # HIP_VISIBLE_DEVICES uses HIP's own UUID. The driver has another UUID for the same card.
+    # HIP_VISIBLE_DEVICES uses HIP's own UUID, which differs from the driver's UUID of the same
+    # card.
     uuid = _enumeration(smi, handle).get("hip_uuid")
     if not uuid:
         uuid = _answer(smi, lambda: smi.amdsmi_get_gpu_device_uuid(handle))
@@ -79,7 +80,7 @@ def _card(
 
 
 def _enumeration(smi: Any, handle: Any) -> Mapping[str, Any]:
-    """The card's number and UUID for HIP; empty from a binding without them (before ROCm 6.4)."""
+    """The card's number and UUID in HIP; empty if `amdsmi` is older than ROCm 6.4."""
     ask = getattr(smi, "amdsmi_get_gpu_enumeration_info", None)
     if ask is None:
         return {}
@@ -87,10 +88,10 @@ def _enumeration(smi: Any, handle: Any) -> Mapping[str, Any]:
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """The cards of the `listing` that HIP shows a process with this `environment`.
+    """The cards of the `listing` that HIP shows to a process with this `environment`.
 
-    ROCR_VISIBLE_DEVICES selects cards first. HIP_VISIBLE_DEVICES then selects among these; if it is
-    not set, CUDA_VISIBLE_DEVICES does so. torch uses names such as cuda:0 for ROCm's cards too.
+    ROCR_VISIBLE_DEVICES selects cards first. HIP_VISIBLE_DEVICES then selects among these cards; if
+    it is not set, CUDA_VISIBLE_DEVICES does. torch uses names such as cuda:0 for ROCm's cards too.
     """
     left = named_by(environment.get("ROCR_VISIBLE_DEVICES"), listing.cards, "")
     named = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
@@ -128,7 +129,7 @@ def _vram(process: Mapping[str, Any]) -> int | None:
 
 
 def _watts(smi: Any, handle: Any) -> float | None:
-    """The card's power in watts. The binding reports it under one of several keys."""
+    """The card's power in watts, which is reported under one of several keys; None if unknown."""
     power = _or_none(smi, lambda: smi.amdsmi_get_power_info(handle)) or {}
     for key in ("socket_power", "current_socket_power", "average_socket_power"):
         watts = _number(power.get(key))
@@ -138,9 +139,9 @@ def _watts(smi: Any, handle: Any) -> float | None:
 
 
 def _temperature(smi: Any, handle: Any) -> float | None:
-    """The temperature at the hottest spot, which all cards measure, in °C.
+    """The card's temperature in °C; None if unknown.
 
-    Accelerators have no sensor at the edge.
+    The hottest spot is preferred, because accelerators have no sensor at the edge.
     """
     current = smi.AmdSmiTemperatureMetric.CURRENT
     for name in ("HOTSPOT", "EDGE"):

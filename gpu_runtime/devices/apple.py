@@ -1,8 +1,8 @@
 """Apple's GPU under Metal, as system_profiler describes it.
 
-Apple silicon has one GPU, and the GPU uses the machine's memory. In an Intel Mac, a discrete card is
-used if there is one; it has memory of its own, and its free memory is unknown. This module is tested
-against recorded output of the tool; it was not run on hardware.
+Apple silicon has one GPU, which uses the machine's memory. An Intel Mac may have a discrete card,
+which is then used; it has memory of its own, and its free memory is unknown. This module is tested
+against recorded output of the tool. It was not run on hardware.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
 
 
 def measure(card: Card, now: float) -> Sample:
-    """The free bytes of the `card` at `now`. None if the card has memory of its own.
+    """A sample of the `card` at `now`. Its free bytes are None if the card has memory of its own.
 
     The tool does not report processes.
     """

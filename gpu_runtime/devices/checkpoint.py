@@ -1,8 +1,8 @@
 """The driver's checkpoint calls on another process: its state, lock, checkpoint, restore, unlock.
 
-They go through `cuda.core.checkpoint` (the package cuda-core from 1.0 on, the driver from 570 on). A call
-can hang, and it loads CUDA. So each call runs in a helper process, `python -m` this module, with a time
-limit. Nothing here decides whether a process may be parked.
+The calls use `cuda.core.checkpoint`; they need the package cuda-core 1.0 and the driver 570, or
+later versions. A call can hang, and it loads CUDA. So each call runs with a time limit in a helper
+process, `python -m` this module. Nothing here decides whether a process may be parked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) ->
     try:
         ended = subprocess.run(
             words,
-            cwd="/",  # a module in the notebook's directory could hide another one
+            cwd="/",  # a module in the notebook's directory could hide a standard module
             env={**os.environ, "PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -78,7 +78,7 @@ def _state_in(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def perform(action: str, pid: int, lock_ms: int) -> dict[str, str]:
-    """The result of one call: `state`, or `missing` or `failed` with a text."""
+    """The result of one call: `state`; or `missing` or `failed`, each with a text."""
     try:
         checkpoint = importlib.import_module("cuda.core").checkpoint
     except (ImportError, AttributeError) as error:
@@ -90,7 +90,7 @@ def perform(action: str, pid: int, lock_ms: int) -> dict[str, str]:
         elif action != "state":
             getattr(process, action)()
         return {"state": str(process.state)}
-    except Exception as error:  # the library raises errors of several kinds, also of its own
+    except Exception as error:  # the library raises errors of several classes
         return {"failed": " ".join(str(error).split())[:MOST_TEXT] or type(error).__name__}
 
 

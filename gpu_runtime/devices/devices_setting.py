@@ -27,7 +27,10 @@ _SEVERAL = re.compile(r"([0-9]{1,9})x(.+)")  # 2x24GiB
 
 
 def is_expected(text: str, kind: str) -> bool:
-    """Whether the `text` is `auto` or begins with a `kind`; a selection must not be empty."""
+    """Whether `text`, which begins with `kind`, is `auto` or names a kind of card.
+
+    A selection after the colon must not be empty.
+    """
     if kind == "auto":
         return text == "auto"
     return kind in KINDS and not text.endswith(":")
@@ -54,9 +57,9 @@ def chosen_cards(
     wanted: str,
     visible: tuple[Card, ...],
 ) -> tuple[Card, ...]:
-    """The `visible` cards that the text `wanted` selects; `given` is the whole setting.
+    """The `visible` cards that the text `wanted` selects.
 
-    Raises BadSetting.
+    `given` is the whole setting, for the error. Raises BadSetting if `wanted` names another card.
     """
     found = drivers.chosen(wanted, visible)
     if isinstance(found, str):
@@ -71,9 +74,9 @@ def chosen_cards(
 
 
 def simulated_devices(given: str, text: str) -> tuple[Device, ...]:
-    """The devices that a `sim:` text describes, host last; `given` is the setting as it was typed.
+    """The devices that a `sim:` text describes; the host is last.
 
-    Raises BadSetting.
+    `given` is the setting as it was typed, for the error. Raises BadSetting for any other text.
     """
     try:
         card_sizes, host_bytes = _parsed(text)
@@ -88,7 +91,7 @@ def simulated_devices(given: str, text: str) -> tuple[Device, ...]:
 
 
 def _parsed(text: str) -> tuple[list[int], int | None]:
-    """Bytes of each card of a `sim:` text, and of the host; None: not given. Raises BadSize."""
+    """Bytes of each card of a `sim:` text, and of the host (None: not given). Raises BadSize."""
     cards, comma, host = text.removeprefix("sim:").partition(",")
     host = host.strip()
     if comma and not host.startswith("host:"):
@@ -97,7 +100,8 @@ def _parsed(text: str) -> tuple[list[int], int | None]:
     for part in cards.split("+"):
         match = _SEVERAL.fullmatch(part.strip())
         count, size = match.groups() if match else (1, part)
-        # One card more than the most is as wrong as a million, and takes no memory.
+        # The count is limited to one more than allowed: that is refused like a million, but takes
+        # no memory.
         sizes += [parse_bytes(size)] * min(int(count), _MOST_CARDS + 1)
     return sizes, parse_bytes(host.removeprefix("host:")) if host else None
 

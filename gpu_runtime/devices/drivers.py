@@ -2,8 +2,8 @@
 
 Each source has a module (`nvml`, `nvidia_smi`, `amd`, `apple`) and an entry in SOURCES. All modules
 return the same facts: every card of the machine, the cards that this process sees, and the current
-figures of a card. A call into a driver may hang for ever, so use `with_time_limit` in a process that
-must not hang.
+figures of a card. A call into a driver may hang for ever. So a process that must not hang uses
+`with_time_limit`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class NoAnswer(Exception):
-    """A driver or a card does not answer; the text is the driver's own error message."""
+    """A driver or a card does not answer. The text is the driver's own error message."""
 
 
 class Card(NamedTuple):
     """A card, or an instance of a partitioned card.
 
-    `device.index` and the number in `device.id` are the driver's own, the same for every process of
-    the host, whichever cards it sees.
+    `device.index` and the number in `device.id` are the driver's own numbers. They are the same for
+    every process of the host, whichever cards it sees.
     """
 
     device: Device
@@ -65,16 +65,16 @@ class Listing(NamedTuple):
 
 
 class Source(Protocol):
-    """The functions of a vendor's module, as a guide for adding one. Modules are not instances."""
+    """The functions of a vendor's module, as a guide for adding one. No module inherits it."""
 
     KIND: str  # the first part of its cards' names: `cuda` for cuda:0
     NAME: str  # the name of the library or tool, such as NVML
 
     @staticmethod
     def list_cards() -> Listing:
-        """All cards of the machine; instead of a partitioned card, its instances.
+        """All cards of the machine. A partitioned card is replaced by its instances.
 
-        May hang. Raises NoAnswer if there is a driver and no card can be listed.
+        May hang. Raises NoAnswer if there is a driver but no card can be listed.
         """
         ...
 
@@ -82,7 +82,7 @@ class Source(Protocol):
     def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
         """The cards of the `listing` that a process with this `environment` sees.
 
-        They are in torch's order and have torch's names.
+        The cards are in torch's order and have torch's names.
         """
         ...
 
@@ -105,8 +105,8 @@ def source(name: str) -> ModuleType:
 def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
     """The cards of this machine: one listing for each kind of card, or only for these `kinds`.
 
-    May hang. Raises ProbeFailed if the driver of a kind fails, and no other source for that kind
-    answers.
+    May hang. Raises ProbeFailed if the driver of a kind fails and no other source answers for that
+    kind.
     """
     found: dict[str, Listing] = {}
     broken: dict[str, tuple[str, str]] = {}
@@ -125,7 +125,7 @@ def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
         if not listing.absent or kind not in found:
             found[kind] = listing
     for kind, (name, why) in broken.items():
-        # If the driver is broken, the result must not be "there is no card".
+        # If the driver is broken, the result must not look as if there were no card.
         if kind not in found or found[kind].absent:
             raise ProbeFailed(
                 f"the driver of the {kind} cards does not answer {name}: {why}.\n"
@@ -139,11 +139,12 @@ def visible_cards(
     environment: Mapping[str, str] = os.environ,
     kind: str = "",
 ) -> Listing | None:
-    """The cards that this process may use, in torch's order.
+    """The cards that this process may use, in torch's order; None if there is no driver.
 
-    They are cards of that `kind`; without a `kind`, of the first kind that has cards. `environment`
-    holds variables such as CUDA_VISIBLE_DEVICES. The result is None if there is no driver. Raises
-    ProbeFailed if there is a driver and it fails, or if no card can be listed.
+    The cards are of that `kind`; without a `kind`, they are of the first kind that has cards.
+    `environment` holds variables such as CUDA_VISIBLE_DEVICES.
+
+    Raises ProbeFailed if a driver fails, or if no card can be listed.
     """
 
     def look() -> Listing | None:
@@ -183,7 +184,7 @@ def sample(
 ) -> Sample:
     """The driver's figures of the `card`, stamped with `now`, from its vendor's module `source`.
 
-    Raises ProbeFailed, naming the card.
+    Raises ProbeFailed, which names the card.
     """
     try:
         return with_time_limit(card.device.id, lambda: source.measure(card, now))
@@ -205,11 +206,11 @@ def named_by(
 ) -> tuple[Card, ...]:
     """The `cards` that a variable such as CUDA_VISIBLE_DEVICES names, as CUDA and HIP read it.
 
-    `variable` is the value of that variable; None if it is not set. It holds indices into `cards`,
-    UUIDs or their unique beginnings, and UUIDs of instances. The first wrong entry ends the list. If
-    a card is named twice, no card is visible. Only the first instance of a partitioned card is
-    visible, and then no other card. In the result the cards are called `TORCH:0`, `TORCH:1`, …,
-    where TORCH is the argument `torch`.
+    `variable` is the value of that variable; None if it is not set. The value lists indices into
+    `cards`, UUIDs or their unique beginnings, and UUIDs of instances. The first wrong entry ends
+    the list. If a card is named twice, no card is visible. If an instance of a partitioned card is
+    visible, it is the first one, and no other card is visible. The result has the names `TORCH:0`,
+    `TORCH:1`, …, where TORCH is the argument `torch`.
 
     Source: CUDA C++ Programming Guide, CUDA Environment Variables; MIG User Guide, Device
     Enumeration.
@@ -228,7 +229,7 @@ def named_by(
 
 
 def _listed(variable: str, groups: Mapping[str, list[Card]]) -> list[Card]:
-    """The cards up to the first wrong entry; empty if a card is named twice."""
+    """The cards up to the first entry that names no card; empty if a card is named twice."""
     chosen: list[Card] = []
     for entry in variable.split(","):
         card = _named(entry.strip(), groups)
@@ -240,7 +241,10 @@ def _listed(variable: str, groups: Mapping[str, list[Card]]) -> list[Card]:
 
 
 def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
-    """The card that an entry names: by index, by an instance's UUID, or by a UUID's beginning."""
+    """The card that an entry names: by index, by an instance's UUID, or by a UUID's beginning.
+
+    The result is None if the entry names no card, or several.
+    """
     if not entry:
         return None
     if entry.isdigit():
@@ -259,10 +263,10 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
 
 
 def chosen(wanted: str, cards: tuple[Card, ...]) -> tuple[Card, ...] | str:
-    """The `cards` that `wanted` names; or its first entry that names no card.
+    """The `cards` that `wanted` names; or the first entry of `wanted` that names no card.
 
-    `wanted` is `0,2`, or UUIDs or their unique beginnings. Numbers are the driver's own, as in
-    `cuda:2` and nvidia-smi.
+    `wanted` lists numbers (`0,2`), UUIDs, or unique beginnings of UUIDs. Numbers are the driver's
+    own, as in `cuda:2` and nvidia-smi.
     """
     found: list[Card] = []
     for entry in wanted.split(","):
@@ -313,7 +317,7 @@ def with_time_limit(device: str, ask: Callable[[], T]) -> T:
     """The result of `ask()`, run in the driver's thread, within ANSWER_SECONDS.
 
     Raises ProbeFailed, which names the `device`, if the driver hangs. While an earlier call still
-    hangs, that error is raised at once.
+    hangs, this error is raised at once.
     """
     global _driver_thread
     if _driver_thread is None or _driver_thread.pid != os.getpid():

@@ -1,7 +1,8 @@
-"""NVIDIA's cards, as the tool nvidia-smi describes them. Used on machines without NVML's binding.
+"""NVIDIA's cards, as the tool nvidia-smi describes them, for machines without NVML's package.
 
-One run of the tool reports all cards and takes 0.1 s of a core. So a report is shared by all callers,
-and there are at most two runs a second. The report's format is from nvsmi_device_v11.dtd and v12.dtd.
+One run of the tool reports all cards and takes 0.1 s of a core. So a report is shared by all
+callers, and there are at most two runs a second. The format of the report is from
+nvsmi_device_v11.dtd and v12.dtd.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Element = ElementTree.Element
 
 
 class SmiReport(NamedTuple):
-    """The tool's report, and the time when the run began (monotonic clock)."""
+    """The tool's report, and the time when that run began (monotonic clock)."""
 
     began: float
     root: Element
 
 
 def list_cards() -> Listing:
-    """All cards; instead of a partitioned card, its instances. Raises NoAnswer."""
+    """All cards; a partitioned card is replaced by its instances. Raises NoAnswer."""
     here = sys.modules[__name__]
     if _tool() is None:
         return Listing(here, absent="there is no nvidia-smi")
@@ -56,7 +57,7 @@ def list_cards() -> Listing:
 
 
 def _card_or_instances(index: int, gpu: Element) -> list[Card]:
-    """The card, or the instances that it is partitioned into. Raises NoAnswer."""
+    """The card, or its instances if it is partitioned. Raises NoAnswer if there are none."""
     uuid = gpu.findtext("uuid", "").strip()
     name = gpu.findtext("product_name", "").strip()
     if _text(gpu, "mig_mode/current_mig") != "Enabled":
@@ -103,7 +104,7 @@ def _whole_card(
 
 
 def _instance_uuids() -> dict[tuple[int, int], str]:
-    """(card, position) -> UUID of the instance. Some drivers omit these UUIDs from the report."""
+    """(card, position) -> UUID of the instance. Some drivers omit these UUIDs in the report."""
     found, index = {}, -1
     for line in _run("-L").splitlines():
         card = re.match(r"GPU (\d+):", line)
@@ -118,7 +119,7 @@ def _instance_uuids() -> dict[tuple[int, int], str]:
 def measure(card: Card, now: float) -> Sample:
     """The tool's figures of the `card`. Raises NoAnswer.
 
-    The shared run may have begun shortly before `now`; the sample then has that earlier time.
+    The shared run may have begun shortly before `now`. The sample then has the time of that run.
     """
     asked = time.monotonic()
     report = _report()
@@ -140,7 +141,7 @@ def measure(card: Card, now: float) -> Sample:
 
 
 def _gpu(root: Element, card: Card) -> Element:
-    """The element of the physical card. Raises NoAnswer."""
+    """The element of the physical card in the report. Raises NoAnswer if it is missing."""
     for gpu in root.iterfind("gpu"):
         if gpu.findtext("uuid", "").strip() == card.whole:
             return gpu
@@ -148,7 +149,7 @@ def _gpu(root: Element, card: Card) -> Element:
 
 
 def _part(gpu: Element, card: Card) -> Element:
-    """The element of an instance. Raises NoAnswer."""
+    """The element of an instance in the report. Raises NoAnswer if it is missing."""
     position = card.device.id.rpartition(".")[2]
     for instance in gpu.iterfind("mig_devices/mig_device"):
         if instance.findtext("index") == position:
@@ -219,7 +220,7 @@ def _parse(text: str) -> Element:
 
 
 def _tool() -> str | None:
-    """The path of the tool; None if there is none."""
+    """The path of the tool; None if the tool is not installed."""
     for name in ("nvidia-smi", *ALSO_AT):
         path = shutil.which(name)
         if path:
@@ -228,7 +229,7 @@ def _tool() -> str | None:
 
 
 def _run(*arguments: str) -> str:
-    """The tool's output. Raises NoAnswer.
+    """The tool's output. Raises NoAnswer if the tool fails or does not end within SECONDS.
 
     A run that hangs in the driver cannot be killed, so this function stops waiting for it.
     """
@@ -258,14 +259,14 @@ def _run(*arguments: str) -> str:
     return output
 
 
-# The tool prints this for an unknown value: `[N/A]`, `Not available in WDDM…` and others.
+# The tool prints such a text for an unknown value: `[N/A]`, `Not available in WDDM…` and others.
 _UNKNOWN = re.compile(
     r"\[?(n/a|not (available|supported)|unknown|insufficient|error)", re.IGNORECASE
 )
 
 
 def _text(element: Any, path: str) -> str:
-    """The text at that path; empty if there is no such element, or if the value is unknown."""
+    """The text at that path; empty if the element is missing or its value is unknown."""
     text = (element.findtext(path) or "").strip()
     return "" if _UNKNOWN.match(text) else text
 

@@ -1,7 +1,7 @@
 """NVIDIA's cards, as the management library NVML describes them.
 
-torch is not used: it would create a CUDA context, and that context takes memory on the card. Cards
-are identified by UUID, since NVML's index differs from CUDA's. Every call may hang: use
+torch is not used, because it would create a CUDA context, which takes memory on the card. Cards are
+identified by UUID, because NVML's index differs from CUDA's. Every call may hang. So use
 `drivers.with_time_limit`, or a process that may be killed.
 """
 
@@ -34,11 +34,9 @@ class Handle(NamedTuple):
 
 
 def list_cards() -> Listing:
-    """All cards, and number -> reason for cards that cannot be listed.
+    """All cards of NVIDIA; a partitioned card is replaced by its instances.
 
-        Instead of a partitioned card, its instances are listed.
-
-    Raises NoAnswer.
+    For cards that cannot be listed, the listing has the number and the reason. Raises NoAnswer.
     """
     here = sys.modules[__name__]
     try:
@@ -71,7 +69,7 @@ def _card_or_instances(
     index: int,
     whole: Any,
 ) -> list[Card]:
-    """The card, or the instances that it is partitioned into."""
+    """The card, or its instances if it is partitioned. Raises NoAnswer if there are none."""
     uuid = _text(nvml.nvmlDeviceGetUUID(whole))
     instances = _instances(nvml, whole)
     if instances is None:
@@ -86,7 +84,7 @@ def _card_or_instances(
 
 
 def _instances(nvml: Any, whole: Any) -> dict[int, Any] | None:
-    """The instances of a partitioned card by their position; None if it is not partitioned."""
+    """The instances of a partitioned card, by position; None if the card is not partitioned."""
     found: dict[int, Any] = {}
     try:
         if nvml.nvmlDeviceGetMigMode(whole)[0] != 1:
@@ -108,7 +106,7 @@ def _card(
     handle: Handle,
     whole_uuid: str,
 ) -> Card:
-    """The card. Raises NVMLError, and NoAnswer if its memory is unknown."""
+    """The card with this `handle`. Raises NVMLError, and NoAnswer if its memory is unknown."""
     name = _text(nvml.nvmlDeviceGetName(handle.own))
     total = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle.own).total)
     unified = total is None and _uses_machine_memory(nvml, handle.own, name)
@@ -153,10 +151,11 @@ def _uses_machine_memory(
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """The cards that CUDA shows a process with this `environment`, in CUDA's order.
+    """The cards that CUDA shows to a process with this `environment`, in CUDA's order.
 
     The order is unknown if the `listing` has cards of several models, or if some cards cannot be
-    listed. Then a child process gets the order from CUDA. Raises NoAnswer.
+    listed. Then a child process gets the order from CUDA. Raises NoAnswer if the child does not
+    answer.
     """
     cards = listing.cards
     several_kinds = len({card.device.name for card in cards}) > 1
@@ -169,7 +168,7 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
 
 
 def _in_order(cards: tuple[Card, ...], order: list[str]) -> tuple[Card, ...]:
-    """The cards with these UUIDs, with torch's names."""
+    """The cards with the UUIDs in `order`, each with torch's name."""
     by_uuid = {card.device.uuid: card for card in cards}
     found = []
     for index, uuid in enumerate(order):
@@ -193,8 +192,8 @@ print(json.dumps(order))
 def _order_by_cuda(environment: Mapping[str, str]) -> list[str] | None:
     """UUIDs of the cards that CUDA shows, in CUDA's order; None if there is no CUDA.
 
-    A child process calls CUDA, because after a CUDA call in this process no fork of it could use
-    CUDA. Raises NoAnswer if the child takes too long, since a guess could select the wrong card.
+    A child process calls CUDA. After a CUDA call in this process, no fork of this process could use
+    CUDA. Raises NoAnswer if the child takes too long, because a guess could select the wrong card.
     """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
     for key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
@@ -216,7 +215,7 @@ def _order_by_cuda(environment: Mapping[str, str]) -> list[str] | None:
             "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
-        return None  # without CUDA no order matters: NVML's is used
+        return None  # without CUDA the order does not matter, so NVML's order is used
 
 
 def measure(card: Card, now: float) -> Sample:
@@ -257,7 +256,7 @@ def _measure(
 
 
 def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
-    """Bytes of each process on the card by pid; None if the driver does not know them."""
+    """pid -> bytes of each process on the card; None if the driver does not know the bytes."""
     found: dict[int, int | None] = {}
     for list_processes in (
         nvml.nvmlDeviceGetComputeRunningProcesses,
@@ -285,7 +284,7 @@ def versions() -> dict[str, str]:
 
 
 def _not_offered(nvml: Any) -> tuple[type[Exception], ...]:
-    """The errors that are raised if this card or driver does not support a call."""
+    """The errors that NVML raises if this card or driver does not support a call."""
     return (
         nvml.NVMLError_NotSupported,
         nvml.NVMLError_NoPermission,

@@ -2,7 +2,7 @@
 
 The cards are listed once, with a time limit on their drivers. The host's helper process measures
 their figures (`follow`). A runtime that shares its book with no other process measures them itself.
-Simulated cards count their own bytes. Nothing here decides anything.
+Simulated cards count their own bytes. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIRST_SECONDS = 3.0  # the longest wait until a new helper has measured for the 
 
 
 class Probe:
-    """The devices of this machine, and this process's memory on each. Thread-safe.
+    """The devices of this machine, and this process's memory on each device. Thread-safe.
 
     The host is the last device.
     """
@@ -59,9 +59,9 @@ class Probe:
         self._sampling: Sampling | None = None
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Renames the cards: `names` maps our id of a card to its id in the book.
+        """Renames the cards: `names` maps this process's id of a card to its id in the book.
 
-        Must be called before any memory is held, since a memory keeps its name.
+        This must be called before any memory is held, because a memory keeps its name.
         """
         self.devices = tuple(_renamed(device, names) for device in self.devices)
         cards = {}
@@ -71,11 +71,11 @@ class Probe:
         self._memories = {device.id: self._memory(device) for device in self.devices}
 
     def follow(self, directory: Path | None, ledger: str = "") -> None:
-        """Reads the figures of real cards from the helper's files in `directory` from now on.
+        """From now on, reads the figures of real cards from the helper's files in `directory`.
 
-        With None, this process measures by itself. The helper records the history of the `ledger`
-        with this URL, if one is given. Starts a helper if there is none, and waits a moment for its
-        first figures.
+        With None, this process measures by itself. `ledger` is the URL of the ledger whose history
+        the helper records; empty for none. If no helper runs, one is started, and this call waits a
+        moment for its first figures.
         """
         self._sampling = None
         if directory is not None and self._cards:
@@ -103,7 +103,7 @@ class Probe:
     def named(self, torch: str) -> str:
         """The book's id of the card that torch calls `torch` in this process; `cpu` is the host.
 
-        Raises UnknownDevice.
+        Raises UnknownDevice for any other name.
         """
         if torch == "cpu":
             return HOST
@@ -115,11 +115,13 @@ class Probe:
     # -- figures
 
     def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
-        """Device id -> the last figures of the driver; for `host`, of the machine.
+        """Device id -> the last figures from the driver; for `host`, from the machine.
 
         `fresh` requests new figures, which are returned if the helper answers at once. `now` is the
-        time of samples that this process takes itself. Simulated devices have no sample. If this
-        process measures by itself, raises ProbeFailed for a device that does not answer.
+        time of samples that this process takes itself. Simulated devices have no sample.
+
+        Raises ProbeFailed for a device that does not answer, but only if this process measures by
+        itself.
         """
         if self._sampling:
             return self._samples_of_helper(self._sampling, fresh)
@@ -145,14 +147,14 @@ class Probe:
         return drivers.sample(card, self.listing.source, now)
 
     def look_after(self) -> None:
-        """Starts the host's helper if none lives, and ends one that hangs. Never waits."""
+        """Starts the host's helper if none runs, and ends a helper that hangs. Never waits."""
         if self._sampling:
             self._sampling.look_after()
 
     def trouble(self, stale_seconds: float) -> str:
-        """A text on the cards that cannot be used or measured, and why; empty if all can.
+        """A text on the cards that cannot be used or measured, and why; empty if there are none.
 
-        A sample older than `stale_seconds` does not count.
+        A card whose sample is older than `stale_seconds` counts as not measured.
         """
         troubles = list(self._troubles(stale_seconds).values())
         failed = self.listing.failed if self.listing else {}
@@ -161,7 +163,7 @@ class Probe:
         return "; ".join(dict.fromkeys(troubles))
 
     def check(self, now: float, stale_seconds: float) -> None:
-        """Raises ProbeFailed if no card can be measured; `now` and `stale_seconds` as above."""
+        """Raises ProbeFailed if no card can be measured. `now` and `stale_seconds` are as above."""
         if not self._sampling:
             self.samples(now)
             return
@@ -176,14 +178,14 @@ class Probe:
         return self._sampling.trouble(stale_seconds, names)
 
     def people(self) -> dict[int, tuple[str, str]]:
-        """User and command of the processes on the cards by pid, as far as visible from here."""
+        """pid -> user and command of the processes on the cards, if they are visible from here."""
         figures = self._sampling.figures() if self._sampling else None
         if figures is None:
             return {}
         return {pid: (name_of(one.uid), one.command) for pid, one in figures.people.items()}
 
     def helper(self) -> dict[str, str]:
-        """The state of the host's helper process, for a report; empty if none is used."""
+        """The state of the host's helper process, for a report; empty without a helper."""
         return self._sampling.state() if self._sampling else {}
 
     # -- bytes of this process
@@ -206,8 +208,8 @@ class Probe:
     def contexts(self) -> dict[str, int]:
         """Bytes of this process on each real card beyond torch's allocator: its CUDA context.
 
-        0 without a context, or if the driver does not report it. Bytes of other engines in this
-        process are included.
+        The value is 0 if there is no context, or if the driver does not report it. Bytes of other
+        engines in this process are included.
         """
         if _started_cuda() is None:
             return dict.fromkeys(self._cards, 0)
@@ -225,9 +227,9 @@ class Probe:
             cuda.reset_peak_memory_stats(card.device.index)
 
     def beyond_now(self, device: str) -> int | None:
-        """Torch's peak on that `device` since `watch_peaks`, less the bytes that it holds now.
+        """Torch's peak on that `device` since `watch_peaks`, less the bytes that torch holds now.
 
-        None if it is unknown.
+        The result is None if the peak is unknown.
         """
         cuda, card = _started_cuda(), self._cards.get(device)
         if cuda is None or card is None:
@@ -236,17 +238,17 @@ class Probe:
         return cuda.max_memory_allocated(index) - cuda.memory_allocated(index)
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Bytes that the driver reports for process `pid` on these `devices`, with its CUDA context.
+        """Bytes that the driver reports for process `pid` on `devices`, with its CUDA context.
 
-        0 if the driver does not report them.
+        The value is 0 if the driver does not report them.
         """
         return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
 
     def _charged(self, card: Card, pid: int = 0) -> int:
-        """Bytes that the driver reports for a process: for this one, unless another pid is given.
+        """Bytes that the driver reports on a card for the process `pid`; 0 means this process.
 
-        0 if the driver does not report them. In a container the driver's pid of the process may
-        differ, and the result is 0 too.
+        The result is 0 if the driver does not report them. In a container, the driver may have
+        another pid for the process; then the result is 0 too.
         """
         pid = pid or os.getpid()
         if self._sampling is None:
@@ -260,7 +262,7 @@ class Probe:
     def bound(self, device: str, fraction: float) -> bool:
         """Limits torch in this process to that `fraction` of the `device`.
 
-        Returns whether the limit was set. It is not set before this process uses CUDA.
+        Returns whether the limit was set. The limit cannot be set before this process uses CUDA.
         """
         card, cuda = self._cards.get(device), _started_cuda()
         if card is None or cuda is None or not card.torch.startswith("cuda"):
@@ -286,7 +288,7 @@ class Probe:
         return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that stays equal while the maps stay equal; it is far cheaper to compute."""
+        """A value that changes when the maps change, and that is far cheaper to compute."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return tuple(self._memories[id].pulse() for id in self._simulated())
@@ -297,7 +299,7 @@ class Probe:
         return [device.id for device in self.devices if device.simulated and not device.is_host]
 
     def _numbered(self) -> list[tuple[str, int]]:
-        """The cards that torch's CUDA allocator serves, with torch's numbers here."""
+        """The cards that torch's CUDA allocator serves, with torch's numbers in this process."""
         numbered = []
         for id, card in self._cards.items():
             kind, _, number = card.torch.partition(":")
@@ -306,7 +308,7 @@ class Probe:
         return numbered
 
     def empty_cache(self) -> int:
-        """Releases memory that is kept for reuse, on cards and host. Returns its bytes."""
+        """Releases memory that is kept for reuse, on cards and host. Returns the released bytes."""
         released = sum(memory.empty_cache() for memory in self._memories.values())
         cuda = _started_cuda() if self._cards else None
         if cuda is not None:
@@ -338,11 +340,11 @@ def open_probe(
 ) -> Probe:
     """The probe of the devices that the text `devices` names.
 
-    - `auto`: the cards that this process sees in this `environment`. If there are none, or if
+    - `auto`: the cards that this process sees in this `environment`. If it sees none, or if
       `cpu_only` is set: one simulated card with half of this machine's memory.
     - `cuda`, `rocm`, `metal`: all cards of that kind, or an error.
     - `cuda:0,2` or `cuda:GPU-8a41`: the named cards of that kind.
-    - `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host. Without `host:` the host
+    - `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host. Without `host:`, the host
       is this machine's memory. `sim:24GiB+12GiB`: cards of different sizes.
 
     If variables such as CUDA_VISIBLE_DEVICES hide all cards, that is logged as a warning.
@@ -372,7 +374,7 @@ def open_probe(
 
 
 def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
-    """Sentences: this process sees none of the cards that the machine has."""
+    """The warning that this process sees none of the machine's cards."""
     found = (f"{name}={quoted(environment[name])}" for name in _HIDING if name in environment)
     return (
         f"this process sees no {KINDS[listing.kind]} of this machine, so its devices are simulated. "
@@ -385,7 +387,7 @@ def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
 
 
 def _started_cuda():
-    """torch.cuda if this process uses CUDA already, else None. This call must not start CUDA."""
+    """torch.cuda if this process already uses CUDA, else None. This call must not start CUDA."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():
@@ -414,7 +416,7 @@ _PULSE = (
 def _without_traces(snapshot: Callable[..., Any]) -> dict[str, bool]:
     """Arguments that leave out the traces of allocations, which a user may record.
 
-    Older torch does not have them.
+    The result is empty for older versions of torch, which do not have such arguments.
     """
     if "include_traces" in inspect.signature(snapshot).parameters:
         return {"include_traces": False}

@@ -1,9 +1,9 @@
 """This process's memory on one device: byte counts, and real pages if they are needed.
 
 A simulated device and the host are modelled in the same way: a capacity, and segments that are cut
-into blocks. A block that must hold real bytes has a part of a region of real pages. A block is freed
-once nothing refers to the block or its bytes. So a tensor that a user keeps holds exactly its own
-bytes, as on a card. A real card's memory is managed by torch, not here.
+into blocks. A block that must hold real bytes has a part of a region of real pages. A block is
+freed once nothing refers to the block or its bytes. So a tensor that a user keeps holds exactly its
+own bytes, as on a card. A real card's memory is managed by torch, not here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _TOUCH_BYTES = 64 * MIB  # bytes that one thread touches at a time
 
 
 class Note(weakref.ref):
-    """A weak reference that informs a memory when its block is gone.
+    """A weak reference that informs a Memory when a Block of that memory is gone.
 
-    Its callback is a deque's `append`. That is C code, so an interrupt cannot stop it halfway.
+    The callback is a deque's `append`. That is C code, so an interrupt cannot stop it halfway.
     """
 
     key = simulated_allocator.FREE  # replaced by a key of its own when the block is allocated
@@ -49,9 +49,9 @@ class Block:
         self.segment = self.offset = 0
 
     def buffer(self) -> Any:
-        """Real pages for these bytes: a writable ctypes array [size] that keeps the block alive.
+        """Real pages for the block: a writable ctypes array [size] that keeps the block alive.
 
-        Its contents are undefined.
+        The contents of the array are undefined.
         """
         region = self.memory._region(self.segment)
         array = (ctypes.c_ubyte * self.size).from_buffer(region, self.offset)
@@ -64,14 +64,14 @@ class Block:
 
 
 class Memory:
-    """The bytes that this process holds on one device; thread-safe.
+    """The bytes that this process holds on one device. Thread-safe.
 
-    When a block is garbage-collected, its `Note` is queued. The queue is read before every result,
+    When a Block is garbage-collected, its `Note` is queued. The queue is read before every result,
     so no caller has to report that a block is gone.
 
-    `device` is the device's id. Without `capacity_bytes` this is a real card: nothing is counted
-    here, and blocks hold nothing, since torch manages that memory. `pinned` locks real pages for a
-    card's copy engine. `torch` is torch's name for the device in this process.
+    `device` is the device's id. Without `capacity_bytes`, the device is a real card: torch manages
+    its memory, so nothing is counted here. `pinned` locks real pages in memory for a card's copy
+    engine. `torch` is torch's name for the device in this process.
     """
 
     def __init__(
@@ -102,18 +102,18 @@ class Memory:
         return self.capacity_bytes is not None
 
     def allocate(self, size: int, *, force: bool = False) -> Block:
-        """A block of `size` bytes. Raises OutOfMemory (torch's own error too if torch is loaded).
+        """A block of `size` bytes. Raises OutOfMemory (also torch's own error if torch is loaded).
 
         `force` ignores the capacity. It is used for bytes that exist already.
         """
         return self.allocate_row([size], force=force)[0]
 
     def allocate_row(self, sizes: Sequence[int], *, force: bool = False) -> list[Block]:
-        """A block for each size, side by side, each at a multiple of 512 bytes; all or none.
+        """A block for each of `sizes`, or no block; side by side, at multiples of 512 bytes.
 
-        `sizes` are bytes; `force` and errors as in `allocate`.
+        `sizes` are in bytes. `force` and the errors are as in `allocate`.
         """
-        # The blocks are made first: after an error or an interrupt, they free themselves.
+        # The blocks are made first, so that an error or an interrupt frees them.
         blocks = [Block(self, size) for size in sizes]
         with self._lock:
             state = self._swept()
@@ -136,7 +136,7 @@ class Memory:
         return blocks
 
     def held_bytes(self) -> int:
-        """Bytes in blocks; on a real host also the pages that are free here and kept for reuse."""
+        """Bytes in blocks. On a real host, free pages that are kept for reuse are included."""
         with self._lock:
             state = self._swept()
             reusable = 0
@@ -155,15 +155,15 @@ class Memory:
         )
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that stays equal while the map stays equal.
+        """A value that changes when the map changes.
 
-        An unchanged state is the same object, so the comparison takes no time.
+        An unchanged state is the same object, so comparing two values takes no time.
         """
         with self._lock:
             return self._swept(), self.alloc_retries, self.ooms
 
     def empty_cache(self) -> int:
-        """Gives unused segments back; returns their bytes."""
+        """Releases unused segments, and returns their bytes."""
         if not self.counted:
             return 0
         with self._lock:
@@ -181,7 +181,7 @@ class Memory:
         return False
 
     def fail_next(self, times: int = 1) -> None:
-        """Lets the next allocations fail as if the device were full: `times` of them. For drills."""
+        """Lets the next `times` allocations fail as if the device were full. For drills."""
         self._failures = times
 
     def squeeze(self, size: int) -> None:
@@ -195,7 +195,7 @@ class Memory:
         return note
 
     def _swept(self) -> simulated_allocator.Segments:
-        """The state without freed blocks. A note is removed only once it was applied."""
+        """The state without freed blocks. A note is removed only after its block has been freed."""
         gone = tuple(self._freed)
         if gone:
             keys = frozenset(note.key for note in gone)
@@ -253,7 +253,7 @@ class _Region(mmap.mmap):
 
     def __del__(self) -> None:
         torch = sys.modules.get("torch") if self.pinned else None
-        # At the end of the process torch may be gone already. Then the driver unlocks the pages.
+        # When the process ends, torch may already be gone. Then the driver unlocks the pages.
         if torch is not None:
             torch.cuda.cudart().cudaHostUnregister(self.start)
 
@@ -287,10 +287,10 @@ def _map_pages(memory: Memory, size: int) -> _Region:
 
 
 def _pin(region: _Region) -> None:
-    """Locks the pages for the card's copy engine. Without it, copies have a fifth of the bus speed.
+    """Locks the pages in memory for the card's copy engine.
 
-    torch's own pinned memory is not used: it rounds up to powers of two. For a request of 6 GiB it
-    locked 10 GiB.
+    Without the lock, copies reach a fifth of the bus speed. torch's own pinned memory is not used,
+    because it rounds up to powers of two. For a request of 6 GiB it locked 10 GiB.
     """
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     if cuda is None or not cuda.is_initialized():
@@ -298,7 +298,7 @@ def _pin(region: _Region) -> None:
     pieces = []
     for at in range(0, len(region), _TOUCH_BYTES):
         pieces.append((region.start + at, min(_TOUCH_BYTES, len(region) - at)))
-    # Locking untouched pages is slow, so touch them first; ctypes releases the GIL.
+    # Locking untouched pages is slow, so they are touched first. ctypes releases the GIL meanwhile.
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda piece: ctypes.memset(piece[0], 0, piece[1]), pieces))
     if int(cuda.cudart().cudaHostRegister(region.start, len(region), 0)) == 0:
@@ -308,8 +308,8 @@ def _pin(region: _Region) -> None:
 def out_of_memory(message: str, **facts: Any) -> OutOfMemory:
     """OutOfMemory with that `message` and these `facts` as attributes.
 
-    If torch is loaded, the error is also a torch.OutOfMemoryError, so code that catches either class
-    works.
+    If torch is loaded, the error is also a torch.OutOfMemoryError. So code that catches either of
+    the two classes works.
     """
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "OutOfMemoryError"):

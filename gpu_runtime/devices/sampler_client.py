@@ -1,19 +1,19 @@
-"""The measured figures of a host: one helper process publishes them, every process reads them.
+"""The measured figures of a host: one helper process publishes them, and every process reads them.
 
-A call into a driver may hang for ever. So only the helper (`telemetry/sampler.py`) calls drivers, and
-no kernel does. If the helper has ended, the process that notices this starts another. If the helper
-hangs, that process kills it first. This module is the readers' side.
+A call into a driver may hang for ever. So only the helper (`telemetry/sampler.py`) calls drivers,
+and no kernel does. If the helper has ended, the process that notices this starts another helper. If
+the helper hangs, that process kills it first. This module is the readers' side.
 
-    DIRECTORY/                the ledger's, of this boot
+    DIRECTORY/                the directory of the ledger's files of this boot
         samples               the last figures: JSON, replaced by a rename
         sampler.lock          locked by the helper for life; it holds the helper's start time
         sampler.bell          a pipe: a write to it requests new figures
-        sampler.starting      a process is starting a helper
+        sampler.starting      exists while a process is starting a helper
         sampler.err           the last error message of a helper that failed
 
-The figures are stored in a file of their own, not in the book. Otherwise the book would change every
-second, and every kernel would read and decode it every second. A decision writes the figures that it
-used into the book, and other processes use them from there.
+The figures are stored in a separate file, not in the book. Otherwise the book would change every
+second, and every kernel would read and decode it every second. A decision writes the figures that
+it used into the book, and other processes use them from there.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from msgspec.structs import replace
 from ..facts import Device, Sample, Value
 from ..units import show_seconds
 
-HANG_SECONDS = 5.0  # a helper without any card's answer for so long is taken to hang
-START_SECONDS = 30.0  # limit for the first answer: an idle driver may need that to wake eight cards
+HANG_SECONDS = 5.0  # a helper hangs if no card has answered for this long
+START_SECONDS = 30.0  # limit for the first answer; an idle driver may need it to wake eight cards
 START_AGAIN_SECONDS = 3.0
 FRESH_SECONDS = 0.25  # how long a decision waits for new figures
 LOOK_SECONDS = 0.5  # how often one reader checks the helper
@@ -59,7 +59,8 @@ class Figures(Value):
     began_at: float  # when this round of measurements began
     host: Sample
     cards: dict[str, Sample] = {}  # by UUID; a card that does not answer keeps its last sample
-    # Why there is no answer: by UUID, by index for a card without a UUID, or under "" for all cards.
+    # UUID of a card -> why it does not answer. A card without a UUID has its index; "" means all
+    # cards.
     failed: dict[str, str] = {}
     people: dict[int, Person] = {}  # by pid, for the visible processes on the cards
 
@@ -73,7 +74,7 @@ class Figures(Value):
         if device.is_host:
             return self.host
         if device.uuid in self.failed or "" in self.failed:
-            # The card does not answer now, so its earlier figures no longer hold.
+            # The card does not answer now, so its earlier figures are no longer valid.
             return Sample(device.id, self.began_at, None)
         sample = self.cards.get(device.uuid)
         return replace(sample, device=device.id) if sample else None
@@ -100,7 +101,8 @@ _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _BELL_FLAGS = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _STAMP_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _MOST_BYTES = 1 << 20  # limit of the file; 64 cards with a hundred processes each take 200 KiB
-# Helpers that this process started. They still run after the object that started them is gone.
+# Helpers that this process started. They continue to run when the `Sampling` that started them is
+# gone.
 _children: list[subprocess.Popen[bytes]] = []
 
 
@@ -120,7 +122,7 @@ class Sampling:
         """Reads the files in `directory`.
 
         `ledger` is the URL of the ledger whose history the helper writes. With `simulated`, no card
-        is measured, so a helper is never taken to hang.
+        is measured, so a helper is never considered to hang.
         """
         self.directory = directory
         self._ledger, self._simulated = ledger, simulated
@@ -134,7 +136,7 @@ class Sampling:
     def figures(self) -> Figures | None:
         """The last figures; None if there are none.
 
-        It takes one system call if the file has not changed, else 30 µs.
+        The call takes one system call if the file has not changed, and 30 µs otherwise.
         """
         path = self.directory / "samples"
         try:
@@ -148,10 +150,10 @@ class Sampling:
             return None
 
     def fresh(self) -> Figures | None:
-        """Figures that are measured after this call; the last ones if the helper does not answer.
+        """Figures measured after this call; or the last figures if the helper does not answer.
 
-        Only the first caller waits for a helper that does not answer. The next callers do not wait,
-        until the helper answers again.
+        Only the first caller waits for a helper that does not answer. Until the helper answers
+        again, the next callers do not wait.
         """
         requested_at = boot_seconds()
         last = self.figures()
@@ -199,7 +201,7 @@ class Sampling:
     # -- the helper
 
     def look_after(self) -> None:
-        """Starts a helper if none lives, and ends one that hangs. Never waits."""
+        """Starts a helper if none runs, and ends a helper that hangs. Never waits."""
         now = boot_seconds()
         if now - self._looked_at < LOOK_SECONDS:
             return
@@ -230,7 +232,7 @@ class Sampling:
         return state
 
     def _overdue_seconds(self, holder: LockHolder, now: float) -> float:
-        """Seconds by which the helper's next answer is overdue; negative if it is not overdue."""
+        """Seconds by which the helper's next answer is late; negative if the answer is not late."""
         figures = self.figures()
         since_start = now - holder.started_at - START_SECONDS
         if figures is None or figures.began_at < holder.started_at:
@@ -243,10 +245,10 @@ class Sampling:
         return now - figures.newest - HANG_SECONDS
 
     def _holder(self) -> LockHolder | None:
-        """The helper that holds the lock; None if there is none.
+        """The helper that holds the lock; None if no process holds it.
 
-        The lock is a POSIX lock, because the system then reports the holder's pid. A pid in the file
-        could be wrong.
+        The lock is a POSIX lock, because the operating system then reports the holder's pid. A pid
+        in the file could be wrong.
         """
         try:
             fd = os.open(self.directory / "sampler.lock", _READ_FLAGS)
@@ -270,7 +272,7 @@ class Sampling:
     def _start(self) -> None:
         """Starts a helper, unless another process is starting one.
 
-        If several helpers start at once, one gets the lock and the others end.
+        If several helpers start at once, one of them gets the lock and the others end.
         """
         stamp = self.directory / "sampler.starting"
         try:
@@ -324,7 +326,8 @@ class Sampling:
     def _end(self, holder: LockHolder, now: float) -> None:
         """Kills a helper that hangs.
 
-        A helper that is blocked inside the driver cannot be killed. Then no other one is started.
+        A helper that is blocked inside the driver cannot be killed. Then no other helper is
+        started.
         """
         if self._killed and self._killed[0] == holder.pid:
             if now - self._killed[1] > DEAD_SECONDS:
@@ -345,7 +348,7 @@ class Sampling:
             self._why = "the helper that measures them hangs, in another container"
 
     def _kill(self, holder: LockHolder, now: float) -> None:
-        """Kills the process if it still holds the lock, since pids are reused. Raises OSError."""
+        """Kills the process if it still holds the lock, because pids are reused. Raises OSError."""
         process = os.pidfd_open(holder.pid) if holder.pid else -1
         if process < 0:
             raise ProcessLookupError
@@ -358,9 +361,9 @@ class Sampling:
             os.close(process)
 
     def trouble(self, stale_seconds: float, cards: dict[str, str]) -> dict[str, str]:
-        """UUID -> why the card is not measured now; one entry under "" if no card is measured.
+        """UUID -> why the card is not measured now. The key "" means that no card is measured.
 
-        `cards` gives the name of each UUID. A sample older than `stale_seconds` does not count.
+        `cards` gives the name for each UUID. A sample older than `stale_seconds` does not count.
         """
         figures, now = self.figures(), boot_seconds()
         if figures is None:
@@ -401,7 +404,8 @@ class Sampling:
 def _read_file(path: Path) -> bytes:
     """The content of a file that another user of a shared ledger may have written.
 
-    Reads only a plain file, since a pipe could block, and a limited number of bytes. Raises OSError.
+    Only a plain file is read, because a pipe could block, and at most a limited number of bytes.
+    Raises OSError.
     """
     fd = os.open(path, _READ_FLAGS)
     try:

@@ -1,16 +1,17 @@
 """A simulation of torch's caching allocator. It only counts bytes and holds no memory.
 
-Pure: a state goes in, a state comes out. A state is replaced in one assignment, so an interrupt
+Pure. A state goes in, and a state comes out. A state is replaced in one assignment, so an interrupt
 cannot leave it half-changed. `process_memory` holds the memory.
 
 Requests are rounded to 512 bytes and cut from segments. A request below 1 MiB is cut from a segment
-of 2 MiB; a request up to 10 MiB, from a segment of 20 MiB. A larger request gets a segment of its
-own, in steps of 2 MiB. A freed run joins its free neighbours and stays reserved.
+of 2 MiB, and a request below 10 MiB from a segment of 20 MiB. A larger request gets its own
+segment, whose size is a multiple of 2 MiB. A freed run (a stretch of a segment) joins its free
+neighbours and stays reserved.
 
 Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp. There are two differences, so that an allocation
-always succeeds if enough bytes are free. The capacity counts requested bytes, not rounded bytes. If
-room is short, free runs inside segments in use are given back too, as torch does with expandable
-segments.
+always succeeds if enough bytes are free. First, the capacity counts requested bytes, not rounded
+bytes. Second, if room is short, free runs inside segments in use are released too, as torch does
+with expandable segments.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FREE, HOLE = 0, -1  # keys of runs without an allocation: reserved but free; giv
 
 
 class Run(NamedTuple):
-    """A stretch of a segment."""
+    """A stretch of a segment that is allocated, free, or released."""
 
     size: int
     key: int  # FREE, HOLE, or the positive key of its allocation
@@ -41,12 +42,12 @@ class Segment(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Bytes of all its runs."""
+        """The sum of the bytes of all runs."""
         return sum(run.size for run in self.runs)
 
     @property
     def in_use(self) -> bool:
-        """Whether any of its runs is allocated."""
+        """Whether any run of the segment is allocated."""
         return any(run.key > FREE for run in self.runs)
 
 
@@ -63,12 +64,12 @@ class Segments(NamedTuple):
 
     @property
     def requested(self) -> int:
-        """Bytes that callers asked for."""
+        """Bytes that callers requested."""
         return sum(run.requested for run in self.runs())
 
     @property
     def allocated(self) -> int:
-        """Bytes that callers asked for, rounded up to whole steps."""
+        """Bytes that callers requested, rounded up to whole steps of 512 bytes."""
         return sum(run.size for run in self.runs() if run.key > FREE)
 
     @property
@@ -106,9 +107,9 @@ def allocate(
 ) -> tuple[Segments, Spot, bool]:
     """The `state` with a run for each size, the position of the first run, and whether it retried.
 
-    The runs are side by side. `keys` name them, one for each of `sizes`. A retry is needed if cached
-    memory has to be given back first. `room` is how many bytes may be reserved in all; the caller
-    has checked that the requested bytes fit into it.
+    The runs are side by side. `keys` identify them, one key for each of `sizes`. A retry means that
+    cached memory had to be released first. `room` is how many bytes may be reserved in total. The
+    caller has checked that the requested bytes fit into `room`.
     """
     runs = tuple(Run(rounded(size), key, size) for size, key in zip(sizes, keys, strict=True))
     need = sum(run.size for run in runs)
@@ -143,12 +144,12 @@ def release(state: Segments, keys: Collection[int]) -> Segments:
 
 
 def emptied(state: Segments) -> Segments:
-    """The `state` without unused segments: torch.cuda.empty_cache()."""
+    """The `state` without unused segments, as after torch.cuda.empty_cache()."""
     return state._replace(segments=tuple(segment for segment in state.segments if segment.in_use))
 
 
 def trimmed(state: Segments) -> Segments:
-    """The `state` after every free run was given back, also in segments that are in use."""
+    """The `state` without free runs: they are released, also in segments that are in use."""
     segments = []
     for segment in emptied(state).segments:
         runs = [Run(run.size, HOLE) if run.key == FREE else run for run in segment.runs]
@@ -186,7 +187,7 @@ def _cut(
     runs: tuple[Run, ...],
     need: int,
 ) -> Segments:
-    """The state with these runs at the start of the free run at this position."""
+    """The state with these `runs` at the start of the free run at the position `spot`."""
     segments = []
     for segment in state.segments:
         if segment.id == spot.segment:
@@ -213,7 +214,7 @@ def _cut_segment(
 
 
 def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs without empty ones; neighbours that are free (or given back) are joined."""
+    """The runs without empty ones. Neighbours that are both free or both released are joined."""
     joined: list[Run] = []
     for run in runs:
         if not run.size:
