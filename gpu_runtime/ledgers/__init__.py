@@ -1,7 +1,7 @@
 """Ledgers: the stores that keep the book of leases. `open_ledger(url)` opens one.
 
-A ledger reads the book, checks that a write is lawful and writes it atomically. It does not decide:
-the caller passes the decision, and no module here knows the scheduler, a device or a model.
+A ledger reads the book, checks that a write is lawful, and writes it atomically. A ledger does not
+decide: the caller passes the decision. No module here knows the scheduler, a device or a model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ _REDIS_SCHEMES = ("redis", "rediss", "unix")
 def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
     """Opens the book at `url` as a new owner.
 
-    `memory:` is a book of its own. `memory:NAME` is one book for all callers in this process that
-    use the same name. `sqlite:///DIRECTORY` is one book for all processes of this host that use the
-    same directory; `…/NAME.db` means `…/NAME`. `redis://…`, `rediss://…` and `unix://…` name a
-    Redis, which keeps one page for each host. `notebook` is the path that others see for this
-    owner, `user` replaces the name of the process's user.
+    The `url` has one of these forms:
 
-    Raises BadSetting for any other URL, LedgerUnavailable if the book cannot be kept there.
+    - `memory:` is a new book that nobody else can open.
+    - `memory:NAME` is one book for all callers in this process that use the same name.
+    - `sqlite:///DIRECTORY` is one book for all processes of this host that use the same directory.
+      `…/NAME.db` means `…/NAME`.
+    - `redis://…`, `rediss://…` and `unix://…` name a Redis, which keeps one page for each host.
+
+    `notebook` is the path that others see for this owner. `user` replaces the name of the process's
+    user.
+
+    Raises BadSetting for any other URL, and LedgerUnavailable if the book cannot be kept there.
     """
     scheme, colon, rest = url.partition(":")
     if scheme == "memory":
@@ -60,7 +65,7 @@ def _open_redis(url: str, *, notebook: str, user: str) -> Ledger:
 def _unknown_url(url: str, *, path: str) -> BadSetting:
     """The error for a URL that names no ledger.
 
-    `path` is the part that looks like a path, or empty.
+    `path` is the part of the URL that looks like a path; it may be empty.
     """
     from ..settings import masked
 

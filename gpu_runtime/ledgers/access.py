@@ -10,9 +10,9 @@
     owners/ID.bell        0600       0660  members ring
     all other files       0600       0660  SQLite gives its journal the mode of its database
 
-The owners' directory is BOOT/owners if the ledger is private. If it is shared, it is BOOT.owners
-beside BOOT. In BOOT members replace each other's files, so they could rename the directory too:
-then no death could be proved.
+The owners' directory is BOOT/owners if the ledger is private, and BOOT.owners beside BOOT if it is
+shared. In BOOT, the members of the group replace each other's files. So they could also rename a
+directory in BOOT, and then no death could be proved.
 
 A directory is shared if it, or the ledger above it, holds the file `.shared`, made by the owner of
 the directory (`gpu ledger init`). The group of that file is the group that shares the ledger.
@@ -48,18 +48,18 @@ def _empty_file(path: Path, mode: int) -> None:
 
 
 class Access(NamedTuple):
-    """The group that shares a ledger; None if it is private."""
+    """The group that shares a ledger; None if the ledger is private."""
 
     group: int | None = None
 
     def open_file(self, path: Path) -> None:
-        """Lets the members read and write our file `path`. Raises OSError."""
+        """Lets the group's members read and write this user's file `path`. Raises OSError."""
         self._open(path, 0o660)
 
     def open_directory(self, path: Path, *, sticky: bool = False) -> None:
-        """Lets the members create files in our directory `path`. Raises OSError.
+        """Lets the group's members create files in this user's directory `path`. Raises OSError.
 
-        In a `sticky` directory they cannot remove or replace each other's files.
+        In a `sticky` directory, members cannot remove or replace each other's files.
         """
         mode = 0o3770 if sticky else 0o2770
         self._open(path, mode | stat.S_IFDIR)
@@ -67,8 +67,9 @@ class Access(NamedTuple):
     def _open(self, path: Path, mode: int) -> None:
         if self.group is None:
             return
-        # Change the mode by a descriptor, and only if the file is ours. A member who may write here
-        # could replace the file at this moment by a link to another file of ours.
+        # The mode is changed through a descriptor, and only if the file belongs to this user. A
+        # member who may write here could replace the file at this moment by a link to another file
+        # of this user.
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
@@ -91,13 +92,11 @@ class Access(NamedTuple):
     def make_directory(self, path: Path, *, sticky: bool) -> None:
         """Makes the directory `path` with its final mode, if it does not exist.
 
-        `sticky` as in `open_directory`.
-
-        Raises OSError, also if something else has its name.
+        `sticky` is as in `open_directory`. Raises OSError, also if something else has this name.
         """
         if not os.path.lexists(path):
-            # A draft gets its mode before it gets its name, so no other process finds the directory
-            # closed.
+            # A draft gets its mode before its final name. So no other process finds a directory
+            # that is closed to the group.
             draft = path.with_name(f".new-{secrets.token_hex(4)}")
             draft.mkdir(0o700)
             self.open_directory(draft, sticky=sticky)
@@ -111,7 +110,7 @@ class Access(NamedTuple):
     def make_file(self, path: Path, make: Callable[[Path, int], None] = _empty_file) -> None:
         """Makes the file `path`, if it does not exist. Raises OSError.
 
-        `make(path, mode)` makes the draft; by default it is an empty file.
+        `make(path, mode)` makes the draft. By default, the draft is an empty file.
         """
         if os.path.lexists(path):
             return
@@ -130,13 +129,13 @@ PRIVATE = Access()
 
 
 def access_to(directory: Path) -> Access:
-    """The access to the ledger that `directory` is, or is a part of."""
+    """The access to the ledger whose directory is `directory`, or contains `directory`."""
     root = _shared_root(directory)
     return PRIVATE if root is None else Access((root / MARK).lstat().st_gid)
 
 
 def _shared_root(directory: Path) -> Path | None:
-    """The directory of the shared ledger that `directory` is, or is a part of; None if it is private."""
+    """The directory of the shared ledger that is or contains `directory`; None if it is private."""
     for place in (directory, *directory.parents[: _LEVELS - 1]):
         try:
             mark = (place / MARK).lstat()
@@ -158,10 +157,10 @@ def _beside(directory: Path) -> Path:
 
 
 def state_in(ledger: Path) -> Path:
-    """The directory, for a ledger's directory `ledger`, of what survives a boot and all members write.
+    """The directory for files that outlive a boot and that all members write.
 
-    A shared ledger has a directory for it, because any member must be able to replace these files, and to
-    remove those that SQLite puts beside them.
+    `ledger` is the ledger's directory. A shared ledger has a separate directory for these files.
+    Any member must be able to replace them, and to remove the files that SQLite puts beside them.
     """
     return ledger if access_to(ledger).group is None else ledger / "journal"
 
@@ -169,17 +168,18 @@ def state_in(ledger: Path) -> Path:
 class JournalPlace(NamedTuple):
     """Where the journals of a ledger are."""
 
-    own: Path  # this user's
+    own: Path  # this user's journal
     users: (
         Path | None
     )  # has a directory for each user, named by the uid; None: the ledger is private
 
 
 def journals_in(ledger: Path) -> JournalPlace:
-    """The journals of the directory `ledger`.
+    """The places of the journals of the ledger in the directory `ledger`.
 
-    In a shared ledger each user has one, in a directory that only this user can write: beside a file that
-    anybody could put a name, SQLite would take that name for its own.
+    In a shared ledger, each user has a journal in a directory that only this user can write. In a
+    directory that anybody could write, another user could put a file beside the journal that SQLite
+    takes for its own.
     """
     root = _shared_root(ledger)
     if root is None:
@@ -192,7 +192,8 @@ def journals_in(ledger: Path) -> JournalPlace:
 def make_own_journal(place: JournalPlace) -> None:
     """Makes this user's journal in a shared ledger, if it does not exist.
 
-    Raises OSError, also if another user could replace it, or has put something else in its place.
+    Raises OSError, also if another user could replace the journal, or has put something else in its
+    place.
     """
     assert place.users is not None
     access, directory = access_to(place.users.parent), place.own.parent
@@ -215,15 +216,16 @@ def make_own_journal(place: JournalPlace) -> None:
 
 
 def require_no_link(db: sqlite3.Connection, path: Path) -> None:
-    """Raises OSError if `db`, just opened as `path` in a shared ledger, is another file that a link led to.
+    """Raises OSError if a link led `db`, just opened as `path` in a shared ledger, to another file.
 
-    A look at `path` before the opening proves nothing: a member could replace the file by a link in between,
-    and this user would write into another database of theirs. SQLite keeps the name that it has resolved,
-    and opens that one without following a link. `db` must not have been read or written yet.
+    A check of `path` before the opening proves nothing. A member could replace the file by a link
+    in between, and this user would write into another database of theirs. SQLite keeps the path
+    that it has resolved, and opens that path without following a link. `db` must not have been read
+    or written yet.
     """
     if access_to(path.parent).group is None:
         return
-    # The directory above the ledger's: no member can change the way to it.
+    # No member of the group can change the path to the directory above the ledger's.
     above = next(one.parent for one in path.parents if os.path.lexists(one / MARK))
     expected = os.path.join(os.path.realpath(above), *path.relative_to(above).parts)
     opened = db.execute("PRAGMA database_list").fetchone()[2]
@@ -232,7 +234,7 @@ def require_no_link(db: sqlite3.Connection, path: Path) -> None:
 
 
 def outsider(directory: Path) -> LedgerUnavailable | None:
-    """The error if `directory` is shared by a group that this process does not belong to; else None."""
+    """The error if a group that this process is not in shares `directory`; otherwise None."""
     for place in (directory, *directory.parents):
         try:
             found = place.stat()

@@ -1,8 +1,8 @@
 """The files with allocator maps: one file for each owner, `owners/ID.map`, replaced as a whole.
 
-Maps are not in the book, because no decision uses them. Otherwise every kernel would read and decode
-them after every allocation. A map counts only if the owner's user wrote it, and only while that owner
-lives.
+Maps are not in the book, because no decision uses them. If they were, every kernel would read and
+decode them after every allocation. A map counts only if the owner's user wrote it, and only while
+that owner lives.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..facts import AllocatorMap
 from .liveness import Life, life
 from .owner_files import Beside
 
-# Bytes of one owner's file. A larger file is not one of our maps; a map of 8,192 blocks takes at most
-# half of this.
+# Bytes of one owner's file. A larger file was not written by gpu-console: a map of 8,192 blocks
+# takes at most half of this.
 MOST_BYTES = 1 << 20
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(tuple[AllocatorMap, ...]).decode

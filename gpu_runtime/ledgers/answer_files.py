@@ -1,8 +1,9 @@
-"""The files with an owner's answers to `who`: `owners/ID.who`, and `owners/ID.told` for its own user.
+"""The files with an owner's answers to `who` (which variables hold memory).
 
-An answer is not in the book: everybody reads the page, and variable names are for the asker only. The
-first file can be read by all members of a shared ledger. The second one is private to its user. Each
-has the last answer to each of a few askers.
+`owners/ID.who` can be read by all members of a shared ledger, and `owners/ID.told` only by the
+owner's own user. An answer is not in the book, because everybody reads the book's page, and
+variable names are only for the process that asked. Each file has the last answer to each of a few
+processes that asked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class AnswerFiles:
     def __init__(self, owners: Path, group: int | None) -> None:
         """`owners` is the directory `LEDGER/BOOT-ID/owners`.
 
-        `group` is the one that shares the ledger, or None.
+        `group` is the group that shares the ledger, or None.
         """
         self._public = Beside(owners, "who", group)
         self._private = Beside(owners, "told", None)
@@ -49,7 +50,7 @@ class AnswerFiles:
             os.close(files.replace(id, _encode(given)))
 
     def read(self, id: str, asker: str) -> Holdings | None:
-        """The last answer of the owner `id` for `asker`; None if there is none to be read."""
+        """The last answer of the owner `id` for `asker`; None if this user can read none."""
         for files in (self._private, self._public):
             answers = files.read(id, MOST_BYTES, lambda fd, _: _read(fd))
             if answers is not None and asker in answers:

@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Ledger(Protocol):
     """One owner's access to the book of its host. Every method may be called from any thread.
 
-    After a fork, the child's copy is unusable: each method raises LedgerUnavailable there. Open
-    another ledger.
+    After a fork, the child's copy is unusable: each method raises LedgerUnavailable there. The
+    child has to open another ledger.
     """
 
     url: str
@@ -29,9 +29,9 @@ class Ledger(Protocol):
     def owner(self) -> Owner:
         """The owner whose section and tickets this ledger may write.
 
-        Its id never changes. The inode of its lock file changes if the ledger's directory was
-        deleted and this ledger made it again. So read this property each time instead of keeping
-        its value.
+        The owner's id never changes. But the inode of its lock file changes if the ledger's
+        directory was deleted and this ledger made it again. So read this property each time instead
+        of keeping its value.
         """
         ...
 
@@ -40,13 +40,15 @@ class Ledger(Protocol):
         ...
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        """Writes what `decide` returns for the book, and returns the second value of `decide`.
+        """Writes the book that `decide` returns, and returns the second value of `decide`.
 
         `decide` may run more than once, so it must be pure. It must also look for its own key
-        first: in a book that was rebuilt meanwhile, its effect may already be present. If it
-        returns the same object that it was given, nothing is written. After an exception that did
-        not come from `decide` (such as a KeyboardInterrupt during the write), the write may have
-        happened or not: read the book and look for the key.
+        first: in a book that was rebuilt meanwhile, its effect may already be present. If `decide`
+        returns the book object that it was given, nothing is written.
+
+        After an exception that did not come from `decide` (such as a KeyboardInterrupt during the
+        write), the write may or may not have happened. The caller then has to read the book and
+        look for the key.
 
         Raises LedgerUnavailable, LedgerRefused.
         """
@@ -60,36 +62,36 @@ class Ledger(Protocol):
         ...
 
     def unknown(self, book: Book) -> frozenset[str]:
-        """Ids of the owners of sections and tickets in `book` that are proven neither dead nor alive."""
+        """Ids of the owners of sections and tickets in `book` whose life or death is not proven."""
         ...
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """What is seen of the processes in `book` now, by owner id; only of those in `owners`.
+        """What is seen of the processes in `book` now, by owner id.
 
-        None: of all that have a section. It reads one file for each process.
+        The result has the owners in `owners`; with None, it has all owners with a section. One file
+        is read for each process.
         """
         ...
 
     def declare_dead(self, owners: Iterable[str]) -> None:
-        """Makes `dead` return the owners with these ids (`owners`), unless they are proven alive.
+        """Makes `dead` return these `owners` (ids), unless they are proven alive.
 
-        For a person who knows that their processes have ended.
+        It is called when a person knows that the processes of these owners have ended.
         """
         ...
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user who runs the owner `owner_id` of `book`, and who made the request `ticket`.
 
-        Empty if this ledger cannot prove that. A request in that user's name is then not carried out.
+        The result is empty if this ledger cannot prove who the user is. Then no request in that
+        user's name is carried out.
         """
         ...
 
     def ring(self, owners: Iterable[str]) -> None:
         """Wakes the owners with these ids (`owners`), so that they read the book.
 
-        Never blocks, never fails.
-
-        The ledger's own id wakes the threads of this process that wait.
+        The ledger's own id wakes the waiting threads of this process. Never blocks, never fails.
         """
         ...
 
@@ -98,18 +100,17 @@ class Ledger(Protocol):
 
         Returns True then, and False after `timeout` seconds.
 
-        The end of a process in another container cannot be seen, so also check `dead` every second.
-        Several threads may wait: a notification wakes them all. A notification between a thread's
-        last wait and this one counts. It only means "read the book", and may be unnecessary.
+        The end of a process in another container cannot be seen, so the caller should also check
+        `dead` every second. Several threads may wait; a notification wakes them all. A notification
+        between a thread's last wait and this wait counts too. A notification only means "read the
+        book", and may be unnecessary.
         """
         ...
 
     def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
-        """Stores this owner's allocator `maps` in the ledger's directory, and replaces its last maps.
+        """Stores this owner's allocator `maps` in the ledger's directory, replacing its last maps.
 
-        Raises OSError.
-
-        They are removed together with the owner.
+        The maps are removed together with the owner. Raises OSError.
         """
         ...
 
@@ -120,14 +121,14 @@ class Ledger(Protocol):
     def add_name(self, name: str) -> None:
         """Adds one model to the list of models that this owner can load. Raises OSError.
 
-        The list is in a file of its own, not in the book.
+        The list is in a separate file, not in the book.
         """
         ...
 
     def publish_names(self, names: Collection[str]) -> None:
-        """Makes `names` the models that this owner can load. Raises OSError.
+        """Makes `names` the list of models that this owner can load. Raises OSError.
 
-        They are removed together with the owner.
+        The list is removed together with the owner.
         """
         ...
 
@@ -138,8 +139,8 @@ class Ledger(Protocol):
     def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
         """Stores this owner's `answer` to the owner `asker`, beside the book. Raises OSError.
 
-        A `private` answer can be read by this owner's user only. It replaces the last answer to
-        that asker, and is removed together with the owner.
+        Only this owner's user can read a `private` answer. The answer replaces the last answer to
+        that asker, and is removed together with this owner.
         """
         ...
 
@@ -150,7 +151,7 @@ class Ledger(Protocol):
     def close(self) -> None:
         """Releases this owner's lock and doorbell.
 
-        Its section should already be gone from the book. If it is not, others can prove this owner
-        dead and reap it.
+        The owner's section should already be gone from the book. If it is not, others can prove
+        this owner dead and reap it.
         """
         ...

@@ -1,6 +1,7 @@
-"""An owner's part of the book, and a book that is made from such parts.
+"""An owner's part of the book, and books made from such parts.
 
-Pure: values in, values out. Rosters hold such parts; a damaged book is rebuilt from them.
+Pure. Each owner keeps such a part in its roster, a copy in the owner's own file. A damaged book is
+rebuilt from these parts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ..facts import Book, Device, Drain, Quarantined, Section, Ticket
 
 
 def part_of(book: Book, owner_id: str) -> Book:
-    """The roster of the owner `owner_id`: its part of `book`, and the facts that all owners share."""
+    """The part of `book` that belongs to the owner `owner_id`, and the facts that all share."""
     section, unread = book.sections.get(owner_id), book.quarantined.get(owner_id)
     sections = {owner_id: section} if section else {}
     tickets = [ticket for ticket in book.tickets if ticket.owner == owner_id]
@@ -26,9 +27,9 @@ def part_of(book: Book, owner_id: str) -> Book:
 
 
 def union(parts: list[Book]) -> Book:
-    """One book made from its owners' `parts`; the newest part is last.
+    """One book made from its owners' `parts`, of which the newest is last.
 
-    The newest part with a section decides which cards are drained.
+    The newest part that has a section decides which cards are drained.
     """
     devices: dict[str, Device] = {}
     limits: dict[str, int] = {}
@@ -55,7 +56,7 @@ def union(parts: list[Book]) -> Book:
 
 
 def with_living(book: Book, parts: dict[str, Book]) -> Book:
-    """`book` with the sections and tickets of some owners taken from `parts` (by owner id)."""
+    """The `book`, with the sections and tickets of some owners taken from `parts` (by owner id)."""
     sections = {id: section for id, section in book.sections.items() if id not in parts}
     tickets = [ticket for ticket in book.tickets if ticket.owner not in parts]
     unread = {id: unread for id, unread in book.quarantined.items() if id not in parts}

@@ -1,8 +1,8 @@
 """Reads and writes the page of a book for one owner, and this owner's own files.
 
-The SQLite file and the Redis page extend `BookStore`. The order is the same in both: the roster (the
-owner's copy of its part of the book) is written before the page, and a write counts only if the book
-is still in force after it. So a rebuilt book finds each grant in the rosters, or the grant is void.
+The SQLite file and the Redis page extend `BookStore`. Both write in the same order: first the
+roster (the owner's copy of its part of the book), then the page. A write counts only if the book is
+still in force after it. So a rebuilt book finds each grant in the rosters, or the grant is void.
 Nothing here decides.
 """
 
@@ -28,19 +28,19 @@ from .liveness import Life, OwnerFile, life, rosters
 from .page_parts import Unwritable
 from .sqlite import files
 
-CLOSED_LOOK_SECONDS = 0.1  # between two looks at whether grants are open again
-# Twice the tick of the monitors: within a tick, owners that lost their files, or that we cannot see, put
-# themselves back into a book that was made again.
+CLOSED_LOOK_SECONDS = 0.1  # between two checks whether grants are possible again
+# Twice the interval of the monitors. Within one interval, each owner that lost its files, or that
+# this process cannot see, puts itself back into a book that was made again.
 REGISTER_SECONDS = 2.0
-TICKS_A_SECOND = 12  # by all idle owners together; with more owners each of them ticks less often
+TICKS_A_SECOND = 12  # monitor rounds of all idle owners together; with more owners, each has fewer
 
 
 class LostRace(Exception):
-    """Another process has written first, is writing, or has made a new book: read the book again."""
+    """Another process has written, is writing, or has made a new book: read the book again."""
 
 
 class GrantsClosed(Exception):
-    """The page was made anew a moment ago: nothing new is granted in it for so many `seconds`."""
+    """The page was made again a moment ago, so nothing is granted for this many `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -48,7 +48,7 @@ class GrantsClosed(Exception):
 
 
 class DamagedBook(Exception):
-    """A book that cannot be used, and why. The name is empty if there is no book yet."""
+    """A book that cannot be used, and why. `name` is empty if there is no book yet."""
 
     def __init__(self, name: str, inode: int, why: str) -> None:
         super().__init__(name, inode, why)
@@ -56,16 +56,18 @@ class DamagedBook(Exception):
 
 
 class Page(NamedTuple):
-    """The book at a revision, and the file it was read from.
+    """The book at a revision, and the file from which it was read.
 
-    In a Redis the name is the generation, the inode 0.
+    For a Redis, the name is the generation of the page, and the inode is 0.
     """
 
     name: str
     inode: int
     rev: int
     book: Book
-    packed: pages.Packed = pages.EMPTY  # its bytes, so that what is unchanged stays as it is
+    packed: pages.Packed = (
+        pages.EMPTY
+    )  # the page's bytes, so that unchanged parts are not encoded again
 
 
 class Draft(NamedTuple):
@@ -77,11 +79,12 @@ class Draft(NamedTuple):
 
 
 class BookStore:
-    """One owner's connection to the book, and its own file beside it.
+    """One owner's connection to the book, and its own file beside the book.
 
     There is one connection with one lock. The lock is held for single statements and never during a
-    decision. A thread also holds it while it writes its roster, commits, and checks CURRENT. So the
-    roster of one thread never overwrites the grant of another.
+    decision. A thread also holds it while it writes its roster, commits, and checks CURRENT (the
+    link to the book in force). So the roster of one thread never overwrites the grant of another
+    thread.
     """
 
     def __init__(
@@ -91,11 +94,10 @@ class BookStore:
         owner_file: OwnerFile,
         moved: Callable[[Path], None],
     ) -> None:
-        """`directory` is the ledger's, of the boot with the id `boot`.
+        """`directory` has the ledger's files of the boot with the id `boot`.
 
-        `owner_file` is the owner's lock file.
-
-        `moved(directory)` is called when the owner's files had to be made again in a new directory.
+        `owner_file` is the owner's lock file. `moved(directory)` is called when the owner's files
+        had to be made again in a new directory.
         """
         self.directory = directory
         self.boot = boot
@@ -118,14 +120,14 @@ class BookStore:
         raise NotImplementedError
 
     def written(self) -> tuple[str, int, int] | None:
-        """A stamp that changes with each write to the book; None if no stamp is reliable now."""
+        """A value that changes with each write to the book; None if no value is reliable now."""
         return None
 
     def glance(self) -> Page | None:
-        """The page in memory, if no process is known to have written after it; else None.
+        """The page in memory if no process is known to have written after it; otherwise None.
 
-        That spares a third of a write: if there is a newer page after all, the write fails. An
-        answer that is not written needs `look`.
+        This saves a third of the cost of a write. If there is a newer page after all, the write
+        fails. If the caller's answer is not written to the book, it needs `look` instead.
         """
         with self._lock:
             page = self._page
@@ -155,14 +157,14 @@ class BookStore:
             if self._roster_doubtful:
                 self._repair_roster(page)
             if self._unfinished is not None:
-                # A new book that is made after this point has the roster that was just written. A
-                # book that was made before it may not have it.
+                # A book that another process makes after this point has the roster that was just
+                # written. A book that was made earlier may not have it.
                 finished = not self._roster_doubtful and self._in_force(page)
                 self._unfinished = None if finished else page
             return page
 
     def is_behind(self, page: Page) -> bool:
-        """Whether the book is known to have been written since `page` was read."""
+        """Whether a process is known to have written the book since `page` was read."""
         return self._page is not page or self._rev_seen_by_others(page) > page.rev
 
     def put(self, page: Page, new: Book) -> None:
@@ -180,7 +182,7 @@ class BookStore:
     def _wait_for_others(self, closed: GrantsClosed) -> NoReturn:
         """Raises LostRace a moment later.
 
-        Without the lock: other threads of this process have to register.
+        The lock is not held meanwhile, because other threads of this process have to register.
         """
         sleep(min(closed.seconds, CLOSED_LOOK_SECONDS))
         raise LostRace from None
@@ -201,21 +203,21 @@ class BookStore:
             self._ballast_dropped = not files.fill_ballast(self.directory)
 
     def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
-        """Replaces the damaged book (`damage`) by a new one, unless another process has replaced it.
+        """Replaces the damaged book (`damage`) by a new one, unless another process has done so.
 
-        Waits at most `patience_seconds` for a process that is replacing it. Raises
+        Waits at most `patience_seconds` for another process that is replacing the book. Raises
         LedgerUnavailable.
         """
         raise NotImplementedError
 
     def close(self, *, remove: bool) -> None:
-        """Closes the connection and drops the owner's lock; `remove` removes the lock file too."""
+        """Closes the connection and the owner's lock; `remove` also removes the lock file."""
         with self._lock:
             self._disconnect()
             self.owner_file.release(remove=remove)
 
     def leave_to_parent(self) -> None:
-        """Called in a forked child: makes sure that the connection is never used again."""
+        """Makes sure that the connection is never used again; called in a forked child."""
 
     # The methods below are called with the lock held.
 
@@ -239,7 +241,7 @@ class BookStore:
         raise NotImplementedError
 
     def _grants(self, page: Page, draft: Draft) -> bool:
-        """Whether the draft promises bytes to this owner that `page` does not."""
+        """Whether `draft` promises bytes to this owner that `page` does not promise."""
         me = self.owner_file.owner.id
         before, after = page.book.sections.get(me), draft.book.sections.get(me)
         if after is None or after is before:
@@ -247,9 +249,9 @@ class BookStore:
         return bool(_promises(after) - (_promises(before) if before else set()))
 
     def _draft(self, page: Page, new: Book) -> Draft:
-        """`new` as it would be written over `page`.
+        """The book `new` as it would be written over `page`.
 
-        Raises LedgerRefused, naming the field, if other processes could not read it.
+        Raises LedgerRefused, which names the field, if other processes could not read the result.
         """
         rev = page.rev + 1
         try:
@@ -260,9 +262,9 @@ class BookStore:
         return Draft(new, packed, body)
 
     def _unpacked(self, page: Page, body: bytes, rev: int, schema: int) -> Page:
-        """`page` with the content `body` of the revision `rev`.
+        """The `page` with the content `body` of the revision `rev`.
 
-        Raises ValueError, TypeError, msgspec.MsgspecError if it cannot be read.
+        Raises ValueError, TypeError, msgspec.MsgspecError if the content cannot be read.
         """
         if schema < SCHEMA:
             return page._replace(rev=rev, book=decode_older(body, rev), packed=pages.EMPTY)
@@ -270,7 +272,7 @@ class BookStore:
         return page._replace(rev=rev, book=book, packed=packed)
 
     def _part_in_roster(self, id: str, entry: bytes) -> pages.Part | None:
-        """The part of the owner `id` with this index `entry`, as its own file still has it."""
+        """The part of the owner `id` with this `entry`, from the owner's own file; else None."""
         for roster in rosters(owners_in(self.directory) / id):
             try:
                 _, packed = pages.unpack(roster.payload, roster.rev)
@@ -282,10 +284,7 @@ class BookStore:
         return None
 
     def _rev_seen_by_others(self, page: Page) -> int:
-        """The newest revision of this book that other processes are known to have seen.
-
-        0: nothing is known.
-        """
+        """The newest revision of this book that others are known to have seen; 0 if none is."""
         return 0
 
     def _disconnect(self) -> None:
@@ -294,7 +293,10 @@ class BookStore:
             connection.close()
 
     def _commit_without_ballast(self, page: Page, draft: Draft, error: OSError) -> None:
-        """Repeats a write that failed with `error`: on a full disk a release may use the ballast."""
+        """Repeats a write that failed with `error`. On a full disk, a release may use the ballast.
+
+        The ballast is disk space that is reserved for this case.
+        """
         disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not disk_full or _claims_more(page.book, draft.book):
             raise files.cannot_write(self.path, error) from error
@@ -305,12 +307,12 @@ class BookStore:
             raise files.cannot_write(self.path, again) from again
 
     def _take_back(self, page: Page, before: Page) -> Page:
-        """`page` with this owner's part as it was in `before`, its last page that is certain.
+        """The `page` with this owner's part as it was in `before`, the owner's last certain page.
 
-        The book was rebuilt while a write of ours had not succeeded. That write was in our roster,
-        so the rebuilt book has it as a grant. Another owner may have a grant for the same bytes. So
-        our grant is removed before any thread decides on the new book. After LostRace, this must be
-        called again.
+        The book was rebuilt while a write of this owner had not succeeded. That write was in this
+        owner's roster, so the rebuilt book has it as a grant. Another owner may have a grant for
+        the same bytes. So this owner's grant is removed before any thread decides on the new book.
+        After LostRace, this method must be called again.
         """
         me = self.owner_file.owner.id
         restored = with_living(page.book, {me: part_of(before.book, me)})
@@ -332,7 +334,7 @@ class BookStore:
         return self._page
 
     def _part_changed(self, page: Page, draft: Draft) -> bool:
-        """Whether the draft changes what our roster has."""
+        """Whether `draft` changes something that this owner's roster contains."""
         me = self.owner_file.owner.id
         if draft.packed.parts.get(me) is not page.packed.parts.get(me):
             return True
@@ -344,7 +346,10 @@ class BookStore:
         )
 
     def _write_roster(self, book: Book, packed: pages.Packed, rev: int) -> None:
-        """Writes our part and what all owners agree on: from these a damaged book is rebuilt."""
+        """Writes this owner's roster: its part of the book, and the facts that all owners share.
+
+        A damaged book is rebuilt from the rosters.
+        """
         me = self.owner_file.owner.id
         agreed, frame = (book.devices, book.limits, book.drained), self._roster_frame
         if any(now is not last for now, last in zip(agreed, self._agreed, strict=True)):
@@ -364,7 +369,7 @@ class BookStore:
             pass  # a full disk must not prevent reading; the next read tries again
 
     def _with_own_inode(self, book: Book) -> Book:
-        """The book with the current inode of our lock file, which changes if it is made again."""
+        """The `book` with the current inode of this owner's lock file, which can change."""
         owner = self.owner_file.owner
         section = book.sections.get(owner.id)
         if section is None or section.owner.inode == owner.inode:
@@ -373,7 +378,7 @@ class BookStore:
         return book.with_section(replace(section, owner=current))
 
     def _ensure_own_files(self) -> None:
-        """Makes the directory, our lock, doorbell and roster again where they are gone.
+        """Makes the directory, and this owner's lock, doorbell and roster, if they were deleted.
 
         Raises OSError.
         """
@@ -387,7 +392,7 @@ class BookStore:
             self._write_roster(draft.book, draft.packed, page.rev)
 
     def _restore_own_files(self) -> None:
-        """Makes our deleted lock and doorbell again: others need them to prove that we live."""
+        """Makes this owner's deleted lock and doorbell again, which prove that it lives."""
         if self.owner_file.in_place():
             return  # another thread of this process has made them
         old = self.owner_file
@@ -412,12 +417,12 @@ class BookStore:
 
 
 def _promises(section: Section) -> set[tuple[str, Shares]]:
-    """The leases of a section with bytes that were granted and not used yet."""
+    """Names and targets of the section's leases whose granted bytes were not used yet."""
     return {(lease.name, lease.target) for lease in section.leases if lease.target}
 
 
 def closed_seconds(owners: int) -> float:
-    """How long nothing is granted in a book that was made again, if so many `owners` were in it."""
+    """Seconds without grants after a book was made again that had so many `owners`."""
     return REGISTER_SECONDS * max(1.0, owners / TICKS_A_SECOND)
 
 
@@ -427,7 +432,7 @@ def boottime() -> float:
 
 
 def unwritable(error: Unwritable, path: str, writer: str) -> LedgerRefused:
-    """The error for a write that other processes could not read."""
+    """The error for a write whose result other processes could not read."""
     return LedgerRefused(
         f"the ledger {path} refused a write by {writer}: {error.why}.\n  The book is unchanged.",
         path=path,

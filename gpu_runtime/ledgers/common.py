@@ -1,6 +1,7 @@
-"""The code that the SQLite and the Redis ledger share: the loop read, decide, write; owner's files.
+"""The code that the SQLite ledger and the Redis ledger share.
 
-The `BookStore` (book_store.py) knows where the page is kept. The owner's lock file, doorbell and
+It consists of the loop that reads, decides and writes, and of the handling of an owner's files. The
+`BookStore` (book_store.py) knows where the page is kept. The owner's lock file, doorbell and
 allocator maps are local files in both ledgers.
 """
 
@@ -30,23 +31,24 @@ from .sqlite.writer_queue import WriterQueue, writer_queue_in
 
 T = TypeVar("T")
 
-# Races in a row that a process with the turn loses before it waits like the others.
+# A process with the turn (the right to write first) may lose this many races in a row. After more,
+# it waits as the other processes do.
 MOST_LOST_INSIDE = 3
 
 
 class SharedLedger:
     """One owner's access to a book that several processes share.
 
-    Each ledger object is an owner of its own. Its methods follow the protocol in base.py. A subclass
+    Each ledger object is a separate owner. The methods follow the protocol in base.py. A subclass
     defines where the page is kept.
     """
 
-    # The stamp of the book when it was last read, and the book.
+    # The stamp of the book when it was last read, and that book.
     _seen: tuple[tuple[str, int, int], Book] | None = None
     _declared_dead: frozenset[str] = frozenset()
 
     def __init__(self, url: str, directory: Path, me: Owner, patience_seconds: float) -> None:
-        """Opens the book in `directory` (the ledger's, of this boot) for the new owner `me`.
+        """Opens the book in `directory` (the ledger's files of this boot) for the new owner `me`.
 
         `url` is shown to users. A read or write fails after `patience_seconds`. Raises
         LedgerUnavailable.
@@ -101,9 +103,9 @@ class SharedLedger:
     # Reading and writing
 
     def read(self) -> Book:
-        """The current book. For an unchanged book this takes two system calls, and reads nothing.
+        """The current book. For an unchanged book, this takes two system calls and reads nothing.
 
-        This matters because idle kernels read often.
+        This matters because idle kernels read the book often.
         """
         self._require_open()
         written, seen = self._store.written(), self._seen
@@ -114,7 +116,7 @@ class SharedLedger:
         return book
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        """Writes what `decide` returns for the current book, and returns its second value.
+        """Writes the book that `decide` returns, and returns the second value of `decide`.
 
         See base.py. Raises LedgerUnavailable, LedgerRefused.
         """
@@ -128,7 +130,7 @@ class SharedLedger:
         decide: Callable[[Book], tuple[Book, T]],
         paced: bool = False,
     ) -> T:
-        """What `decide` returns once its book is written.
+        """The second value that `decide` returns, once its book is written.
 
         `paced` is True for a transaction, which may have to queue.
         """
@@ -177,7 +179,7 @@ class SharedLedger:
         return bool(self._queue and self._queue.must_queue)
 
     def _wait_for_turn(self) -> WriterQueue | None:
-        """The queue, if this process now has the turn; None if waiting longer did not help."""
+        """The queue if this process now has the turn; None if the turn did not come in time."""
         queue = self._queue
         if queue is None or queue.try_enter():
             return queue
@@ -191,7 +193,7 @@ class SharedLedger:
             raise self._timed_out()
         if turn:
             turn.require_queue()
-        # A process that loses although it has the turn is kept out by something else, such as a
+        # If a process loses although it has the turn, something else prevents its write, such as a
         # stopped writer.
         free_losses = MOST_LOST_INSIDE if turn else 1
         if races_lost > free_losses:
@@ -200,8 +202,8 @@ class SharedLedger:
     def _require_lawful(self, page: Page, new: Book) -> None:
         """Raises LedgerRefused if `new` breaks a law, LostRace if `page` is no longer current.
 
-        Another process may have reaped the same dead owner meanwhile, and a third one that opened
-        the ledger may have removed the file that proved the death.
+        Another process may have removed the same dead owner meanwhile. A third process that opened
+        the ledger may then have removed the file that proved the death.
         """
         try:
             refuse_unlawful(page.book, new, self.owner.id, self.dead, self.url)
@@ -213,7 +215,7 @@ class SharedLedger:
     # Other owners
 
     def dead(self, book: Book) -> frozenset[str]:
-        """Ids of the owners in `book` that are proven dead, and of those that were declared so."""
+        """Ids of the owners in `book` that are proven dead or were declared dead."""
         others = book.owner_ids() - {self.owner.id}
         return frozenset(id for id in others if self._life(book, id) is Life.DEAD)
 
@@ -225,15 +227,15 @@ class SharedLedger:
     def _life(self, book: Book, id: str) -> Life:
         path = self._lock_file(id)
         owner = book.owner(id)
-        # The book does not describe an owner that has a ticket only. Its file's name, which is
-        # never used again, must be enough.
+        # The book does not describe an owner that only has a ticket. Then the name of the owner's
+        # file must be enough; such a name is never used again.
         found = life_of(owner, path) if owner else life(path)
         return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """What is seen of the processes in `book` now, by owner id; only of those in `owners`.
+        """What is seen of the processes in `book` now, by owner id.
 
-        None: of all that have a section.
+        The result has the owners in `owners`; with None, it has all owners with a section.
         """
         wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
         found = {}
@@ -244,9 +246,9 @@ class SharedLedger:
         return found
 
     def declare_dead(self, owners: Iterable[str]) -> None:
-        """Makes `dead` return the owners with these ids (`owners`), unless they are proven alive.
+        """Makes `dead` return these `owners` (ids), unless they are proven alive.
 
-        For a person who knows that their processes have ended.
+        It is called when a person knows that the processes of these owners have ended.
         """
         self._declared_dead = self._declared_dead.union(owners)
 
@@ -259,13 +261,11 @@ class SharedLedger:
         return f"{self._owners}/{id}"
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
-        """The user of the owner `owner_id` in `book`.
+        """The user of the owner `owner_id` in `book`; empty if the user or `ticket` is not proven.
 
-        Empty if the owner's file does not confirm the user or the `ticket`.
-
-        In a shared ledger any member may write anything into the page, also in another's name. But
-        only its own user can write and lock an owner's file, so a request counts only if that file
-        contains it.
+        In a shared ledger, any member may write anything into the page, even in another user's
+        name. But only an owner's user can write and lock the owner's file. So a request counts only
+        if that file contains it.
         """
         owner = book.owner(owner_id)
         if not self._is_group_shared:
@@ -292,9 +292,9 @@ class SharedLedger:
             self._bell.ring_others(owners)
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """True on a ring, or when the process of an owner in `ends` ends.
+        """Returns True on a notification, or when the process of an owner in `ends` ends.
 
-        False after `timeout` seconds.
+        Returns False after `timeout` seconds.
         """
         self._require_open()
         return self._bell.wait(timeout, ends)
@@ -339,7 +339,7 @@ class SharedLedger:
     def close(self) -> None:
         """Releases the owner's lock and doorbell.
 
-        Its lock file remains while the book still names the owner.
+        The lock file remains as long as the book still names the owner.
         """
         if self._closed or os.getpid() != self.owner.pid:
             return
@@ -372,7 +372,7 @@ class SharedLedger:
             )
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: closes the files; the lock remains, the connection is not used again."""
+        """Closes the files in a forked child. The lock remains; the connection is not used again."""
         self._bell.close_here()
         if self._queue:
             self._queue.close_here()
@@ -392,9 +392,9 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _same_request(confirmed: Ticket | None, ticket: Ticket) -> bool:
-    """Whether `ticket` asks for what its owner's file `confirmed`.
+    """Whether `ticket` requests the same as `confirmed`, the ticket in its owner's file.
 
-    The time of its last refresh and the reason why it waits are not part of the request.
+    The time of the last refresh and the reason for waiting are not part of the request.
     """
     if confirmed is None:
         return False

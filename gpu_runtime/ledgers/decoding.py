@@ -1,4 +1,7 @@
-"""Decodes the book in a page or a roster. An older version may have written the bytes in this boot."""
+"""Decodes the book in a page or a roster, also one that an older version wrote in this boot.
+
+A roster is an owner's copy of its part of the book.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The machine-wide configuration: the shared ledger, and the caps on each user.
 
-The operator writes this TOML file. It is read when a runtime opens. A machine without it has no shared ledger and no
-caps:
+The operator writes this TOML file. It is read when a runtime opens. A machine without the file has
+no shared ledger and no caps. An example:
 
     ledger = "sqlite:///var/lib/gpu-console"
 
@@ -40,7 +40,7 @@ CONFIG_FILE = "/etc/gpu-console/config.toml"
 class Machine(Value):
     """The machine-wide configuration, as values.
 
-    `users` and `groups`: name -> caps by the fields of Cap.
+    `users` and `groups` map a name to caps, which are given by the fields of Cap.
     """
 
     file: str = CONFIG_FILE
@@ -55,10 +55,7 @@ class Machine(Value):
         return user in self.operators or any(group in self.operator_groups for group in groups)
 
     def cap(self, user: str, groups: Iterable[str] = ()) -> Cap | None:
-        """The cap on `user`, a member of `groups`.
-
-        None if the configuration has no cap for this user.
-        """
+        """The cap on `user`, a member of `groups`; None if no cap is configured for this user."""
         fields: dict[str, Any] = {}
         tables: dict[str, str] = {}  # key -> the table that sets it
         for group in groups:
@@ -80,7 +77,7 @@ def _more_generous(field: str, value: Any, than: Any) -> bool:
 
 
 def groups_of(user: str) -> tuple[str, ...]:
-    """The names of the groups that `user` of this machine is in; none for a user without an entry."""
+    """The names of the groups of this machine's `user`; empty for a user without an entry."""
     try:
         ids = os.getgrouplist(user, pwd.getpwnam(user).pw_gid)
     except KeyError:  # as in containers
@@ -137,9 +134,9 @@ def parse(text: str, file: str = CONFIG_FILE) -> Machine:
 
 
 class _ConfigChecker:
-    """Checks the values of a file.
+    """Checks the values of a configuration file.
 
-    Each method returns its value, or raises BadSetting with the file and the key.
+    Each method returns the checked value, or raises BadSetting with the file and the key.
     """
 
     def __init__(self, file: str) -> None:
@@ -203,7 +200,7 @@ def _yes_or_no(given: Any) -> bool:
 
 
 class _CapKey(NamedTuple):
-    """How one key of a table of caps is read."""
+    """How the value of one key in a table of caps is read."""
 
     field: str  # of Cap
     read: Callable[[Any], Any]

@@ -1,7 +1,7 @@
 """The laws that a write to the book must keep: one function for each law, and `refuse_unlawful`.
 
-Each function in LAWS returns why a write breaks its law, or an empty text. Nothing here reads or
-writes a ledger.
+Each function in LAWS returns the reason why a write breaks its law, or an empty text. Nothing here
+reads or writes a ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Write(NamedTuple):
     new: Book
     writer: str
     dead: Callable[[Book], frozenset[str]]  # ids of a book's owners that are proven dead
-    changed: tuple[tuple[str, Section], ...]  # sections that it adds or changes, by owner id
+    changed: tuple[tuple[str, Section], ...]  # added or changed sections, by owner id
 
     @property
     def is_alone(self) -> bool:
@@ -40,8 +40,8 @@ def refuse_unlawful(
 ) -> None:
     """Raises LedgerRefused if the owner `writer` may not write `new` over `old`.
 
-    `dead` proves deaths; it is called only if another owner's section or ticket was removed. `path`
-    names the ledger in the error.
+    `dead` proves deaths. It is called only if the section or a ticket of another owner was removed.
+    `path` names the ledger in the error.
     """
     write = Write(old, new, writer, dead, _changed(old, new, writer))
     for law in LAWS:
@@ -61,7 +61,7 @@ def refuse_unlawful(
 
 
 def _changed(old: Book, new: Book, writer: str) -> tuple[tuple[str, Section], ...]:
-    """The sections that a write adds or changes, by the owner id that they are under."""
+    """The sections that a write adds or changes, each with the owner id that is its key."""
     if new.sections is old.sections:
         return ()
     found = []
@@ -83,7 +83,7 @@ def _only_own_section(write: Write) -> str:
 
 
 def _own_leases_in_own_section(write: Write) -> str:
-    """A section holds its owner's leases only, each with a name of its own."""
+    """A section holds only leases of its owner, and no two with the same name."""
     for _, section in write.changed:
         for lease in section.leases:
             if lease.owner != write.writer:
@@ -95,7 +95,7 @@ def _own_leases_in_own_section(write: Write) -> str:
 
 
 def _sections_go_with_proof(write: Write) -> str:
-    """Another owner's section is removed only with proof of its death, readable or not."""
+    """Another owner's section, readable or not, is removed only with proof of the owner's death."""
     old, new = write.old, write.new
     if new.sections is old.sections and new.quarantined is old.quarantined:
         return ""
@@ -120,7 +120,7 @@ def _unread_stay(write: Write) -> str:
 
 
 def _not_proven_dead(write: Write, owners: Set[str]) -> Set[str]:
-    """The `owners` whose death is not proven. Deaths are tested only if there are any owners."""
+    """The `owners` whose death is not proven. Without owners, no death is tested."""
     if not owners:
         return owners
     return owners - write.dead(write.old)
@@ -130,9 +130,9 @@ def _not_proven_dead(write: Write, owners: Set[str]) -> Set[str]:
 
 
 def _only_own_tickets(write: Write) -> str:
-    """An owner writes its own tickets only.
+    """An owner writes only its own tickets.
 
-    A dead owner's tickets are removed together with its section.
+    The tickets of a dead owner are removed together with its section.
     """
     if _same_tickets(write):
         return ""
@@ -150,7 +150,7 @@ def _only_own_tickets(write: Write) -> str:
 
 
 def _tickets_go_with_proof(write: Write) -> str:
-    """Another owner's tickets are removed only with its section, and with proof of its death."""
+    """Another owner's tickets are removed only with its section and with proof of its death."""
     if _same_tickets(write):
         return ""
     old, new = write.old, write.new
@@ -188,14 +188,17 @@ def _same_schema(write: Write) -> str:
 
 
 def _opening_stays(write: Write) -> str:
-    """Who may grant waits until the owners had time to register in a new page."""
+    """The time at which grants begin in a new page is not changed.
+
+    Until that time, the owners register in the new page.
+    """
     if write.new.opens != write.old.opens:
         return "the time at which grants begin may not be changed"
     return ""
 
 
 def _devices_stay(write: Write) -> str:
-    """The first owner describes the devices; the others may only add some."""
+    """The first owner describes the devices. Other owners may only add devices."""
     if write.new.devices is write.old.devices or write.is_alone:
         return ""
     after = {device.id: device for device in write.new.devices}
@@ -206,7 +209,7 @@ def _devices_stay(write: Write) -> str:
 
 
 def _limits_stay(write: Write) -> str:
-    """The first owner sets the limits; an owner that is alone may change them."""
+    """The first owner sets the limits. An owner that is alone may change them."""
     if write.new.limits is write.old.limits or write.is_alone:
         return ""
     for device, limit in write.old.limits.items():
@@ -220,7 +223,7 @@ def _limits_stay(write: Write) -> str:
 
 
 def _samples_get_newer(write: Write) -> str:
-    """A sample of a device is replaced by a newer one only."""
+    """A sample of a device is only replaced by a newer one."""
     if write.new.samples is write.old.samples:
         return ""
     for device, sample in write.old.samples.items():
@@ -235,7 +238,7 @@ def _samples_get_newer(write: Write) -> str:
 
 
 def _events_are_appended(write: Write) -> str:
-    """Events are appended and trimmed, with rising numbers."""
+    """Events are added at the end and removed at the beginning, and their numbers rise."""
     old, new = write.old, write.new
     if new.events is old.events:
         if new.seq < old.seq:
@@ -254,7 +257,7 @@ def _events_are_appended(write: Write) -> str:
 def _page_is_small(write: Write) -> str:
     """A page holds a limited number of leases, tickets and events.
 
-    A page over the limit may still shrink.
+    A page above the limit may still shrink.
     """
     after = write.new.entries
     if after > MOST_ENTRIES and after > write.old.entries:
@@ -266,7 +269,7 @@ def _page_is_small(write: Write) -> str:
 
 
 def _no_overdraft(write: Write) -> str:
-    """A grant does not take a device over its limit (law 1)."""
+    """A grant does not take a device over its limit (law 1 in docs/architecture.md)."""
     old, new = write.old, write.new
     if new.sections is old.sections and new.limits is old.limits:
         return ""

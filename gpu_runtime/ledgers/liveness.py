@@ -1,9 +1,9 @@
 """The identity of this process as an owner, and the proof that an owner lives or has died.
 
-An owner holds a lock on a file of its own while it lives. The operating system releases the lock
-when the owner dies, and at no other time. A stopped process still holds its lock. A new process with
-the same pid does not hold it. The same file has the owner's roster: its own part of the book, from
-which a damaged book is rebuilt.
+An owner holds a lock on a separate file while it lives. The operating system releases the lock when
+the owner dies, and at no other time. A stopped process still holds its lock. A new process with the
+same pid does not hold it. The same file has the owner's roster: its part of the book, from which a
+damaged book is rebuilt.
 
 Nothing here reads or writes the book.
 """
@@ -38,16 +38,15 @@ _serials = itertools.count()
 
 
 def boot_id() -> str:
-    """The id of this boot of the machine, the same in all its containers."""
+    """The id of this boot of the machine. It is the same in all containers of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def describe_self(*, notebook: str = "", user: str = "") -> Owner:
     """A new owner in this process.
 
-    Each call returns another one: several runtimes in a process are several owners.
-
-    `notebook` is the path that others see; `user` replaces the name of the process's user.
+    Each call returns a different owner, because several runtimes in a process are several owners.
+    `notebook` is the path that others see. `user` replaces the name of the process's user.
     """
     return Owner(
         host=socket.gethostname(),
@@ -66,9 +65,9 @@ def _user() -> str:
 
 
 def name_of(uid: int) -> str:
-    """The name of the user `uid`, or the number as text if it has no name, as in containers.
+    """The name of the user `uid`; or the number as text if the user has no name, as in containers.
 
-    A name from a directory service may be any bytes; owner records hold only what can be printed.
+    A name from a directory service may be any bytes. Owner records hold only printable text.
     """
     try:
         return printable(pwd.getpwuid(uid).pw_name, LONGEST_NAME)
@@ -77,9 +76,9 @@ def name_of(uid: int) -> str:
 
 
 def sight_of(owner: Owner, path: Path | str) -> Sight:
-    """What is seen of the process of `owner`, whose lock file is `path`. About 50 µs.
+    """What is seen of the process of `owner`, whose lock file is `path`. It takes about 50 µs.
 
-    A process in another container is at best ALIVE.
+    For a process in another container, only ALIVE, DEAD and UNKNOWN can be seen.
     """
     found = life_of(owner, path)
     if found is not Life.ALIVE or owner.namespaces != namespaces():
@@ -93,9 +92,9 @@ def sight_of(owner: Owner, path: Path | str) -> Sight:
 def end_of(owner: Owner) -> io.FileIO | None:
     """A descriptor that polls as readable once the process of `owner` has ended.
 
-    None if the process cannot be seen: it has ended, or it is in another container, which numbers
-    its processes differently. The descriptor wakes a waiting thread and proves nothing; `life` is
-    the proof.
+    The result is None if the process cannot be seen: it has ended, or it is in another container,
+    which numbers its processes differently. The descriptor wakes a waiting thread but proves
+    nothing; the proof is `life`.
     """
     try:
         end = io.FileIO(os.pidfd_open(owner.pid))
@@ -112,11 +111,11 @@ def end_of(owner: Owner) -> io.FileIO | None:
 
 
 def life(path: Path | str, inode: int = 0) -> Life:
-    """Whether the owner of the lock file `path` is alive. It tests the lock without taking it.
+    """Whether the owner of the lock file `path` is alive.
 
-    So two processes that test at the same time get the same result. An owner is dead only if its file
-    exists, has that `inode` (0: any) and no process holds its lock. A missing or different file proves
-    nothing.
+    The lock is tested without being taken, so two processes that test at the same time get the same
+    result. An owner is dead only if its file exists, has that `inode` (0: any), and no process
+    holds its lock. A missing or different file proves nothing.
     """
     try:
         fd = _no_links(path, os.O_RDONLY)
@@ -133,10 +132,10 @@ def life(path: Path | str, inode: int = 0) -> Life:
 
 
 def life_of(owner: Owner, path: Path | str) -> Life:
-    """Whether `owner` is alive, by its lock file `path` or, if that file is missing, by its process.
+    """Whether `owner` is alive, by its lock file `path`; by its process if that file is missing.
 
-    A file that another process deleted would otherwise hide the owner's death for good. The process
-    is a proof only for an observer in the same namespaces.
+    Without the second test, the death of an owner whose file was deleted could never be proved. The
+    process proves this only to an observer in the same namespaces.
     """
     found = life(path, owner.inode)
     if found is not Life.UNKNOWN or os.path.lexists(path):
@@ -147,13 +146,14 @@ def life_of(owner: Owner, path: Path | str) -> Life:
     return life_of_process(pid, started)
 
 
-# struct flock. The lock is an OFD lock: it belongs to the open file, not to the process. So closing
-# another descriptor of the same file does not drop it, as it would drop a POSIX lock.
+# This is struct flock. The lock is an OFD lock, which belongs to the open file and not to the
+# process. So closing another descriptor of the same file does not release it, as it would release a
+# POSIX lock.
 _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _held_elsewhere(fd: int) -> bool:
-    # Test for a read lock. A process that may only read the file could take a read lock on it; a
+    # Test for a read lock. A process that may only read the file could take a read lock on it. A
     # test for a write lock would then report the dead owner as alive.
     asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
@@ -170,7 +170,7 @@ class OwnerFile:
     """The file `DIRECTORY/ID` that an owner locks while it lives, with two slots for its roster.
 
     The slots are written alternately, each with its length and checksum. So a reader finds the last
-    complete roster even if a write failed halfway on a full disk.
+    complete roster even if a write failed halfway, as on a full disk.
     """
 
     SLOT_BYTES = 1 << 20  # the file is sparse: parts that were never written take no disk space
@@ -178,9 +178,8 @@ class OwnerFile:
     def __init__(self, directory: Path, owner: Owner, group: int | None = None) -> None:
         """Makes and locks the file of `owner` in `directory`.
 
-        In a shared ledger the members of `group` read it, and only its user writes it.
-
-        Raises LedgerUnavailable, OSError.
+        In a shared ledger, the members of `group` can read the file, and only its user can write
+        it. Raises LedgerUnavailable, OSError.
         """
         with (
             _making
@@ -193,7 +192,7 @@ class OwnerFile:
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
         """Writes the roster `payload` for the book's revision `rev`, in the format `schema`.
 
-        Raises OSError if the disk is full; the roster before it is then still readable.
+        Raises OSError if the disk is full. The previous roster is then still readable.
         """
         if len(payload) > self.SLOT_BYTES - _FRAME.size:
             raise OSError(
@@ -209,16 +208,16 @@ class OwnerFile:
         self._turn = turn
 
     def in_place(self) -> bool:
-        """Whether other processes still find this same file under its name."""
+        """Whether other processes still find this owner's file under its name."""
         try:
             return os.stat(self.path).st_ino == self.owner.inode
         except OSError:  # the file was deleted
             return False
 
     def release(self, *, remove: bool) -> None:
-        """Drops the lock. Never fails.
+        """Releases the lock. Never fails.
 
-        With `remove` it also removes the file. A file that remains proves this owner's death.
+        With `remove`, the file is also removed. A file that remains proves this owner's death.
         """
         if remove and self.in_place():
             with suppress(OSError):  # the directory was closed to this user
@@ -233,9 +232,9 @@ class OwnerFile:
 
 
 def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int, Owner, Path]:
-    """A locked file with a name never used before: its descriptor, its owner, its path.
+    """A locked file with a name that was never used before: its descriptor, its owner, its path.
 
-    The file is locked before it gets its name, so no process sees it unlocked while its owner
+    The file is locked before it gets its name. So no process sees the file unlocked while its owner
     lives.
     """
     draft = directory / f".{os.getpid()}-{secrets.token_hex(4)}"
@@ -272,7 +271,10 @@ _MOST_REV = 1 << 62  # below the largest SQLite integer, so that the revision ca
 
 
 class Roster(NamedTuple):
-    """The part of the book that an owner last wrote into its file, and its revision."""
+    """The part of the book that an owner last wrote into its file, and its revision.
+
+    The `turn` counts the owner's writes.
+    """
 
     turn: int
     rev: int
@@ -286,7 +288,7 @@ def read_roster(path: Path) -> Roster | None:
 
 
 def rosters(path: Path) -> list[Roster]:
-    """The complete rosters in the owner's file `path`: the last one, and perhaps the one before."""
+    """The complete rosters in the owner's file `path`: the last, and perhaps the previous one."""
     try:
         with open(path, "rb", opener=_no_links) as file:
             return _rosters(file)
@@ -295,19 +297,18 @@ def rosters(path: Path) -> list[Roster]:
 
 
 class Testimony(NamedTuple):
-    """The roster of a living owner, and its user. Only this user can have written it."""
+    """The roster of a living owner, and the owner's user. Only this user can have written it."""
 
     user: str
-    roster: Roster | None  # None: it has written none yet
+    roster: Roster | None  # None: the owner has not written a roster yet
 
 
 def testimony(path: Path, inode: int = 0) -> Testimony | None:
-    """The roster in the owner's file `path`, and its user.
+    """The roster in the owner's file `path`, and its user; None if nothing is proven.
 
-    None if no living process holds that `inode` (0: any).
-
-    The user is the owner of the file, as the operating system reports it. No user can claim to be
-    another one: a file is never given to another user, and only its user can write it or lock it.
+    Nothing is proven if no living process holds the lock of a file with that `inode` (0: any). The
+    user is the owner of the file, as the operating system reports it. No user can claim to be
+    another user: files are never given to another user, and only its user can write or lock a file.
     """
     try:
         with open(path, "rb", opener=_no_links) as file:
@@ -322,9 +323,10 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
 
 
 def _no_links(path: Path | str, flags: int) -> int:
-    """A descriptor of the owner's file `path`. Raises OSError if it is a link.
+    """A descriptor of the owner's file `path`. Raises OSError if the file is a link.
 
-    A pipe in its place would make the opening wait for a writer for ever, so it does not wait.
+    The file is opened without waiting: if a pipe were in its place, the opening could wait for
+    ever.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -335,7 +337,7 @@ def _rosters(file: IO[bytes]) -> list[Roster]:
 
 def _slot(file: IO[bytes], offset: int) -> Roster | None:
     file.seek(offset)
-    # Both slots are read in one call, because a slot may be written between two calls.
+    # Frame and check are read in one call, because the slot may be written between two calls.
     head = file.read(_FRAME.size + _CHECK.size)
     frame, check = head[: _FRAME.size], head[_FRAME.size :]
     if len(check) < _CHECK.size:

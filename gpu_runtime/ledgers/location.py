@@ -22,7 +22,7 @@ FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive 
 
 
 def sqlite_directory(url: str, rest: str) -> Path:
-    """The directory that `url` names; `rest` is the part of it after `sqlite:`.
+    """The directory that `url` names. `rest` is the part of `url` after `sqlite:`.
 
     Four slashes, as other tools write them, mean the same as three. Raises BadSetting for a
     relative path.
@@ -50,8 +50,8 @@ def sqlite_directory(url: str, rest: str) -> Path:
 def split_redis_url(url: str) -> tuple[str, Path]:
     """The server's URL, and the local directory for the owners' files.
 
-    The option `owners=` in `url` names the directory. Without it, it is in the user's state
-    directory.
+    The option `owners=` in `url` names the directory. Without this option, the directory is under
+    the user's state directory.
     """
     server, _, query = url.partition("?")
     options = parse_qsl(query)
@@ -67,20 +67,21 @@ def split_redis_url(url: str) -> tuple[str, Path]:
 
 
 def default_url(devices_slug: str = "") -> str:
-    """The URL of this user's private ledger, used when no setting names one.
+    """The URL of this user's private ledger, which is used if no setting names a ledger.
 
-    It is under the state directory. If that is on a network file system, where locks do not hold,
-    it is in /var/tmp; home directories often are. `devices_slug` separates books of different
-    machines, such as simulated and real cards.
+    The ledger is under the state directory. Home directories are often on a network file system,
+    where locks do not hold; then the ledger is in /var/tmp. `devices_slug` separates the books of
+    different sets of devices, such as simulated and real cards.
     """
     return f"sqlite://{local_state() / 'ledger' / devices_slug}"
 
 
 def local_state() -> Path:
-    """The directory on a local disk for this user's files with locks; it may not exist yet.
+    """The directory on a local disk for this user's files with locks. It may not exist yet.
 
-    It is the state directory; if that is on a network file system, a directory in /var/tmp. Another user
-    could make that directory first, so `private_paths.weak_step` must check it before it is used.
+    It is the state directory. If that is on a network file system, it is a directory in /var/tmp.
+    Another user could make that directory first, so `private_paths.weak_step` must check it before
+    it is used.
     """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     directory = Path(home) / "gpu-console"
@@ -95,9 +96,9 @@ def shared_url(ledger: str, slug: str) -> str:
 
 
 def slug_of(simulated: Iterable[Device]) -> str:
-    """A name for `simulated` devices of these sizes, so that each gets its own book.
+    """A name for these `simulated` devices by their sizes; empty if there are none.
 
-    Empty if there are none.
+    Each combination of sizes thereby gets a separate book.
     """
     devices = list(simulated)
     cards = [_compact(device.total_bytes) for device in devices if not device.is_host]
@@ -113,11 +114,12 @@ def _compact(size: int) -> str:
 
 
 def require_private(directory: Path) -> None:
-    """Raises LedgerUnavailable if another user could put files of theirs into the private ledger `directory`.
+    """Raises LedgerUnavailable if another user could put files into the private ledger `directory`.
 
-    The default directory is made here with mode 0700, and nobody else may change anything on the way to it.
-    In a directory that a setting names, the directories on the way may be writable, as in many containers,
-    but none may belong to another user. Root may open any user's ledger, and a shared one has its own rules.
+    The default directory is made here with mode 0700, and nobody else may change anything on the
+    path to it. For a directory that a setting names, the directories on the path may be writable,
+    as in many containers, but none may belong to another user. Root may open any user's ledger. A
+    shared ledger has rules of its own.
     """
     base = local_state()
     is_default = directory.is_relative_to(base)

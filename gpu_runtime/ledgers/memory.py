@@ -1,7 +1,7 @@
 """A book in this process's memory: for a single notebook, and for tests.
 
-`memory:` is a new book each time. `memory:NAME` is one book for all callers that open that name, as
-long as one of them has it open. The same laws hold as on disk.
+`memory:` is a new book each time. `memory:NAME` is one book for all callers that open that name,
+and exists as long as one of them has it open. The same laws hold as on disk.
 """
 
 from __future__ import annotations
@@ -44,16 +44,13 @@ _naming = forks.freed(threading.Lock())
 
 
 class MemoryLedger:
-    """One owner's access to a book in memory. Here an owner is dead when its ledger is closed.
+    """One owner's access to a book in memory. An owner counts as dead when its ledger is closed.
 
-    Its methods follow the protocol in base.py.
+    The methods follow the protocol in base.py.
     """
 
     def __init__(self, name: str = "", *, notebook: str = "", user: str = "") -> None:
-        """Opens the book `name`, or a new one without a name.
-
-        `notebook` and `user` describe the owner.
-        """
+        """Opens the book `name` (a new book if empty). `notebook` and `user` describe the owner."""
         self.url = f"memory:{name}"
         self.owner: Owner = describe_self(notebook=notebook, user=user)
         with _naming:
@@ -68,7 +65,7 @@ class MemoryLedger:
         return self._open_book().book
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        """Writes what `decide` returns for the book, and returns its second value.
+        """Writes the book that `decide` returns, and returns the second value of `decide`.
 
         Raises LedgerRefused.
         """
@@ -87,7 +84,7 @@ class MemoryLedger:
                     return answer
 
     def _refuse_unwritable(self, new: Book) -> None:
-        """Raises LedgerRefused for what no ledger on disk could keep, such as a broken text."""
+        """Raises LedgerRefused for values that no ledger on disk could keep, as an invalid text."""
         me = self.owner.id
         changed = replace(
             new,
@@ -106,7 +103,7 @@ class MemoryLedger:
         return frozenset(book.owner_ids() - living)
 
     def unknown(self, book: Book) -> frozenset[str]:
-        """An empty set: all owners are in this process, so each is known to be dead or alive."""
+        """An empty set. All owners are in this process, so each is known to be dead or alive."""
         return frozenset()
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
@@ -116,10 +113,10 @@ class MemoryLedger:
         return {id: Sight.DEAD if id in dead else Sight.ALIVE for id in wanted}
 
     def declare_dead(self, owners: Iterable[str]) -> None:
-        """Nothing: no owner is unknown."""
+        """Does nothing, because every owner is known to be dead or alive."""
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
-        """The user of the owner `owner_id` in `book`; `ticket` does not matter in one process."""
+        """The user of the owner `owner_id` in `book`. `ticket` is not used within one process."""
         owner = book.owner(owner_id)
         return owner.user if owner else self.owner.user
 
@@ -134,9 +131,9 @@ class MemoryLedger:
                 bell.ring()
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """True on a ring, False after `timeout` seconds.
+        """Returns True on a notification, and False after `timeout` seconds.
 
-        `ends` is not needed, since all owners are this process.
+        `ends` is not used, because all owners are in this process.
         """
         self._open_book()
         return self._bell.wait(timeout)

@@ -1,8 +1,8 @@
 """The files with the names of the models that each owner can load: `owners/ID.names`.
 
-The names are not in the book. Only a request from another process needs them, and otherwise all
-processes would read and write a page with 20,000 names. The file is a list of changes, one a line:
-`+"qwen"`, `-"qwen"`. So a new name costs one write, however many names there are.
+The names are not in the book. Only a request from another process needs them, and in the book all
+processes would read and write a page with up to 20,000 names. The file is a list of changes, one on
+each line: `+"qwen"`, `-"qwen"`. So a new name costs one short write, however many names there are.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from .liveness import Life, life
 from .owner_files import Beside, write_all
 
-MOST_BYTES = 8 << 20  # a larger file of one owner is not ours
-CHECK_SECONDS = 10.0  # between two looks at whether our file was deleted
-SPARE_LINES = 64  # lines of withdrawn names, after which the file is written again
+MOST_BYTES = 8 << 20  # a larger file was not written by gpu-console
+CHECK_SECONDS = 10.0  # between two checks whether this owner's file was deleted
+SPARE_LINES = 64  # lines of removed names after which the file is written again
 
 Names = dict[str, None]  # a set that keeps its order
 
@@ -42,7 +42,7 @@ class NameFiles:
     def __init__(self, owners: Path, group: int | None) -> None:
         """`owners` is the directory `LEDGER/BOOT-ID/owners`.
 
-        `group` is the one that shares the ledger, or None.
+        `group` is the group that shares the ledger, or None.
         """
         self._files = Beside(owners, "names", group)
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class NameFiles:
     # The methods below are called with the lock held.
 
     def _in_place(self, id: str) -> bool:
-        """Whether other processes still find our file under its name."""
+        """Whether other processes still find this owner's file under its name."""
         if self._fd < 0:
             return False
         try:
@@ -141,7 +141,7 @@ def _line(sign: bytes, name: str) -> bytes:
 
 
 def _changed(names: Names, lines: Iterable[bytes]) -> Names:
-    """`names` after the changes in `lines`; a line that cannot be read changes nothing."""
+    """The `names` after the changes in `lines`. A line that cannot be read changes nothing."""
     after = dict(names)
     for line in lines:
         try:

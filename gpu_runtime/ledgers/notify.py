@@ -1,8 +1,8 @@
 """Notifications: one owner wakes another, so that it reads the book.
 
 A `Bell` wakes the threads of its own process. A `Doorbell` is a Bell that other processes can ring
-too, over a Unix datagram socket. To ring is to send a notification. It has no content, may be lost,
-and may be unnecessary, so a caller that must not miss a change also polls.
+too, through a Unix datagram socket. A ring is a notification without content. It may be lost or
+unnecessary, so a caller that must not miss a change also reads the book regularly.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Bell:
 
     Each thread remembers the count at which it last woke, so no ring between two waits is lost.
 
-    Every waiting thread polls for itself, with an eventfd of its own. There is no elected listener:
-    if a KeyboardInterrupt ended it, the other threads would never wake. There is no Condition
-    either, whose `wait` does not survive a KeyboardInterrupt.
+    Every waiting thread waits on an eventfd of its own. There is no single listening thread: if a
+    KeyboardInterrupt ended it, the other threads would never wake. A Condition is not used either,
+    because its `wait` does not survive a KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Bell:
         self.closed = False
 
     def ring(self) -> None:
-        """Wakes every thread that waits, and those that wait next."""
+        """Wakes every waiting thread. The next wait of any other thread ends at once."""
         self._wake_all_but(None)
 
     def _wake_all_but(self, awake: _Waiter | None) -> None:
@@ -89,21 +89,22 @@ class Bell:
 
 
 class _Waiter:
-    """One waiting thread: the ring count it has seen, its wake descriptor, its watched processes.
+    """One waiting thread: the ring count it has seen, its eventfd, and the processes it watches.
 
-    A killed process does not ring. Without these watches, a waiting thread would notice its death
-    only when it reads the book again, a second later.
+    A killed process does not ring. Without watching the process, a waiting thread would notice its
+    death only when it reads the book again, a second later.
     """
 
     def __init__(self) -> None:
         self.seen_rings = 0
-        # Owner id -> descriptor; None: the process has ended, or cannot be seen from here.
+        # Owner id -> descriptor. None means that the process has ended, or cannot be seen from
+        # here.
         self._ends: dict[str, io.FileIO | None] = {}
         self._reported: set[str] = set()  # ended owners for which this thread has already woken
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # `__del__` is not used: weak references still work while it closes the descriptor. A
-        # thread that rings at that moment could get this object by its weak reference, and write to
-        # a descriptor that belongs to another file by then.
+        # `__del__` is not used, because weak references still work while it closes the descriptor.
+        # A thread that rings at that moment could get this object from its weak reference. It could
+        # then write to a descriptor number that already belongs to another file.
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def wake(self) -> None:
@@ -114,7 +115,7 @@ class _Waiter:
             pass  # the wake-up is pending already
 
     def watch(self, owners: Iterable[Owner]) -> None:
-        """Watches the processes of these `owners` and no others."""
+        """Watches the processes of these `owners`, and no other processes."""
         known = self._ends
         self._ends = {
             owner.id: known[owner.id] if owner.id in known else end_of(owner) for owner in owners
@@ -126,7 +127,7 @@ class _Waiter:
                 end.close()
 
     def owner_ended(self) -> bool:
-        """Whether a watched process has ended; each wakes this thread once."""
+        """Whether another watched process has ended. Each process wakes this thread only once."""
         ended = {id for id, end in self._ends.items() if end is None}
         new = ended - self._reported
         self._reported |= new
@@ -141,7 +142,7 @@ class _Waiter:
         return poll
 
     def reset(self, woken: Iterable[tuple[int, int]]) -> None:
-        """Clears the causes of this wake-up, so that the next sleep does not end at once.
+        """Clears the causes of this wake-up. Otherwise the next sleep would end at once.
 
         `woken` are the descriptors that poll returned, with their events.
         """
@@ -158,14 +159,14 @@ class _Waiter:
 class Doorbell(Bell):
     """A bell that other processes can ring: a datagram socket `ID.bell` in a directory.
 
-    Paths go through /proc/self/fd, because a socket's path is limited to 107 bytes and a home
-    directory is not.
+    Paths go through /proc/self/fd, because the path of a socket is limited to 107 bytes, and a home
+    directory may be longer.
     """
 
     def __init__(self, directory: Path, owner_id: str, group: int | None = None) -> None:
         """Binds the socket of the owner `owner_id` in `directory`. Raises OSError.
 
-        Members of `group` may ring it; with None, only its own user.
+        Members of `group` may ring the bell. With None, only the owner's user may.
         """
         super().__init__()
         self.owner_id = owner_id
@@ -173,9 +174,9 @@ class Doorbell(Bell):
         self.path, self._directory, self._socket = _bind(directory, owner_id, group)
 
     def move_to(self, directory: Path) -> None:
-        """Binds it again in a `directory` that was deleted and made again. Raises OSError.
+        """Binds the socket again in a `directory` that was deleted and made again. Raises OSError.
 
-        The descriptors keep their numbers, so threads that wait are not affected.
+        The descriptors keep their numbers, so waiting threads are not affected.
         """
         self.path, fd, fresh = _bind(directory, self.owner_id, self._group)
         os.dup2(fd, self._directory, inheritable=False)
@@ -185,9 +186,9 @@ class Doorbell(Bell):
         self.ring()
 
     def ring_others(self, owners: Iterable[str]) -> None:
-        """Rings the doorbells of the owners with these ids (`owners`), our own included.
+        """Rings the doorbells of these `owners` (ids). Never fails.
 
-        Never fails.
+        If this owner is among them, its own threads are woken directly.
         """
         for owner_id in owners:
             if owner_id == self.owner_id:
@@ -205,7 +206,7 @@ class Doorbell(Bell):
         self.close_here()
 
     def close_here(self) -> None:
-        """Closes the descriptors and keeps the socket's name: for a forked child."""
+        """Closes the descriptors in a forked child. The socket's name remains."""
         self.closed = True
         self._socket.close()
         if self._directory >= 0:
@@ -220,14 +221,14 @@ class Doorbell(Bell):
             return True  # another thread closed it just now
         woken = poll.poll(seconds * 1000)
         waiter.reset(woken)
-        # The first thread empties the socket and wakes the others, because their poll may have
-        # missed the datagram.
+        # The first thread that wakes empties the socket. It then wakes the others, because their
+        # poll may have missed the datagram.
         if woken and self._read_all():
             self._wake_all_but(waiter)
         return bool(woken)
 
     def _read_all(self) -> bool:
-        """Whether the socket held a datagram; it is empty afterwards."""
+        """Whether the socket held a datagram. Afterwards the socket is empty."""
         found = False
         while True:
             try:
@@ -244,7 +245,7 @@ def _bind(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int,
     bell = socket.socket(
         socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
-    # A file with this name belongs to a killed process whose number was used again in another
+    # A file with this name belongs to a killed process whose pid was used again in another
     # container.
     path.unlink(missing_ok=True)
     bell.bind(_socket_path(fd, owner_id))
@@ -258,9 +259,10 @@ _BOUND = re.compile(r"/proc/self/fd/(\d+)/(\d+)(\.\d+\.\d+)\.bell")
 
 
 def owners_in(directory: Path) -> set[str]:
-    """The ids of the owners whose doorbell was bound in `directory`, as far as this user sees.
+    """The ids of the owners whose doorbell was bound in `directory`, as far as this user can see.
 
-    Also if the directory has been deleted since: the kernel keeps their sockets.
+    Owners are found even if the directory has been deleted since, because the kernel keeps their
+    sockets.
     """
     wanted = os.path.realpath(directory)
     found: set[str] = set()

@@ -1,7 +1,7 @@
 """Further files of an owner, in the directory of its lock file: `owners/ID.SUFFIX`.
 
-Other processes read these files. A file counts only if the owner's user wrote it. Nothing here knows
-its content.
+Other processes read these files. A file counts only if the owner's user wrote it. Nothing here
+knows the content of the files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Beside:
     """The files of one kind, `ID.SUFFIX`, in the directory `owners` (`LEDGER/BOOT-ID/owners`)."""
 
     def __init__(self, owners: Path, suffix: str, group: int | None) -> None:
-        """`group` is the one that shares the ledger, or None."""
+        """`group` is the group that shares the ledger, or None."""
         self.owners, self.suffix, self.group = owners, suffix, group
 
     def path(self, id: str) -> Path:
@@ -64,9 +64,10 @@ class Beside:
             pass  # there is no such file, or another user owns it
 
     def read(self, id: str, most_bytes: int, read: Callable[[int, os.stat_result], T]) -> T | None:
-        """What `read(descriptor, stat)` returns for the file of the owner `id`.
+        """The result of `read(descriptor, stat)` for the file of the owner `id`.
 
-        None if there is none, if another user wrote it, or if it is larger than `most_bytes`.
+        The result is None if there is no such file, if another user wrote it, or if it is larger
+        than `most_bytes`.
         """
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
         try:

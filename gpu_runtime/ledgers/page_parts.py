@@ -1,10 +1,10 @@
 """One owner's part of a page as JSON: its section and its tickets.
 
-Only leases that changed are encoded and decoded: a section may have hundreds, and a write changes
-one. Encoded bytes are decoded once before they are used, so that no process writes bytes that others
-could not read.
+Only leases that changed are encoded and decoded, because a section may have hundreds of leases and
+a write usually changes one. Encoded bytes are decoded once before they are used. So no process
+writes bytes that others could not read.
 
-Pure: values in, values out.
+Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNENCODABLE = (TypeError, ValueError, OverflowError)
 
 
 class Unwritable(Exception):
-    """Other processes could not read the value that was to be written. `why` names the field."""
+    """Other processes could not read the value that should be written. `why` names the field."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -33,7 +33,9 @@ class Unwritable(Exception):
 
 
 _FIELDS = [field for field in msgspec.structs.fields(Section) if field.name != "leases"]
-_facts_of = attrgetter(*[field.name for field in _FIELDS])  # of a section, all but its leases
+_facts_of = attrgetter(
+    *[field.name for field in _FIELDS]
+)  # all fields of a section except its leases
 # A section whose leases stay as bytes.
 _Outline: Any = msgspec.defstruct(
     "_Outline",
@@ -72,9 +74,10 @@ def encode_part(
     old_leases: tuple[bytes, ...] = (),
     old_tickets: tuple[Ticket, ...] = (),
 ) -> tuple[bytes, tuple[bytes, ...]]:
-    """The part as bytes, and its leases as bytes.
+    """The part of an owner as bytes, and its leases as bytes.
 
-    `old` is the section before; `old_leases` are its leases as bytes. Raises Unwritable.
+    `old` is the previous section, `old_leases` are its leases as bytes, and `old_tickets` the
+    previous tickets. Raises Unwritable.
     """
     known: dict[int, bytes] = {}
     if old is not None:
@@ -101,7 +104,7 @@ def decode_part(
     content: bytes,
     known: Mapping[bytes, Lease],
 ) -> tuple[Section | None, tuple[Ticket, ...], tuple[bytes, ...]]:
-    """The section, the tickets, and the leases as bytes; `known` has leases decoded already.
+    """The section, the tickets, and the leases as bytes. `known` has leases decoded earlier.
 
     Raises one of UNREADABLE.
     """
@@ -115,7 +118,7 @@ def decode_part(
 
 
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether both have the same objects. Equal ones are not enough: `True` equals 1."""
+    """Whether both sequences have the same objects. Equality is not enough: `True` equals 1."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
@@ -162,7 +165,7 @@ def _inside(value: object) -> Sequence[tuple[str, object]]:
 
 
 def _largest(section: Section | None) -> str:
-    """The largest lease of a section, in words."""
+    """The largest lease of a section, as the end of a sentence about the part's size."""
     sizes = [(len(encode(lease)), lease.name[:80]) for lease in section.leases] if section else []
     if not sizes:
         return f"and {MOST_PART_BYTES} are the most"

@@ -1,18 +1,18 @@
-"""The bytes of a page: an index of its owners' parts, what all share, and the parts side by side.
+"""The bytes of a page: an index of its owners' parts, the shared facts, and the parts side by side.
 
     prefix    magic, checksum of the head, size of the head, room of the head
     head      where the shared facts are, the order of the tickets, one index entry per owner
     shared    devices, limits, samples, events, …
     parts     one per owner: its section and its tickets
 
-Each part has a checksum of its own in the index, and the index also has the bytes that its owner
-claims. So a part that cannot be read affects only its owner, and its bytes still count. A process
-decodes only the parts that changed since it last read the page, and encodes only its own.
+The index has a checksum for each part, and the bytes that the part's owner claims. So a part that
+cannot be read affects only its owner, and its bytes still count. A process decodes only the parts
+that changed since it last read the page, and encodes only its own part.
 
-Everything has room to grow, filled up with blanks. A write that changes one part leaves all others
-at their places, and SQLite then writes only the disk pages that differ.
+Each piece of the page has room to grow, which is filled with blanks. A write that changes one part
+leaves all other parts at their places. SQLite then writes only the disk pages that differ.
 
-Pure: values in, values out.
+Pure.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .page_parts import UNREADABLE, decode_part, encode_part, readable, same_obj
 
 _MAGIC = b"GPU2"
 _PREFIX = struct.Struct("<4sIII")
-_STEP = 256  # room is a multiple of so many bytes
+_STEP = 256  # the room of a piece is a multiple of this many bytes
 
 
 class Shared(Value):
@@ -63,17 +63,17 @@ _shared_facts_of = attrgetter(*Shared.__struct_fields__)
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One owner in the index."""
+    """The index entry of one owner."""
 
     id: str
-    rev: int  # the revision that this part was written for
+    rev: int  # the revision for which this part was written
     checksum: int
     size: int
     room: int
     entries: int  # leases and tickets
     held: dict[str, int]  # device -> bytes claimed
     promised: dict[str, int]  # the part of the claims that is still arriving
-    settled_at: float  # when its newest lease was settled
+    settled_at: float  # when the owner's newest lease settled
     inode: int
     namespaces: str
     user: str
@@ -87,7 +87,7 @@ class _Head(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Part(NamedTuple):
-    """One owner's part, decoded and as bytes."""
+    """One owner's part of the page, decoded and as bytes."""
 
     section: Section | None
     tickets: tuple[Ticket, ...]
@@ -99,7 +99,7 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A page as it was last read or written. Its unchanged parts are not decoded or encoded again."""
+    """A page as last read or written. Its unchanged parts are not decoded or encoded again."""
 
     shared: Shared | None
     shared_place: tuple[int, int, int]
@@ -121,9 +121,9 @@ _decode_shared = msgspec.json.Decoder(Shared).decode
 
 
 def pack(book: Book, old: Packed, rev: int) -> Packed:
-    """The page of `book` for the revision `rev`, made from its last one, `old`.
+    """The page of `book` for the revision `rev`. Parts that are unchanged since `old` are reused.
 
-    Raises Unwritable if others could not read it.
+    Raises Unwritable if other processes could not read the page.
     """
     waiting = _tickets_by_owner(book)
     parts: dict[str, Part] = {}
@@ -142,9 +142,9 @@ def pack(book: Book, old: Packed, rev: int) -> Packed:
 
 
 def body(packed: Packed, tickets: tuple[Ticket, ...], rev: int) -> tuple[Packed, bytes]:
-    """The page's bytes at the revision `rev`, and `packed` with the room of their head.
+    """The page's bytes at the revision `rev`, and `packed` with the room of the new head.
 
-    `tickets` are the book's, in their order.
+    `tickets` are the book's tickets, in their order.
     """
     number = {id: n for n, id in enumerate(packed.parts)}
     head = _encode_json(
@@ -215,7 +215,7 @@ def _part(
 
 
 def _kept(unread: Quarantined, old: Part | None) -> Part:
-    """The part of an owner whose part cannot be read: its bytes stay as they are."""
+    """The part of an owner whose part cannot be read. Its bytes stay as they are."""
     if old is not None and old.quarantined is unread:
         return old
     room = _decode_entry(unread.entry).room
@@ -233,14 +233,15 @@ def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int
 
 
 def _room(size: int, before: int) -> int:
-    """The room for `size` bytes. It stays as `before` if that suits, so that no other part has to move."""
+    """The room for `size` bytes. It stays `before` if that fits, so that no other part moves."""
     if size <= before <= 4 * size + 2 * _STEP:
         return before
     return (size + size // 16 + 2 * _STEP) // _STEP * _STEP  # for one more lease, or two
 
 
 def _checksum(head: bytes, rev: int) -> int:
-    # The checksum covers the revision too. A wrong digit there would look like another version of the page.
+    # The checksum covers the revision too. Otherwise a wrong digit in the revision would look like
+    # another version of the page.
     return zlib.crc32(head, rev & 0xFFFFFFFF)
 
 
@@ -250,10 +251,10 @@ def _checksum(head: bytes, rev: int) -> int:
 def unpack(
     page: bytes, rev: int, old: Packed = EMPTY, mend: Mend | None = None
 ) -> tuple[Book, Packed]:
-    """The book in the bytes `page`, which were written at the revision `rev`.
+    """The book in the bytes `page`, which were written at the revision `rev`; and the packed page.
 
-    Parts that are in `old` are not decoded again. `mend(id, entry)` may find the part of the owner
-    `id` with this index entry somewhere else, if its bytes here are wrong. Raises ValueError,
+    Parts that are in `old` are not decoded again. If the bytes of a part are wrong, `mend(id,
+    entry)` may find the part of the owner `id` with this index entry elsewhere. Raises ValueError,
     msgspec.MsgspecError if the page itself cannot be read.
     """
     head, offset = _head_of(page, rev)
@@ -283,7 +284,7 @@ def unpack(
 
 
 def is_whole(page: bytes, rev: int) -> bool:
-    """Whether these bytes begin with a head of this version, written at the revision `rev`."""
+    """Whether `page` begins with a head of this version that was written at the revision `rev`."""
     try:
         _head_of(page, rev)
         return True
@@ -292,7 +293,7 @@ def is_whole(page: bytes, rev: int) -> bool:
 
 
 def _head_of(page: bytes, rev: int) -> tuple[_Head, int]:
-    """The head of a page, and where its shared facts begin."""
+    """The head of a page, and the offset at which the shared facts begin."""
     if len(page) < _PREFIX.size:
         raise ValueError("it is too short")
     magic, checksum, size, room = _PREFIX.unpack_from(page)
@@ -307,7 +308,10 @@ def _head_of(page: bytes, rev: int) -> tuple[_Head, int]:
 def _read_part(
     entry: Entry, raw: bytes, content: bytes, old: Mapping[str, Part], mend: Mend | None
 ) -> Part:
-    """The part that `entry` describes. If its bytes are wrong: the result of `mend`, or a quarantined part."""
+    """The part that `entry` describes.
+
+    If its bytes are wrong, the result is that of `mend`, or else a quarantined part.
+    """
     whole = content[: entry.size]
     if len(whole) != entry.size or zlib.crc32(whole) != entry.checksum:
         mended = mend(entry.id, raw) if mend else None

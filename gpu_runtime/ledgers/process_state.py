@@ -1,7 +1,7 @@
 """Reads in /proc whether a process lives, and whether it is stopped.
 
-A process number is used again. A pid and a start time together are not, for an observer in the same
-namespaces. Nothing here knows owners or lock files.
+A pid can be used again for another process. A pid and a start time together identify a process, for
+an observer in the same namespaces. Nothing here knows owners or lock files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class Life(enum.StrEnum):
-    """What is known of an owner: alive and dead are proven, all else is unknown."""
+    """What is known of an owner. ALIVE and DEAD are proven; everything else is UNKNOWN."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -36,14 +36,15 @@ def start_ticks(stat: str) -> int:
     >>> start_ticks("7 (a) b) S 1 " + "0 " * 17 + "4321 99")
     4321
     """
-    # The name in field 2 may hold blanks and brackets. The text after its last bracket has neither.
+    # The name in field 2 may contain blanks and brackets. After its last bracket, no field contains
+    # any.
     return int(stat.rpartition(")")[2].split()[19])
 
 
 def namespaces() -> str:
-    """The namespaces that number this process and date its start; empty if they are not known.
+    """The namespaces in which this process has its pid and start time; empty if they are unknown.
 
-    Two processes with the same text see each other under the same pid and start time.
+    Two processes with the same result see each other under the same pid and start time.
     """
     try:
         ids = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "time")]
@@ -69,9 +70,9 @@ def life_of_process(pid: int, started: int) -> Life:
 
 
 def is_zombie(stat: str) -> bool:
-    """Whether a process has ended, and its parent has not noticed; `stat` is /proc/PID/stat.
+    """Whether a process has ended, but its parent has not noticed; `stat` is /proc/PID/stat.
 
-    The first thread of a process can end before the others: then the process lives on.
+    The first thread of a process can end before the other threads. Then the process still lives.
 
     >>> is_zombie("7 (python) Z 1 " + "0 " * 15 + "1 0 4321"), is_zombie("7 (a) R 1 ")
     (True, False)
@@ -81,7 +82,7 @@ def is_zombie(stat: str) -> bool:
 
 
 def in_status(status: str) -> Sight:
-    """What /proc/PID/status (`status`) says of a living process.
+    """The state of a living process, from the text of /proc/PID/status (`status`).
 
     >>> in_status("Name: a\\nState:\\tT (stopped)\\n"), in_status("State:\\tD\\nCoreDumping:\\t1\\n")
     (<Sight.STOPPED: 'stopped'>, <Sight.DUMPING: 'dumping'>)

@@ -1,7 +1,7 @@
 """Reads a book without being an owner: no lock, no doorbell, no repair, no write.
 
-It is for programs that only watch. If the book cannot be read now, because it is being written or
-rebuilt, the program reads it the next time.
+The reader is for programs that only watch. A book cannot be read while it is being written or
+rebuilt. Then the program reads it at the next attempt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Peek(Protocol):
 def peek(url: str, directory: Path) -> Peek:
     """A reader of the ledger at `url`, whose files of this boot are in `directory`.
 
-    Raises GpuError if nothing can be opened at the URL.
+    Raises GpuError if no ledger can be opened at the URL.
     """
     if url.startswith("sqlite:"):
         return FilePeek(directory)
@@ -49,11 +49,11 @@ def peek(url: str, directory: Path) -> Peek:
 class FilePeek:
     """Reads the book in an SQLite file.
 
-    The file is opened for each look at a changed book, and closed after it.
+    The file is opened only if the book has changed, and closed after reading.
     """
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is the ledger's, of this boot."""
+        """`directory` has the ledger's files of this boot."""
         self._directory = directory
         self._seen: tuple[tuple[str, int, int], Book] | None = None
 
@@ -75,7 +75,7 @@ class FilePeek:
             return self._seen[1]
         book = self._read(name)
         # Two writes within a few milliseconds can have the same time. So the time of a very recent
-        # write does not identify a version yet.
+        # write does not yet identify a version.
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS
         self._seen = (version, book) if settled else None
         return book

@@ -1,8 +1,8 @@
 """Sets up a ledger that a group of users shares: `gpu ledger init --group G DIR`, run as root.
 
 It makes the directory and names it in the machine-wide configuration, which every user's runtime
-reads. A second run repairs modes and changes nothing else. Run at every boot, it also makes that
-boot's directory root's own, so that no member can move another member's files away.
+reads. A second run only repairs file modes. If it runs at every boot, it also makes root the owner
+of that boot's directory. Then no member can move another member's files away.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ledger = "{url}"
 def init(directory: str, group: str, config_file: str) -> Outcome:
     """Makes a ledger in `directory` for the members of `group`, and names it in `config_file`.
 
-    Raises NotAllowed, BadSetting, GpuError; then nothing was made.
+    Raises NotAllowed, BadSetting or GpuError if the ledger cannot be set up.
     """
     place = Path(directory)
     if os.geteuid() != 0:
@@ -78,7 +78,7 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
 
 
 def _make_ledger(place: Path, gid: int) -> None:
-    """Makes the directories and files of a ledger, those of this boot included."""
+    """Makes the directories and files of a ledger, including those of this boot."""
     access = Access(gid)
     place.mkdir(mode=0o700, exist_ok=True)
     access.make_file(place / MARK)
@@ -113,10 +113,10 @@ def _group_id(group: str) -> int:
 
 
 def _require_suitable(place: Path, gid: int, group: str) -> None:
-    """Raises BadSetting if `place` is not suitable for a ledger of the group.
+    """Raises BadSetting if `place` is not suitable for a ledger of the `group`.
 
-    The members must reach it, nobody else may replace it, it must be on a local disk, and it must
-    be empty or a ledger.
+    The members must be able to reach the place, and nobody else may replace it. It must be on a
+    local disk, and it must be empty or a ledger.
     """
     if not place.is_absolute() or ".." in place.parts or len(place.parts) < 3:
         raise _bad(place, "an absolute path, such as /var/lib/gpu-console/ledger")
@@ -177,12 +177,13 @@ def _group_name(gid: int) -> str:
 
 
 def _write_configuration(file: Path, url: str, known: host_config.Machine) -> None:
-    """Names the ledger `url` in the configuration; its other content, read as `known`, is kept."""
+    """Names the ledger `url` in the configuration `file`. Its other content (`known`) is kept."""
     if known.ledger == url:
         return
     text = TEMPLATE.format(url=url)
     if file.exists():
-        # At the top: below the header of a table, the line would belong to that table.
+        # The line is written at the top, because below the header of a table it would belong to
+        # that table.
         text = f'ledger = "{url}"\n\n{file.read_text()}'
         if host_config.parse(text, str(file)) != replace(known, ledger=url):
             raise GpuError(

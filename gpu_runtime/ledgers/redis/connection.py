@@ -1,4 +1,4 @@
-"""One connection to a Redis, and its failures as readable errors.
+"""One connection to a Redis, whose failures become readable errors.
 
 Passwords are never shown. Nothing here knows what a book is.
 """
@@ -29,25 +29,25 @@ Ask = Callable[..., Any]  # sends one command and returns its answer
 
 CONNECT_SECONDS = 1.0
 ANSWER_SECONDS = 1.0  # limit of one attempt; after four attempts, about 5 s, an error is raised
-# With the waits between them about half a second: as long as a Redis takes to start again.
+# The attempts and the waits between them take about half a second, as long as a restart of a Redis.
 RETRIES = 3
 
 
 class RedisConnection:
     """A connection that is made again when it breaks.
 
-    Several threads must not use it at once; the caller has a lock.
+    Several threads must not use it at the same time, so the caller needs a lock.
     """
 
     def __init__(self, url: str) -> None:
-        """Prepares a connection to the server at `url`; nothing is connected yet.
+        """Prepares a connection to the server at `url`. Nothing is connected yet.
 
-        Raises BadSetting.
+        Raises BadSetting for an invalid URL.
         """
         self.url = masked(url)
         try:
-            # Version 2 of the protocol: the same answers from every Redis. No retries within a
-            # command: ours start the whole conversation again.
+            # With version 2 of the protocol, every Redis gives the same answers. A single command
+            # is not retried, because `converse` starts the whole conversation again.
             pool = ConnectionPool.from_url(
                 url,
                 protocol=2,
@@ -69,12 +69,12 @@ class RedisConnection:
         self._retry = Retry(
             ExponentialBackoff(cap=0.25, base=0.05), RETRIES, (ConnectionError, TimeoutError)
         )
-        self._in_step = True  # no command is waiting for its answer
+        self._in_step = True  # whether no command is waiting for its answer
 
     def converse(self, talk: Callable[[Ask], T]) -> T:
-        """What `talk` returns. It sends commands by calling its argument; all use one connection.
+        """The result of `talk`, which sends commands on one connection by calling its argument.
 
-        If the connection breaks, `talk` is called again from its start, so a command may be
+        If the connection breaks, `talk` is called again from its start. So a command may be
         executed twice. Raises LedgerUnavailable, and anything that `talk` raises.
         """
         try:

@@ -1,15 +1,17 @@
 """The book in a Redis, for hosts and containers that share no file system: one page per host.
 
 A host is a kernel. Its page is named by the boot id, which all its containers share, as they share
-its cards. The proof that an owner lives is still the lock on a file of its own, in a directory of
-this host. So a host reaps only its own owners. Containers of one host that share no directory share
-the page, but cannot prove each other's deaths. Then the bytes of a dead owner stay claimed until an
-owner of the same container checks. Give them one directory: `?owners=/a/directory/mounted/in/all`.
-By default it is in the user's state directory, under the server's name; so use the same name for
-the server everywhere.
+its cards. The proof that an owner lives is still the lock on the owner's file, in a directory of
+this host. So a host reaps only its own owners.
+
+Containers of one host that share no directory share the page, but cannot prove each other's deaths.
+The bytes of a dead owner then stay claimed until an owner of the same container checks. Such
+containers should have one common directory: `?owners=/a/directory/mounted/in/all`. By default, the
+directory is in the user's state directory, under the server's name. So every process should use the
+same name for the server.
 
 A client that may write to the database may write anything in it. The password of the database
-protects it; the users of a host do not matter.
+protects the book; the users of a host do not matter.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class RedisLedger(SharedLedger):
         self._connection = RedisConnection(address)
         server = self._connection.address.replace("localhost:", "127.0.0.1:")
         directory = owners / re.sub(r"[^\w.]+", "-", server) / boot_id()
-        # Each container numbers its processes for itself. Without a random serial, owners in two
-        # containers could have the same id, and so one section.
+        # Each container numbers its own processes. Without a random serial, owners in two
+        # containers could have the same id, and thus the same section.
         me = describe_self(notebook=notebook, user=user)
         me = replace(me, serial=secrets.randbelow(2**31))
         super().__init__(self._connection.url, directory, me, patience_seconds)
@@ -64,7 +66,7 @@ class RedisLedger(SharedLedger):
         return self.url
 
     def read_all(self) -> tuple[HostPage, ...]:
-        """The pages of all hosts on this Redis, our own included. Raises LedgerUnavailable."""
+        """The pages of all hosts on this Redis, including this host. Raises LedgerUnavailable."""
         self._require_open()
         return self._store.read_all()
 

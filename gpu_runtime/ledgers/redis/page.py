@@ -1,16 +1,16 @@
 """The page of one host in a Redis: one hash, written by a script that compares the revision first.
 
-A Redis can lose data that it acknowledged: it can be flushed, restored from an older copy, or
-restarted with the last second missing. So every owner keeps its roster in a local file, as beside
-SQLite, and two things protect the page:
+A Redis can lose data that it acknowledged. It can be flushed, restored from an older copy, or
+restarted with the last second missing. So every owner keeps its roster (a copy of its part of the
+book) in a local file, as beside SQLite. Two things protect the page:
 
-- The *generation*, a name that no page had before: a page that is made again has another one, and
-  grants in the old one are void.
-- The *script*. A Redis forgets its scripts when it ends. Until an owner on this host has compared
-  the page with the rosters of the living owners and has loaded the script again, nobody on this
-  host can write.
+- The *generation* is a name that no page had before. A page that is made again has another
+  generation, and grants in the old page are void.
+- The *script* must be loaded before any write, and a Redis forgets its scripts when it ends. An
+  owner on this host first compares the page with the rosters of the living owners, and only then
+  loads the script. Until then, nobody on this host can write.
 
-BookStore applies here too: the roster is written before the page, one connection, one lock.
+As in BookStore, the roster is written before the page, and there is one connection with one lock.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ class RedisBook(BookStore):
         owner_file: OwnerFile,
         moved: Callable[[Path], None],
     ) -> None:
-        """Uses the connection `server`.
-
-        `directory`, `boot`, `owner_file` and `moved` as in BookStore.
-        """
+        """Uses the connection `server`. The other parameters are as in BookStore."""
         super().__init__(directory, boot, owner_file, moved)
         self._server = server
         self._key = PAGE + boot
-        # The script is distinct for each owners' directory. An owner that shares ours has compared
-        # the same rosters; owners in another directory have rosters that we cannot see.
+        # The script's text differs for each owners' directory. An owner that shares this directory
+        # has compared the same rosters. Owners in another directory have rosters that this process
+        # cannot see.
         self._script = f"-- {boot} {os.stat(directory).st_ino}\n{LOOK_OR_WRITE}"
         self._sha = hashlib.sha1(self._script.encode(), usedforsecurity=False).hexdigest()
-        self._vetted = False  # since the Redis started, as far as we know
+        self._vetted = (
+            False  # whether the page was compared with the rosters since the Redis started
+        )
         self._told_at = float("-inf")  # the time when this owner last marked the page as seen
 
     @property
@@ -97,9 +97,7 @@ class RedisBook(BookStore):
     def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
         """Makes the page again, unless another process has done so.
 
-        `damage` and `patience_seconds` are not needed.
-
-        Raises LedgerUnavailable.
+        `damage` and `patience_seconds` are not used. Raises LedgerUnavailable.
         """
         with self._lock:
             self._vetted = False
@@ -115,7 +113,7 @@ class RedisBook(BookStore):
             return self._server.converse(all_pages)
 
     def close(self, *, remove: bool) -> None:
-        """Closes the connection and drops the owner's lock; `remove` removes the lock file too."""
+        """Closes the connection and the owner's lock; `remove` also removes the lock file."""
         super().close(remove=remove)
         self._server.close()
 
@@ -127,9 +125,9 @@ class RedisBook(BookStore):
     # Comparing the page with the rosters
 
     def _open(self) -> None:
-        """Checks that this Redis keeps what it acknowledges, and that it has kept it.
+        """Checks that this Redis keeps what it acknowledges, and that it still has the book.
 
-        Raises DamagedBook.
+        Raises DamagedBook if the book is damaged or missing.
         """
         self._connection = None
         seen = self._server.converse(self._vet)
@@ -139,9 +137,9 @@ class RedisBook(BookStore):
         self._connection = self._server
 
     def _vet(self, ask: Ask) -> Seen:
-        """The page, if it holds everything that we and the living owners here have seen.
+        """The page, if it holds everything that this owner and the living owners here have seen.
 
-        Raises DamagedBook.
+        Raises DamagedBook otherwise.
         """
         self._server.require_safe(ask)
         seen = self._look_at(ask)
@@ -161,9 +159,10 @@ class RedisBook(BookStore):
             raise self._foreign(f"its key {self._key} is no page of ours") from error
 
     def _fault(self, seen: Seen | None, living: LivingParts) -> str:
-        """Why the page is damaged.
+        """Why the page is damaged; empty if it is not.
 
-        Empty if it holds what we and the living owners here have seen written.
+        It is damaged if something is missing that this owner or the living owners here have seen
+        written.
         """
         known = self._page
         if seen is None:
@@ -172,14 +171,14 @@ class RedisBook(BookStore):
             raise LedgerNewer(self._server.url, seen.schema, SCHEMA)
         if seen.book is None:
             return "its page cannot be read"
-        # The last roster may be one ahead, for a write that did not succeed.
+        # An owner's last roster may be one revision ahead, for a write that did not succeed.
         least = max((rev - 1 for rev, _ in living.values()), default=0)
         if known and known.name == seen.generation:
             least = max(least, self._least_rev)
         if seen.rev < least:
             return f"it is at revision {seen.rev}, and {least} has been seen"
         if known and known.name != seen.generation:
-            # The owner that made it may not have seen the rosters in our directory.
+            # The owner that made this generation may not have seen the rosters in this directory.
             with_section = {id for id, (_, part) in living.items() if part.sections}
             missing = with_section - seen.book.sections.keys()
             if missing:
@@ -187,7 +186,7 @@ class RedisBook(BookStore):
         return ""
 
     def _living(self) -> LivingParts:
-        """The last roster of each living owner in our directory. Raises LedgerNewer."""
+        """The last roster of each living owner in this directory. Raises LedgerNewer."""
         found: LivingParts = {}
         for path in files.owner_files(self.directory):
             roster = read_roster(path) if life(path) is Life.ALIVE else None
@@ -204,7 +203,7 @@ class RedisBook(BookStore):
     # Making the page
 
     def _make(self, ask: Ask) -> None:
-        """Makes a damaged page again, from its own content and the living owners' rosters."""
+        """Makes a damaged page again, from its own content and the rosters of the living owners."""
         seen, living = self._look_at(ask), self._living()
         why = self._fault(seen, living)
         if not why:
@@ -283,9 +282,9 @@ class RedisBook(BookStore):
             raise DamagedBook(page.name, 0, f"its page cannot be read ({error})") from error
 
     def _decoded(self, page: Page, rev: int, schema: int, body: bytes) -> Page:
-        """`page` with a newer content.
+        """The `page` with a newer content.
 
-        Raises LedgerNewer, DamagedBook, and one of UNREADABLE.
+        Raises LedgerNewer, DamagedBook, or one of UNREADABLE.
         """
         if schema > SCHEMA:
             raise LedgerNewer(self._server.url, schema, SCHEMA)
@@ -299,7 +298,7 @@ class RedisBook(BookStore):
         self._require_small(draft.body)
         part_changed = self._part_changed(page, draft)
         if part_changed:
-            # Until the write is known to stand.
+            # These values hold until the write is known to have succeeded.
             self._roster_doubtful = True
             self._unfinished = page
             self._write_roster(draft.book, draft.packed, page.rev + 1)
@@ -327,7 +326,7 @@ class RedisBook(BookStore):
             self._unfinished = None
 
     def _require_small(self, body: bytes) -> None:
-        """Raises LedgerRefused if the encoded page is larger than a Redis page may be."""
+        """Raises LedgerRefused if the encoded page (`body`) is larger than MOST_BYTES."""
         if len(body) > MOST_BYTES:
             raise LedgerRefused(
                 f"the ledger {self._server.url} takes pages of up to {show_bytes(MOST_BYTES)}, and this "
@@ -340,7 +339,7 @@ class RedisBook(BookStore):
     def _run(self, *words: str | bytes | int) -> list[Any]:
         """The script's answer.
 
-        Raises LostRace if the Redis does not know the script: then it has started again.
+        Raises LostRace if the Redis does not know the script, because it has been restarted since.
         """
 
         def talk(ask: Ask) -> list[Any]:

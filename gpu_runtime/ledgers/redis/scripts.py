@@ -18,8 +18,8 @@ from ..decoding import UNREADABLE, decode_page
 from .connection import Ask
 
 MOST_BYTES = 4 << 20  # a larger page was not written by gpu-console
-# A page that no owner has looked at for so long expires. If any owner were left, it would make the
-# page again.
+# A page expires if no owner has read it for this long. An owner that is left would make the page
+# again.
 KEPT_SECONDS = 7 * 86400
 SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen
 
@@ -71,7 +71,7 @@ return 1
 
 
 class Seen(NamedTuple):
-    """A page as it was found."""
+    """A page as it was found in the Redis."""
 
     generation: str
     rev: int  # -1: it has none
@@ -83,13 +83,13 @@ class Seen(NamedTuple):
 class HostPage(NamedTuple):
     """One host's page, for a reader of the pages of all hosts.
 
-    Its time stamps are that host's own clock.
+    The times in the book are those of that host's own clock.
     """
 
     host: str  # its boot id: containers on one kernel are one host
     name: str  # the name of the machine that made the page
-    # Since an owner there last marked the page as seen. Beyond two minutes there may be no owner
-    # left.
+    # Seconds since an owner on that host last marked the page as seen. If they exceed two minutes,
+    # perhaps no owner is left there.
     seen_seconds: float
     book: Book | None  # None: a newer version wrote it, or it cannot be read
 

@@ -1,4 +1,4 @@
-"""The ledger in an SQLite file, and a ledger's directory, which the Redis ledger has too.
+"""The ledger in an SQLite file. The module for a ledger's directory serves the Redis ledger too.
 
-What all ledgers share is one folder up; nothing here decides.
+The code that all ledgers share is one folder up. Nothing here decides.
 """

@@ -1,9 +1,10 @@
-"""Whether this process can use SQLite, if it was forked.
+"""Tests whether this process can use SQLite, if it was forked.
 
-A fork waits until no thread of ours is inside SQLite (`forks.py`), but not for another library's
-threads, such as the one that saves IPython's history. A lock that such a thread held is held in the
-child for good, and the first call that needs it never returns. So the child's first call is made
-beside the caller, who waits a limited time for it.
+A fork waits until no thread of gpu-console is inside SQLite (`forks.py`). But it does not wait for
+the threads of other libraries, such as the one that saves IPython's history. A lock that such a
+thread held stays locked in the child for ever, and the first call that needs this lock never
+returns. So the child makes its first call in a separate thread, and waits for it only a limited
+time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _usable_in: dict[int, bool] = {}  # process id -> what was found; one entry at m
 
 
 def is_usable() -> bool:
-    """Whether SQLite can be used here. A forked child finds out once, in 0.2 ms if it can."""
+    """Whether SQLite can be used here. A forked child tests this once, in 0.2 ms if it can."""
     pid = os.getpid()
     if pid == _began_as:
         return True
@@ -32,7 +33,7 @@ def is_usable() -> bool:
 
 
 def require_usable(url: str) -> None:
-    """Raises LedgerUnavailable if SQLite cannot be used here; `url` is the ledger to be opened."""
+    """Raises LedgerUnavailable if SQLite cannot be used here. `url` is the ledger to be opened."""
     if not is_usable():
         raise LedgerUnavailable(
             f"the ledger {url} cannot be opened in this forked process (pid {os.getpid()}): a thread "

@@ -1,11 +1,13 @@
-"""How soon one ledger may write again to a book that other processes want to write too.
+"""Computes how soon one ledger may write again to a book that other processes want to write too.
 
-A process that has just written is awake. Without a wait it would write again before the next one
-has woken up. Up to eight transactions in a row are welcome: the first costs five times as much as
-the others, because its memory is not yet in the processor's cache (64 processes: 800 transactions a
-second with two in a row each, 2,900 with eight). After that it lets the others in, if there are
-others. A process that lost a race waits a random time, which grows with each loss. All waits are
-multiples of the cost of one attempt, so they fit slow and fast machines alike.
+A process that has just written is awake. Without a wait, it would write again before the next
+process has woken up. Up to eight transactions in a row are useful, because the first costs five
+times as much as the others: its memory is not yet in the processor's cache. (With 64 processes
+there are 800 transactions a second with two in a row, and 2,900 with eight.) After eight
+transactions, the process waits if other processes want to write.
+
+A process that lost a race waits a random time, which grows with each loss. All waits are multiples
+of the cost of one attempt, so they suit slow and fast machines alike.
 """
 
 from __future__ import annotations
@@ -16,36 +18,37 @@ import threading
 FREE_TURNS = 8  # transactions in a row without a wait
 IN_A_ROW_SECONDS = 0.002
 CROWDED_SECONDS = 0.1  # how long contention is remembered
-MOST_DOUBLINGS = 4  # 4 · 2⁴ is beyond the cap of 50
+MOST_DOUBLINGS = 4  # more doublings change nothing, because 4 · 2⁴ exceeds the cap of 50
 LONGEST_ATTEMPT_SECONDS = 0.01
 _NEVER = float("-inf")
 
 
 class Pace:
-    """The waits of one ledger.
+    """Computes the waits of one ledger.
 
-    Its methods return seconds; the caller sleeps. `now` is always a monotonic time.
+    The methods return seconds, and the caller sleeps. `now` is always a monotonic time.
     """
 
     def __init__(self) -> None:
-        self.attempt_seconds = 0.0001  # of an attempt that nothing slowed down
+        self.attempt_seconds = 0.0001  # duration of an attempt that nothing slowed down
         self._here = threading.local()
         self._crowded_at = _NEVER
 
     def note_contention(self, now: float) -> None:
-        """Records that other processes write too: this one had to wait or lost a race."""
+        """Records that other processes write too, because this process waited or lost a race."""
         self._crowded_at = now
 
     def before(self, now: float) -> float:
-        """Seconds to wait before a transaction that starts `now`.
+        """Seconds to wait before a transaction that starts at the time `now`.
 
-        0, unless this thread has made eight in a row and other processes write too.
+        The result is 0, unless this thread has made eight transactions in a row and other processes
+        write too.
         """
         here = self._here
         in_a_row = now - getattr(here, "ended_at", _NEVER) < IN_A_ROW_SECONDS
         crowded = now - self._crowded_at <= CROWDED_SECONDS
-        here.turns = here.turns + 1 if in_a_row else 1  # since the last wait
-        here.row = here.row + 1 if in_a_row else 1  # since the last pause
+        here.turns = here.turns + 1 if in_a_row else 1  # transactions since the last wait
+        here.row = here.row + 1 if in_a_row else 1  # transactions since the last pause
         here.should_queue = here.row > 2 and crowded
         if here.turns <= FREE_TURNS or not crowded:
             return 0.0
@@ -54,9 +57,10 @@ class Pace:
 
     @property
     def should_queue(self) -> bool:
-        """Whether this thread writes without pause, and others too.
+        """Whether this thread writes without a pause while other processes write too.
 
-        Then it should queue at once: a failed attempt would delay those in the queue.
+        Then it should queue at once, because a failed attempt would delay the processes in the
+        queue.
         """
         return self._here.should_queue
 
@@ -73,11 +77,11 @@ class Pace:
         return self.attempt_seconds * (1 + random.uniform(0, most))
 
     def note_end(self, attempt_seconds: float, now: float) -> None:
-        """Records a transaction's end, and how long its last attempt took (`attempt_seconds`)."""
+        """Records the end of a transaction at `now`, whose last attempt took `attempt_seconds`."""
         self._here.ended_at = now
-        # Close to the minimum: the mean is dominated by a few attempts that met a cold cache or a
-        # garbage collection, or waited for a processor. (The processor time of a thread would not
-        # contain that wait, but to read it took 4 ms on a busy machine: the kernel then often gives
-        # the processor to another process.)
+        # The estimate stays close to the minimum. The mean would be dominated by a few attempts
+        # that met a cold cache or a garbage collection, or that waited for a processor. (A thread's
+        # processor time does not include that wait. But reading it took 4 ms on a busy machine,
+        # because the kernel then often gives the processor to another process.)
         most = min(self.attempt_seconds * 1.02, LONGEST_ATTEMPT_SECONDS)
         self.attempt_seconds = min(attempt_seconds, most)

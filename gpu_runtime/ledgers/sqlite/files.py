@@ -1,9 +1,9 @@
 """The files in a ledger's directory: how they are named, made, replaced and cleaned up.
 
-    LEDGER/BOOT-ID/           leases die with the boot, and so does their book
+    LEDGER/BOOT-ID/           leases end with the boot, so each boot has its own book
         CURRENT               a link that names the book in force
         book-3.db             the page (page.py); a number is never used again
-        book-2.damaged        set aside
+        book-2.damaged        a damaged book that was set aside
         owners/ID             each owner's lock and roster (liveness.py)
         owners/ID.bell        its doorbell (notify.py)
         owners/ID.map         its allocator maps (allocator_files.py)
@@ -14,8 +14,9 @@
         turn, turn.pipe       the queue of writers (writer_queue.py)
         ballast               disk space that is freed when the disk is full
 
-`access.py` says who may open each, and where the owners' files of a shared ledger are. Nothing here
-opens a database: opening and closing its file beside SQLite would drop SQLite's locks.
+`access.py` has the access rights of each file, and the place of the owners' files in a shared
+ledger. Nothing here opens a database: if a database's file is opened and closed outside SQLite,
+SQLite's locks are dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _NETWORK = frozenset(
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """The kind of file system of `path`, as /proc/self/mountinfo (`mounts`) names it.
+    """The kind of file system of `path`, from the text of /proc/self/mountinfo (`mounts`).
 
     >>> mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\\n2 1 0:9 / /home rw shared:1 - nfs4 srv:/home rw"
     >>> file_system_of(Path("/home/ann/state"), mounts), file_system_of(Path("/homes"), mounts)
@@ -64,26 +65,26 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
     for line in mounts.splitlines():
         fields, _, source = line.partition(" - ")
         mount_point = _unescaped(fields.split()[4])
-        # Of two mounts on one mount point the later one is visible.
+        # If two mounts have the same mount point, the later one is visible.
         if path.is_relative_to(mount_point) and len(mount_point) >= longest:
             longest, kind = len(mount_point), source.split()[0]
     return kind
 
 
 def _unescaped(mount_point: str) -> str:
-    """A path of /proc/self/mountinfo, with its octal escapes replaced."""
+    """The path `mount_point` from /proc/self/mountinfo, with its octal escapes replaced."""
     return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point)
 
 
 def is_network(kind: str) -> bool:
-    """Whether this `kind` of file system is a network one, where locks prove nothing."""
+    """Whether this `kind` of file system is a network file system, where locks prove nothing."""
     return kind in _NETWORK
 
 
 def prepare(directory: Path) -> None:
     """Makes a boot's `directory` if it does not exist.
 
-    Raises LedgerUnavailable with one clear sentence.
+    Raises LedgerUnavailable, whose message is one clear sentence.
     """
     kind = file_system_of(directory)
     if is_network(kind):
@@ -112,7 +113,8 @@ def prepare(directory: Path) -> None:
 
 def _make_private(directory: Path) -> None:
     (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
-    # `parents` are made with the umask. Only the directories that are ours alone are narrowed.
+    # `parents` are made with the umask. Only the directories that belong to this user alone are
+    # closed.
     for made in (directory, directory / "owners"):
         if made.stat().st_uid == os.geteuid():
             made.chmod(0o700)
@@ -140,9 +142,9 @@ def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
 
 
 def current(directory: Path) -> str:
-    """The name of the book in force in `directory`, or an empty text.
+    """The name of the book in force in `directory`; empty without a book.
 
-    One system call: every write needs it.
+    It takes one system call, because every write needs it.
     """
     try:
         return os.readlink(f"{directory}/CURRENT")
@@ -151,9 +153,9 @@ def current(directory: Path) -> str:
 
 
 def inode_of(directory: Path, name: str) -> int:
-    """The inode of the file `name` in `directory`; 0: there is none.
+    """The inode of the file `name` in `directory`; 0 if there is no such file.
 
-    A link counts as none: it could lead to another file of ours, outside a shared ledger.
+    A link counts as no file: in a shared ledger it could lead to another file of this user.
     """
     try:
         found = os.lstat(f"{directory}/{name}") if name else None
@@ -163,9 +165,9 @@ def inode_of(directory: Path, name: str) -> int:
 
 
 def has_plain_journal(database: str) -> bool:
-    """Whether the journal beside the SQLite file `database` is a file, or there is none.
+    """Whether the journal beside the SQLite file `database` is a plain file, or is missing.
 
-    SQLite opens the journal at each read. If it is a pipe, SQLite waits for ever.
+    SQLite opens the journal at each read. If the journal is a pipe, SQLite waits for ever.
     """
     try:
         return stat.S_ISREG(os.lstat(f"{database}-journal").st_mode)
@@ -181,22 +183,22 @@ def point_current_at(directory: Path, name: str) -> None:
 
 
 def next_book(directory: Path, last_known: str = "") -> str:
-    """A name that no book in `directory` has had; `last_known` is that of a deleted book."""
+    """A name that no book in `directory` has had. `last_known` is the name of a deleted book."""
     names = [*os.listdir(directory), current(directory), last_known]
     numbers = [int(match[1]) for match in map(_BOOK.match, names) if match]
     return f"book-{max(numbers, default=0) + 1}.db"
 
 
 def other_books(directory: Path, name: str) -> list[str]:
-    """The names of all books in `directory` but `name`."""
+    """The names of all books in `directory` except the book `name`."""
     books = [other for other in os.listdir(directory) if _BOOK.match(other)]
     return [other for other in books if other.endswith(".db") and other != name]
 
 
 def set_aside(directory: Path, name: str) -> Path | None:
-    """Renames the book `name` and its journal to `….damaged`.
+    """Renames the book `name` and its journal to `….damaged`, and returns the new path.
 
-    None if there is no file left to keep.
+    The result is None if there is no file left to keep.
     """
     kept = directory / f"{name.removesuffix('.db')}.damaged"
     while kept.exists():
@@ -216,18 +218,19 @@ def set_aside(directory: Path, name: str) -> Path | None:
 
 
 def rebuild_lock(directory: Path) -> io.FileIO:
-    """The file in `directory` whose lock is the right to make a new book; opened, not yet locked.
+    """The file in `directory` whose lock is the right to make a new book; opened, but not locked.
 
-    Use it as `with rebuild_lock(directory) as file: take(file, …)`. Then closing the file is what
-    releases the lock, and no KeyboardInterrupt can separate the two.
+    Use it as `with rebuild_lock(directory) as file: take(file, …)`. Then closing the file releases
+    the lock, and no KeyboardInterrupt can come between the two.
     """
     return _Lock(_private(f"{directory}/rebuild.lock", os.O_RDWR | os.O_CREAT), "a")
 
 
 class _Lock(io.FileIO):
-    """A file whose lock ends when it is closed, also if a child was forked while it was open.
+    """A file whose lock ends when the file is closed.
 
-    The lock belongs to the open file, which the child shares as long as it lives.
+    A lock belongs to the open file. A child that was forked meanwhile shares the open file, and
+    would keep the lock. So the lock is released explicitly.
     """
 
     def close(self) -> None:
@@ -260,7 +263,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def writers(path: Path) -> list[int]:
-    """Process numbers that hold a write lock on the file `path`, as /proc/locks shows them."""
+    """The pids that hold a write lock on the file `path`, as /proc/locks shows them."""
     try:
         inode = path.stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()
@@ -280,7 +283,7 @@ def writers(path: Path) -> list[int]:
 def fill_ballast(directory: Path) -> bool:
     """Reserves disk space in `directory` for releases on a full disk.
 
-    Returns False if there is no free space to reserve.
+    Returns whether the space is reserved.
     """
     path = directory / "ballast"
     if path.exists():
@@ -288,7 +291,8 @@ def fill_ballast(directory: Path) -> bool:
     draft = directory / f".ballast-{secrets.token_hex(4)}"
     try:
         with open(draft, "xb", opener=_private) as file:
-            # Random bytes: zeros would take no space on a file system that compresses.
+            # The bytes are random, because zeros would take no space on a file system that
+            # compresses.
             file.write(os.urandom(BALLAST_BYTES))
         os.replace(draft, path)
         return True
@@ -298,7 +302,7 @@ def fill_ballast(directory: Path) -> bool:
 
 
 def drop_ballast(directory: Path) -> bool:
-    """Frees the reserved disk space in `directory`. False if there was none."""
+    """Frees the reserved disk space in `directory`. Returns False if none was reserved."""
     try:
         os.unlink(directory / "ballast")
         return True
@@ -324,8 +328,8 @@ def owner_files(directory: Path) -> Iterator[Path]:
 def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
     """Removes the files of dead owners in `directory` that the book does not need as proof.
 
-    `in_book` returns the ids of all owners in the book. It is called after the deaths are known, so
-    it also returns an owner that wrote just before it died.
+    `in_book` returns the ids of all owners in the book. It is called after the deaths are known. So
+    the result includes an owner that wrote to the book just before it died.
     """
     dead = [path for path in owner_files(directory) if life(path) is Life.DEAD]
     needed = in_book() if dead else set()
@@ -350,7 +354,7 @@ def _remove_owner(path: Path) -> None:
 
 
 def sweep_drafts(directory: Path) -> None:
-    """Removes drafts of killed processes from `directory`, if unchanged for a day."""
+    """Removes drafts of killed processes from `directory`, if they are unchanged for a day."""
     for place in (directory, owners_in(directory)):
         for draft in place.iterdir():
             if not _DRAFT.fullmatch(draft.name):
@@ -363,7 +367,10 @@ def sweep_drafts(directory: Path) -> None:
 
 
 def sweep_boots(directory: Path) -> None:
-    """Removes other boots' books beside `directory`, if unchanged for a day and without owners."""
+    """Removes the books of other boots beside `directory`.
+
+    A book is removed if it has been unchanged for a day and no owner of it lives.
+    """
     try:
         others = [other for other in directory.parent.iterdir() if _is_other_boot(other, directory)]
     except OSError:  # not readable: nothing is removed

@@ -1,8 +1,8 @@
 """The book of one host in an SQLite file that all its processes share: no daemon, no server.
 
-A write is read → decide → one autocommit `UPDATE … WHERE host=? AND rev=?` (page.py); a process
-that loses the race decides again. A book that is damaged, deleted or replaced is set aside and
-rebuilt from its living owners (recovery.py).
+A write has three steps: read, decide, and one autocommit `UPDATE … WHERE host=? AND rev=?`
+(page.py). A process that loses the race decides again. A book that is damaged, deleted or replaced
+is set aside, and rebuilt from the rosters of its living owners (recovery.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The SQLite file of the book: one row, read and written by single statements.
 
-The roster is written before the commit, and CURRENT is read after it. So a process that rebuilds
-the book finds each grant in the rosters, or the grant is void. Nothing here decides.
+The roster (an owner's copy of its part of the book) is written before the commit, and CURRENT is
+read after it. So a process that rebuilds the book finds each grant in the rosters, or the grant is
+void. Nothing here decides.
 
-One journal mode for all SQLite versions, PERSIST with synchronous=OFF: it survived 9,068 kills, WAL
+All SQLite versions use one journal mode, PERSIST with synchronous=OFF. It survived 9,068 kills, WAL
 has a known bug in most versions in use, and nothing here outlives the boot.
 """
 
@@ -32,10 +33,11 @@ from .revision_hint import RevisionHint
 
 # A SELECT returns its row while it still holds its read lock. Python needs the GIL to fetch further
 # and to release the lock. If another thread keeps the GIL for a second, no process can write for a
-# second. (With 200 ms at a time, other writers waited 200 to 400 ms; now 2.) So one statement that
-# runs to its end within SQLite copies the row to a private temporary table, unless its revision and
-# schema are known. The row is fetched from there. (An INSERT OR REPLACE would allocate all pages of
-# the temporary table anew: 286 µs for 400 KB, and the UPDATE takes 139.)
+# second. So one statement that runs to its end within SQLite copies the row to a private temporary
+# table, unless its revision and schema are known. The row is fetched from there. (When a thread
+# kept the GIL for 200 ms at a time, other writers waited 200 to 400 ms; now they wait 2 ms. An
+# INSERT OR REPLACE would allocate all pages of the temporary table anew: 286 µs for 400 KB, where
+# the UPDATE takes 139 µs.)
 COPY = """UPDATE temp.seen SET (rev, schema, body) =
     (SELECT rev, schema, body FROM main.book WHERE host=?1)
     WHERE (SELECT rev, schema FROM main.book WHERE host=?1) IS NOT (?2, ?3)"""
@@ -44,7 +46,8 @@ SETTLED_NANOSECONDS = 50_000_000
 UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?"
 
 
-# If the schema is damaged, SQLite's message quotes it, and Python cannot decode that.
+# If the schema is damaged, SQLite's message quotes it, and Python may be unable to decode the
+# message.
 FAULTS = (sqlite3.Error, UnicodeDecodeError)
 MOST_BYTES = 32 << 20  # of a page; 1,024 leases take about 400 KiB
 _BUSY = (
@@ -75,7 +78,7 @@ class SqliteBook(BookStore):
         owner_file: OwnerFile,
         moved: Callable[[Path], None],
     ) -> None:
-        """`directory`, `boot`, `owner_file` and `moved` as in BookStore."""
+        """The parameters are as in BookStore."""
         super().__init__(directory, boot, owner_file, moved)
         forks.awaited(self._lock)
         self._hint = RevisionHint(directory)
@@ -85,12 +88,10 @@ class SqliteBook(BookStore):
         return self.directory / (self._page.name if self._page else files.current(self.directory))
 
     def written(self) -> tuple[str, int, int] | None:
-        """The book in force, its inode and the time of its last write.
-
-        None if the time cannot be relied on.
+        """The book in force, its inode and the time of its last write; None if it is not reliable.
 
         File systems measure time in steps of up to 10 ms. If a file was written a moment ago, it
-        may have been written once more within the same step.
+        may be written again within the same step.
         """
         name = files.current(self.directory)
         try:
@@ -106,7 +107,8 @@ class SqliteBook(BookStore):
     def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
         """Sets the book of `damage` aside and rebuilds it, unless another process has done so.
 
-        Waits at most `patience_seconds` for that process. Raises LedgerUnavailable.
+        Waits at most `patience_seconds` for another process that rebuilds the book. Raises
+        LedgerUnavailable.
         """
         with self._lock:
             self._disconnect()
@@ -121,9 +123,10 @@ class SqliteBook(BookStore):
                 raise files.cannot_write(self.directory, why) from error
 
     def leave_to_parent(self) -> None:
-        """Called in a forked child: makes sure that the connection is never used again.
+        """Makes sure that the connection is never used again; called in a forked child.
 
-        Even the connection's finaliser could disturb a statement of the parent, so it never runs.
+        Even the connection's finaliser could disturb a statement of the parent. So the finaliser
+        never runs.
         """
         if self._connection:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
@@ -131,13 +134,13 @@ class SqliteBook(BookStore):
     # The methods below are called with the lock held.
 
     def _before(self, damage: DamagedBook) -> Before:
-        """What is known of the book before the `damage`."""
+        """The known facts about the book before the `damage`."""
         if self._page:
             return Before(self._page.book, self._page.name, self._files_lost)
         return Before(files_lost=not damage.name and self._others_lost_files())
 
     def _others_lost_files(self) -> bool:
-        """Whether an owner lives that was here before the directory was deleted and made anew."""
+        """Whether an owner lives that was here before the directory was deleted and made again."""
         owners = self.directory / "owners"
         return any(not os.path.lexists(owners / id) for id in owners_in(owners))
 
@@ -145,8 +148,8 @@ class SqliteBook(BookStore):
         return self._hint.of(page.name)
 
     def _in_force(self, page: Page) -> bool:
-        # CURRENT leads to the file of `page`. Our connection keeps that file open, so no other file
-        # gets its inode.
+        # CURRENT leads to the file of `page`. This connection keeps that file open, so no other
+        # file gets the same inode.
         try:
             return os.stat(f"{self.directory}/CURRENT").st_ino == page.inode
         except OSError:  # the file is gone, so no page is in force
@@ -191,14 +194,14 @@ class SqliteBook(BookStore):
             raise GrantsClosed(closed)
         part_changed = self._part_changed(page, draft)
         if part_changed:
-            # Until the commit is known to stand, the roster may hold more or less than the book.
-            # The next look repairs it.
+            # Until the commit is known to have succeeded, the roster may differ from the book. The
+            # next `look` repairs it.
             self._roster_doubtful = True
             self._unfinished = page
             self._write_roster(draft.book, draft.packed, page.rev + 1)
         if self._rev_seen_by_others(page) > page.rev:
             # The race may also be lost to an old copy that just replaced the book. The revision of
-            # such a copy may be the one that this process knows.
+            # such a copy may be the same as the one that this process knows.
             raise LostRace
         self._require_plain_journal(page)
         try:
@@ -206,8 +209,8 @@ class SqliteBook(BookStore):
             written = self._connection.execute(UPDATE, values).rowcount
         except FAULTS as error:
             raise self._failure(page, error) from error
-        # If a new book was made from the rosters while we wrote into the old one, our write has no
-        # effect.
+        # If a new book was made from the rosters while this process wrote into the old one, the
+        # write has no effect.
         if not written or not self._in_force(page):
             raise LostRace
         self._page = page._replace(rev=page.rev + 1, book=draft.book, packed=draft.packed)
@@ -221,19 +224,19 @@ class SqliteBook(BookStore):
     def _open(self) -> None:
         """Opens the book that CURRENT names.
 
-        Raises DamagedBook if there is no book, or if it is an older one.
+        Raises DamagedBook if there is no book, or if it is an older book.
         """
         before = self._page
         self._disconnect()
-        # Read the rosters first. Revisions only grow, so a book that is behind the rosters is an
-        # old copy. The last roster may be one ahead, for a write that did not succeed.
+        # The rosters are read first. Revisions only grow, so a book that is behind the rosters is
+        # an old copy. The last roster may be one revision ahead, for a write that did not succeed.
         least_rev = newest_roster_rev(self.directory) - 1
         name = files.current(self.directory)
         inode = files.inode_of(self.directory, name)
         if not inode:
             raise DamagedBook(name, 0, "it is gone")
         if before and not self.owner_file.in_place():
-            # The directory was deleted, and another process has made it anew.
+            # The directory was deleted, and another process has made it again.
             self._restore_own_files()
         if before and before.name == name:
             if before.inode != inode:
@@ -250,15 +253,15 @@ class SqliteBook(BookStore):
         self._require_plain_journal(page)
         url = f"file:{quote(str(self.directory / page.name))}?mode=rw"
         try:
-            # SQLite's own waiting is switched off (time-out 0), because it can starve a writer. backoff.py
-            # has our own.
+            # SQLite's own waiting is switched off (time-out 0), because it can starve a writer. The
+            # waits are in backoff.py instead.
             db = sqlite3.connect(
                 url, uri=True, timeout=0, isolation_level=None, check_same_thread=False
             )
         except FAULTS as error:
             raise self._failure(page, error) from error
-        # In a shared ledger another member may have put anything in the file: no code of its schema
-        # runs here.
+        # In a shared ledger, another member may have put anything into the file. No code of its
+        # schema runs here.
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         for pragma in _PRAGMAS:
             self._rows(page, db, f"PRAGMA {pragma}")
@@ -268,15 +271,15 @@ class SqliteBook(BookStore):
 
     def _rows(self, page: Page, db: sqlite3.Connection, sql: str) -> list[tuple]:
         try:
-            # In one expression: a KeyboardInterrupt between the calls drops the cursor and ends its
-            # statement. If the cursor were in a variable, the traceback would keep it, and with it
-            # a read lock that blocks every writer.
+            # Both calls are in one expression. So a KeyboardInterrupt between them drops the cursor
+            # and ends its statement. If the cursor were in a variable, the traceback would keep it
+            # alive, together with a read lock that blocks every writer.
             return db.execute(sql).fetchall()
         except FAULTS as error:
             raise self._failure(page, error) from error
 
     def _failure(self, page: Page, error: Exception) -> Exception:
-        """The exception of ours for an SQLite `error` on `page`."""
+        """This module's exception for an SQLite `error` on `page`."""
         if isinstance(error, UnicodeDecodeError):
             return DamagedBook(page.name, page.inode, "its schema is no text")
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)

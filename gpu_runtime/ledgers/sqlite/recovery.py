@@ -1,7 +1,7 @@
-"""Makes a new book: the first one is empty, a later one has the rosters of the living owners.
+"""Makes a new book. The first book is empty; a later one is made from the living owners' rosters.
 
-A damaged book is set aside under a name with `damaged`, never emptied. The new book has a name that
-no book had before.
+A roster is an owner's copy of its part of the book. A damaged book is set aside under a name with
+`damaged`, and never emptied. The new book has a name that no book had before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def living_rosters(directory: Path) -> dict[str, Roster]:
 
 
 def newest_roster_rev(directory: Path) -> int:
-    """The newest revision in the living owners' rosters in `directory`; 0 if there is none."""
+    """The newest revision in the living owners' rosters in `directory`; 0 without rosters."""
     try:
         return max((roster.rev for roster in living_rosters(directory).values()), default=0)
     except FileNotFoundError:  # the whole directory is gone
@@ -48,11 +48,12 @@ def newest_roster_rev(directory: Path) -> int:
 
 
 class Before(NamedTuple):
-    """What the process that makes a new book knows of the old one."""
+    """The facts that the process that makes a new book knows of the old one."""
 
-    book: Book = Book()  # as it last read it
+    book: Book = Book()  # the old book, as this process last read it
     name: str = ""
-    # Files of owners were deleted, so the rosters of some living owners may be missing.
+    # Whether files of owners were deleted, so that the rosters of some living owners may be
+    # missing.
     files_lost: bool = False
 
 
@@ -68,11 +69,12 @@ def rebuild(
 ) -> None:
     """Replaces the damaged book (`damage`), unless another process has done so.
 
-    `directory` is the ledger's, of the boot with the id `boot`. Owners without a roster that may be
-    alive keep what they had in the book `before`; nothing is granted until they had time to
-    register. Waits at most `patience_seconds`
-    for another process. Raises LedgerUnavailable, OSError, sqlite3.Error; then CURRENT names a book
-    that does not exist, which is damage too.
+    `directory` has the ledger's files of the boot with the id `boot`. Owners without a roster that
+    may be alive keep what they had in the book `before`. Nothing is then granted until they had
+    time to register. Waits at most `patience_seconds` for another process.
+
+    Raises LedgerUnavailable, OSError or sqlite3.Error. CURRENT may then name a book that does not
+    exist, which also counts as damage.
     """
     with files.rebuild_lock(directory) as lock:
         files.take(lock, patience_seconds)
@@ -82,8 +84,8 @@ def rebuild(
             return
         name = files.next_book(directory, damage.name or before.name)
         # This order matters. A writer writes its roster, commits, and reads CURRENT. If it reads
-        # CURRENT before the next line, its roster is written, and we read it below. If it reads
-        # CURRENT later, it knows that its grant is void.
+        # CURRENT before the next line, its roster is written, and this process reads the roster
+        # below. If it reads CURRENT later, it knows that its grant is void.
         files.point_current_at(directory, name)
         book, rev = _from_rosters(directory, name, before)
         _make(directory, name, boot, book, rev)
@@ -100,13 +102,14 @@ def rebuild(
 def _from_rosters(directory: Path, name: str, before: Before) -> tuple[Book, int]:
     """The book `name`, made from the rosters of the living owners, and its revision.
 
-    Raises LedgerNewer.
+    Raises LedgerNewer if a newer version of gpu-console wrote a roster.
     """
     rosters = living_rosters(directory)
     newest_schema = max((roster.schema for roster in rosters.values()), default=SCHEMA)
     if newest_schema > SCHEMA:
         raise LedgerNewer(str(directory / name), newest_schema, SCHEMA)
-    # Only its own part of each roster: in a shared ledger no owner may write for another.
+    # Only the owner's part of each roster is used: in a shared ledger, no owner may write for
+    # another.
     by_age = sorted(rosters.items(), key=lambda item: item[1].rev)
     parts = {id: _decoded(roster) for id, roster in by_age}
     found = {id: part_of(part, id) for id, part in parts.items() if part is not None}
@@ -121,7 +124,7 @@ def _from_rosters(directory: Path, name: str, before: Before) -> tuple[Book, int
 
 
 def _missing(directory: Path, before: Book, found: Mapping[str, Book]) -> dict[str, Book]:
-    """The parts, as last seen, of owners that have no readable roster and may be alive."""
+    """The last known parts of owners that have no readable roster and may be alive, by owner id."""
     missing = {}
     for id in sorted(before.owner_ids() - found.keys()):
         owner, path = before.owner(id), directory / "owners" / id
@@ -162,7 +165,7 @@ def _decoded(roster: Roster) -> Book | None:
 
 
 def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
-    """Makes a book under a draft's name, and renames it to `name` once it is complete."""
+    """Makes a book under a draft's name. Once the book is complete, it is renamed to `name`."""
     draft = directory / ".book-draft"  # one name is enough, since we hold the rebuild lock
     draft.unlink(missing_ok=True)
     flags = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -170,12 +173,12 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
     os.close(fd)
     db = sqlite3.connect(draft, isolation_level=None)
     try:
-        # A write changes a few pages of the many that a large book has.
+        # A large book has many pages of this size, and a write changes only a few of them.
         db.execute("PRAGMA page_size=8192")
         db.execute("PRAGMA journal_mode=OFF")
         db.execute("PRAGMA synchronous=OFF")
-        # One kernel, one page. The row's key is the boot id, because two containers on it have
-        # different host names.
+        # One kernel has one page. The row's key is the boot id, because two containers on one
+        # kernel have different host names.
         db.execute(
             "CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, "
             "body BLOB NOT NULL)"

@@ -1,9 +1,10 @@
 """The newest revision of the book that any process has written, in a file beside the book.
 
-An old copy that replaces the book is itself a valid book. A process that has seen a newer revision
-notices this. With this file, all other processes notice it too; otherwise they would grant bytes
-again. The file is written after each write, and read before each read and write of the book: 2 µs.
-If the hint is missing or wrong, the book is accepted until a process remembers a newer revision.
+An old copy that replaces the book is itself a valid book. Only a process that has seen a newer
+revision notices the replacement. With this file, all other processes notice it too; otherwise they
+would grant the same bytes again. The file is written after each write of the book, and read before
+each read and write (2 µs). If the file is missing or wrong, the book is accepted until a process
+remembers a newer revision.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _SUM = struct.Struct("<I")
 
 
 class RevisionHint:
-    """One process's view of the hint.
+    """One process's access to the file with the newest revision.
 
-    No method raises: if the file cannot be used, nothing is known.
+    No method raises. If the file cannot be used, nothing is known.
     """
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is the ledger's, of this boot."""
+        """`directory` has the ledger's files of this boot."""
         self._fd = -1
         with contextlib.suppress(OSError):  # the hint is optional
             access_to(directory).make_file(directory / FILE)
@@ -39,7 +40,7 @@ class RevisionHint:
             weakref.finalize(self, os.close, self._fd).atexit = False
 
     def of(self, book: str) -> int:
-        """The newest revision recorded for the book named `book`; 0 if nothing is known."""
+        """The newest revision that is recorded for the book named `book`; 0 if nothing is known."""
         try:
             content = os.pread(self._fd, _ENTRY.size + _SUM.size, 0)
         except OSError:  # there is no file: nothing is known

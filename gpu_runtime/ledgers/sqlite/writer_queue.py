@@ -1,17 +1,17 @@
 """A queue for processes that write the book at the same time, so that fewer attempts fail.
 
 The queue is not a lock. The book is safe without it, because a write counts only if the revision is
-unchanged. *The turn* is the right to write first; one process at a time has it. No process depends
-on that process: if it ends, the operating system releases its lock. If it is stopped, or another of
-its threads keeps the GIL, the others pass it after 5 ms.
+unchanged. *The turn* is the right to write first; one process at a time has it. No other process
+depends on that process. If it ends, the operating system releases its lock. If it is stopped, or
+another of its threads keeps the GIL, the other processes pass it after 5 ms.
 
-A process that has already decided may write without queueing, unless it would prevent the process
-with the turn from writing. (48 processes, 10 writes a second each: p99 is 14 ms with this rule, and
-409 ms if everybody queues.)
+A process that has already decided may write without queueing, unless that would prevent the process
+with the turn from writing. (With 48 processes that make 10 writes a second each, p99 is 14 ms with
+this rule, and 409 ms if every process queues.)
 
-The queue has two files. One is the lock, with a count of the turns that ended and a mark whether
-others must queue. The other is a pipe that wakes the process that has waited longest. In a shared
-ledger a member may write to both files, and so make others wait those 5 ms.
+The queue has two files. One is the lock, which also has a count of the turns that ended and a mark
+that says whether all must queue. The other is a pipe that wakes the process that has waited
+longest. In a shared ledger, a member may write to both files, and so make others wait those 5 ms.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def writer_queue_in(directory: Path) -> WriterQueue | None:
 
 
 class WriterQueue:
-    """One process's place in the queue. Threads of one process do not exclude each other."""
+    """One process's access to the queue. The threads of one process do not exclude each other."""
 
     def __init__(self, directory: Path, access: Access) -> None:
-        """Opens the queue's files in `directory`; `access` says who may open new ones.
+        """Opens the queue's files in `directory`. `access` has the rights for new files.
 
         Raises OSError.
         """
@@ -58,14 +58,14 @@ class WriterQueue:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._lock = os.open(directory / LOCK, flags)
         self._pipe = os.open(directory / PIPE, flags)
-        # No `close`: a thread may have the turn while another closes the ledger, and the
-        # descriptors' numbers may belong to other files by then.
+        # There is no `close`. A thread may have the turn while another thread closes the ledger,
+        # and the descriptors' numbers may belong to other files by then.
         self._closing = weakref.finalize(self, _close, self._lock, self._pipe)
         self._closing.atexit = False
         self._stalled = b"-"  # the count at which a process had the turn and did not end it
 
     def try_enter(self) -> bool:
-        """Takes the turn if nobody has it. True: it is ours, and `leave` must follow."""
+        """Takes the turn if no process has it. After True, the caller must call `leave`."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -73,15 +73,14 @@ class WriterQueue:
             return False
 
     def enter(self) -> bool:
-        """Waits for the turn.
+        """Waits for the turn, and returns whether this process has it.
 
-        True: it is ours, and `leave` must follow. False: waiting longer does not help.
+        After True, the caller must call `leave`. False means that waiting longer does not help.
         """
         ended = self._turns_ended()
         began = now = time.monotonic()
         patience = STALLED_SECONDS
-        # Registered once, so that of all waiting processes the first that came is woken, and no
-        # other.
+        # The pipe is registered only once. So only the process that has waited longest is woken.
         with select.epoll() as poll:
             poll.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
             while ended != self._stalled and now - began < MOST_SECONDS:
@@ -94,14 +93,14 @@ class WriterQueue:
                 looked_before, now = now, time.monotonic()
                 if ended == ended_before and now - looked_before >= STALLED_SECONDS:
                     self._stalled = ended
-                # Other turns have ended, so the queue works: continue to wait.
+                # Other turns have ended, so the queue works, and this process continues to wait.
                 patience = 8 * STALLED_SECONDS
         return False
 
     def require_queue(self) -> None:
-        """Marks that all must queue. The process with the turn calls it after it lost a race.
+        """Marks that all processes must queue; called with the turn, after a lost race.
 
-        The race was lost to a process that did not queue.
+        That race was lost to a process that did not queue.
         """
         os.pwrite(self._lock, MUST_QUEUE, _COUNT_BYTES)
 
@@ -116,8 +115,8 @@ class WriterQueue:
     def leave(self, wake: bool = True) -> None:
         """Ends the turn and wakes the next process.
 
-        Without `wake` no process is woken, because this process is likely to write again before
-        another one is awake.
+        Without `wake`, no process is woken, because this process will probably write again before
+        another process is awake.
         """
         count = time.monotonic_ns().to_bytes(_COUNT_BYTES, "little")
         os.pwrite(self._lock, count + ALL_MAY, 0)
