@@ -58,7 +58,7 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], None]
     """torch's call that marks a storage, so that each later access raises an error with a given
     sentence.
 
-    CPU builds of torch lack the call; for them it is compiled here.
+    CPU builds of torch lack the call, so it is compiled here for them.
     """
     from tests import storage_mark
 

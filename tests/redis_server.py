@@ -65,10 +65,9 @@ class RedisServer:
         return f"unix://{self.socket}?db={self.databases}"
 
     def fresh(self) -> str:
-        """The URL of a database that another host uses already.
+        """The URL of a database that another host uses already, so it is not empty.
 
-        A ledger treats an empty database as one that may have lost its data; this database is not
-        empty.
+        A ledger treats an empty database as one that may have lost its data.
         """
         url = self.empty()
         self.cli("HSET", "gpu-console:ledger", "schema", "1", database=self.databases)

@@ -46,7 +46,7 @@ class Queue:
         return self.launched
 
     def run(self, number: int | None = None) -> None:
-        """Does the work up to and including that number; without a number, all of it.
+        """Does the work up to and including that number. Without a number it does all work.
 
         Raises what the work raises.
         """

@@ -1,27 +1,31 @@
-"""A simulated accelerator for torch: devices `simgpu:0` to `simgpu:3`, each with its own memory and limit.
+"""A simulated accelerator for torch: devices `simgpu:0` to `simgpu:3`, each with its own memory and
+limit.
 
-It runs what CUDA runs: `torch.empty(device=…)`, copies, views, storages, autograd, accelerate's hooks. So on
-a machine without any card a model can be spread over two cards, moved to two others, or stopped half-way by
-a full card, and it is really executed. Only tests import this.
+It runs what CUDA runs: `torch.empty(device=…)`, copies, views, storages, autograd, accelerate's
+hooks. So a model can be spread over two cards, moved to two others, or stopped half-way by a full
+card, on a machine without any card. The model is really executed. Only tests import this module.
 
-How it works. torch 2.13 lets Python register a backend under the dispatch key PrivateUse1
-(`torch.utils.backend_registration`, private and experimental). A tensor here is a plain `torch.Tensor` with
-that key whose storage points into the card's memory (tests/simcard.py), which is ordinary RAM. It is made
-through DLPack, the only way into torch that takes a device and a pointer. Every operator falls back to one
-function. It runs the CPU's kernel on CPU tensors over the same bytes (`Operand.alias`), and puts new results on the
-card (`adopted`). Operands on two cards are refused with CUDA's error message.
+torch 2.13 lets Python register a backend under the dispatch key PrivateUse1
+(`torch.utils.backend_registration`, private and experimental). A tensor here is a plain
+`torch.Tensor` with that key. Its storage points into the card's memory (tests/simcard.py), which is
+ordinary RAM. The tensor is made through DLPack, the only way into torch that takes a device and a
+pointer. Every operator falls back to one function. This function runs the CPU's kernel on CPU
+tensors over the same bytes (`Operand.alias`), and puts new results on the card (`adopted`).
+Operands on two cards are refused with CUDA's error message.
 
-Ordinarily every operator is done at once, and freed memory is the card's again. Inside `late()` the cards
-behave as CUDA's do. An operator is put into the queue of the current stream with the addresses of its
-operands, and is done when somebody waits for that stream. Freed blocks are used again, see tests/simcard.py.
-So a program that frees or reads memory too early computes wrong values. Operators with a result on the
-host, with a shape that depends on values, or with random numbers wait for their stream first.
+Ordinarily every operator is done at once, and freed memory is given back to the card. Inside
+`late()` the cards behave as CUDA's do. An operator is put into the queue of the current stream with
+the addresses of its operands. It is done when a caller waits for that stream. Freed blocks are used
+again (tests/simcard.py). So a program that frees or reads memory too early computes wrong values.
+Some operators first wait for their stream: those with a result on the host, with a shape that
+depends on values, or with random numbers.
 
-What differs from CUDA: such a tensor cannot replace a CPU tensor through `.data`
-(`torch._has_compatible_shallow_copy_type` returns False). So `backends/pytorch/storages.py` swaps their
-implementations, as `nn.Module.to` does for such accelerators. Backward passes run on `simgpu:0` only, since
-the autograd engine assumes a single card, and on its default stream. A copy with `non_blocking=True` reads
-and writes any host memory late, as CUDA does with pinned memory only.
+The cards differ from CUDA in three ways. Such a tensor cannot replace a CPU tensor through `.data`
+(`torch._has_compatible_shallow_copy_type` returns False). So `backends/pytorch/storages.py` swaps
+the implementations of the two tensors, as `nn.Module.to` does for such accelerators. Backward
+passes run only on `simgpu:0` and on its default stream, since the autograd engine assumes a single
+card. A copy with `non_blocking=True` reads and writes any host memory late; CUDA does so with
+pinned memory only.
 """
 
 from __future__ import annotations
@@ -395,7 +399,7 @@ def _compute(op: Any, frozen: Any, results: list[tuple[int, Operand | torch.Tens
 def _copy_from(
     source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
-    """Copies between cards, to a card and from a card; `copy_` calls it."""
+    """Copies between cards, to a card or from a card. torch's `copy_` calls this function."""
     one, other = (Operand.of(t) if is_on_card(t) else t for t in (source, target))
     copy = partial(_copy, one, other)
     queues = [_queue(t.device.index) for t in (source, target) if is_on_card(t)]

@@ -1,8 +1,8 @@
 """Builders of books, worlds and requests, so that a test writes each in one line.
 
-Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is 500 MiB on `cuda:1`,
-`host=64` is host memory. Owners are given by their pids; pid 1 is the requester unless a test sets
-another. The time is always 1000.0 s after boot.
+Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is 500 MiB on `cuda:1`, and
+`host=64` is 64 GiB of host memory. Owners are given by their pids. The requester is pid 1, unless a
+test sets another. The time is always 1000.0 s after boot.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ def request(
     wait: bool = True,
     **fields: Any,
 ) -> Request:
-    """A request for a model of `gib` GiB on one device; with another `layout`, on several devices."""
+    """A request for a model of `gib` GiB. By default it needs one device; with another `layout` it
+    uses several.
+    """
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
     wanted = Lease(owner(by).id, name, **fields)

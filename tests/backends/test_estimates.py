@@ -93,7 +93,9 @@ def said(model: torch.nn.Module, *, without: tuple[str, ...] = ()) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_estimated_cache_is_that_of_a_forward_pass(family):
-    """The configs have the list of layer types, which newer configs contain, or lack it.
+    """The estimate is the same with and without the list of layer types, which only newer configs
+    contain.
+
     transformers keeps one token less than the window, because the next token is always at hand.
     """
     model = model_of(family)

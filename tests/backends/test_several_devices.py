@@ -79,8 +79,10 @@ def spec(directory: Any, **options: Any) -> ModelSpec:
 
 
 def run(module: nn.Module, x: torch.Tensor) -> Any:
-    """The answer of the module. Over several cards the input may be on any device; on one card it
-    must be there.
+    """The answer of the module.
+
+    If the module is on several cards, the input may be on any device. If it is on one card, the
+    input must be there.
     """
     devices = {parameter.device for parameter in module.parameters()}
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """All that can be used is documented in `docs/`. The links there lead to something, and the
 examples run.
 
-The reference pages list names; their texts come from the code (`docs/_ext/reference.py`). So a
-setting, verb, error, route or field that no page lists is missing from the site, and a test fails.
+The reference pages list only names; the texts come from the code (`docs/_ext/reference.py`). If no
+page lists a setting, verb, error, route or field, it is missing from the site, and a test fails.
 """
 
 from __future__ import annotations

@@ -82,7 +82,11 @@ def sources() -> list[Path]:
 
 
 def module_of(path: Path) -> str:
-    """`gpu_runtime/ledgers/memory.py` -> `gpu_runtime.ledgers.memory`; a package is named without `__init__`."""
+    """The name of the module in `path`: `gpu_runtime/ledgers/memory.py` gives
+    `gpu_runtime.ledgers.memory`.
+
+    The name of a package does not contain `__init__`.
+    """
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "gpu_runtime" else parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -148,7 +152,9 @@ def complaints(source: str, module: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sources(), ids=module_of)
 def test_every_module_imports_downward_only(path):
-    """The scheduler and the layers that act never import each other; only the owner imports both."""
+    """A module imports only what its folder may import. The scheduler and the layers that act never
+    import each other. Only the owner imports both.
+    """
     assert complaints(path.read_text(), module_of(path)) == []
 
 

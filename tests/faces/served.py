@@ -45,8 +45,9 @@ COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser
 
 
 class Conversation:
-    """A client of Bokeh's protocol that can send any message. Use it with `async with`; the block
-    begins when the server has acknowledged the connection.
+    """A client of Bokeh's protocol that can send any message.
+
+    It is used with `async with`. The block begins when the server has acknowledged the connection.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def each(place: str) -> list[tuple[str, ...]]:
 
 @pytest.fixture
 def box(rt, monkeypatch, tmp_path):
-    """A function that restores the runtime of every face; call it before each command."""
+    """A function that restores the runtime of every face. A test calls it before each command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rt, "close", lambda: None)
 

@@ -177,7 +177,7 @@ def test_newly_fetched_data_counts_as_news(poller):
 
 
 def test_data_that_no_session_requests_is_not_fetched_and_is_forgotten(poller, clock):
-    """Data of a tab that nobody has open are not fetched."""
+    """Data of a tab that is open in no session are not fetched."""
     fetched = []
     poller.latest("history", fetched.append, every=1.0)
     poller.poll()

@@ -38,7 +38,7 @@ def clock() -> Clock:
 def runtime() -> Iterator[Callable[..., Runtime]]:
     """Makes runtimes.
 
-    Each `runtime()` has a book of its own; runtimes with the same `ledger=…` share a book.
+    Each `runtime()` has a book of its own. Runtimes with the same `ledger=…` share a book.
     """
     made: list[Runtime] = []
 

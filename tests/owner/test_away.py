@@ -233,7 +233,9 @@ def test_a_dropped_model_told_not_to_come_back_raises_and_writes_nothing(governe
 
 @pytest.mark.parametrize("way", [saved, pickle.dumps, lambda t: t.numpy(), lambda t: t.add_(1)])
 def test_a_tensor_kept_from_before_a_drop_is_never_written_empty(governed, directory, way):
-    """On real cards each access of such a tensor raises our error; see tests/backends/test_swap.py."""
+    """A tensor that the user kept from a dropped model raises an error at each access. On real
+    cards it is our own error: see tests/backends/test_swap.py.
+    """
     module = governed("dropped")
     kept = vars(module.lm_head)["_parameters"]["weight"].detach()
     with pytest.raises((RuntimeError, GpuError)):

@@ -1,5 +1,6 @@
-"""A failed move delays only the model that failed. Its owner tries again after growing pauses and
-logs the failure once; no other request fails.
+"""A failed move delays only the model that failed.
+
+Its owner tries again after growing pauses and logs the failure once. No other request fails.
 """
 
 from __future__ import annotations

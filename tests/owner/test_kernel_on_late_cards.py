@@ -1,7 +1,8 @@
-"""A notebook's kernel on two cards that work late and keep freed memory (tests/simgpu.py), by the ledger.
+"""The kernel of a notebook on two cards that do their work late and keep freed memory
+(tests/simgpu.py).
 
-tests/backends/test_kernel_memory.py has the order of the steps. Here the ledger decides who leaves, and has to
-agree with what the cards measure.
+tests/backends/test_kernel_memory.py tests the order of the steps. Here the ledger decides which
+leases leave, and its decision must agree with what the cards measure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SEGMENT_BYTES = 16 * MIB
 
 @pytest.fixture
 def late(started, guards):
-    """A runtime and its kernel; the cards work late and allocate in segments of 16 MiB."""
+    """A runtime and its kernel. The cards do their work late and allocate in segments of 16 MiB."""
     gc.collect()
     with simgpu.late(segment_bytes=SEGMENT_BYTES):
         yield started(
@@ -34,7 +35,7 @@ def late(started, guards):
 
 
 def on(card: int, mib: int, value: float) -> torch.Tensor:
-    """A tensor of so many MiB, whose work is pending."""
+    """A tensor of `mib` MiB on that card, whose work is still pending."""
     return torch.full((mib * FLOATS,), value, device=f"simgpu:{card}")
 
 
@@ -61,7 +62,9 @@ def test_the_shares_of_both_cards_leave_and_return_with_work_pending(late):
 
 
 def test_each_card_gives_exactly_its_part_of_the_room_on_the_return(late):
-    """The lease of another model on the second card has to leave, and that on the first may stay."""
+    """When the kernel's memory returns, another model must leave the second card. The model on the
+    first card may stay.
+    """
     rt, kernel = late
     zero, one = on(0, 20, 1.0), on(1, 30, 2.0)
     cell(kernel)
@@ -99,7 +102,9 @@ def test_a_card_that_is_full_on_the_return_changes_nothing_and_refuses_the_cell(
 
 
 class MeasuredProbe(simgpu.SimProbe):
-    """The driver of these cards measures what is free, as that of real cards does."""
+    """A probe whose driver measures the free memory of these cards, as the driver of real cards
+    does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +121,7 @@ class MeasuredProbe(simgpu.SimProbe):
 
 
 def linear(mib: int, device: str) -> torch.nn.Module:
-    """A module of so many MiB."""
+    """A module of `mib` MiB."""
     module = torch.nn.utils.skip_init(torch.nn.Linear, FLOATS, mib, bias=False, device=device)
     return module.requires_grad_(False)
 
@@ -125,7 +130,9 @@ def linear(mib: int, device: str) -> torch.nn.Module:
 def test_if_a_segment_keeps_a_storage_the_next_victim_leaves_too(
     started, guards, monkeypatch, stays
 ):
-    """The park frees 15 MiB less than the kernel's lease, as measured. So an idle model leaves as well."""
+    """The park frees 15 MiB less than the kernel's lease, by the card's measurement. So an idle
+    model leaves as well.
+    """
     gc.collect()
     with simgpu.late(segment_bytes=SEGMENT_BYTES):
         rt, kernel = started(

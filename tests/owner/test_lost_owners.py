@@ -20,7 +20,7 @@ PID = str(os.getpid())
 
 @pytest.fixture
 def pair(runtime, tmp_path):
-    """Two runtimes. The first one only looks; the second one has a model, and its lock file was
+    """Two runtimes. The first one only looks. The second one has a model, and its lock file was
     replaced.
     """
     here, lost = (runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False) for _ in "ab")

@@ -24,7 +24,7 @@ from gpu_runtime.safe_text import LONGEST_NAME, LONGEST_PATH
 
 @pytest.fixture
 def names(monkeypatch):
-    """The namespace of the notebook; it is empty at first."""
+    """The namespace of the notebook, which is empty at first."""
     shell = SimpleNamespace(user_ns={})
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     monkeypatch.setattr(IPython, "get_ipython", lambda: shell)

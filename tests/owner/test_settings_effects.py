@@ -206,8 +206,8 @@ def test_whose_eviction_is_the_fewest(runtime, clock):
 
 @proves("gpu_split_margin_mb")
 def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
-    """Each card has 20 GiB. With the margin, a part may take 19.5 GiB; without the margin, nearly
-    all of the card.
+    """Each card has 20 GiB. With the margin, a part may take 19.5 GiB. Without the margin, it may
+    take nearly the whole card.
     """
     for margin, granted in ((512, False), (0, True)):
         rt = runtime(

@@ -43,7 +43,7 @@ ALWAYS = (
 
 
 def raw_errors(deed: str, target: str) -> list[str]:
-    """The calls that raised anything but a GpuError, after the deed was done to the target."""
+    """Damages `target` as `deed` says. Returns the calls that then raised anything but a GpuError."""
     found = []
     logging.disable(logging.WARNING)  # the files are reported as damaged
     with a_directory() as root, ends_within(60):

@@ -316,7 +316,7 @@ def test_two_concurrent_requests_one_grant_one_wait():
 
 
 def test_what_elders_need_is_set_aside():
-    """A small request must not take bytes that the elder needs; otherwise a stream of small
+    """A small request must not take bytes that the elder needs. Otherwise a stream of small
     requests would starve a large one.
     """
     elder = ticket("big", by=2, sim0=14)

@@ -52,7 +52,9 @@ def test_cost_aware_evicts_the_lease_that_frees_most_for_the_fewest_seconds():
 
 
 def test_keep_score_is_the_waiting_that_is_saved_for_each_gb():
-    """Two uses of age 0 and 80 s: 1/20 + 1/100; 12 s of loading again; 2 GB."""
+    """The model of 2 GB was used now and 80 s ago, which counts 1/20 + 1/100. Loading it again
+    takes 12 s, and restoring it 3 s.
+    """
     roomy, bare = world(sim0=100, host=100), world(sim0=100, host=1)
     model = lease(
         "a",

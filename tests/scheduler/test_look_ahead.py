@@ -52,7 +52,7 @@ def test_free_memory_is_spent_and_the_reason_is_in_the_book():
 
 def test_an_own_idle_model_that_is_used_later_or_never_leaves():
     """An idle model that is used later or never makes room. The caller does the steps and decides
-    again; by then the room is free.
+    again. By then the room is free.
     """
     them = book(lease("a", sim0=10, pins=1), lease("old", sim0=10), lease("c", sim0=4))
     after, verdict = guess(them, "b", "b", "c", running=["a"])
