@@ -37,7 +37,7 @@ from .views import clock
 
 
 def status(snapshot: Snapshot) -> str:
-    """The `snapshot` as a page: devices, the queue, holders, and the last decision."""
+    """The `snapshot` as a page, which shows the devices, the queue, the holders and the last decision."""
     users = len(views.owners(snapshot))
     shared = f'<span class="gpuc-soft">shared by {users} processes</span>' if users > 1 else ""
     head = (

@@ -25,7 +25,7 @@ MOST_LEGEND = 8  # entries of a bar's legend
 
 
 def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `snapshot` as text: devices, holders, the queue, the last decision.
+    """The `snapshot` as text, which shows the devices, the holders, the queue and the last decision.
 
     Commands in the text begin with `prompt`.
     """

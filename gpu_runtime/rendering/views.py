@@ -186,7 +186,7 @@ def worst_level(snapshot: Snapshot) -> Level:
 
 
 def device_title(snapshot: Snapshot) -> str:
-    """The cards of the `snapshot`: `1 simulated GPU`, `8 × NVIDIA H100`, `no GPU`."""
+    """A text on the cards of the `snapshot`, such as `1 simulated GPU`, `8 × NVIDIA H100` or `no GPU`."""
     count = len(cards(snapshot))
     if not count:
         return "no GPU"
@@ -198,7 +198,7 @@ def device_title(snapshot: Snapshot) -> str:
 
 
 def fill(view: DeviceView) -> str:
-    """Claimed and usable bytes of the device in `view`, as text: `14.0 of 21.6 GiB`."""
+    """A text with the claimed and the usable bytes of the device in `view`: `14.0 of 21.6 GiB`."""
     claimed, limit = show_bytes(view.claimed_bytes), show_bytes(view.limit_bytes)
     if claimed.split()[1] == limit.split()[1]:
         claimed = claimed.split()[0]

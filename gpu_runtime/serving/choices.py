@@ -43,7 +43,7 @@ class Choices:
     def of(self, call: Call) -> tuple[tuple[Choice, ...], Call]:
         """The models that may answer `call`, in order, and the call with its task's budget.
 
-        Raises Refused: 404 for an unknown model, 504 if the budget is too short for all.
+        Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models.
         """
         task = self.task(call.model)
         if task is not None:

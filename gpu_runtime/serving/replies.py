@@ -109,7 +109,7 @@ def server_ending() -> Refused:
 
 
 def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:
-    """Why the model of `choice` answers instead of another: the errors of the models that `failed` before it."""
+    """A sentence on why the model of `choice` answers: the errors of the models that `failed` before it."""
     if not failed:
         return choice.because
     return "; ".join(f"{model} could not answer: {first_line(error)}" for model, error in failed)
@@ -147,6 +147,6 @@ def _error_event(error: BaseException) -> dict[str, Any]:
 
 
 def _header_text(text: str) -> str:
-    """The text as a header may contain it: printable ASCII on one line."""
+    """The text in the form that a header may contain, which is printable ASCII on one line."""
     plain = text.encode("ascii", "replace").decode()
     return "".join(letter if letter.isprintable() else " " for letter in plain)[:MAX_HEADER_LENGTH]

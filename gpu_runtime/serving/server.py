@@ -85,8 +85,8 @@ def run(
 ) -> None:
     """Serves until the process is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
 
-    The runtime `rt` is a full member of the ledger: a call of a model in the catalogue loads it here. `console`
-    makes a server that also has a console's page; without it there is no page. The server listens on
+    If a model in the catalogue is called, the runtime `rt` of this process loads it. `console` makes a server
+    that also has a console's page. Without `console` there is no page. The server listens on
     `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
     """
     gateway = _LazyGateway(rt)

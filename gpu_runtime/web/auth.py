@@ -101,8 +101,8 @@ def role_of_name(name: str, rules: AccessRules) -> Role | None:
 def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
     """Whether a page of this `origin` may send requests to this `host`.
 
-    True for the host itself and for the hosts in `also`. A wildcard in `also` matches nothing. The port counts:
-    the next port may belong to another user's server.
+    True for the host itself and for the hosts in `also`. A wildcard in `also` matches nothing. The ports must be equal
+    too, since another port may belong to another user's server.
 
     >>> same_origin("http://box:8211", "box:8211"), same_origin("http://box:9999", "box:8211", also=["*"])
     (True, False)

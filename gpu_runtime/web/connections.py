@@ -102,8 +102,8 @@ class Connections:
     def _accept_on(self, listening: socket.socket) -> Callable[[], None]:
         """Starts to accept connections on the socket `listening`. Returns a function that stops this.
 
-        Tornado's own function raises when no file is left. The loop then calls it again at once, and logs each
-        error: 83 % of a core and 3.8 MB of log a second.
+        Tornado's own function raises an error when this process can open no more files. The loop then calls the
+        function again at once, and logs each error. This took 83 % of a core and wrote 3.8 MB of log a second.
         """
         loop = IOLoop.current()
         paused: list[object] = []  # the timer that continues

@@ -69,7 +69,7 @@ class Credentials:
 class Gate(ReversibleRouter):
     """The router in front of the routes of one Tornado application. The function `install` creates it.
 
-    A subclass states what its application adds: a URL prefix, a login with names, websockets.
+    A subclass defines what its application adds, such as a URL prefix, a login with names, or websockets.
     """
 
     prefix = ""  # the first part of all paths of the application

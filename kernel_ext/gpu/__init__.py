@@ -1,4 +1,4 @@
-"""`%load_ext gpu`: the magics `%gpu` and `%%gpu`, their completions, and the runtime as `rt`.
+"""The extension for `%load_ext gpu`. It adds the magics `%gpu` and `%%gpu`, their completions, and `rt`.
 
 Loading the extension prints nothing. It does not import torch, transformers or pandas; they are
 imported with the first model or table. The verbs are defined in `gpu_runtime.verbs`, not here.

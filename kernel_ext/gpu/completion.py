@@ -40,7 +40,7 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
         if offered is None:
             return _NOTHING
         matching = [word for word in offered if word.startswith(fragment)]
-        # Other matchers are suppressed even without a match: files and Python names are wrong here.
+        # Other matchers are suppressed even without a match, since files and Python names are wrong here.
         return {
             "completions": [SimpleCompletion(text=word, type="magic") for word in matching],
             "matched_fragment": fragment,

@@ -108,7 +108,7 @@ class Console:
         return page
 
     def close(self) -> None:
-        """Ends the session: the poller no longer counts it."""
+        """Ends the session, so that the poller no longer counts it."""
         self.poller.leave(self)
 
     def tick(self) -> None:

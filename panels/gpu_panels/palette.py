@@ -93,7 +93,7 @@ def _best_slot(preferred: int, slot_uses: Counter[int], colour_uses: Counter[int
 
     def cost(slot: int) -> tuple[int, int, bool, int]:
         colour = slot % len(COLOURS)
-        # The slot number is the last criterion: low slots have no texture and are most legible.
+        # The slot number is the last criterion, since low slots have no texture and are most legible.
         return slot_uses[slot], colour_uses[colour], colour != preferred, slot
 
     return min(range(SLOTS), key=cost)

@@ -153,7 +153,7 @@ class Poller:
         self._publish(snapshot, error or fetch_error, has_new_value)
 
     def _publish(self, snapshot: Snapshot | None, error: str, has_new_value: bool) -> None:
-        """Publishes the result for the sessions: urgent changes at once, others once a second."""
+        """Publishes the result for the sessions. Urgent changes are published at once, others once a second."""
         now, old = self._clock(), self.result
         is_same = (
             error == old.error
@@ -210,7 +210,7 @@ class Poller:
 
 
 def _urgent_part(snapshot: Snapshot | None) -> Any:
-    """The part whose changes are published at once: holders, places, the queue and events.
+    """The part of `snapshot` whose changes are published at once: holders, places, the queue, events.
 
     Other changes are published in the next second, such as which models are in use and the measured
     figures. On a busy machine these change all the time, and drawing them in twenty sessions is most

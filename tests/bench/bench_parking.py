@@ -1,9 +1,9 @@
-"""What parking costs: the notebook that parks, the one that waits, and the one that is never parked.
+"""Measures what parking costs three notebooks: one that is parked, one that waits, and one that is never parked.
 
     python -m tests.bench.bench_parking [count start search small swap recall]
 
-All on simulated cards, so a copy "into memory obtained the same way" is one into fresh memory of the host. Work
-of one thread is measured in its processor time, which other programs on the machine disturb little.
+All cards are simulated. So a copy "into memory obtained the same way" is a copy into fresh memory of the host. The
+work of one thread is measured in its processor time, which other programs on the machine disturb little.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Quiet:
 
 
 def _ballast(objects: int) -> list[list[Any]]:
-    """So many more objects that the garbage collector tracks `objects`."""
+    """Makes so many objects that the garbage collector tracks `objects` in total, and returns the new ones."""
     return [[] for _ in range(max(0, objects - len(gc.get_objects())))]
 
 
@@ -55,7 +55,7 @@ def _ballast(objects: int) -> list[list[Any]]:
 
 
 def count_milliseconds() -> dict[str, float]:
-    """Median processor milliseconds of the hooks before and after a cell, with 20 models beside it."""
+    """Median processor milliseconds of the hooks before and after a cell, in a process with 20 models."""
     import torch
 
     from gpu_runtime import Runtime
@@ -83,7 +83,7 @@ def count_milliseconds() -> dict[str, float]:
 
 
 def _median(act: Callable[[], object], times: int) -> float:
-    """Median milliseconds of this thread on the processor."""
+    """The median processor milliseconds of this thread for one call of `act`, which is called `times` times."""
     taken = []
     for _ in range(times):
         began = time.thread_time()
@@ -93,7 +93,10 @@ def _median(act: Callable[[], object], times: int) -> float:
 
 
 def kernel_start_milliseconds() -> dict[str, float]:
-    """Median processor milliseconds until a kernel answers, with and without autoload, measured alternately."""
+    """Median processor milliseconds until a kernel answers, with and without autoload.
+
+    The two are measured alternately.
+    """
     import psutil
     from jupyter_client.manager import KernelManager
 
@@ -137,7 +140,7 @@ def search_milliseconds() -> float:
 
 
 class _Parkable:
-    """What this process holds, as the backend that parks it sees it."""
+    """The memory of this process, in the form in which a backend can park it."""
 
     def __init__(self) -> None:
         from gpu_runtime.backends.registry import open_backend
@@ -186,7 +189,7 @@ def _held_gib() -> list[Any]:
 
 
 def _bare_copy() -> float:
-    """Seconds to copy the 16 storages into fresh memory, in one call."""
+    """The seconds to copy 16 storages, 1 GiB in total, into fresh memory in one call."""
     import torch
 
     sources = _held_gib()
@@ -197,7 +200,7 @@ def _bare_copy() -> float:
 
 
 def swap_seconds() -> dict[str, float]:
-    """Median seconds of a bare copy of 1 GiB, and of a park and a return of it, in turn."""
+    """Median seconds of a bare copy of 1 GiB, and of parking and returning 1 GiB. They are measured alternately."""
     taken: dict[str, list[float]] = {"copy": [], "park": [], "return": []}
     for _ in range(ROUNDS):
         taken["copy"].append(_bare_copy())
@@ -214,14 +217,17 @@ def swap_seconds() -> dict[str, float]:
 
 
 class Recall(NamedTuple):
-    """Requests that an idle kernel of 1 GiB has to leave for, and the bare copies beside them, in seconds."""
+    """The seconds of requests for which an idle kernel with 1 GiB must be parked.
+
+    The seconds of bare copies of the same bytes were measured alternately with the requests.
+    """
 
     waits: Waits
     copies: Waits
 
 
 def recall() -> Recall:
-    """Waits for a grant while a kernel of another process, with MANY_OBJECTS, is parked."""
+    """Measures the waits for a grant while a kernel of another process is parked. That kernel has MANY_OBJECTS."""
 
     def idle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         import torch

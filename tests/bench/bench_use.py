@@ -10,7 +10,10 @@ from gpu_runtime import Runtime
 
 
 def microseconds(leases: int = 50, rounds: int = 20_000) -> dict[str, float]:
-    """Median and 99th percentile of `with rt.use(resident): pass`, and of the first use after an eviction."""
+    """The median and the 99th percentile in µs of `with rt.use(resident): pass`.
+
+    The result also has the median of the first use after an eviction.
+    """
     with tempfile.TemporaryDirectory() as directory:
         rt = Runtime(devices="sim:2x100GiB,host:400GiB", ledger=f"sqlite://{directory}/ledger")
         for number in range(leases):

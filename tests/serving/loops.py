@@ -1,4 +1,4 @@
-"""Runs coroutines in tests: to their end, or step by step, without sleeping."""
+"""Runs coroutines in tests, either to their end or step by step, without sleeping."""
 
 from __future__ import annotations
 

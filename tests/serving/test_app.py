@@ -1,4 +1,4 @@
-"""The application around the routes: roles, bodies, jobs, metrics."""
+"""The application around the routes. The tests check roles, request bodies, jobs and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The gateway over a real runtime: which model answers, refusals, and that nothing of a call remains."""
+"""The gateway over a real runtime.
+
+The tests check which model answers, which calls are refused, and that nothing remains of a call that ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a model stays warm: the longest time that its calls set, and until no call holds the model."""
+"""A model stays warm for the longest time that its calls set, and as long as a call holds the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of calls: which call may use its model next, and that nothing remains of a cancelled call."""
+"""The queue of calls decides which call may use its model next. Nothing may remain of a cancelled call."""
 
 from __future__ import annotations
 

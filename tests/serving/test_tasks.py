@@ -1,4 +1,4 @@
-"""Which models may answer: a task's candidates, a model's stand-ins, and whether a cloud may."""
+"""The choice of models that may answer: the candidates of a task, the stand-ins of a model, and clouds."""
 
 from __future__ import annotations
 

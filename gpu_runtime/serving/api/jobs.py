@@ -63,7 +63,8 @@ class Jobs:
     def start(self, gateway: Any, wanted: Any, client: str) -> Job:
         """Makes the call in `wanted` through `gateway`, in the background, for the visitor `client`.
 
-        `wanted` has `endpoint` and `body`. Raises Refused: 400 if it is invalid, 503 if there are too many jobs.
+        `wanted` has `endpoint` and `body`. Raises Refused with 400 if `wanted` is invalid, and with 503 if there are
+        too many jobs.
         """
         body = _checked_body(wanted)
         self._drop_old_results()

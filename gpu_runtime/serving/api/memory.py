@@ -207,7 +207,7 @@ def health(report: Health) -> dict[str, Any]:
 
 
 def key(lease: Lease) -> str:
-    """`type:name:quantization`: the Semantik governor's key of the model of `lease`."""
+    """The Semantik governor's key of the model of `lease`: `type:name:quantization`."""
     return f"{lease.model_type}:{lease.name}:{lease.quantization}"
 
 
@@ -215,7 +215,7 @@ def key(lease: Lease) -> str:
 
 
 def evict(rt: Any, wanted: str) -> tuple[int, dict[str, Any]]:
-    """Status and answer of `POST /memory/evict/{model_type}`. Blocks: it waits for the owners.
+    """The status and the answer of `POST /memory/evict/{model_type}`. Blocks until the owners have answered.
 
     If `wanted` is a model type, every idle model of that type is evicted from its card, whoever owns the model.
     Otherwise `wanted` is the name of one model or its `type:name:quantization`. `rt` is the runtime that requests
@@ -276,7 +276,10 @@ def _held(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
 
 
 def preload(rt: Any, wanted: Preload) -> dict[str, Any]:
-    """The answer to `POST /memory/preload`: whether each model in `wanted` was loaded by `rt`, and why not. Blocks."""
+    """The answer to `POST /memory/preload`, which loads each model in `wanted` with `rt`. Blocks until they are loaded.
+
+    For each model the answer has whether it was loaded, and the reason if it was not.
+    """
     results = {}
     errors = {}
     for model in wanted.models:
@@ -327,7 +330,7 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
     @routes.get("/offloaded")
     def get_offloaded() -> list[dict[str, Any]]:
-        """The warm pool: models in host memory."""
+        """The models in host memory, which is called the warm pool."""
         return offloaded(rt.status(), rt.evictions(MAX_ROWS))
 
     @routes.get("/health")

@@ -1,4 +1,4 @@
-"""The queue of calls: it decides which call starts next, and pins the call's model while the call runs.
+"""The queue of calls decides which call starts next, and pins the call's model while the call runs.
 
 Nothing here knows HTTP, or what a call's body means.
 """

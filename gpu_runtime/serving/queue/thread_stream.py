@@ -41,7 +41,7 @@ async def stream_from_thread(
             cancelled.set()
 
     def wake(last: bool) -> None:
-        """Wakes the reader: results have arrived."""
+        """Wakes the reader of the stream, since results have arrived."""
         nonlocal wake_pending
         wake_pending = False  # before `results` is read: a later value wakes the loop again
         arrived.set()

@@ -1,4 +1,4 @@
-"""`tasks.yaml`: names for purposes, the clients' profiles, and the stand-ins of models.
+"""Reads `tasks.yaml`, and chooses the candidates of a task. The file has tasks, clients' profiles and stand-ins.
 
     tasks:                                  # addressed as  model: "task:classify"
       classify:

@@ -1,4 +1,4 @@
 """Bokeh figures that are made once and then updated with the columns that `data/` computes.
 
-Tables, text and dialogs are not here: they are in `widgets/`.
+Tables, text and dialogs are in `widgets/`.
 """

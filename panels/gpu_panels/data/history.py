@@ -184,7 +184,7 @@ def _bands(spans: Iterable[Span]) -> list[Band]:
 
 
 def _limits(spans: Sequence[Span]) -> list[tuple[float, int]]:
-    """The points of a stepped line: its start, each change of the budget, and its end."""
+    """The points of the stepped line of the budget: the start, each change, and the end."""
     if not spans:
         return []
     points: list[tuple[float, int]] = []
@@ -204,7 +204,7 @@ def _devices(event: Event) -> set[str]:
 
 
 def lease_titles(labels: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
-    """The title of each of `labels`: `qwen · train.ipynb`, or `train.ipynb` for its own code.
+    """The title of each of `labels`: `qwen · train.ipynb`, or `train.ipynb` for a notebook's own code.
 
     If the process is not in the `snapshot`, the title is `qwen · pid 4121`.
     """

@@ -71,7 +71,7 @@ def lasting(seconds: float) -> str:
 
 
 def stepped(seconds: float) -> float:
-    """The `seconds` rounded down: to five seconds, or to a minute from two minutes on."""
+    """The `seconds` rounded down to five seconds. From two minutes on they are rounded down to a minute."""
     step = 5 if seconds < 120 else 60
     return max(0.0, seconds - seconds % step)
 

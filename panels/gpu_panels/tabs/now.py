@@ -138,7 +138,7 @@ def _total_bytes(device: str, snapshot: Snapshot) -> int:
 
 
 class DeviceCard:
-    """One device: a heading and its bar."""
+    """The heading and the bar of one device."""
 
     def __init__(self) -> None:
         self.chart = BarChart()

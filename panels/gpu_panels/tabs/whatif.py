@@ -137,7 +137,7 @@ class WhatIfTab(Tab):
         )
 
     def _draw(self, snapshot: Snapshot, steps: Sequence[Step]) -> None:
-        """Draws every device that `steps` change: as it is now, and as it would be after them."""
+        """Draws every device that `steps` change, as it is now and as it would be after the steps."""
         known = {view.device.id for view in snapshot.devices}
         changed = [device for device in whatif.touched(steps) if device in known]
         if list(self._pairs) != changed:

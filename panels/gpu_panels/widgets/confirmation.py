@@ -1,4 +1,4 @@
-"""The contents of the dialog before an action: text, Cancel, and the button that confirms."""
+"""The contents of the dialog before an action: a text, the button Cancel, and the button that confirms."""
 
 from __future__ import annotations
 
