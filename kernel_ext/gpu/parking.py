@@ -1,9 +1,10 @@
-"""Parks a kernel: moves the device memory of its tensors to host memory, and brings it back.
+"""Follows the cells of a kernel, so that the kernel can be parked between two cells.
 
-No line of a cell runs while the kernel is parked. IPython runs a cell even if a hook failed. Only a
-transformer of the cell's syntax tree can refuse to run the cell. The memory of a kernel is moved on the
-kernel's own loop, between two messages. At that moment, every other thread must be in a function that
-is known to wait.
+Parking moves the device memory of the notebook's own code to host memory. No line of a cell runs
+while the kernel is parked. IPython runs a cell even if a hook failed. Only a transformer of the
+cell's syntax tree can refuse to run the cell. The memory of a kernel is moved on the kernel's own
+loop, between two messages. At that moment, every other thread must be in a function that is known to
+wait.
 """
 
 from __future__ import annotations

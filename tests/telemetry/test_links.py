@@ -1,6 +1,6 @@
 """A symbolic link in the place of a journal or a history is never followed to another database.
 
-This is so at any moment at which the link appears.
+It makes no difference when the link is put there.
 """
 
 from __future__ import annotations
