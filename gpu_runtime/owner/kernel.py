@@ -83,7 +83,7 @@ class Kernel:
             why, stopped = "Its wait was interrupted.", True
         except Exception as error:  # IPython would ignore it, and run the cell
             why = str(error)
-        # For example, the ledger cannot be read. If the memory is on its card, the cell runs.
+        # If the memory is on its card, the cell runs in spite of `why` (an unreadable ledger, say).
         if why and not (resident is None or resident.enter(weakref.ref(anchor))):
             self.refused = f"{self._still_away(resident)} {why}"
         elif stopped:

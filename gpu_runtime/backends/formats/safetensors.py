@@ -250,7 +250,7 @@ def _entry(fields: dict[str, Any]) -> TensorEntry:
 def _weight_files(directory: Path, name: str) -> list[Path]:
     """The files with weights: a single file, or the files that an index lists.
 
-    Raises without files.
+    Raises NotAModel or LoadFailed if `directory` has no such file.
     """
     single = directory / "model.safetensors"
     if single.is_file():

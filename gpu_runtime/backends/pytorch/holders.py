@@ -198,10 +198,10 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
 
 
 class _Kinds:
-    """Whether objects of a class are nodes of autograd graphs.
+    """Tells whether the objects of a class are nodes of autograd graphs.
 
-    During one search, classes are remembered by their ids. A reference would keep a class of the
-    notebook alive.
+    During one search, this object remembers classes by their ids. A reference to a class would keep
+    a class of the notebook alive.
     """
 
     def __init__(self) -> None:

@@ -259,8 +259,9 @@ class TorchBackend:
     def _settled(
         self, model: TorchModel, shares: Shares, progress: Progress | None, into: Any
     ) -> TorchModel:
-        """The new model on its devices. If `into` is an earlier load's object, that object gets the
-        bytes.
+        """The new model on its devices.
+
+        If the object `into` of an earlier load is given, that object gets the model's bytes.
         """
         try:
             self._check(model)

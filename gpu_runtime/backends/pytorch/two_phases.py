@@ -33,8 +33,7 @@ NOWHERE: dict[str, Any] = {
 
 
 class Move:
-    """The calls that give the storages of a model the copies of their bytes, and the calls that
-    undo it.
+    """Calls that give the storages of a model the copies of their bytes, and calls that undo this.
 
     A storage on the target's device exchanges its bytes with the copy. If the bytes of a storage
     leave a card for host memory, a guard replaces them, and the copy is noted as `away`. Any other
