@@ -273,8 +273,8 @@ class Probe:
     def maps(self) -> tuple[AllocatorMap, ...]:
         """A map of each card's allocator in this process.
 
-        Unused allocators are left out. Only simulated cards and torch's allocators for CUDA and ROCm
-        have maps.
+        Unused allocators are left out. Only simulated cards, and torch's allocators for CUDA and
+        ROCm, have maps.
         """
         cuda = _started_cuda() if self._cards else None
         if cuda is None:

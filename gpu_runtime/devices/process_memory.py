@@ -39,7 +39,7 @@ class Note(weakref.ref):
 
 
 class Block:
-    """Bytes on a device. They are held until `free`, or until the last reference or buffer is gone."""
+    """Bytes on a device, held until `free`, or until the last reference or buffer is gone."""
 
     __slots__ = ("memory", "size", "note", "segment", "offset", "__weakref__")
 

@@ -61,7 +61,7 @@ _GENERATES = (
     "Seq2SeqLM",
     "LMHeadModel",
 )
-# Activation functions that are computed in several steps, so more intermediate values exist at once.
+# Activation functions that are computed in several steps, so that more intermediate values exist.
 _UNFUSED = {"gelu_new", "gelu_fast", "quick_gelu", "gelu_accurate"}
 _RECURRENT = (
     "linear",
@@ -191,7 +191,7 @@ def attention_heads(config: Mapping[str, Any]) -> int:
 def kv_cache_bytes(
     layers: Sequence[Layer], *, tokens: int, sequences: int = 1, bits: float = 16.0
 ) -> int:
-    """Bytes of the cache for `sequences` sequences of `tokens` tokens, with `bits` bits for each value.
+    """Bytes of the cache for `sequences` sequences of `tokens` tokens, with `bits` bits a value.
 
     `layers` is the result of `cache_layers`. The number of bytes is a lower bound: an engine that
     allocates pages or blocks rounds up.

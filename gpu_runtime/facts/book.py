@@ -83,8 +83,8 @@ class Event(Value):
     by: str = ""  # the requester, if it is another process: the person (if named) and the process
     shares: Shares = ()  # the parts on several devices; `device` is the first of them
     answers: str = ""  # the key of the ticket that this event answers
-    # Other candidates and why they were not chosen, as sentences. They are stored in the journal only,
-    # because the page must stay small.
+    # Other candidates, as sentences with the reasons why they were not chosen. They are stored in
+    # the journal only, because the page must stay small.
     runners_up: tuple[str, ...] = ()
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
     # For a lease that left a memory: when it was used (`facts.recent_uses`), and the digest of its

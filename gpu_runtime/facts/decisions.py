@@ -106,7 +106,8 @@ class PlacementRules(Value):
     policy: str = "best-fit"  # or "most-free", "fewest-evictions"
     least_cards: int = 1  # if above 1, the model is split even if one card could hold it
     most_cards: int = 0  # the largest number of cards of a split; 0: no limit
-    # Card -> the most bytes that the model may take there. Other cards are not used. Empty: no limit.
+    # Card -> the most bytes that the model may take there. Cards that are missing are not used. An
+    # empty dictionary means no limit.
     card_bytes: dict[str, int] = {}
     # Bytes that stay free on each card of a proportional split, for the driver's own needs.
     margin_bytes: int = 512 * 2**20

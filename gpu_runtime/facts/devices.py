@@ -32,7 +32,7 @@ class Device(Value):
 
     @property
     def key(self) -> str:
-        """The UUID if the device has one, else the id. A UUID stays the same when cards are renumbered."""
+        """The UUID if the device has one, else the id. It survives a renumbering of the cards."""
         return self.uuid or self.id
 
 

@@ -276,5 +276,6 @@ class Ticket(Value):
         0.0  # since when only models in use block it; 0: something else blocks it
     )
     because: str = ""
-    # The person who asked, as the requesting process claims. It is only for display and proves nothing.
+    # The person who made the request, as the requesting process claims. It proves nothing, and is
+    # only for display.
     said_by: str = ""

@@ -1,7 +1,7 @@
-"""The times of a model's last uses, as short text that its lease carries.
+"""The times of a model's last uses, as short text that is stored in its lease.
 
-A time is a whole epoch second, so that it means the same after a restart. Each second counts once: two
-lists are merged without counting a use twice, however often they are merged.
+A time is a whole epoch second, which has the same meaning after a restart. Each second counts once.
+So two lists can be merged repeatedly without counting a use twice.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def decode_uses(text: str, now: float) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def expected_use(text: str, now: int, youngest: float) -> float:
-    """The sum of 1 / (age + `youngest`) over the uses in `text`; 0 if it is empty. Ages are in seconds.
+    """The sum of 1 / (age + `youngest`) over the uses in `text`; 0 if `text` is empty.
 
-    `now` is in epoch seconds. The result is remembered: a decision needs it several times.
+    Ages and `youngest` are in seconds, `now` in epoch seconds. The result is cached, because a
+    decision needs it several times.
     """
     total = 0.0
     for second in _unpacked(text):

@@ -372,7 +372,7 @@ class SharedLedger:
             )
 
     def _leave_to_parent(self) -> None:
-        """Closes the files in a forked child. The lock remains; the connection is not used again."""
+        """Closes the files in a forked child. The lock stays; the connection is not used again."""
         self._bell.close_here()
         if self._queue:
             self._queue.close_here()

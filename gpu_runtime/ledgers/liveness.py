@@ -225,7 +225,7 @@ class OwnerFile:
         self.close_here()
 
     def close_here(self) -> None:
-        """Closes the descriptor without unlocking: a forked child must not drop its parent's lock."""
+        """Closes the descriptor without unlocking: a forked child must keep its parent's lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -168,7 +168,7 @@ class MemoryLedger:
         return self._open_book().answers.get((owner_id, self.owner.id))
 
     def close(self) -> None:
-        """Removes this owner's bell, maps, names and answers. After that, the owner counts as dead."""
+        """Removes this owner's bell, maps, names and answers. Then the owner counts as dead."""
         memory, self._book = self._book, None
         if memory:
             memory.maps.pop(self.owner.id, None)

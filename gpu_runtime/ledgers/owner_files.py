@@ -80,7 +80,7 @@ class Beside:
             if not same_user:
                 return None  # written by another member
             if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
-                return None  # not one of ours
+                return None  # not written by gpu-console
             return read(fd, found)
         except OSError:  # the owner has ended, and its files are removed
             return None

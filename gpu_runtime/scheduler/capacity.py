@@ -25,7 +25,7 @@ def limit_of(
     world: World,
     device: str,
 ) -> int:
-    """The budget of a `device` in bytes: the smaller of the book's limit and this process's limit."""
+    """The budget of a `device` in bytes: the book's limit or this process's, if that is smaller."""
     own_limit = world.limits.get(device, 0)
     return min(own_limit, book.limits.get(device, own_limit))
 

@@ -105,7 +105,7 @@ def _blocking_others(
     stuck: list[Ticket],
     limits: dict[str, int],
 ) -> tuple[Ticket, ...]:
-    """The stuck requests whose threads hold bytes on a card that another stuck request could use."""
+    """The stuck requests whose threads hold bytes on a card that another of them could use."""
     while True:
         blocking = [ticket for ticket in stuck if _blocks_another(book, ticket, stuck, limits)]
         if len(blocking) == len(stuck):

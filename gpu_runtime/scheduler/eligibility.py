@@ -79,7 +79,7 @@ def can_move(lease: Lease, world: World) -> bool:
 
 
 def _uses_host_memory(lease: Lease, world: World) -> bool:
-    """Whether the lease is on a card that shares the host's memory: an offload would free nothing."""
+    """Whether the lease is on a card that uses the host's memory, so an offload frees nothing."""
     for device in world.devices:
         if device.unified:  # a plain loop: every decision runs this for every lease
             return any(share.device == device.id for share in lease.shares)

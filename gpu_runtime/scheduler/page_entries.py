@@ -70,7 +70,7 @@ def free_an_entry(
 
 
 def _leaving(book: Book, request: Request, context: Context) -> Lease | None:
-    """A lease that is being unloaded, or that leaves because this request recalled it; else None."""
+    """A lease that is being unloaded, or is leaving because this request recalled it; or None."""
     old = book.ticket(request.key)
     recalled = old.recalls if old else ()
     for lease in context.leases:

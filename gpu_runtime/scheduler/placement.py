@@ -89,7 +89,7 @@ def _claiming_more(
     rules: PlacementRules,
     limits: Bytes,
 ) -> tuple[Candidate, ...]:
-    """The candidates of `on_one_card`, if a card's bytes are limited or a claim may exceed the model."""
+    """The candidates of `on_one_card` if a card's bytes are limited, or claims exceed the model."""
     found = []
     for device in allowed:
         limit = limits.get(device, 0)

@@ -13,7 +13,8 @@ from bisect import bisect_left
 from ..facts import IMPORTANCE, Book, Request, Ticket, World
 from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
-# Importance, whether it has waited for less than `patience_seconds`, negative users per second, arrival, key.
+# The fields: importance; 0 after `patience_seconds` of waiting, else 1; negative users per second;
+# arrival; key.
 _Position = tuple[int, int, float, float, str]
 _CLASSES = sorted(IMPORTANCE.values())
 

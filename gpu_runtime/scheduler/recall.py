@@ -60,11 +60,11 @@ class Ask(Value):
     arrived: float
     by: str = ""  # the user of the requesting process
     places: tuple[str, ...] = ()  # the cards to move to, for a move
-    said_by: str = ""  # the person for whom the process asks, as the process says; may be empty
+    said_by: str = ""  # the person for whom the process asks, as the process claims; may be empty
 
 
 class Order(Value):
-    """Work, apart from evictions, that an owner's monitor does on request: preload, pin and so on."""
+    """Work, apart from evictions, that an owner's monitor does on request, such as a preload."""
 
     key: str
     verb: str
@@ -110,10 +110,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
 
 
 def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
-    """The book with an event that records that the request `asked` failed.
-
-    Every request of a person is logged in this way. `because` is the reason for the failure.
-    """
+    """The book with an event for the failed request `asked`; `because` is the reason."""
     return _log(book, asked, world, "declined", because)
 
 
@@ -265,10 +262,7 @@ def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
 
 
 def _host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """The owner's models to drop from host memory so that `lease`, which has no source, fits in.
-
-    The result is empty if this is not needed or not possible.
-    """
+    """The owner's models to drop from host memory, so that a lease without a source fits there."""
     if not (lease.movable and world.rules.offload):
         return ()
     victims = warm_pool_victims(

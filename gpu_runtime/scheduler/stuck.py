@@ -25,7 +25,7 @@ class Stuck(NamedTuple):
     host_bytes: int  # host memory that the precious leases may use
 
     def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
-        """Bytes on this `card` of leases that cannot leave and of the `remaining` precious leases."""
+        """Bytes on this `card` of leases that cannot leave, and of the precious `remaining`."""
         stuck = [lease for lease, _ in self.leases.get(card, ())]
         return sum(lease.bytes_on(card) for lease in (*stuck, *remaining))
 

@@ -1,7 +1,7 @@
-"""Which leases are evicted when room is needed: the cheapest set that is enough.
+"""Finds the leases to evict when room is needed: the cheapest set that is enough.
 
-Pure: values in, values out. Leases are ordered by importance, then by the rank that a policy of
-`eviction_policy` gives. `eligibility` decides which leases may be evicted at all.
+Pure. Leases are ordered by importance, then by the rank that a policy of `eviction_policy` gives.
+`eligibility` decides which leases may be evicted at all.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def victims(
     world: World,
     rank: Policy,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict to free `need` bytes on each device; None if all are not enough.
+    """The leases to evict to free `need` bytes on each device; None if all together are not enough.
 
-    The least important of the `idle` leases are chosen first, then those with the lowest `rank` in
-    this `world`. Then every lease that is not needed is removed from the set. A key `owner:ID` in
-    `need` stands for all cards on which this owner has leases.
+    The least important of the `idle` leases are chosen first. Of equally important leases, those
+    with the lowest `rank` in this `world` are first. Then every lease that is not needed is removed
+    from the set. A key `owner:ID` in `need` stands for all cards on which this owner has leases.
     """
     return victims_in_order(need, eviction_order(idle, world, rank))
 
@@ -53,11 +53,12 @@ def eviction_order(
 
 
 def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """As `victims`, for leases that are already in order.
+    """The same as `victims`, for leases that are already in order.
 
-    No lease is evicted if the leases before it are enough. Among those, the ones that are not
-    needed stay: as many seconds of loading again as possible, then as many bytes. `need` is bytes
-    by device, or by `owner:ID`; `ordered` is from `eviction_order`.
+    No lease is evicted if the leases before it are enough. Of these leases, those that are not
+    needed stay. They are chosen so that as many seconds of loading again as possible are saved,
+    then as many bytes. `need` is bytes by device, or by `owner:ID`. `ordered` is the result of
+    `eviction_order`.
     """
     missing = _missing(need)
     if not missing:
@@ -73,9 +74,9 @@ def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple
 
 
 def _first_enough(missing: Gain, ordered: Iterable[Lease]) -> list[tuple[Lease, Gain]] | None:
-    """The first leases that free all that is missing; None if all are not enough.
+    """The first leases that free all missing bytes; None if all leases are not enough.
 
-    Their bytes are subtracted from `missing`. A negative number there is then the surplus.
+    The bytes of these leases are subtracted from `missing`. A negative number there is the surplus.
     """
     owners = _owners(missing)
     chosen: list[tuple[Lease, Gain]] = []
@@ -103,7 +104,7 @@ def _owners(places: Iterable[str]) -> frozenset[str]:
 
 
 def _fits_in(gain: Gain, surplus: Gain) -> bool:
-    """Whether the need is still met if the lease with this gain stays."""
+    """Whether the need is still met if the lease with this `gain` stays."""
     for place, size in gain.items():
         if size > surplus[place]:
             return False
@@ -113,7 +114,8 @@ def _fits_in(gain: Gain, surplus: Gain) -> bool:
 def _spared(chosen: Gains, surplus: Gain) -> set[int]:
     """Indices of the leases that need not leave: the set that costs most to load again.
 
-    Of equal sets, the set with the later leases is returned: they are more precious.
+    If two sets are equal, the set with the later leases is returned, because these are more
+    precious.
     """
     last_first = range(len(chosen) - 1, -1, -1)
     if len(surplus) == 1:  # one device, which is the usual case
@@ -170,11 +172,11 @@ def _spare_in_turn(
 
 
 def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """The smallest set of leases that makes the room; None if there is none.
+    """The smallest set of leases that makes the room; None if no set does.
 
-    Of several such sets, the set with the fewest bytes is returned. No important lease is evicted
-    if less important leases are enough. `need` is bytes by device, or by `owner:ID`. The order of
-    `ordered` decides only between sets that are equal otherwise.
+    If several sets have that size, the set with the fewest bytes is returned. No important lease is
+    evicted if less important leases are enough. `need` is bytes by device, or by `owner:ID`. The
+    order of `ordered` only decides between sets that are otherwise equal.
     """
     missing = _missing(need)
     if not missing:
@@ -189,7 +191,7 @@ def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[L
 def _least_important_that_do(
     need: Gain, ordered: Iterable[Lease]
 ) -> list[tuple[Lease, Gain]] | None:
-    """The leases of the least important classes that meet the need together; None if all do not."""
+    """The leases of the least important classes that together meet the need; else None."""
     owners = _owners(need)
     able: list[tuple[Lease, Gain]] = []
     missing = dict(need)
@@ -207,11 +209,12 @@ def _least_important_that_do(
 
 
 class _SmallestSet:
-    """A search for the smallest set that meets a need; of equal sets, for the fewest bytes.
+    """A search for the smallest set of leases that meets a need.
 
-    Sets of one lease are tried first, then sets of two, and so on. Leases that free most are tried
-    first. A branch ends when even the largest remaining leases would not be enough. The result is
-    exact, unless the search takes more than MOST_LOOKS steps.
+    Of sets with equally many leases, the one with the fewest bytes is found. Sets of one lease are
+    tried first, then sets of two, and so on. Leases that free most are tried first. A branch ends
+    when even the largest remaining leases would not be enough. The result is exact, unless the
+    search takes more than MOST_LOOKS steps.
     """
 
     def __init__(self, able: Gains, need: Gain) -> None:
@@ -224,7 +227,7 @@ class _SmallestSet:
             self.sums[place] = list(accumulate(freed, initial=0))
 
     def find(self) -> tuple[Lease, ...]:
-        """The smallest set; if the search takes too long, the largest leases that are enough."""
+        """The smallest set. If the search takes too long: the largest leases that are enough."""
         for count in range(1, len(self.able) + 1):
             self._try_from(0, count, self.need, 0, ())
             if self.best is not None:
@@ -263,7 +266,7 @@ class _SmallestSet:
         size: int,
         taken: tuple[Lease, ...],
     ) -> None:
-        """Completes the set with one lease: the smallest that is enough, if there is one."""
+        """Completes the set with the smallest lease that is enough, if there is such a lease."""
         enough = []
         for lease, gain in self.able[start:]:
             if all([gain.get(place, 0) >= missing for place, missing in left.items()]):
@@ -282,7 +285,8 @@ class _SmallestSet:
         left: Mapping[str, int],
     ) -> bool:
         """Whether no `count` leases from `start` on can free the bytes that are still missing."""
-        # With one place, the leases are sorted by their gain there, so the next ones are the largest.
+        # With one place, the leases are sorted by their gain there. So the next leases are the
+        # largest.
         one_place = len(self.need) == 1
         for place, missing in left.items():
             sums = self.sums[place]
@@ -297,7 +301,7 @@ def _gain(
     missing: Mapping[str, int],
     owners: frozenset[str],
 ) -> Gain:
-    """Bytes that this lease would free in each place that needs bytes."""
+    """Bytes that `lease` would free in each place of `missing`."""
     gain: Gain = {}
     for share in lease.shares:
         device = share.device

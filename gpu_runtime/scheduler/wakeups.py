@@ -13,8 +13,8 @@ from ..facts import Book, Lease
 def affects_waiters(before: Book, after: Book) -> bool:
     """Whether a waiting request might get another verdict from `after` than from `before`.
 
-    A refreshed ticket, a counted use and a new sample do not count. If they did, the waiting processes
-    would wake each other forever.
+    A refreshed ticket, a counted use and a new sample do not count as changes. If they did, the
+    waiting processes would wake each other forever.
     """
     if before.ghosts != after.ghosts or before.drained != after.drained:
         return True

@@ -76,7 +76,7 @@ class Measurements:
             return dict(self._latest().cells.get(key, {}))
 
     def remember_cell(self, key: str, peak: dict[str, int]) -> None:
-        """Stores the `peak` of a cell, in bytes by card. An empty peak removes the cell. Never fails."""
+        """Stores the `peak` of a cell, in bytes by card; an empty one removes it. Never fails."""
 
         def change(content: MeasurementFile) -> MeasurementFile:
             cells = _with_newest(content.cells, key, peak)

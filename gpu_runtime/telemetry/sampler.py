@@ -52,7 +52,7 @@ _Answers = queue.SimpleQueue[tuple[str, Sample | str]]  # UUID of a card, and it
 
 
 class HelperFiles:
-    """The helper's files in the ledger's directory: lock, notification socket, published figures."""
+    """The helper's files in the ledger's directory: lock, notification pipe, published figures."""
 
     def __init__(self, directory: Path) -> None:
         """Opens the lock in `directory`. Raises OSError if the directory cannot be used."""
@@ -259,7 +259,7 @@ class HistoryThread:
     """The thread that writes the history. A ledger that does not answer delays only this thread."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        """`directory` has the ledger's files of this boot; `url` is its address (empty: no history)."""
+        """`directory` has the ledger's files of this boot; `url` is its URL (empty: no history)."""
         self.figures: Figures | None = None  # the last published figures
         self._directory, self._url = directory, url
         self._ended = threading.Event()

@@ -46,7 +46,7 @@ _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE w
 class Record:
     """The history in one file. Every call opens the file again.
 
-    If the file is damaged or not ours, the writer renames it, and the readers find no moments.
+    If the file is damaged or is no history, the writer renames it, and readers find no moments.
     """
 
     def __init__(self, path: Path) -> None:

@@ -274,7 +274,7 @@ class RedisBook(BookStore):
             raise DamagedBook(page.name, 0, "it is too large")
         generation, rev, schema, body = found
         if generation.decode(errors="replace") != page.name:
-            self._vetted = False  # it was made again: check that it holds what we know
+            self._vetted = False  # the page was made again, so it must be compared with the rosters
             raise LostRace
         try:
             return self._decoded(page, int(rev), int(schema), body)

@@ -23,7 +23,7 @@ MOST_BYTES = 4 << 20  # a larger page was not written by gpu-console
 KEPT_SECONDS = 7 * 86400
 SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen
 
-MARKER = "gpu-console:ledger"  # its presence means that this database is ours
+MARKER = "gpu-console:ledger"  # marks a database that belongs to gpu-console
 PAGE = "gpu-console:page:"
 
 LOOK_OR_WRITE = f"""

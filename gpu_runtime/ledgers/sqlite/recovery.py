@@ -166,7 +166,9 @@ def _decoded(roster: Roster) -> Book | None:
 
 def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
     """Makes a book under a draft's name. Once the book is complete, it is renamed to `name`."""
-    draft = directory / ".book-draft"  # one name is enough, since we hold the rebuild lock
+    draft = (
+        directory / ".book-draft"
+    )  # one name is enough, because this process holds the rebuild lock
     draft.unlink(missing_ok=True)
     flags = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(draft, flags, 0o600)

@@ -128,7 +128,7 @@ class WriterQueue:
             os.write(self._pipe, b"!")
 
     def close_here(self) -> None:
-        """Closes the descriptors, so that a forked child does not keep the turn of a killed parent."""
+        """Closes the descriptors, so that a forked child does not keep a killed parent's turn."""
         self._closing()
 
     def _turns_ended(self) -> bytes:
