@@ -146,7 +146,10 @@ class Sampling:
             if read is None or read[0] != stamp:
                 read = self._read = (stamp, _decode(_read_file(path)))
             return read[1]
-        except (OSError, msgspec.MsgspecError):  # none written yet, or by another version
+        except (
+            OSError,
+            msgspec.MsgspecError,
+        ):  # no figures were written yet, or another version wrote them
             return None
 
     def fresh(self) -> Figures | None:

@@ -84,8 +84,10 @@ class Evidence(Value):
 class Measurement(Value):
     """The memory that a model used after it was loaded, as measured."""
 
-    resident_bytes: int  # size of its storages
-    peak_bytes: int | None = None  # the most during load and use; None: not measured
+    resident_bytes: int  # size of the model's storages
+    peak_bytes: int | None = (
+        None  # the largest number of bytes during load and use; None: not measured
+    )
     day: str = ""  # in the form 2026-11-21
     device: str = ""  # a card's name
     name: str = ""  # the model's name, for people who read the file

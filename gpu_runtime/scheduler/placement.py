@@ -44,10 +44,12 @@ def place(
 ) -> tuple[Candidate, ...]:
     """The candidates for the `footprint`. Those that fit come before those that do not.
 
-    Both groups start with the best candidate. `room` is the bytes that may be granted, by device
-    id; its order decides between equal devices. `limits` are the devices' budgets, used as the size
-    of a whole card; without `limits`, `room` is used. Several cards are tried only if no single
-    card has the room. The `rules` name the policy, the layout and the allowed devices.
+    Each group starts with its best candidate. Several cards are tried only if no single card has
+    the room.
+
+    `room` is the bytes that may be granted, by device id. Its order decides between equal devices.
+    `limits` are the devices' budgets, which are the size of a whole card; without them, `room` is
+    used. The `rules` name the policy, the layout and the allowed devices.
     """
     limits = room if limits is None else limits
     alone = on_one_card(footprint, room, rules, limits) if may_use_one_card(rules) else ()

@@ -242,7 +242,7 @@ class _Lock(io.FileIO):
 def take(file: io.FileIO, patience_seconds: float) -> None:
     """Locks `file`.
 
-    Raises LedgerUnavailable if another process holds it for longer than `patience_seconds`.
+    Raises LedgerUnavailable if another process keeps the lock for longer than `patience_seconds`.
     """
     deadline = time.monotonic() + patience_seconds
     while True:
