@@ -23,6 +23,7 @@ from ..scheduler import relief
 from ..units import MIB, show_bytes, show_seconds
 from . import acquire, kernel_names, operations, release
 from .cell_room import CellRoom, forget_frames, make_room
+from .kernel_reading import Reading
 from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
 from .pins import Anchor, new_anchor
 from .resident import Place
@@ -43,6 +44,7 @@ class Kernel:
         """`stillness` tells whether code runs in the kernel that may use its memory."""
         self._session, self._stillness = session, stillness
         self._room = CellRoom(session)
+        self.reading = Reading(session, self._begin_turn)
         self._cell = ""  # the text of the last cell
         self._handle: Any = None
         self._running: list[Anchor] = []  # one for each cell that runs; they pin the lease
@@ -123,12 +125,16 @@ class Kernel:
                 raise
             resident.claim({})  # it returns without the room
             acquire.obtain(session, resident, weakref.ref(anchor))
-        self._turn_began = now = session.clock()
+        self._begin_turn()
+        now = self._turn_began
         if not since:
             return ""
         size, away = show_bytes(resident.lease.own_bytes), show_seconds(began - since)
         other = f"{who} had the card for {away}" if who else f"it was away for {away}"
         return f"{size} came back from RAM in {show_seconds(now - began)}; {other}."
+
+    def _begin_turn(self) -> None:
+        self._turn_began = self._session.clock()
 
     def _who_had_the_card(self, resident: KernelResident, since: float) -> str:
         """The title of the largest other lease that used the kernel's cards after `since`; else

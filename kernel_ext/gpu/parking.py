@@ -27,19 +27,14 @@ from gpu_runtime.cell_keys import cell_key, is_remembered
 from gpu_runtime.notebook import notebook_path
 from gpu_runtime.units import MIB
 
+from . import messages
+
 LOOP_SECONDS = 10.0  # the longest wait until the kernel's loop begins the exchange
 UNDISTURBED_SECONDS = 60.0  # the switch interval meanwhile: no other thread gets the interpreter
 # These libraries may have stored the addresses of tensors, or run code of their own on the card.
 OTHER_LIBRARIES = (
     "cupy", "numba.cuda", "jax", "tensorflow", "cudf", "rmm", "pycuda", "tensorrt", "warp", "vllm",
     "deepspeed", "transformer_engine", "dgl",
-)  # fmt: skip
-# The types of messages that run no code of the user.
-QUIET = frozenset(
-    (
-        "kernel_info_request", "history_request", "is_complete_request", "comm_info_request",
-        "connect_request", "usage_request",
-    )
 )  # fmt: skip
 KERNEL_THREADS = frozenset(
     ("MainThread", "IOPub", "Control", "Heartbeat", "Shell channel", "IPythonHistorySavingThread")
@@ -61,6 +56,7 @@ RESTING = frozenset(
         ("queue.py", "get"), ("thread.py", "_worker"),
     )
 )  # fmt: skip
+DEBUG = "debug_request"  # the type of a message to the debugger
 OURS = "gpu_runtime."  # modules whose threads touch no tensor except through this exchange
 
 
@@ -75,6 +71,7 @@ class Parking:
         self._lease: Any = None  # the runtime's Kernel, once torch holds something
         self._mark = 0
         self._cells = 0  # the number of cells that run now
+        self._cells_before = 0  # their number when the current message arrived
         self._text = ""  # of the outermost cell
         self._in_hook = False  # the main thread waits for its memory
         self._main = threading.main_thread().ident
@@ -82,8 +79,15 @@ class Parking:
         shell.events.callbacks["pre_execute"].insert(0, self.before)  # before anybody else's hook
         shell.events.register("post_execute", self.after)
         shell.ast_transformers.insert(0, self._refusing)
-        self._hook = self._kernel.pre_handler_hook
+        self._held: Any = None  # while it is set, the memory stays for the current message
+        self._for_console = False  # whether the callback that runs belongs to our console
+        self._hook, self._end_hook = self._kernel.pre_handler_hook, self._kernel.post_handler_hook
         self._kernel.pre_handler_hook = self.on_message
+        self._kernel.post_handler_hook = self.after_message
+        self._handlers = self._kernel.control_handlers
+        self._debug = self._handlers.get(DEBUG)
+        if self._debug is not None:
+            self._handlers[DEBUG] = self.on_debug_request
 
     def remove(self) -> None:
         """Removes everything that was added."""
@@ -95,24 +99,67 @@ class Parking:
             self._shell.ast_transformers.remove(self._refusing)
         if self._kernel.pre_handler_hook == self.on_message:
             self._kernel.pre_handler_hook = self._hook
+        if self._kernel.post_handler_hook == self.after_message:
+            self._kernel.post_handler_hook = self._end_hook
+        if self._handlers.get(DEBUG) == self.on_debug_request:
+            self._handlers[DEBUG] = self._debug
 
     # -- messages and cells
 
     def on_message(self) -> Any:
         """Called before the kernel handles a message."""
-        try:
-            kind = self._kernel.get_parent("shell")["header"]["msg_type"]
-        except Exception:  # a message without a header is not a quiet one
-            kind = ""
-        if kind not in QUIET:
+        kind, content = messages.current(self._kernel)
+        if kind not in messages.QUIET:
             self._mark += 1
-        return self._hook()
+        if threading.get_ident() == self._main:
+            self._cells_before = self._cells
+        try:
+            return self._hook()  # after this call an interrupt ends a wait
+        finally:
+            if not self._cells and messages.may_read(self._kernel, kind, content):
+                self._held = self._hold()
+
+    def after_message(self) -> Any:
+        """Called after the kernel has handled a message."""
+        self._held = None
+        while self._cells > self._cells_before and threading.get_ident() == self._main:
+            self.after()  # a comm's callback failed: `post_execute` is not called then
+        return self._end_hook()
+
+    async def on_debug_request(self, stream: Any, ident: Any, message: Any) -> None:
+        """Handles a message to the debugger, in the thread of the control channel."""
+        held = None
+        if message["content"].get("command") in messages.DEBUGGER_READS:
+            held = await messages.in_thread(self._hold)
+        try:
+            await self._debug(stream, ident, message)
+        finally:
+            del held
+
+    def _hold(self) -> Any:
+        """Brings parked memory back. It stays until the result is dropped; see `Reading.hold`."""
+        lease = self._lease
+        if lease is None:
+            return None
+        in_main = threading.get_ident() == self._main
+        self._in_hook = self._in_hook or in_main
+        try:
+            return lease.reading.hold()
+        except KeyboardInterrupt:  # raised from a hook, it would end the kernel
+            return None
+        finally:
+            if in_main:
+                self._in_hook = False
 
     def before(self) -> None:
         """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
         self._mark += 1
+        kind, content = messages.current(self._kernel)
+        self._for_console = messages.is_for_console(self._kernel, kind, content)
+        if self._for_console:
+            return
         self._cells += 1
-        text = self._text_of_cell()
+        text = content.get("code", "")  # the message of a comm has none
         if self._cells == 1:
             self._text = text
         if self._lease is None and text and _took_memory(text):
@@ -129,8 +176,11 @@ class Parking:
 
     def after(self) -> None:
         """Called after a cell, a silent request or a comm callback. Counts the bytes that the kernel holds."""
-        self._cells = max(0, self._cells - 1)
         self._mark += 1
+        if self._for_console:
+            self._for_console = False
+            return
+        self._cells = max(0, self._cells - 1)
         if self._runtime is not None and gpu_runtime._opened() is None:
             self._lease = None  # the user has closed it, and may change its settings
             return
@@ -150,15 +200,6 @@ class Parking:
             if rt is not self._runtime:
                 self._runtime, self._lease = rt, rt.attach_kernel(self)
         return self._lease is not None
-
-    def _text_of_cell(self) -> str:
-        """The text of the cell that is to run, or "" for a comm callback."""
-        try:
-            content = self._kernel.get_parent("shell")["content"]
-        except Exception:  # no message is being handled
-            return ""
-        text = content.get("code", "")
-        return text if isinstance(text, str) else ""
 
     def make_room_to_retry(self, error: BaseException) -> str:
         """Makes room after a failed `%%gpu --retry` cell, and returns a sentence about what was evicted.

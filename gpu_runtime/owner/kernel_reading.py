@@ -1,0 +1,52 @@
+"""The memory of a notebook's kernel for a message that may read it although no cell runs.
+
+Completion, inspection and a debugger's view of variables read tensors. The memory returns for them by the
+same request as for a cell, but the wait is short: such a message has no line in the notebook that shows a
+wait. If the memory does not return, the message is handled without it, and each access to it raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from . import acquire
+from .kernel_resident import NAME, KernelResident
+from .pins import Anchor, new_anchor
+from .session import Session, log
+
+WAIT_SECONDS = 5.0  # the longest wait for room; cells that were sent later wait behind it
+PAUSE_SECONDS = 60.0  # after a wait that came to nothing, messages are handled at once for so long
+
+
+class Reading:
+    """Brings the memory of one kernel back for messages that may read it."""
+
+    def __init__(self, session: Session, returned: Callable[[], None]) -> None:
+        """For the kernel of `session`. `returned` is called when the memory came back."""
+        self._session, self._returned = session, returned
+        self._again_at = 0.0
+
+    def hold(self) -> Anchor | None:
+        """Returns an object: the memory stays on its card until the caller drops it.
+
+        The result is None if the kernel has no lease, or if its memory did not return in time.
+        """
+        resident = self._session.residents.get(NAME)
+        if not isinstance(resident, KernelResident):
+            return None
+        anchor = new_anchor()
+        if resident.enter(weakref.ref(anchor)):
+            return anchor
+        clock = self._session.clock
+        if clock() < self._again_at:
+            return None
+        try:
+            acquire.obtain(self._session, resident, weakref.ref(anchor), timeout=WAIT_SECONDS)
+        except Exception as error:  # the message is handled in any case
+            log.debug("a message is handled while the kernel's memory is away: %s", error)
+            self._again_at = clock() + PAUSE_SECONDS
+            return None
+        self._again_at = 0.0
+        self._returned()
+        return anchor

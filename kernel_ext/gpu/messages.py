@@ -1,0 +1,92 @@
+"""Which messages to a kernel may read its memory although no cell runs.
+
+IPython calls `pre_execute` before a cell and before the callback of a comm's message. The messages named
+here run code of the user's, such as a property or `__repr__`, without that call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from gpu_runtime import threads
+
+# Messages that run no code of the user's.
+QUIET = frozenset(
+    (
+        "kernel_info_request", "history_request", "is_complete_request", "comm_info_request",
+        "connect_request", "usage_request",
+    )
+)  # fmt: skip
+READING = frozenset(("complete_request", "inspect_request"))
+# Requests to the debugger that show or set variables. It answers them in another thread.
+DEBUGGER_READS = frozenset(
+    (
+        "inspectVariables", "richInspectVariables", "variables", "evaluate", "setVariable",
+        "setExpression", "copyToGlobals",
+    )
+)  # fmt: skip
+
+
+def current(kernel: Any) -> tuple[str, dict[str, Any]]:
+    """The type and the content of the message that `kernel` handles; empty if it cannot be read."""
+    try:
+        message = kernel.get_parent("shell")
+        return message["header"]["msg_type"], dict(message["content"])
+    except Exception:  # no message is being handled, or it has no header
+        return "", {}
+
+
+def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
+    """Whether a message may read the memory of `kernel` without a call of `pre_execute`."""
+    if kind == "execute_request":  # IPython skips an empty cell, and not its expressions
+        return bool(content.get("user_expressions")) and not content.get("code", "").strip()
+    if kind in ("comm_open", "comm_close"):
+        callback = _comm_callback(kernel, kind, content)
+        return callback is not None and not _is_of_console(callback)
+    return kind in READING
+
+
+def is_for_console(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
+    """Whether the message belongs to a console that this notebook shows. It reads no tensor."""
+    return kind == "comm_msg" and _is_of_console(_comm_callback(kernel, kind, content))
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Calls `work` in a thread of gpu_runtime and returns its result; None if `work` raises.
+
+    Any other thread would be a reason not to move the kernel's memory.
+    """
+    loop = asyncio.get_running_loop()
+    result = loop.create_future()
+    waiting = [result]
+
+    def run() -> None:
+        done: list[Any] = [None]
+        try:
+            done[0] = work()
+        finally:  # without a result the caller would wait for ever
+            # The lists are emptied: the thread may end later, and must not keep the result alive.
+            loop.call_soon_threadsafe(lambda: waiting.pop().set_result(done.pop()))
+
+    threads.start(run)
+    return await result
+
+
+def _comm_callback(kernel: Any, kind: str, content: dict[str, Any]) -> Any:
+    """The function that handles a message of a comm; None if there is none."""
+    manager = getattr(kernel, "comm_manager", None)
+    if kind == "comm_open":
+        return getattr(manager, "targets", {}).get(content.get("target_name"))
+    comm = getattr(manager, "comms", {}).get(content.get("comm_id"))
+    return getattr(comm, "_close_callback" if kind == "comm_close" else "_msg_callback", None)
+
+
+def _is_of_console(callback: Any) -> bool:
+    """Whether `callback` belongs to a view of our console: Panel's comm calls the view's method."""
+    comm = getattr(callback, "__self__", None)
+    if not type(comm).__module__.startswith("pyviz_comms"):
+        return False
+    view = getattr(getattr(comm._on_msg, "func", None), "__self__", None)
+    return type(view).__module__.startswith("gpu_panels.")

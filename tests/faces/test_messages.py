@@ -1,0 +1,187 @@
+"""The memory of a parked kernel is there before a message can read it, also where no cell runs.
+
+The kernel of these tests is a stand-in that calls the hooks as ipykernel does. Real kernels of two versions:
+tests/stories/test_kernel_versions.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from gpu.parking import Parking
+from IPython.core.events import EventManager, available_events
+from pyviz_comms import JupyterComm
+
+import gpu_runtime
+
+
+class Lease:
+    """Records when the kernel's memory is requested and when it may leave again."""
+
+    def __init__(self) -> None:
+        self.story: list[str] = []
+        self.reading, self.refused = self, ""
+        self.raises: type[BaseException] | None = None
+
+    def hold(self):
+        self.story.append("back")
+        if self.raises:
+            raise self.raises
+        return _Held(self.story)
+
+    def begin(self, text):
+        self.story.append(f"cell {text}")
+        return ""
+
+    def end(self, text):
+        self.story.append("end")
+
+
+class _Held:
+    def __init__(self, story):
+        self.story = story
+
+    def __del__(self):
+        self.story.append("free")
+
+
+class Kernel:
+    """Handles a message between the two hooks, as ipykernel does."""
+
+    def __init__(self, story) -> None:
+        self.story = story
+        self.control_handlers = {"debug_request": self.debug}
+        self.comm_manager = SimpleNamespace(targets={}, comms={})
+        self.message: dict = {}
+
+    def pre_handler_hook(self):
+        self.story.append("hook")
+
+    def post_handler_hook(self):
+        self.story.append("hook after")
+
+    def get_parent(self, channel):
+        return self.message
+
+    def handle(self, kind, act=lambda: None, **content):
+        self.message = {"header": {"msg_type": kind}, "content": content}
+        self.pre_handler_hook()
+        self.story.append("handled")
+        act()
+        self.post_handler_hook()
+
+    async def debug(self, stream, ident, message):
+        self.story.append("handled")
+
+
+@pytest.fixture
+def follows(monkeypatch):
+    """A kernel that is followed, its shell and the story of its lease."""
+    monkeypatch.setattr(gpu_runtime, "_opened", object)
+    lease = Lease()
+    kernel = Kernel(lease.story)
+    shell = SimpleNamespace(kernel=kernel, ast_transformers=[])
+    shell.events = EventManager(shell, available_events)
+    parking = Parking(shell, lambda: SimpleNamespace(attach_kernel=lambda _: lease), print)
+    parking._attach()
+    yield SimpleNamespace(kernel=kernel, shell=shell, lease=lease, story=lease.story)
+    parking.remove()
+    assert kernel.pre_handler_hook.__func__ is Kernel.pre_handler_hook
+    assert kernel.control_handlers["debug_request"] == kernel.debug
+
+
+HELD = ["hook", "back", "handled", "free", "hook after"]
+NOT_HELD = ["hook", "handled", "hook after"]
+MESSAGES = {
+    "completion": ("complete_request", {"code": "x.su"}, HELD),
+    "inspection": ("inspect_request", {"code": "x"}, HELD),
+    "expressions": ("execute_request", {"code": " \n", "user_expressions": {"a": "x"}}, HELD),
+    "an empty cell": ("execute_request", {"code": "", "user_expressions": {}}, NOT_HELD),
+    "a cell": ("execute_request", {"code": "x", "user_expressions": {"a": "x"}}, NOT_HELD),
+    "a comm without a receiver": ("comm_open", {"target_name": "none"}, NOT_HELD),
+    "an unknown comm": ("comm_close", {"comm_id": "none"}, NOT_HELD),
+    "is complete": ("is_complete_request", {"code": "x"}, NOT_HELD),
+    "kernel info": ("kernel_info_request", {}, NOT_HELD),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_memory_is_there_while_a_message_may_read_it(follows, name):
+    """A cell is not held here: `pre_execute` brings the memory back for it, with its wait and its line."""
+    kind, content, story = MESSAGES[name]
+    follows.kernel.handle(kind, **content)
+    assert follows.story == story
+
+
+def test_the_memory_is_there_when_a_comm_is_opened_and_closed(follows):
+    """IPython calls `pre_execute` for the messages of a comm only."""
+    manager = follows.kernel.comm_manager
+    manager.targets["probe"] = lambda comm, message: None
+    manager.comms["1"] = SimpleNamespace(_close_callback=lambda message: None)
+    manager.comms["2"] = SimpleNamespace(_close_callback=None)
+    follows.kernel.handle("comm_open", target_name="probe")
+    follows.kernel.handle("comm_close", comm_id="1")
+    follows.kernel.handle("comm_close", comm_id="2")
+    assert follows.story == HELD + HELD + NOT_HELD
+
+
+def test_a_message_during_a_cell_requests_nothing(follows):
+    """The memory is there. A cell that awaits something lets other messages in."""
+    follows.shell.events.trigger("pre_execute")
+    follows.story.clear()
+    follows.kernel.handle("complete_request", code="x.")
+    assert follows.story == NOT_HELD
+    follows.shell.events.trigger("post_execute")
+
+
+@pytest.mark.parametrize(
+    ("command", "story"),
+    [
+        ("inspectVariables", ["back", "handled", "free"]),
+        ("richInspectVariables", ["back", "handled", "free"]),
+        ("debugInfo", ["handled"]),
+        ("setBreakpoints", ["handled"]),
+    ],
+)
+def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command, story):
+    message = {"content": {"command": command}}
+    asyncio.run(follows.kernel.control_handlers["debug_request"](None, None, message))
+    assert follows.story == story
+
+
+def test_a_comm_whose_callback_failed_is_over_with_its_message(follows):
+    """IPython calls `post_execute` only if the callback succeeded. The kernel would never be idle again."""
+    follows.kernel.handle("comm_msg", lambda: follows.shell.events.trigger("pre_execute"))
+    assert follows.story == ["hook", "handled", "cell ", "end", "hook after"]
+
+
+def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
+    """ipykernel 6 would end with a KeyboardInterrupt that a hook raises. The message is handled."""
+    follows.lease.raises = KeyboardInterrupt
+    follows.kernel.handle("complete_request", code="x.")
+    assert follows.story == ["hook", "back", "handled", "hook after"]
+
+
+@pytest.mark.parametrize(
+    ("package", "cells"), [("gpu_panels.inline", []), ("panel", ["cell ", "end"])]
+)
+def test_a_click_on_our_own_console_does_not_bring_the_memory_back(follows, package, cells):
+    """Another Panel page may read a tensor in its callback."""
+    view = type("View", (), {"__module__": package, "_on_msg": lambda *_: None})()
+    callback = JupyterComm(on_msg=partial(view._on_msg, "ref", None))._handle_msg
+    manager = follows.kernel.comm_manager
+    manager.targets["page"] = callback
+    manager.comms["1"] = SimpleNamespace(_msg_callback=callback)
+
+    def call():
+        follows.shell.events.trigger("pre_execute")
+        follows.shell.events.trigger("post_execute")
+
+    follows.kernel.handle("comm_msg", call, comm_id="1")
+    assert follows.story == ["hook", "handled", *cells, "hook after"]
+    follows.story.clear()
+    follows.kernel.handle("comm_open", target_name="page")
+    assert ("back" in follows.story) is bool(cells)

@@ -1,0 +1,69 @@
+"""Messages that read a kernel's memory without a cell: it returns, stays while they read, and then may leave."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_runtime import GpuError
+from gpu_runtime.facts import HOST
+from gpu_runtime.owner import kernel_reading
+
+from .kernels import FLOATS, cell, own
+
+
+@pytest.fixture
+def parked(started, clock):
+    """A runtime, its kernel whose tensor is parked, and the tensor."""
+    rt, kernel = started(clock=clock)
+    kept = torch.ones(8 * FLOATS)
+    cell(kernel)
+    rt.park()
+    assert set(own(rt)) == {HOST}
+    return rt, kernel, kept
+
+
+def test_the_memory_returns_and_stays_until_the_message_was_handled(parked):
+    rt, kernel, kept = parked
+    held = kernel.reading.hold()
+    assert set(own(rt)) == {"sim:0"} and float(kept.sum()) == 8 * FLOATS
+    with pytest.raises(GpuError):
+        rt.park()
+    del held
+    rt.park()
+    assert set(own(rt)) == {HOST}
+
+
+def test_memory_that_is_there_stays_while_a_message_reads_it(parked):
+    rt, kernel, _ = parked
+    cell(kernel)
+    held = kernel.reading.hold()
+    with pytest.raises(GpuError):
+        rt.park()
+    del held
+    rt.park()
+    assert set(own(rt)) == {HOST}
+
+
+def test_a_message_waits_once_for_room_and_then_no_more_for_a_while(parked, clock, monkeypatch):
+    """Each key that an editor completes would otherwise wait behind the one before."""
+    rt, kernel, _ = parked
+    waits = []
+
+    def obtain(session, resident, anchor, timeout):
+        waits.append(timeout)
+        raise GpuError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_reading.acquire, "obtain", obtain)
+        assert kernel.reading.hold() is None and kernel.reading.hold() is None
+        clock.advance(kernel_reading.PAUSE_SECONDS + 1)
+        assert kernel.reading.hold() is None
+    assert waits == [kernel_reading.WAIT_SECONDS] * 2
+    assert kernel.refused == "", "the next cell waits as usual"
+    assert "came back from RAM" in cell(kernel)
+
+
+def test_a_kernel_without_a_lease_has_nothing_to_bring_back(started):
+    _, kernel = started()
+    assert kernel.reading.hold() is None
