@@ -34,7 +34,7 @@ class Handle(NamedTuple):
 
 
 def list_cards() -> Listing:
-    """All cards of NVIDIA; a partitioned card is replaced by its instances.
+    """All NVIDIA cards; a partitioned card is replaced by its instances.
 
     For cards that cannot be listed, the listing has the number and the reason. Raises NoAnswer.
     """

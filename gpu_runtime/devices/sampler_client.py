@@ -191,7 +191,7 @@ class Sampling:
         """Requests new figures. Returns whether a helper listens."""
         try:
             bell = os.open(self.directory / "sampler.bell", _BELL_FLAGS)
-        except OSError:  # no helper has the other end open
+        except OSError:  # no helper has the pipe open
             return False
         try:
             os.write(bell, b"!")

@@ -121,7 +121,7 @@ class Book(Value):
 
     @property
     def entries(self) -> int:
-        """The number of leases and tickets, which the size of the page depends on."""
+        """The number of leases and tickets, on which the size of the page depends."""
         leases = sum([len(section.leases) for section in self.sections.values()])
         unread = sum([unread.entries for unread in self.quarantined.values()])
         return leases + len(self.tickets) + unread

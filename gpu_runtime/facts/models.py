@@ -36,7 +36,7 @@ class Footprint(Value):
     pieces: tuple[int, ...] = ()
     notes: tuple[
         str, ...
-    ] = ()  # sentences about parts that are not counted, and earlier measurements
+    ] = ()  # sentences about parts that are not counted, and about earlier measurements
     # Cache and working memory are allocated together with the weights, so they count as the model's
     # own bytes.
     at_load: bool = False

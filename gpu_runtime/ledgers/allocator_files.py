@@ -59,7 +59,7 @@ class MapFiles:
             try:
                 maps = _decode(os.read(fd, MOST_BYTES))
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                return None  # written at this moment; the next read is whole
+                return None  # the file is being written; the next read finds it complete
             own = tuple(map for map in maps if map.owner == id)
             seen = (stamp, own)
             self._seen[id] = seen

@@ -48,7 +48,7 @@ class Ledger(Protocol):
 
         After an exception that did not come from `decide` (such as a KeyboardInterrupt during the
         write), the write may or may not have happened. The caller then has to read the book and
-        look for the key.
+        look for the key of its decision.
 
         Raises LedgerUnavailable, LedgerRefused.
         """

@@ -76,7 +76,7 @@ def name_of(uid: int) -> str:
 
 
 def sight_of(owner: Owner, path: Path | str) -> Sight:
-    """What is seen of the process of `owner`, whose lock file is `path`. It takes about 50 µs.
+    """What is seen of the process of `owner`, whose lock file is `path`; in about 50 µs.
 
     For a process in another container, only ALIVE, DEAD and UNKNOWN can be seen.
     """
@@ -306,8 +306,8 @@ class Testimony(NamedTuple):
 def testimony(path: Path, inode: int = 0) -> Testimony | None:
     """The roster in the owner's file `path`, and its user; None if nothing is proven.
 
-    Nothing is proven if no living process holds the lock of a file with that `inode` (0: any). The
-    user is the owner of the file, as the operating system reports it. No user can claim to be
+    Nothing is proven if no living process holds the file's lock, or if the file has another `inode`
+    than the given one (0: any). The user is the owner of the file, as the operating system reports it. No user can claim to be
     another user: files are never given to another user, and only its user can write or lock a file.
     """
     try:

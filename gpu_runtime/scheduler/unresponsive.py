@@ -13,7 +13,7 @@ _USUAL = Rules()
 
 
 def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
-    """Each owner in `seen` that does not respond, with the request; longest unresponsive first.
+    """Each owner in `seen` that does not respond, with the request; the longest silent first.
 
     An owner has responded if it has published that the model is in use, has begun the work, or
     waits for room to restore the model. `rules` holds the times that are allowed.

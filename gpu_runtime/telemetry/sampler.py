@@ -358,4 +358,4 @@ if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     finally:
-        os._exit(code)  # does not wait for threads, since a driver may block them for ever
+        os._exit(code)  # ends without waiting for threads, because a driver may block them for ever

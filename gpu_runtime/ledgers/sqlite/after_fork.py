@@ -21,7 +21,7 @@ _usable_in: dict[int, bool] = {}  # process id -> what was found; one entry at m
 
 
 def is_usable() -> bool:
-    """Whether SQLite can be used here. A forked child tests this once, in 0.2 ms if it can."""
+    """Whether SQLite can be used here. A forked child tests this once, which takes 0.2 ms."""
     pid = os.getpid()
     if pid == _began_as:
         return True
