@@ -307,7 +307,9 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
     """The roster in the owner's file `path`, and its user; None if nothing is proven.
 
     Nothing is proven if no living process holds the file's lock, or if the file has another `inode`
-    than the given one (0: any). The user is the owner of the file, as the operating system reports it. No user can claim to be
+    than the given one (0: any).
+
+    The user is the owner of the file, as the operating system reports it. No user can claim to be
     another user: files are never given to another user, and only its user can write or lock a file.
     """
     try:
