@@ -1,13 +1,13 @@
-"""The arguments of verbs: their description, their conversion from text, and short constructors.
+"""A verb and its arguments: their description, their conversion from text, and short constructors.
 
-The verbs themselves are in `verbs.py`. Nothing here calls a runtime.
+The table of verbs is in `verbs.py`. Nothing here calls a runtime.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from .arguments import MOST_DAYS
@@ -19,6 +19,11 @@ from .units import parse_seconds
 LAST_PORT = 65535
 MOST_NUMBER = 2**31 - 1
 MOST_USAGE_ERROR = 1000  # characters
+
+
+MAGIC, CLI = "%gpu", "gpu"  # the two places where a verb is typed, named by their prompt
+
+Act = Callable[[Any, argparse.Namespace], Any]  # (runtime, arguments) -> the answer
 
 
 class Argument(NamedTuple):
@@ -54,6 +59,36 @@ class Argument(NamedTuple):
         if not self.takes_value:
             return flag
         return f"{flag} {self.options.get('metavar', flag.lstrip('-').upper())}"
+
+
+class Verb(NamedTuple):
+    """One command to the runtime: a word, its arguments, and the call that answers it."""
+
+    name: str
+    doc: str
+    act: Act | None = None  # None: the magic and the command have code of their own
+    arguments: tuple[Argument, ...] = ()
+    places: tuple[str, ...] = (MAGIC, CLI)
+    needs_runtime: bool = True
+    loads: bool = False  # loads a model: its progress is reported through `args.progress`
+    plain_in_notebook: bool = False  # has arguments in a terminal only
+
+    def takes(self, place: str) -> tuple[Argument, ...]:
+        """The arguments that can be typed in `place`, which is MAGIC or CLI."""
+        return () if place == MAGIC and self.plain_in_notebook else self.arguments
+
+    def synopsis(self, place: str, short: bool = False) -> str:
+        """The verb as it is typed in `place`, with optional arguments in brackets.
+
+        `short` writes `[options]` if there are more than two options.
+        """
+        arguments = self.takes(place)
+        options = [argument for argument in arguments if argument.is_option]
+        folded = short and len(options) > 2
+        if folded:
+            arguments = tuple(argument for argument in arguments if not argument.is_option)
+        words = [f"[{one.usage}]" if one.is_optional else one.usage for one in arguments]
+        return " ".join([place, self.name, *words, *(["[options]"] if folded else [])])
 
 
 # -- constructors: one line of the table for each argument ---------------------------------------

@@ -6,11 +6,9 @@ without `act` has its code in `kernel_ext` and `cli.py`. `rendering` shows the r
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 from . import verb_acts
 from .errors import UnknownVerb
@@ -18,13 +16,15 @@ from .safe_text import MOST_QUOTED, quoted
 from .verb_arguments import (
     BY_DRIVER,
     CATALOG_NAME,
+    CLI,
     HOST,
     IMPORTANCE_OPTION,
+    MAGIC,
     NAME,
     SOCKET,
     TIMEOUT,
     WHO,
-    Argument,
+    Verb,
     count,
     days,
     given,
@@ -34,41 +34,6 @@ from .verb_arguments import (
     rows,
     switch,
 )
-
-MAGIC, CLI = "%gpu", "gpu"  # the two places where a verb is typed, named by their prompt
-
-Act = Callable[[Any, argparse.Namespace], Any]  # (runtime, arguments) -> the answer
-
-
-class Verb(NamedTuple):
-    """One command to the runtime: a word, its arguments, and the call that answers it."""
-
-    name: str
-    doc: str
-    act: Act | None = None  # None: the magic and the command have code of their own
-    arguments: tuple[Argument, ...] = ()
-    places: tuple[str, ...] = (MAGIC, CLI)
-    needs_runtime: bool = True
-    loads: bool = False  # loads a model: its progress is reported through `args.progress`
-    plain_in_notebook: bool = False  # has arguments in a terminal only
-
-    def takes(self, place: str) -> tuple[Argument, ...]:
-        """The arguments that can be typed in `place`, which is MAGIC or CLI."""
-        return () if place == MAGIC and self.plain_in_notebook else self.arguments
-
-    def synopsis(self, place: str, short: bool = False) -> str:
-        """The verb as it is typed in `place`, with optional arguments in brackets.
-
-        `short` writes `[options]` if there are more than two options.
-        """
-        arguments = self.takes(place)
-        options = [argument for argument in arguments if argument.is_option]
-        folded = short and len(options) > 2
-        if folded:
-            arguments = tuple(argument for argument in arguments if not argument.is_option)
-        words = [f"[{one.usage}]" if one.is_optional else one.usage for one in arguments]
-        return " ".join([place, self.name, *words, *(["[options]"] if folded else [])])
-
 
 # -- the table -----------------------------------------------------------------------------------
 
