@@ -49,6 +49,7 @@ OWNER = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
 
 WHO = ["tests/backends/test_search.py", "tests/backends/test_holders.py"]
 PARKING = ["tests/backends/test_kernel_memory.py"]
+PROGRAMS = ["tests/backends/test_parked_programs.py"]  # random programs must find these alone
 
 
 class Fault(NamedTuple):
@@ -62,6 +63,27 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
+    Fault(
+        "programs: a park does not wait for the cards",
+        "backends/pytorch/kernel_memory",
+        "if why := streams.not_at_rest(cards, REST_SECONDS):",
+        "if why := streams.not_at_rest((), REST_SECONDS):",
+        PROGRAMS,
+    ),
+    Fault(
+        "programs: the last storage is not copied back",
+        "backends/pytorch/kernel_memory",
+        "torch._foreach_copy_(fresh, sources, non_blocking=True)",
+        "torch._foreach_copy_(fresh[:-1], sources[:-1], non_blocking=True)",
+        PROGRAMS,
+    ),
+    Fault(
+        "programs: a returned block is recorded on no other stream",
+        "backends/pytorch/kernel_memory",
+        "streams.record(fresh[-1], one.stream, model.streams.get(device, ()))",
+        "streams.record(fresh[-1], one.stream, ())",
+        PROGRAMS,
+    ),
     Fault(
         "a return does not wait for work on the fresh blocks",
         "backends/pytorch/kernel_memory",

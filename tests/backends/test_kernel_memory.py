@@ -206,7 +206,7 @@ def test_a_card_that_does_not_come_to_rest_keeps_everything_as_it_is(kernel, mon
         for _ in range(2):
             with pytest.raises(NotStill, match=r"simgpu:0 has not finished its work within 0.02 s"):
                 act()
-        assert simgpu.used_bytes(0) == held and len(waits) == 1
+        assert simgpu.used_bytes(0) == held and len(waits) <= 1
         release()
     monkeypatch.setattr(kernel_memory, "REST_SECONDS", 10.0)
     act()

@@ -77,10 +77,41 @@ def parking() -> Iterator[Row]:
     start = bench_parking.kernel_start_milliseconds()
     more = start["with"] - start["without"]
     yield Row(
-        "start of a kernel with `gpu autoload`, against one without",
+        "start of a kernel with `gpu autoload`, against one without, in processor time",
         f"{more:+.0f} ms ({start['with']:.0f} against {start['without']:.0f})",
         "≤ +50 ms",
         more <= 50,
+    )
+    searched = bench_parking.search_milliseconds()
+    yield Row(
+        f"the search before a park, {bench_parking.MANY_OBJECTS:,} objects, in processor time",
+        f"{searched:.0f} ms",
+        "≤ 500 ms",
+        searched <= 500,
+    )
+    small = bench_parking.small_milliseconds()
+    yield Row(
+        f"{bench_parking.SMALL_STORAGES:,} small storages, away and back, in processor time",
+        f"{small['park']:.0f} ms, {small['return']:.0f} ms",
+        "≤ 200 ms each",
+        max(small.values()) <= 200,
+    )
+    swap = bench_parking.swap_seconds()
+    ratio = swap["return"] / swap["copy"]
+    yield Row(
+        f"return of 1 GiB; a bare copy into fresh memory takes {swap['copy'] * 1e3:.0f} ms",
+        f"{swap['return'] * 1e3:.0f} ms = {ratio:.2f}×",
+        "≤ 1.3×",
+        ratio <= 1.3,
+    )
+    recall = bench_parking.recall()
+    target = recall.copies.p99 + 0.5
+    yield Row(
+        f"request to grant while an idle 1 GiB kernel of {bench_parking.MANY_OBJECTS:,} objects parks; bare copies "
+        f"into fresh memory: {recall.copies}",
+        str(recall.waits),
+        f"p99 ≤ {target * 1e3:.0f} ms: a bare copy + 0.5 s",
+        recall.waits.p99 <= target,
     )
 
 
@@ -413,10 +444,24 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def with_section(old: str, name: str, where: str, text: str) -> str:
+    """The text of RESULTS.md with a section for the rows of one run, in place of an earlier one.
+
+    >>> with_section(f"{START} {END}", "fork", "today", "| rows |").count("<!-- fork -->")
+    1
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n\n"
+    before, _, rest = old.partition(begin)
+    old = before + rest.partition(end)[2] if rest else before
+    before, _, after = old.partition(END)
+    return f"{before}{begin}\nMeasured {where}.\n\n{text}\n\n{end}{END}{after}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("which", nargs="*", choices=[[], *BENCHES], help="only these")
     parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md")
+    parser.add_argument("--note", default="", help="put behind the machine's name in RESULTS.md")
     wanted = parser.parse_args()
     rows = [row for name in (wanted.which or BENCHES) for row in BENCHES[name]()]
     text = table(rows)
@@ -424,9 +469,13 @@ def main() -> None:
     if wanted.write:
         machine = f"{os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}"
         where = f"{datetime.date.today()}, {machine}, no GPU"
-        before, _, rest = RESULTS.read_text().partition(START)
+        old = RESULTS.read_text()
+        if wanted.which:  # a section of its own, until the next full run
+            RESULTS.write_text(with_section(old, " ".join(wanted.which), where + wanted.note, text))
+            return
+        before, _, rest = old.partition(START)
         RESULTS.write_text(
-            f"{before}{START}\n\nMeasured {where}.\n\n{text}\n\n{END}{rest.partition(END)[2]}"
+            f"{before}{START}\n\nMeasured {where}{wanted.note}.\n\n{text}\n\n{END}{rest.partition(END)[2]}"
         )
 
 

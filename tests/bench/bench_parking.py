@@ -28,7 +28,7 @@ STARTS = 7
 OBJECTS = 170_000  # that the garbage collector tracks in an ordinary notebook
 MANY_OBJECTS = 1_200_000  # in a large one
 SMALL_STORAGES = 10_000
-ROUNDS = 20
+ROUNDS = 8
 DEVICES = "sim:1536MiB,host:6GiB"
 
 
