@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..attribution import attributed, speaking_for
 from ..facts import Lease, LeaseId, Refuse, Verdict, Wait
-from ..scheduler import recall
-from ..scheduler.recall import Ask
+from ..scheduler import asks
+from ..scheduler.asks import Ask
 from . import presence
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
@@ -121,7 +121,7 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
 
 
 def _ask_once(session: Session, ask: Ask) -> Verdict:
-    return session.decide(lambda book, world: recall.ask(book, ask, world))
+    return session.decide(lambda book, world: asks.ask(book, ask, world))
 
 
 def _ask(
@@ -140,4 +140,4 @@ def _ask(
 
 
 def _journal_declined(session: Session, ask: Ask, because: str) -> None:
-    session.decide(lambda book, world: (recall.declined(book, ask, world, because), None))
+    session.decide(lambda book, world: (asks.declined(book, ask, world, because), None))

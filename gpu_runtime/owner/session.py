@@ -38,8 +38,8 @@ from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
 from ..scheduler import device_names, ghosts, torch_limit, wakeups
 from ..scheduler import transitions as books
+from ..scheduler.asks import Ask
 from ..scheduler.eviction_policy import policy
-from ..scheduler.recall import Ask
 from ..scheduler.transitions import Truth
 from ..settings import Settings
 from ..telemetry.journal import Journal

@@ -25,9 +25,9 @@ from ..facts import (
     World,
 )
 from ..units import show_bytes, show_seconds
+from .asks import PERSON
 from .capacity import room
 from .eligibility import eviction_step, mark_leaving, reason_to_stay
-from .recall import PERSON
 from .transitions import note
 
 

@@ -23,11 +23,11 @@ from ..facts import (
     where,
 )
 from ..units import show_bytes
+from .asks import PERSON
 from .context import Context
 from .drain import drained
 from .eligibility import mark_leaving, reason_to_stay
 from .placement import place
-from .recall import PERSON
 
 _NO_CAP = 1 << 62
 

@@ -20,11 +20,12 @@ from gpu_runtime.facts import (
     Wait,
 )
 from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.asks import Ask, ask
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.page_entries import MOST_LEASES, MOST_WAITING
 from gpu_runtime.scheduler.plan import plan
-from gpu_runtime.scheduler.recall import Ask, ask, obey
+from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.transitions import left
 from gpu_runtime.units import show_seconds
 from tests.worlds import (

@@ -44,8 +44,9 @@ from gpu_runtime.ledgers.invariants import refuse_unlawful
 from gpu_runtime.scheduler import ghosts
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.asks import Ask, ask
 from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
-from gpu_runtime.scheduler.recall import Ask, ask, obey
+from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.relief import relieve
 from gpu_runtime.scheduler.transitions import Truth
 from tests.worlds import NOW, WALL, owner, replayed

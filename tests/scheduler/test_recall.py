@@ -19,7 +19,8 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.scheduler.recall import Ask, Order, answer, ask, declined, obey
+from gpu_runtime.scheduler.asks import Ask, ask, declined
+from gpu_runtime.scheduler.recall import Order, answer, obey
 from gpu_runtime.scheduler.transitions import left
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
 

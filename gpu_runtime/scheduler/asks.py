@@ -1,0 +1,257 @@
+"""Requests of one owner to another owner: written on a ticket, and answered in the book.
+
+Pure. Every owner follows the same rules: a model in use is never moved, and a kept model is never
+evicted. `recall` has the other side: what an owner does on request.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..attribution import attributed
+from ..facts import (
+    HOST,
+    MOST_ENTRIES,
+    Book,
+    Event,
+    Grant,
+    Lease,
+    Owner,
+    Phase,
+    Refuse,
+    Section,
+    Ticket,
+    Value,
+    Verdict,
+    Wait,
+    World,
+)
+from ..units import show_bytes, show_seconds
+from .capacity import room
+from .eligibility import (
+    MOVE_FAILED,
+    eviction_step,
+    reason_to_stay,
+    warm_pool_victims,
+)
+from .eviction_policy import lru
+from .transitions import note
+
+ASKS = ("evict", "restore", "preload", "move", "pin", "unpin", "defrag", "who")
+PERSON = -1  # importance of a person's request; lower numbers are more important
+
+
+class Ask(Value):
+    """A request of one owner to another."""
+
+    key: str
+    owner: str  # the id of the requesting owner
+    verb: str
+    target: str  # a lease id; for preload, `owner id/model name`
+    arrived: float
+    by: str = ""  # the user of the requesting process
+    places: tuple[str, ...] = ()  # the cards to move to, for a move
+    said_by: str = ""  # the person for whom the process asks, as the process claims; may be empty
+
+
+def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
+    """The book with the request `asked` on a ticket, and the state of that request.
+
+    The state is Grant (done), Wait (under way) or Refuse. A call with the same key returns the
+    current state, so the requester repeats the call until the request is done.
+    """
+    owner_id, _, name = asked.target.partition("/")
+    section, owner = book.sections.get(owner_id), book.owner(owner_id)
+    if owner is None:
+        gone = f"the process that held {name} is gone" if name else "that process is gone"
+        return _without_ticket(book, asked), Refuse(gone, kind="gone")
+    if section is not None:  # else nobody but its owner can read it, and answer
+        verdict = _answer_in_events(book, asked, section, name)
+        if verdict is None:
+            verdict = _known_result(book, asked, section, name, world)
+        if verdict is not None:
+            return _without_ticket(book, asked), verdict
+
+    request = f"{owner.label} was asked {wish(asked.verb, name)}"
+    ticket = book.ticket(asked.key)
+    if ticket is None:
+        if book.entries >= MOST_ENTRIES:
+            full = f"the book is full: {MOST_ENTRIES} leases and requests"
+            return book, Refuse(full, kind="full")
+        ticket = _new_ticket(asked, world)
+        book = _log(book, asked, world, "asked", request)
+    book = book.with_ticket(replace(ticket, refreshed=world.now))
+    return book, Wait(request, asked=(asked.target,))
+
+
+def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
+    """The book with an event for the failed request `asked`; `because` is the reason."""
+    return _log(book, asked, world, "declined", because)
+
+
+def _new_ticket(asked: Ask, world: World) -> Ticket:
+    return Ticket(
+        key=asked.key,
+        owner=asked.owner,
+        verb=asked.verb,
+        name=asked.target,
+        arrived=asked.arrived,
+        refreshed=world.now,
+        places=asked.places,
+        recalls=(asked.target,) if asked.verb == "evict" else (),
+        because=asked.by,
+        said_by=asked.said_by,
+    )
+
+
+def _without_ticket(book: Book, asked: Ask) -> Book:
+    return book.without_ticket(asked.key) if book.ticket(asked.key) else book
+
+
+def _log(
+    book: Book,
+    asked: Ask,
+    world: World,
+    action: str,
+    because: str,
+) -> Book:
+    owner_id, _, name = asked.target.partition("/")
+    process = process_of(asked.by, book.owner(asked.owner))
+    return note(
+        book,
+        world,
+        book.lease(owner_id, name) or Lease(owner_id, name),
+        action,
+        asked.verb,
+        because,
+        by=attributed(asked.said_by, process),
+    )
+
+
+def process_of(user: str, owner: Owner | None) -> str:
+    """The requesting process as text, such as `ann, train.ipynb (pid 4121)`."""
+    label = owner.label if owner else "another process"
+    return f"{user}, {label}" if user else label
+
+
+def _answer_in_events(book: Book, asked: Ask, section: Section, name: str) -> Verdict | None:
+    """The owner's answer to the request, from the recent events; None if there is none yet."""
+    for event in book.events:
+        if event.answers == asked.key and event.owner == section.owner.id:
+            return _verdict_of(event, section.lease(name) or Lease(section.owner.id, name))
+    return None
+
+
+def _verdict_of(event: Event, lease: Lease) -> Verdict:
+    if event.action == "failed":
+        return Refuse(event.because, kind="failed")
+    return Grant(lease, (), event.because, bytes=event.bytes)
+
+
+def _known_result(
+    book: Book,
+    asked: Ask,
+    section: Section,
+    name: str,
+    world: World,
+) -> Verdict | None:
+    """The verdict that follows from the book alone; None if the owner has to act first."""
+    lease = section.lease(name)
+    if asked.verb in ("preload", "restore"):
+        return _result_of_load(lease)
+    if asked.verb in ("defrag", "who"):
+        return None
+    if asked.verb == "evict":
+        if lease is None:
+            return Grant(Lease(section.owner.id, name), (), f"{name} is on no device")
+        if lease.on_host and lease.phase is Phase.SETTLED:
+            return Grant(lease, (), f"{name} is in host memory")
+    if lease is None:
+        return Refuse(f"{section.owner.label} does not hold {name}", kind="unknown")
+    if asked.verb in ("pin", "unpin"):
+        return _result_of_pin(lease, keep=asked.verb == "pin")
+    if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
+        return Grant(lease, (), f"{name} is on {lease.where}")
+    refusal = _refusal_to_leave(book, lease, section.owner, world)
+    if refusal and refusal.kind == "failed" and asked.verb == "move":
+        return None  # its owner tries at once, and answers
+    return refusal
+
+
+def _result_of_load(lease: Lease | None) -> Verdict | None:
+    if lease and lease.on_device and lease.phase is Phase.SETTLED:
+        return Grant(lease, (), f"{lease.name} is on {lease.where}")
+    return None
+
+
+def _result_of_pin(lease: Lease, *, keep: bool) -> Verdict | None:
+    if lease.keep != keep:
+        return None
+    state = "kept" if keep else "not kept on its device"
+    return Grant(lease, (), f"{lease.name} is {state}")
+
+
+def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
+    """Why the lease cannot be moved or evicted, even for a person; None if it can."""
+    why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
+    holding = f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where})"
+    holders = (lease.id,)
+    if why == "in use":
+        because = f"{holding} is in use by {owner.label}"
+        if lease.pinned_since:
+            because += f" for {show_seconds(world.now - lease.pinned_since)}"
+        return Refuse(because, kind="in use", holders=holders)
+    if why == "kept":
+        because = f"{lease.name} is kept on its device; unpin it first"
+        return Refuse(because, kind="kept", holders=holders)
+    if why == "a block of code":
+        because = (
+            f"{holding} is memory of running code of {owner.label}; it is freed when that code ends"
+        )
+        return Refuse(because, kind="in use", holders=holders)
+    if why == MOVE_FAILED:
+        wait = show_seconds(max(1.0, lease.moves_again_at - world.now))
+        because = (
+            f"{holding} could not be moved{_why_not_moved(book, lease)}. Request it again in {wait}"
+        )
+        return Refuse(because, kind="failed", holders=holders)
+    if not why and not _can_leave_for_a_person(book, lease, world):
+        because = f"{holding} exists nowhere else, and the host has no room for it"
+        return Refuse(because, kind="stays", holders=holders)
+    return None
+
+
+def _why_not_moved(book: Book, lease: Lease) -> str:
+    """The owner's reason for the last failed move of `lease`, after a colon; else empty."""
+    for event in reversed(book.events):
+        if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
+            return ": " + event.because.partition(": ")[2].rstrip(".")
+    return ""
+
+
+def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
+    host_room = room(book, world).get(HOST, 0)
+    if eviction_step(lease, host_room, world) is not None:
+        return True
+    return bool(host_victims(book, lease, host_room, world))
+
+
+def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
+    """The owner's models to drop from host memory, so that a lease without a source fits there."""
+    if not (lease.movable and world.rules.offload):
+        return ()
+    victims = warm_pool_victims(
+        book,
+        lease.own_bytes - host_room,
+        world,
+        lru,
+        asker=lease.owner,
+        importance=PERSON,
+        owner=lease.owner,
+    )
+    return victims or ()
+
+
+def wish(verb: str, name: str) -> str:
+    """The end of the sentence "the process was asked ...", such as `to evict qwen`."""
+    return "which variables hold memory" if verb == "who" else f"to {verb} {name}".rstrip()
