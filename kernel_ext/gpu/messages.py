@@ -20,11 +20,12 @@ QUIET = frozenset(
     )
 )  # fmt: skip
 READING = frozenset(("complete_request", "inspect_request"))
-# Requests to the debugger that show or set variables. It answers them in another thread.
+# Requests to the debugger that show or set variables. It answers them in another thread. To start, the
+# debugger runs a cell and blocks that thread: the memory cannot return before such a cell.
 DEBUGGER_READS = frozenset(
     (
-        "inspectVariables", "richInspectVariables", "variables", "evaluate", "setVariable",
-        "setExpression", "copyToGlobals",
+        "initialize", "inspectVariables", "richInspectVariables", "variables", "evaluate",
+        "setVariable", "setExpression", "copyToGlobals",
     )
 )  # fmt: skip
 

@@ -187,6 +187,17 @@ def test_a_cell_without_its_memory_is_refused(kernel):
     assert "[] 5000000.0" in notebook.run("print(story, float(x.sum()))")
 
 
+def test_the_debugger_starts_in_a_parked_kernel(kernel):
+    """Its first cell runs while the thread of the control channel is blocked: no memory could return then."""
+    notebook, rt = kernel
+    park(notebook, rt)
+    arguments = {"clientID": "test", "adapterID": "", "pathFormat": "path", "locale": "en"}
+    reply = debugger(
+        notebook.client, "initialize", linesStartAt1=True, columnsStartAt1=True, **arguments
+    )
+    assert reply["success"], reply
+
+
 def test_the_cells_that_wait_are_seen_and_run_in_their_order(kernel):
     """Run All: a running cell sees the models of the cells that were sent with it."""
     notebook, _ = kernel
