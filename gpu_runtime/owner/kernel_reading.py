@@ -7,15 +7,19 @@ wait. If the memory does not return, the message is handled without it, and each
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 
+from ..errors import StillInUse
 from . import acquire
 from .kernel_resident import NAME, KernelResident
 from .pins import Anchor, new_anchor
 from .session import Session, log
 
 WAIT_SECONDS = 5.0  # the longest wait for room; cells that were sent later wait behind it
+ATTEMPTS = 10  # while a thread is in the way
+AGAIN_SECONDS = 0.05  # the pause between two attempts
 PAUSE_SECONDS = 60.0  # after a wait that came to nothing, messages are handled at once for so long
 
 
@@ -42,7 +46,18 @@ class Reading:
         if clock() < self._again_at:
             return None
         try:
-            acquire.obtain(self._session, resident, weakref.ref(anchor), timeout=WAIT_SECONDS)
+            for _ in range(ATTEMPTS - 1):
+                try:
+                    acquire.obtain(
+                        self._session, resident, weakref.ref(anchor), timeout=WAIT_SECONDS
+                    )
+                    break
+                except (
+                    StillInUse
+                ):  # a thread of the kernel works for a moment, as just after a park
+                    time.sleep(AGAIN_SECONDS)
+            else:
+                acquire.obtain(self._session, resident, weakref.ref(anchor), timeout=WAIT_SECONDS)
         except Exception as error:  # the message is handled in any case
             log.debug("a message is handled while the kernel's memory is away: %s", error)
             self._again_at = clock() + PAUSE_SECONDS
