@@ -24,7 +24,7 @@ from gpu_runtime.units import GIB
 from .bench_crowd import Child, Waits, book, ended, runtime
 
 CELLS = 200
-STARTS = 7
+STARTS = 3
 OBJECTS = 170_000  # that the garbage collector tracks in an ordinary notebook
 MANY_OBJECTS = 1_200_000  # in a large one
 SMALL_STORAGES = 10_000
