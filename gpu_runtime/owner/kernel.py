@@ -21,9 +21,9 @@ from ..errors import CannotGovern, GpuError
 from ..facts import LeaseId, Outcome, lease_title
 from ..scheduler import relief
 from ..units import MIB, show_bytes, show_seconds
-from . import acquire, kernel_names, operations, release
+from . import kernel_names, operations, release
 from .cell_room import CellRoom, forget_frames, make_room
-from .kernel_reading import Reading
+from .kernel_reading import Reading, bring_back
 from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
 from .pins import Anchor, new_anchor
 from .resident import Place
@@ -119,12 +119,12 @@ class Kernel:
         resident.claim(wanted)
         timeout = self._room.patience_seconds if wanted else None
         try:
-            acquire.obtain(session, resident, weakref.ref(anchor), timeout=timeout)
+            bring_back(session, resident, weakref.ref(anchor), timeout)
         except GpuError:
             if not wanted:
                 raise
             resident.claim({})  # it returns without the room
-            acquire.obtain(session, resident, weakref.ref(anchor))
+            bring_back(session, resident, weakref.ref(anchor))
         self._begin_turn()
         now = self._turn_began
         if not since:

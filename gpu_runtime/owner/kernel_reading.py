@@ -14,13 +14,30 @@ from collections.abc import Callable
 from ..errors import StillInUse
 from . import acquire
 from .kernel_resident import NAME, KernelResident
-from .pins import Anchor, new_anchor
+from .pins import Anchor, AnchorRef, new_anchor
 from .session import Session, log
 
 WAIT_SECONDS = 5.0  # the longest wait for room; cells that were sent later wait behind it
-ATTEMPTS = 10  # while a thread is in the way
+ATTEMPTS = 40  # while a thread is in the way
 AGAIN_SECONDS = 0.05  # the pause between two attempts
 PAUSE_SECONDS = 60.0  # after a wait that came to nothing, messages are handled at once for so long
+
+
+def bring_back(
+    session: Session, resident: KernelResident, anchor: AnchorRef, timeout: float | None = None
+) -> None:
+    """Brings the kernel's memory onto its cards, and pins it with `anchor`.
+
+    Just after a park, the thread that moved the bytes still runs for a moment, and nothing can be
+    exchanged beside it. So a return that a thread prevents is tried again for two seconds. `timeout`
+    (seconds; None: no limit) limits each wait for room. Raises the errors of `acquire.obtain`.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return acquire.obtain(session, resident, anchor, timeout=timeout)
+        except StillInUse:  # tried again below
+            time.sleep(AGAIN_SECONDS)
+    return acquire.obtain(session, resident, anchor, timeout=timeout)
 
 
 class Reading:
@@ -46,18 +63,7 @@ class Reading:
         if clock() < self._again_at:
             return None
         try:
-            for _ in range(ATTEMPTS - 1):
-                try:
-                    acquire.obtain(
-                        self._session, resident, weakref.ref(anchor), timeout=WAIT_SECONDS
-                    )
-                    break
-                except (
-                    StillInUse
-                ):  # a thread of the kernel works for a moment, as just after a park
-                    time.sleep(AGAIN_SECONDS)
-            else:
-                acquire.obtain(self._session, resident, weakref.ref(anchor), timeout=WAIT_SECONDS)
+            bring_back(self._session, resident, weakref.ref(anchor), WAIT_SECONDS)
         except Exception as error:  # the message is handled in any case
             log.debug("a message is handled while the kernel's memory is away: %s", error)
             self._again_at = clock() + PAUSE_SECONDS

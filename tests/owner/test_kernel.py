@@ -14,6 +14,7 @@ from torch import nn
 
 from gpu_runtime import GpuError
 from gpu_runtime.facts import HOST
+from gpu_runtime.owner import kernel_reading
 from gpu_runtime.units import MIB
 
 from .conftest import claims, fakes
@@ -220,6 +221,24 @@ def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started
     card.squeeze(0)
     cell(kernel)
     assert not kernel.refused and HOST not in own(rt)
+
+
+def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(started, monkeypatch):
+    """The kernel's memory cannot be exchanged while that thread still runs, so the return is tried again."""
+    rt, kernel = started()
+    kept = torch.ones(4 * FLOATS)
+    cell(kernel)
+    rt.park()
+    change, attempts = kernel._stillness.change, []
+
+    def busy_at_first(mark, act):
+        attempts.append(1)
+        return "a thread runs (gpu)" if len(attempts) < 4 else change(mark, act)
+
+    monkeypatch.setattr(kernel_reading, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(kernel._stillness, "change", busy_at_first)
+    cell(kernel)
+    assert not kernel.refused and HOST not in own(rt) and len(attempts) == 4 and kept is not None
 
 
 def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(started, monkeypatch):

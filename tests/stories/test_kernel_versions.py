@@ -143,6 +143,7 @@ READS = {
         lambda client: request(client, "comm_open", comm_id="1", target_name="probe", data={}),
         "opened",
     ),
+    "comm_msg": (lambda client: request(client, "comm_msg", comm_id="1", data={}), "message"),
     "comm_close": (lambda client: request(client, "comm_close", comm_id="1", data={}), "closed"),
     "variables": (lambda client: debugger(client, "inspectVariables"), "repr"),
     "a rich variable": (
