@@ -64,13 +64,18 @@ class Kernel:
 
     # -- cells
 
-    def begin(self, text: str = "") -> str:
+    def begin(self, text: str = "", outermost: bool = True) -> str:
         """Called before the cell `text`: brings the kernel's memory back and pins it for the cell.
+
+        `outermost` is false for a cell that another cell runs. Pins that are left then are those of
+        cells whose end was interrupted.
 
         It also requests, for a bounded time, room for this cell's last peak. Returns a sentence if
         memory returned, else an empty text. `refused` then says why the cell must not run.
         """
         self.refused = ""
+        if outermost:
+            self._running.clear()
         anchor, resident = new_anchor(), self.resident
         news = why = ""
         stopped = False
@@ -164,13 +169,12 @@ class Kernel:
 
     def end(self, text: str = "") -> None:
         """Called after the cell `text` has run: ends its pin, and counts what the kernel holds now."""
-        self._cell = self._cell or text  # a first cell runs before there is a Kernel
-        if len(self._running) < 2:
-            claimed_more = self._room.end(self.resident)
         if self._running:
-            self._running.pop()
+            self._running.pop()  # first: an interrupt must not leave the pin
         if self._running:
             return
+        self._cell = self._cell or text  # a first cell runs before there is a Kernel
+        claimed_more = self._room.end(self.resident)
         if (resident := self.resident) is not None:
             release.try_again_now(resident)  # the reason for the failed attempt may have ended
             self._park_again_at = 0.0

@@ -61,11 +61,9 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     1. The lease is settled here already → Grant, no steps
     2. The lease is arriving on its device or leaving it → Wait
     3. The request is hopeless, or beyond the operator's caps → Refuse; nothing is evicted
-    4. It fits into the free bytes that no elder needs (an elder is a request ahead in the queue) →
-       Grant: Load, or Move back from host. If the book's page is full → Wait until an idle lease
-       has left the page
-    5. It fits once idle leases have left → Wait; this owner's leases leave now, leases of other
-       owners are recalled
+    4. It fits into the free bytes that no elder (a request ahead in the queue) needs → Grant: Load,
+       or Move back from host. If the page is full → Wait until an idle lease has left the page
+    5. It fits once idle leases have left → Wait; own leases leave now, others are recalled
     6. It is deadlocked → Refuse the youngest request, and name the cycle
     7. Otherwise → Wait behind the elders
 
@@ -74,8 +72,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     the evictions.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
-    unreceived = _unreceived(book, request, lease)
-    if unreceived:
+    if unreceived := _unreceived(book, request, lease):
         return book, unreceived
 
     # 1. The lease is settled here already.
@@ -88,8 +85,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     # 3. The request is hopeless, or beyond the operator's caps.
     request = _as_measured(request, lease) if lease else request
-    # A model whose tensors all belong to another model claims 0 bytes, so it may use a drained
-    # card.
+    # A model whose tensors all belong to another one claims 0 bytes, and may use a drained card.
     out = drained(book, world) if request.footprint.bytes else {}
     never = _never_alone(book, request, world, out)
     request = with_layout(request, world, never)
@@ -108,8 +104,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         return _grant(book, request, world, measured[0], candidates)
 
     # 5. It fits once idle leases have left.
-    evicting = _evict(book, request, world, rank, context, measured)
-    if evicting:
+    if evicting := _evict(book, request, world, rank, context, measured):
         return evicting
 
     # 6. It is deadlocked.

@@ -168,7 +168,7 @@ def test_the_policy_follows_the_schedule(runtime, notebook):
 
 
 def test_a_change_of_the_cells_wakes_the_thread(runtime, notebook):
-    rt = runtime()
+    rt = runtime(gpu_prefetch="auto")  # the notebooks of the same run set another one
     loaded = threading.Event()
     rt.register("b", lambda what: loaded.set(), backend="fake", size="1GiB")
     notebook("", "b")
@@ -185,7 +185,7 @@ def test_the_thread_is_started_again_after_it_ended_with_any_exception(
     """The thread of look-ahead can end: a user's factory may raise SystemExit, or the system may
     refuse to start a thread. It is started again.
     """
-    rt = runtime()
+    rt = runtime(gpu_prefetch="auto")
     fakes(rt, b="1GiB")
     ahead, started = rt._session.look_ahead, []
 
