@@ -32,7 +32,7 @@ class Lease:
             raise self.raises
         return _Held(self.story)
 
-    def begin(self, text):
+    def begin(self, text, outermost=True):
         self.story.append(f"cell {text}")
         return ""
 
