@@ -28,7 +28,7 @@
         ├── LedgerNewer            … because a newer version wrote it
         └── LedgerRefused          … because the write would break a law
 
-In a notebook each is shown as its own sentence, without a traceback.
+A notebook shows the sentence of an error and the user's lines that failed. `%tb` shows all frames.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .safe_text import MOST_MESSAGE, MOST_QUOTED, printable, quoted
+from .user_frames import rendered, user_lines
 
 MOST_NAMES = 12  # names in one sentence
 MOST_PROBLEM = 600  # characters of one problem of a file
@@ -57,10 +58,13 @@ class GpuError(Exception):
         self.__dict__.update(facts)
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython shows instead of a traceback. nbval still sees that the cell
-        failed.
+        """The lines that IPython shows: the sentence, then the user's lines that failed.
+
+        nbval still sees that the cell failed.
         """
-        return [f"{type(self).__name__}: {self}"]
+        lines = user_lines(self)
+        places = ["", *lines] if lines else []
+        return rendered(self, [f"{type(self).__name__}: {self}", *places])
 
     def __reduce__(self) -> Any:
         return _rebuild, (type(self), str(self), self.facts)

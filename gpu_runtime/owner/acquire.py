@@ -39,7 +39,7 @@ from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.admission import admit
 from ..units import parse_seconds
-from . import demand, failures, presence, release, requests
+from . import demand, failures, interrupts, presence, release, requests
 from .pins import AnchorRef, Held
 from .resident import Place, Resident, held_by
 from .session import POLL_SECONDS, Key, Session
@@ -127,10 +127,11 @@ def obtain(
     alive = spec.keep_alive if keep_alive is None else parse_seconds(keep_alive)
     limit = None if timeout is None else parse_seconds(timeout)
     failures.require_served(session, resident)
-    if session.settings.enable_memory_governor:
-        _obtain_governed(session, resident, anchor, rank, alive, limit, progress)
-    else:
-        _load_ungoverned(session, resident, anchor, progress)
+    with interrupts.in_one_line(session, partial(interrupts.outcome_of, resident)):
+        if session.settings.enable_memory_governor:
+            _obtain_governed(session, resident, anchor, rank, alive, limit, progress)
+        else:
+            _load_ungoverned(session, resident, anchor, progress)
 
 
 def _obtain_governed(
@@ -161,7 +162,7 @@ def _obtain_governed(
             except Exception as error:
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                     report = failures.load_error(session, resident, step, error)
-                    raise report from error.__cause__
+                    raise report from (error.__cause__ if report is error else error)
                 failures.make_room(session, resident, step.shares)  # type: ignore[union-attr]
     finally:
         # The key is released first. After that the monitor withdraws the ticket, even if this
@@ -435,9 +436,7 @@ def _abandon(session: Session, name: str, key: Key, error: BaseException) -> Non
 def _load_ungoverned(
     session: Session, resident: Resident, anchor: AnchorRef | None, progress: Progress | None
 ) -> None:
-    """Loads the model onto the first allowed card, without evictions
-    (ENABLE_MEMORY_GOVERNOR=false).
-    """
+    """Loads the model onto the first allowed card. Evicts nothing (ENABLE_MEMORY_GOVERNOR=false)."""
     allowed = demand.allowed_devices(session, resident)
     cards = [device for device in session.probe.devices if not device.is_host]
     card = next(card for card in cards if not allowed or card.id in allowed)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ..facts import NORMAL, Device, Footprint, Lease, Phase, PlacementRules, parse_importance
 from ..safe_text import LONGEST_NAME, printable
 from ..units import parse_room, parse_seconds, show_bytes
-from . import acquire, failures
+from . import acquire, failures, interrupts
 from .pins import AnchorRef, Held
 from .session import Session
 
@@ -101,7 +101,8 @@ class _Block(Held):
     def _start(self, anchor: AnchorRef) -> LeasedBlock:
         session = self._session
         session.start_monitor()
-        lease = _lease_block(session, self._name, anchor, *self._wanted)
+        with interrupts.in_one_line(session):
+            lease = _lease_block(session, self._name, anchor, *self._wanted)
         id = lease.shares[0].device
         device = next(device for device in session.probe.devices if device.id == id)
         self._running.append(LeasedBlock(lease, device, session.probe.place(id).torch))

@@ -14,7 +14,7 @@ from ..backends.base import Progress
 from ..errors import Busy, GpuError, NotAllowed, StillInUse
 from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait
 from ..units import parse_seconds, show_bytes, show_seconds
-from . import acquire, migrate, permissions, registry, release, requests
+from . import acquire, interrupts, migrate, permissions, registry, release, requests
 from .resident import Place, Resident
 from .session import Session, log
 
@@ -191,7 +191,8 @@ def ask_owner(
     session.start_monitor()
     before = book.lease(target.owner, target.name)
     seconds = None if timeout is None else parse_seconds(timeout)
-    verdict = requests.request(session, verb, target, timeout=seconds, wait=wait, places=places)
+    with interrupts.in_one_line(session, lambda: "the request was withdrawn"):
+        verdict = requests.request(session, verb, target, timeout=seconds, wait=wait, places=places)
     if isinstance(verdict, Grant):
         size = before.bytes if before and verb == "evict" else verdict.bytes
         where = verdict.lease.where if verdict.lease.shares else ""

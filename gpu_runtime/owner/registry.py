@@ -297,7 +297,8 @@ def _refresh(session: Session, resident: Resident) -> None:
 
 def known_names(session: Session) -> tuple[str, ...]:
     """Names of all models of this process and of the catalogue."""
-    return tuple({*session.residents, *session.catalogue.names()})
+    own = {name for name, one in list(session.residents.items()) if one.spec.model_type != "kernel"}
+    return tuple({*own, *session.catalogue.names()})
 
 
 def by_key(session: Session, name: str) -> Resident | None:
@@ -387,7 +388,9 @@ def _addresses(name: str, owners: list[Owner]) -> tuple[str, ...]:
 
 def _all_addresses(session: Session, book: Book) -> tuple[str, ...]:
     others = [section for section in book.sections.values() if section.owner.id != session.me]
-    foreign = {f"{lease.name}@{s.owner.pid}" for s in others for lease in s.leases}
+    foreign = {
+        f"{lease.name}@{s.owner.pid}" for s in others for lease in s.leases if lease.kind == "model"
+    }
     return tuple({*known_names(session), *foreign})
 
 

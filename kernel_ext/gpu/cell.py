@@ -16,6 +16,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.interactiveshell import InteractiveShell
 
 from gpu_runtime.errors import GpuError
+from gpu_runtime.user_frames import running_cell
 
 _AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
@@ -38,7 +39,9 @@ class Compiled:
         self._shell = shell
         # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.
         source = "\n" + shell.transform_cell(cell)
-        name = shell.compile.cache(source, shell.execution_count, raw_code="%%gpu\n" + cell)
+        # The shell counts this cell before it runs, or afterwards: this depends on its version.
+        number = running_cell(shell.execution_count)
+        name = shell.compile.cache(source, number, raw_code="%%gpu\n" + cell)
         try:
             self._code = self._compile_all(source, name, cell)
         except SyntaxError as error:

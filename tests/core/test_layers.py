@@ -18,14 +18,15 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors units facts arguments options settings forks threads attribution"
     " kernel_activity private_paths tcp_sockets names upcoming_cells"
-    " notebook cell_keys"
+    " notebook cell_keys user_frames"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
 )
 MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself, and only downward
     "safe_text": "",
-    "errors": "safe_text",
+    "user_frames": "safe_text",
+    "errors": "safe_text user_frames",
     "forks": "",
     "threads": "",
     "attribution": "",

@@ -12,6 +12,21 @@ from nbclient import NotebookClient
 
 from .conftest import FOUND_BY_CHILDREN
 
+INTERRUPTED = """\
+import os, signal, threading
+held, done = threading.Event(), threading.Event()
+def hold():
+    with rt.use("qwen"):
+        held.set()
+        done.wait(60)
+threading.Thread(target=hold).start()
+held.wait(60)
+rt.tell_waits(lambda name, wait: wait and os.kill(os.getpid(), signal.SIGINT))
+try:
+    with rt.lease("14GiB"):
+        pass
+finally:
+    done.set()"""
 CELLS = [
     "%load_ext gpu",
     "%gpu load qwen --backend fake --size 14GiB",
@@ -26,6 +41,10 @@ CELLS = [
     "import json; [(lease['name'], lease['pins']) for lease in json.loads(status)['leases']]",
     "%%gpu 1GiB\n41 + 1",
     "import gpu_runtime; gpu_runtime.runtime() is rt",
+    "def step(model, number):\n    return rt.plan('giant')",
+    "model = None\n\nc = step(model, 3)",
+    "%tb",
+    INTERRUPTED,
 ]
 
 
@@ -83,8 +102,31 @@ def test_a_failing_cell_has_one_error_output(outputs, cell, kind):
 
 def test_the_errors_of_the_magic_are_a_sentence(outputs):
     assert outputs[5][0].traceback == [
-        "UnknownVerb: no verb is called 'evcit'. Did you mean evict? All of them:  %gpu help"
+        "UnknownVerb: no verb is called 'evcit'. Did you mean evict? All of them:  %gpu help",
+        "",
+        "Cell In[6], line 1: %gpu evcit",
     ]
+
+
+def test_an_error_is_its_report_and_the_users_lines(outputs):
+    """Frames of this package are folded. `%tb` shows them."""
+    report, *places = outputs[14][0].traceback
+    assert report.startswith("UnknownModel: no model is called 'giant'")
+    assert places == [
+        "",
+        "Cell In[15], line 3: c = step(model, 3)",
+        "Cell In[14], line 2, in step: return rt.plan('giant')",
+    ]
+    every_frame = "\n".join(outputs[15][0].traceback)
+    assert "runtime.py" in every_frame and "registry.py" in every_frame
+
+
+def test_an_interrupted_wait_is_one_line(outputs):
+    """The stop button ends the wait. The line says what the request left behind."""
+    (interrupt,) = outputs[16]
+    assert interrupt.ename == "KeyboardInterrupt" and len(interrupt.traceback) == 1
+    assert interrupt.traceback[0].startswith("Interrupted after ")
+    assert interrupt.traceback[0].endswith("; nothing is held.")
 
 
 def test_bad_syntax_goes_to_standard_error(outputs):

@@ -1,0 +1,35 @@
+"""A request that the stop button interrupts is shown as one line, such as `Interrupted after 6 s`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from ..units import show_seconds
+from ..user_frames import shorten_interrupt
+from .resident import Place, Resident
+from .session import Session
+
+
+@contextlib.contextmanager
+def in_one_line(
+    session: Session, outcome: Callable[[], str] = lambda: "nothing is held"
+) -> Iterator[None]:
+    """A KeyboardInterrupt in this block is shown as one line: how long it took, and the `outcome`.
+
+    `outcome` is called at the end of the block, so the block must have released its request by then.
+    """
+    began = session.clock()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        waited = show_seconds(session.clock() - began)
+        shorten_interrupt(error, f"Interrupted after {waited}; {outcome()}.")
+        raise
+
+
+def outcome_of(resident: Resident) -> str:
+    """What an interrupted request for the model leaves behind, as the end of a sentence."""
+    if resident.place is not Place.HERE:
+        return "nothing is held"
+    return f"{resident.spec.name} is on {resident.lease.where}, and not in use by this request"

@@ -1,0 +1,131 @@
+"""The lines of the user's own code that an error came through, for the notebook that shows the error.
+
+Frames of this package, of IPython and of installed libraries are folded. `%tb` shows all frames.
+Nothing here imports IPython: outside of IPython no error is rendered by these functions.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .safe_text import printable
+
+MOST_LINES = 8  # of the user's lines under one error
+LONGEST_LINE = 100  # characters of one line of code
+_OURS = frozenset("gpu gpu_runtime gpu_panels IPython ipykernel".split())
+_MAGIC = re.compile(r"get_ipython\(\)\.run_(line|cell)_magic\('(\w+)', (['\"])(.*?)\3[,)].*")
+
+
+def rendered(error: BaseException, report: list[str]) -> list[str]:
+    """The lines that IPython shows for `error`: the `report`, or for `%tb` every frame."""
+    shell = _shell()
+    is_handled = sys.exc_info()[1] is error  # False in a later cell, which calls `%tb`
+    if shell is None or is_handled or getattr(sys, "last_value", None) is not error:
+        return report
+    return shell.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
+
+
+def user_lines(error: BaseException) -> list[str]:
+    """The user's lines that `error` came through, such as `Cell In[7], line 10: c = step(model, 3)`.
+
+    The line that failed is the last. An error that was raised from another one, such as an
+    out-of-memory report at the end of a `with` block, has the lines of its cause.
+    """
+    at: dict[FrameType, int] = {}  # in a frame of both errors, the line of the cause is wanted
+    link: BaseException | None = error
+    for _ in range(MOST_LINES):  # a chain may be a cycle
+        if link is None:
+            break
+        frames = traceback.walk_tb(link.__traceback__)
+        at |= {frame: line for frame, line in frames if _is_users(frame)}
+        link = link.__cause__
+    lines = [_line(frame, number) for frame, number in at.items()]
+    # Above a line of a cell's text, the line of its magic says nothing more.
+    lines = [line for line in lines[:-1] if ": %%" not in line] + lines[-1:]
+    if len(lines) <= MOST_LINES:
+        return lines
+    kept = MOST_LINES // 2
+    return [*lines[:kept], f"… {len(lines) - 2 * kept} more (%tb) …", *lines[-kept:]]
+
+
+def shorten_interrupt(error: KeyboardInterrupt, sentence: str) -> None:
+    """Lets IPython show `error` as the one line `sentence`, unless it has such a line already."""
+    if hasattr(error, "_render_traceback_"):
+        return
+
+    def render() -> list[str]:
+        """The one line, or every frame if `%tb` is called."""
+        # `error` of the closure is not used: the two would refer to each other.
+        shown = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        return [sentence] if shown is None else rendered(shown, [sentence])
+
+    error._render_traceback_ = render  # type: ignore[attr-defined]
+
+
+def _shell() -> Any:
+    """The IPython shell of this process, or None."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if hasattr(ipython, "get_ipython") else None
+
+
+def _cell(path: str) -> str:
+    """The name of the cell whose code has the file name `path`, such as `In[7]`; else empty."""
+    compiler = getattr(_shell(), "compile", None)
+    named = compiler.format_code_name(path) if hasattr(compiler, "format_code_name") else None
+    return named[1] if named else ""
+
+
+def running_cell(most: int = 0) -> int:
+    """The number of the cell that runs, as in `In[7]`. Without IPython it is `most`."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        cell = _cell(frame.f_code.co_filename)
+        if cell:
+            return int(cell.strip("In[]"))
+        frame = frame.f_back
+    return most
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether the code of `frame` is a cell, or a file outside of Python and its libraries."""
+    path = frame.f_code.co_filename
+    if str(frame.f_globals.get("__name__", "")).split(".")[0] in _OURS:
+        return False
+    return bool(_cell(path)) or not path.startswith(("<", *_libraries()))
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """The folders of Python and of installed libraries."""
+    import sysconfig
+
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return tuple(str(Path(sysconfig.get_path(name))) + "/" for name in names)
+
+
+def _line(frame: FrameType, number: int) -> str:
+    """The line with this `number` of the file of `frame`, with its place in front."""
+    path = frame.f_code.co_filename
+    cell = _cell(path)
+    place = f"Cell {cell}" if cell else f"File {path}"
+    function = frame.f_code.co_name
+    within = "" if function.startswith("<") else f", in {function}"
+    code = linecache.getline(path, number, frame.f_globals).strip()
+    typed = printable(_as_typed(code), LONGEST_LINE)
+    return f"{place}, line {number}{within}" + (f": {typed}" if typed else "")
+
+
+def _as_typed(code: str) -> str:
+    """The `code` of a line, with a magic as it was typed: `%gpu plan qwen`."""
+    return _MAGIC.sub(lambda found: f"{_percents(found[1])}{found[2]} {found[4]}".rstrip(), code)
+
+
+def _percents(kind: str) -> str:
+    return "%%" if kind == "cell" else "%"
