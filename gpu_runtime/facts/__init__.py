@@ -41,6 +41,7 @@ from .decisions import (
     Move,
     PlacementRules,
     Plan,
+    PlanLevel,
     Policy,
     Refuse,
     Request,
@@ -86,6 +87,7 @@ from .models import (
     ModelSpec,
     Part,
 )
+from .offers import HostRoom, Offer
 from .recent_uses import MOST_USES, decode_uses, encode_uses, expected_use, merged_uses
 from .schedule import CellModels, Schedule, ScheduledModel
 from .snapshot import (
@@ -128,6 +130,7 @@ __all__ = [
     "Holdings",
     "Health",
     "History",
+    "HostRoom",
     "IMPORTANCE",
     "Lease",
     "LeaseId",
@@ -143,6 +146,7 @@ __all__ = [
     "Move",
     "NEVER",
     "NORMAL",
+    "Offer",
     "Outcome",
     "Presence",
     "ProcessState",
@@ -152,6 +156,7 @@ __all__ = [
     "Phase",
     "PlacementRules",
     "Plan",
+    "PlanLevel",
     "Policy",
     "Quarantined",
     "Refuse",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 
 from ..safe_text import lines
@@ -218,6 +219,26 @@ Verdict = Grant | Wait | Refuse
 Policy = Callable[[Lease, World], float]  # the lowest is evicted first
 
 
+class PlanLevel(enum.StrEnum):
+    """What it takes to use a model, from the least effort to the most."""
+
+    HERE = "here"  # the model is on its device
+    RESTORE = "restore"  # it is in host memory, and its device has room
+    ROOM = "room"  # it is loaded into free room
+    RESTORE_EVICTING = "restore-evicting"  # restored, after other models are evicted
+    EVICT = "evict"  # loaded, after other models are evicted
+    WAIT = "wait"  # models in use, or requests ahead in the queue, block it
+    NEVER = "never"  # it is refused as things are
+
+    @property
+    def order(self) -> int:
+        """The position of the level; a lower number is less effort."""
+        return _LEVELS.index(self)
+
+
+_LEVELS = tuple(PlanLevel)
+
+
 class Plan(Value):
     """A dry run of `use`: every step, the models that would leave, and the other candidates."""
 
@@ -232,6 +253,13 @@ class Plan(Value):
     cards: str = ""  # such as GPU: 0, or GPUs: 0,1 (TP:2)
     # Why the model would not load even with room: it is disabled, or no backend can load it.
     obstacle: str = ""
+    level: PlanLevel = PlanLevel.WAIT
+    seconds: float = 0.0  # until the model can be used; 0 if the request waits or is refused
+    measured: bool = False  # whether `seconds` were measured here; else they are estimated
+    victims: tuple[str, ...] = ()  # ids of the leases that would be evicted
+    # The importance of the most important victim; lower is more important. Without victims: 0.
+    victims_importance: int = 0
+    left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
 
     def __str__(self) -> str:
         if not self.obstacle:

@@ -273,9 +273,13 @@ def _too_small(
 
 def _heads_rule(footprint: Footprint, rules: PlacementRules) -> str:
     """The rule on attention heads, as the rest of a sentence; empty if the rule does not apply."""
-    if rules.layout != "balanced" or not footprint.heads:
+    if rules.layout != "balanced":
         return ""
-    return f", and the number of cards must divide its {footprint.heads} attention heads"
+    if footprint.heads:
+        return f", and the number of cards must divide its {footprint.heads} attention heads"
+    if rules.least_cards > 1:
+        return ""
+    return ", and since its number of attention heads is unknown, 2, 4 or 8 cards can share it"
 
 
 def _margin_rule(

@@ -14,9 +14,11 @@ from ..facts import (
     MOST_ENTRIES,
     Book,
     Candidate,
+    Drop,
     Grant,
     Move,
     Plan,
+    PlanLevel,
     Policy,
     Refuse,
     Request,
@@ -28,6 +30,7 @@ from ..facts import (
 from .admission import admit
 from .capacity import room
 from .eligibility import eviction_step
+from .eviction_policy import HOST_BYTES_PER_SECOND, seconds_to_load, seconds_to_restore
 from .placement import runners_up
 from .pressure import sample_of
 from .transitions import perform
@@ -48,12 +51,14 @@ def plan(
     asked: tuple[str, ...] = ()
     reasons: list[str] = []
     considered: tuple[Candidate, ...] = ()
+    before = book
+    level = PlanLevel.WAIT
     for _ in range(MOST_ENTRIES):
         book, verdict = admit(book, request, world, rank)
         considered = considered or verdict.considered
         reasons.append(verdict.because)
         if isinstance(verdict, Grant):
-            return _granted(
+            granted = _granted(
                 request,
                 verdict,
                 steps + verdict.steps,
@@ -61,7 +66,9 @@ def plan(
                 reasons,
                 considered,
             )
+            return _with_effort(granted, verdict, steps, before, book, world)
         if isinstance(verdict, Refuse):
+            level = PlanLevel.NEVER
             break
         round_steps = [*verdict.steps, *_steps_of_others(book, verdict.asked, world)]
         if not round_steps:
@@ -81,6 +88,7 @@ def plan(
         asked=asked,
         footprint=request.footprint,
         name=request.lease.name,
+        level=level,
     )
 
 
@@ -105,6 +113,59 @@ def _granted(
         name=request.lease.name,
         cards=cards_label(shares, request.lease.backend),
     )
+
+
+def _with_effort(
+    granted: Plan,
+    grant: Grant,
+    evictions: tuple[Step, ...],
+    before: Book,
+    after: Book,
+    world: World,
+) -> Plan:
+    """The plan with its level, its seconds, its victims, and the bytes that stay free.
+
+    `evictions` are the steps of other leases, which come first. `before` is the caller's book, and
+    `after` the book with all steps and the grant.
+    """
+    victims = tuple(dict.fromkeys(step.lease for step in evictions))
+    ranks = [lease.importance for id in victims if (lease := before.find(id))]
+    own_seconds, measured = _own_seconds(grant)
+    offloaded = sum(_bytes(step) for step in evictions if isinstance(step, Move))
+    free = room(after, world)
+    return replace(
+        granted,
+        level=_level(grant, bool(victims)),
+        seconds=own_seconds + offloaded / HOST_BYTES_PER_SECOND,
+        measured=measured and not offloaded,
+        victims=victims,
+        victims_importance=min(ranks, default=0),
+        left_bytes=min((free.get(share.device, 0) for share in granted.shares), default=0),
+    )
+
+
+def _level(grant: Grant, evicts: bool) -> PlanLevel:
+    if not grant.steps:
+        return PlanLevel.HERE
+    if isinstance(grant.steps[0], Move):
+        return PlanLevel.RESTORE_EVICTING if evicts else PlanLevel.RESTORE
+    return PlanLevel.EVICT if evicts else PlanLevel.ROOM
+
+
+def _own_seconds(grant: Grant) -> tuple[float, bool]:
+    """Seconds of the model's own load or restore, and whether they were measured."""
+    if not grant.steps:
+        return 0.0, True
+    lease, step = grant.lease, grant.steps[0]
+    size = _bytes(step)
+    if isinstance(step, Move):
+        return seconds_to_restore(lease, size), bool(lease.restore_seconds)
+    return seconds_to_load(lease, size), bool(lease.reload_seconds)
+
+
+def _bytes(step: Step) -> int:
+    shares = step.source if isinstance(step, Drop) else step.shares
+    return sum(share.bytes for share in shares)
 
 
 def _steps_of_others(

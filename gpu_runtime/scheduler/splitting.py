@@ -171,7 +171,7 @@ def _fitting_balanced(
     cards: Sequence[str],
     rules: PlacementRules,
 ) -> Holds:
-    if footprint.heads and footprint.heads % len(cards):
+    if not _share_heads_equally(footprint, len(cards), rules):
         return _never_holds
     equal = equal_parts(footprint, len(cards))
     if equal is None:
@@ -183,6 +183,23 @@ def _fitting_balanced(
         return all([_held_to(room[card], card, rules) >= part for card in cards])
 
     return holds
+
+
+def _share_heads_equally(
+    footprint: Footprint,
+    count: int,
+    rules: PlacementRules,
+) -> bool:
+    """Whether `count` cards can hold equal numbers of attention heads, as tensor parallelism needs.
+
+    If the number of heads is unknown, only a power of two is likely to divide it. Another number
+    of cards is then used only if the user named exactly that number.
+    """
+    if footprint.heads:
+        return footprint.heads % count == 0
+    if rules.least_cards == count:
+        return True
+    return count & (count - 1) == 0
 
 
 def _fitting_proportional(
@@ -303,7 +320,7 @@ def _to_give(
         return {card: limits[card] if room[card] >= limits[card] else 0 for card in cards}
     if rules.layout != "balanced":
         return {card: _to_spend(room[card], card, rules) for card in cards}
-    if footprint.heads and footprint.heads % count:
+    if not _share_heads_equally(footprint, count, rules):
         return dict.fromkeys(cards, 0)
     largest = max(equal_parts(footprint, count) or (footprint.bytes,))
     part = _with_overhead(largest, rules)

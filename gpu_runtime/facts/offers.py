@@ -1,0 +1,38 @@
+"""What a host offers for a model: the effort of using the model there."""
+
+from __future__ import annotations
+
+from .base import Value
+from .decisions import PlanLevel
+
+
+class Offer(Value):
+    """The answer of one host to the question what it would take to use a model there."""
+
+    host: str
+    name: str  # the model
+    level: PlanLevel
+    because: str
+    seconds: float = 0.0  # until the model can be used
+    measured: bool = False  # whether the seconds were measured on that host; else estimated
+    victims: tuple[str, ...] = ()  # names of the models that would be evicted
+    # The importance of the most important victim; lower is more important. Without victims: 0.
+    victims_importance: int = 0
+    left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
+    need_bytes: int = 0
+    users: int = 0  # blocks that use the model on that host now
+
+
+class HostRoom(Value):
+    """The room of one host, from which the hosts that are worth a plan are chosen."""
+
+    host: str
+    here: bool = False  # whether the model is on a device of the host
+    warm: bool = False  # whether it is in the host's memory
+    drained: bool = False  # whether the host takes no new models
+    free_bytes: int = 0  # the largest free room of a card
+    free_bytes_together: int = 0  # the sum over the cards
+    budget_bytes: int = 0  # the largest budget of a card
+    budget_bytes_together: int = 0  # the sum over the cards
+    need_bytes: int = 0  # of the model; 0: unknown
+    may_split: bool = False  # whether the model may use several cards

@@ -1,0 +1,180 @@
+"""Offers: what it takes to use a model on each host, and which host is the best."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import HostRoom, Offer, Plan, PlanLevel
+from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.offers import largest_first, offer_of, ranked, shortlist
+from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.units import GIB
+from tests.worlds import Book, book, lease, request, world
+
+HOSTS = [f"box{n}" for n in range(1, 7)]
+
+
+def level(page: Book, gib: float = 14, **devices: float) -> Plan:
+    return plan(page, request("qwen", gib), world(**(devices or {"sim0": 20})), lru)
+
+
+# -- one host --------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_how_much_effort_it_takes():
+    """The levels, from a model that is there to one that never fits."""
+    old = lease("old", sim0=14)
+    assert level(book(lease("qwen", sim0=14))).level is PlanLevel.HERE
+    assert level(book(lease("qwen", host=14))).level is PlanLevel.RESTORE
+    assert level(book()).level is PlanLevel.ROOM
+    assert level(book(old, lease("qwen", host=14))).level is PlanLevel.RESTORE_EVICTING
+    assert level(book(old)).level is PlanLevel.EVICT
+    assert level(book(lease("busy", sim0=14, pins=1))).level is PlanLevel.WAIT
+    assert level(book(), gib=24).level is PlanLevel.NEVER
+
+
+def test_a_plan_names_its_victims_and_the_most_important_of_them():
+    page = book(lease("a", sim0=10, importance=20), lease("b", by=2, sim0=10, importance=15))
+    told = level(page)
+    assert [id.partition("/")[2] for id in told.victims] == ["a", "b"]
+    assert told.victims_importance == 15
+
+
+def test_measured_seconds_are_used_and_marked():
+    """A model that was loaded here before has measured seconds. Another has an estimate."""
+    known = lease("qwen", host=14, reload_seconds=30.0, restore_seconds=2.5)
+    told = level(book(known))
+    assert (told.seconds, told.measured) == (2.5, True)
+    guessed = level(book())
+    assert guessed.seconds > 1 and not guessed.measured
+
+
+def test_the_offload_of_victims_counts_in_the_seconds():
+    alone, after_old = level(book()), level(book(lease("old", sim0=14)))
+    assert after_old.seconds > alone.seconds
+
+
+def test_a_plan_says_how_much_stays_free():
+    assert level(book(), sim0=20).left_bytes == 6 * GIB
+
+
+def test_a_model_that_cannot_be_loaded_is_never_offered():
+    """A host without the engine refuses, however much room it has."""
+    free = level(book())
+    offer = offer_of(Plan(True, (), (), free.because, obstacle="vllm is not installed"), "box1")
+    assert (offer.level, offer.because) == (PlanLevel.NEVER, "vllm is not installed")
+
+
+# -- several hosts ---------------------------------------------------------------------------------
+
+
+def offer(host: str, what: str = "room", **fields: object) -> Offer:
+    return Offer(host, "qwen", PlanLevel(what), "because", **fields)  # type: ignore[arg-type]
+
+
+def best(*offers: Offer) -> str:
+    return ranked(offers)[0].host
+
+
+def test_less_effort_is_better_whatever_else_is_offered():
+    order = ["here", "restore", "room", "restore-evicting", "evict", "wait", "never"]
+    found = ranked(offer(f"box{n}", what, seconds=9.0 - n) for n, what in enumerate(order))
+    assert [one.level for one in found] == order
+
+
+def test_a_copy_that_fewer_blocks_use_comes_first():
+    assert best(offer("a", "here", users=2), offer("b", "here", users=1)) == "b"
+
+
+def test_the_least_important_victims_are_evicted():
+    urgent = offer("a", "evict", victims=("x",), victims_importance=5)
+    batch = offer("b", "evict", victims=("y",), victims_importance=30, seconds=60.0)
+    assert best(urgent, batch) == "b"
+
+
+def test_then_the_seconds_then_the_best_fit_then_the_name():
+    assert best(offer("a", seconds=9.0), offer("b", seconds=2.0)) == "b"
+    assert best(offer("a", left_bytes=40), offer("b", left_bytes=10)) == "b"
+    assert best(offer("b"), offer("a")) == "a"
+
+
+OFFERS = st.lists(
+    st.builds(
+        Offer,
+        st.sampled_from(HOSTS),
+        st.just("qwen"),
+        st.sampled_from(PlanLevel),
+        st.just(""),
+        seconds=st.sampled_from([0.0, 1.0, 1.02, 30.0]),
+        victims=st.sampled_from([(), ("x",), ("x", "y")]),
+        victims_importance=st.sampled_from([1, 10, 30]),
+        left_bytes=st.integers(0, 3),
+        users=st.integers(0, 2),
+    ),
+    max_size=6,
+    unique_by=lambda one: one.host,
+)
+
+
+@given(OFFERS, st.randoms())
+def test_the_order_depends_only_on_the_offers(offers, random):
+    """No shuffle: two controllers, and two clients, choose the same host."""
+    before = ranked(offers)
+    random.shuffle(offers)
+    assert ranked(offers) == before
+    levels = [one.level.order for one in before]
+    assert levels == sorted(levels)
+
+
+@given(OFFERS, OFFERS)
+def test_a_host_that_joins_does_not_change_the_order_of_the_others(offers, more):
+    known = {one.host for one in offers}
+    joined = [*offers, *(one for one in more if one.host not in known)]
+    assert [one for one in ranked(joined) if one.host in known] == list(ranked(offers))
+
+
+# -- which hosts are asked -------------------------------------------------------------------------
+
+ROOMS = st.lists(
+    st.builds(
+        HostRoom,
+        st.sampled_from([f"box{n}" for n in range(40)]),
+        here=st.booleans(),
+        warm=st.booleans(),
+        drained=st.booleans(),
+        free_bytes=st.integers(0, 80),
+        free_bytes_together=st.integers(80, 160),
+        budget_bytes=st.just(80),
+        budget_bytes_together=st.just(160),
+        need_bytes=st.just(50),
+        may_split=st.booleans(),
+    ),
+    max_size=30,
+    unique_by=lambda one: one.host,
+)
+
+
+@given(ROOMS)
+def test_a_host_that_has_the_model_is_always_asked(rooms):
+    chosen = shortlist(rooms)
+    assert len(chosen) == min(8, len(rooms)) == len(set(chosen))
+    here = [room.host for room in rooms if room.here]
+    assert len(here) > 8 or set(here) <= set(chosen)
+
+
+def test_the_best_fit_is_asked_before_hosts_that_would_evict():
+    rooms = [
+        HostRoom("full", free_bytes=10, budget_bytes=80, need_bytes=50),
+        HostRoom("empty", free_bytes=80, budget_bytes=80, need_bytes=50),
+        HostRoom("tight", free_bytes=55, budget_bytes=80, need_bytes=50),
+        HostRoom("small", free_bytes=40, budget_bytes=40, need_bytes=50),
+        HostRoom("two", free_bytes=40, free_bytes_together=80, budget_bytes=40,
+                 budget_bytes_together=80, need_bytes=50, may_split=True),
+    ]  # fmt: skip
+    assert shortlist(rooms) == ("tight", "empty", "two", "full", "small")
+    assert shortlist(rooms, most=1) == ("tight",)
+
+
+def test_the_largest_model_is_placed_first():
+    assert largest_first([("small", 4), ("big", 70), ("also", 4)]) == ("big", "also", "small")
