@@ -25,6 +25,7 @@ import gpu_runtime
 from gpu_runtime import GpuError
 from gpu_runtime.cell_keys import cell_key, is_remembered
 from gpu_runtime.notebook import notebook_path
+from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB
 
 from . import messages
@@ -344,11 +345,8 @@ def _holds_memory() -> bool:
         return False
     if torch.cuda.is_initialized():
         return True
-    kinds = (torch.Tensor, torch.nn.Parameter)
-    for one in gc.get_objects():
-        if type(one) in kinds and one.nbytes >= MIB and one.device.type == "cpu":
-            return True
-    return False
+    found = instances({torch.Tensor, torch.nn.Parameter})
+    return any(one.nbytes >= MIB and one.device.type == "cpu" for one in found)
 
 
 def _why_not_modules() -> str:

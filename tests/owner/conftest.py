@@ -38,12 +38,15 @@ def clock() -> Clock:
 def runtime() -> Iterator[Callable[..., Runtime]]:
     """Makes runtimes.
 
-    Each `runtime()` has a book of its own. Runtimes with the same `ledger=…` share a book.
+    Each `runtime()` has a book of its own. Runtimes with the same `ledger=…` share a book. A
+    runtime with a book of its own has no monitor: nobody else can request anything there, and the
+    monitor's thread would move a lease while the test looks or runs a round with `tick()`.
     """
     made: list[Runtime] = []
 
     def make(**settings: Any) -> Runtime:
         settings.setdefault("devices", "sim:24GiB,host:64GiB")
+        settings.setdefault("monitor", "ledger" in settings)
         settings.setdefault("ledger", "memory:")
         made.append(Runtime(**settings))
         return made[-1]

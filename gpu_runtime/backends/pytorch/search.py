@@ -8,7 +8,6 @@ storage.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 import weakref
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...devices.process_memory import Memory
 from ...facts import HOST
+from ...tracked_objects import instances
 from ...units import MIB
 from .time_limit import Limit
 
@@ -34,7 +34,6 @@ COPY_ON_WRITE = "it is a copy-on-write copy, which torch would copy as soon as i
 OVERLAPS = "another storage lies in the same memory"
 UNREADABLE = "torch refuses to give its address"
 
-_CHUNK = 1 << 16  # objects between two looks at the clock
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _WITHOUT_BYTES = frozenset(("FakeTensor", "FunctionalTensor"))
 _PARTS_OF_LAYOUT = {
@@ -64,12 +63,11 @@ class Found(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The storages that a search found, its duration, and the number of objects it read."""
+    """The storages that a search found, and its duration."""
 
     found: tuple[Found, ...]
     opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
     streams: tuple[torch.Stream, ...]  # of any device
-    objects: int  # the number of objects that the garbage collector tracks
     nodes: int  # the number of nodes of autograd graphs
     seconds: float
     whole: bool  # False: the time was over before the end
@@ -110,7 +108,6 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
         found,
         tuple(opaque),
         tuple(seen.streams),
-        seen.objects,
         len(nodes),
         limit.elapsed_seconds,
         seen.whole and not limit.over,
@@ -146,7 +143,6 @@ class Tracked(NamedTuple):
     tensors: list[Tensor]
     bare: list[torch.UntypedStorage]  # the storages that have a Python object
     streams: list[torch.Stream]
-    objects: int  # of any class
     whole: bool  # there was time for all of them
 
 
@@ -155,24 +151,19 @@ def tracked(limit: Limit) -> Tracked:
     kinds, streams = subclasses(Tensor), subclasses(torch.Stream)
     scripted = _scripted_classes()
     interesting = kinds | streams | {torch.UntypedStorage} | scripted
-    objects = gc.get_objects()
-    found = Tracked([], [], [], len(objects), True)
-    for start in range(0, len(objects), _CHUNK):
-        if limit.over:
-            return found._replace(whole=False)
-        chunk = objects[start : start + _CHUNK]
-        # This runs in C and uses type(). isinstance() would call the user's `__class__` properties.
-        hits = itertools.compress(chunk, map(interesting.__contains__, map(type, chunk)))
-        for one in hits:
-            kind = type(one)
-            if kind in kinds:
-                found.tensors.append(one)
-            elif kind in streams:
-                found.streams.append(one)
-            elif kind in scripted:
-                found.tensors.extend(itertools.chain(one.parameters(), one.buffers()))
-            else:
-                found.bare.append(one)
+    found = Tracked([], [], [], not limit.over)
+    if limit.over:
+        return found
+    for one in instances(interesting):
+        kind = type(one)
+        if kind in kinds:
+            found.tensors.append(one)
+        elif kind in streams:
+            found.streams.append(one)
+        elif kind in scripted:
+            found.tensors.extend(itertools.chain(one.parameters(), one.buffers()))
+        else:
+            found.bare.append(one)
     return found
 
 

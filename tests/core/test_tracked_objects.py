@@ -1,0 +1,65 @@
+"""Objects are listed in one step, so that a thread that builds a tuple is not disturbed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+from gpu_runtime.tracked_objects import instances
+
+
+class Marked:
+    """A class of this test only."""
+
+
+def test_exactly_the_objects_of_these_classes_are_found():
+    class Below(Marked):
+        """A subclass is another class."""
+
+    kept = [Marked(), Below()]
+    assert instances({Marked}) == [kept[0]]
+    assert instances({Marked, Below}) == kept or set(instances({Marked, Below})) == set(kept)
+    assert instances(set()) == []
+
+
+def test_no_reference_to_another_object_is_left():
+    watched = tuple(range(1000, 1003))
+    gc.collect()
+    before = len(gc.get_referrers(watched))
+    instances({Marked})
+    assert len(gc.get_referrers(watched)) == before
+
+
+def test_the_listing_leaves_no_garbage():
+    """Garbage in a cycle would keep all objects of the process until the next collection."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        instances({Marked})
+        assert gc.collect() == 0
+    finally:
+        if collects:
+            gc.enable()
+
+
+def test_a_thread_can_build_tuples_meanwhile():
+    """`tuple(generator)` resizes a tuple, which fails if anybody else has a reference to it."""
+    over, errors = threading.Event(), []
+
+    def build():
+        while not over.is_set():
+            try:
+                tuple(number for number in range(50))
+            except SystemError as error:
+                errors.append(error)
+
+    builder = threading.Thread(target=build)
+    builder.start()
+    try:
+        for _ in range(40):
+            instances({Marked})
+    finally:
+        over.set()
+        builder.join()
+    assert not errors
