@@ -148,15 +148,12 @@ def _make_console_server(service: Service, rules: AccessRules, address: Address)
 
 
 def _console_page(visitor: Visitor) -> Any:
-    import gpu_runtime
+    """The console for `visitor`. A new page shows the ledger that is in use at that time."""
+    from gpu_runtime import watching
 
     from . import console, poller
 
-    rt = gpu_runtime.runtime()
-    rt.guest = (
-        True  # the server holds no models; it requests actions from the processes that hold them
-    )
-    return console.page(visitor, poller.of(rt))
+    return console.page(visitor, poller.of(watching.followed()))
 
 
 def _warm_up() -> None:

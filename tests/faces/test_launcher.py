@@ -146,4 +146,15 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
         frame = page.frame_locator("iframe[src*='gpu-console']")
         frame.get_by_text("simulated").first.wait_for(timeout=60_000)  # in the status bar
         assert any("/gpu-console/ws" in url for url in sockets) and outside == []
+        for is_light, shade in (
+            ("false", "< 90"),
+            ("true", "> 200"),
+        ):  # the console follows Lab's theme
+            page.evaluate("light => { document.body.dataset.jpThemeLight = light }", is_light)
+            inside = next(one for one in page.frames if "/gpu-console/" in one.url)
+            inside.wait_for_function(
+                "parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]) "
+                + shade,
+                timeout=60_000,
+            )
         browser.close()

@@ -9,10 +9,22 @@ function settled(view) {
   return roots.some(({id}) => id in (window.PyViz?.plot_index ?? {}) || id in (window.Bokeh?.index ?? {}))
 }
 
-// The theme is the one that was chosen in this browser, else the system's theme. Only a choice that differs from the
+// In a tab of JupyterLab the page has JupyterLab's theme. Elsewhere the theme is the one that was chosen in this browser,
+// else the system's theme. Only a choice that differs from the
 // system's theme is stored. So a user who chooses the system's theme follows the system again.
 const CHOSEN = "gpu-console-theme"
 const SYSTEM = window.matchMedia("(prefers-color-scheme: dark)")
+
+const LAB = labBody()
+
+function labBody() {  // null outside JupyterLab
+  try {
+    const body = window.parent === window ? null : window.parent.document.body
+    return body?.dataset.jpThemeLight ? body : null
+  } catch {  // a frame in a page of another host
+    return null
+  }
+}
 
 function stored(dark) {  // without storage the browser only forgets the choice
   try {
@@ -24,9 +36,11 @@ function stored(dark) {  // without storage the browser only forgets the choice
 }
 
 function follow(report, shown) {
-  const wanted = () => ({dark: true, light: false}[stored()] ?? SYSTEM.matches)
+  const chosen = () => ({dark: true, light: false}[stored()] ?? SYSTEM.matches)
+  const wanted = () => LAB ? LAB.dataset.jpThemeLight === "false" : chosen()
   if (wanted() !== shown) report(wanted())
-  SYSTEM.onchange = () => report(wanted())
+  if (LAB) new MutationObserver(() => report(wanted())).observe(LAB, {attributeFilter: ["data-jp-theme-light"]})
+  else SYSTEM.onchange = () => report(wanted())
 }
 
 export function render({model, view}) {
@@ -58,7 +72,7 @@ export function render({model, view}) {
   model.on("beat", () => { lastUpdate = Date.now(); showAge() })
   if (model.chooses) {
     follow((dark) => model.send_msg(dark ? "dark" : "light"), model.dark)
-    model.on("dark", () => stored(model.dark))
+    if (!LAB) model.on("dark", () => stored(model.dark))
   }
   const ticking = setInterval(showAge, 1000)
   const announcing = model.announces && setInterval(() => {

@@ -1,0 +1,118 @@
+"""Which ledgers processes have open, by the files that they hold open under /proc.
+
+This needs no register that could be out of date: the operating system lists the open files of a
+living process. Only processes of this user are seen. A ledger in memory has no files and is not
+found. Nothing here opens a ledger.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from .liveness import boot_id
+from .location import split_redis_url
+
+PROC = Path("/proc")
+_MOST_CHILDREN = 64  # processes of one tree that are looked at
+
+
+class OpenLedger(NamedTuple):
+    """A ledger that a process has open."""
+
+    url: str  # may contain a password; not for display
+    directory: Path  # the ledger's files of this boot
+
+
+def of_process(pid: int, proc: Path = PROC) -> tuple[OpenLedger, ...]:
+    """The ledgers that the process `pid` has open, the first opened first.
+
+    The result is empty if the process has ended or belongs to another user.
+    """
+    found: dict[Path, None] = {}
+    for target in _open_files(pid, proc):
+        match = _owners_of(boot_id()).match(target)
+        if match:
+            found[Path(match[1])] = None
+    ledgers = (_ledger(pid, directory, proc) for directory in found)
+    return tuple(ledger for ledger in ledgers if ledger is not None)
+
+
+def family(pid: int, proc: Path = PROC) -> tuple[int, ...]:
+    """The process `pid` and its descendants. A kernel may run below a launcher script."""
+    found = [pid]
+    for parent in found:
+        if len(found) >= _MOST_CHILDREN:
+            break
+        try:
+            children = (proc / f"{parent}/task/{parent}/children").read_text().split()
+        except OSError:  # the process has ended, or this Linux does not list children
+            continue
+        found += [int(child) for child in children]
+    return tuple(found)
+
+
+def processes_of_this_user(proc: Path = PROC) -> Iterator[int]:
+    """The pids of all processes of this user, except this process."""
+    for entry in os.scandir(proc):
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            is_own = entry.stat().st_uid == os.geteuid()
+        except OSError:  # the process has just ended
+            continue
+        if is_own:
+            yield int(entry.name)
+
+
+def of_processes(pids: Iterable[int], proc: Path = PROC) -> dict[OpenLedger, frozenset[int]]:
+    """Maps each ledger that one of the `pids` has open to the processes that have it open."""
+    found: dict[OpenLedger, set[int]] = {}
+    for pid in pids:
+        for ledger in of_process(pid, proc):
+            found.setdefault(ledger, set()).add(pid)
+    return {ledger: frozenset(holders) for ledger, holders in found.items()}
+
+
+@lru_cache(maxsize=1)
+def _owners_of(boot: str) -> re.Pattern[str]:
+    # An owner keeps the directory `LEDGER/BOOT-ID/owners` open, and its lock file in there.
+    return re.compile(rf"(/.*/{re.escape(boot)})/owners(?:/|$)")
+
+
+def _open_files(pid: int, proc: Path) -> Iterator[str]:
+    directory = proc / f"{pid}/fd"
+    try:
+        names = os.listdir(directory)
+    except OSError:  # the process has ended, or another user's
+        return
+    for name in sorted(names, key=int):
+        try:
+            yield os.readlink(directory / name)
+        except OSError:  # closed meanwhile
+            continue
+
+
+def _ledger(pid: int, directory: Path, proc: Path) -> OpenLedger | None:
+    """The ledger whose files of this boot are in `directory`.
+
+    The files of a ledger in Redis do not contain its URL, since the URL may have a password. The
+    process's own setting is used if it leads to that directory. Otherwise the result is None.
+    """
+    if (directory / "CURRENT").exists():
+        return OpenLedger(f"sqlite://{directory.parent}", directory)
+    try:
+        environment = (proc / f"{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # the process has just ended
+        return None
+    for line in environment:
+        name, _, value = line.partition(b"=")
+        url = value.decode(errors="replace")
+        if name == b"GPU_LEDGER" and url.startswith(("redis://", "rediss://", "unix://")):
+            is_same = directory.is_relative_to(split_redis_url(url)[1])
+            return OpenLedger(url, directory) if is_same else None
+    return None

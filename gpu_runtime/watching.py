@@ -1,0 +1,118 @@
+"""The ledger that programs which only watch open: the one that this user's processes use.
+
+A person who starts such a program may not have the notebooks' environment, as in a JupyterLab that
+was started from a desktop. Without a setting, the program then follows the notebooks. The choice:
+
+1. `GPU_LEDGER`, if it is set;
+2. the default ledger, if a process uses it, or if no ledger is in use;
+3. the ledger in use whose memory was used last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import gpu_runtime
+
+from . import forks
+from .errors import GpuError
+from .ledgers import in_use
+from .ledgers.in_use import OpenLedger
+from .ledgers.reader import peek
+from .runtime import Runtime
+
+_lock = forks.freed(threading.Lock())
+_guests: dict[Path, Runtime] = {}  # directory of the ledger -> its runtime here
+
+
+class ActiveLedger(NamedTuple):
+    """A ledger in which a process of this user holds memory or waits for memory."""
+
+    ledger: OpenLedger
+    last_used: float  # seconds since boot; when its memory was used last
+    processes: frozenset[int]
+
+
+def active_ledgers(pids: Iterable[int] | None = None) -> list[ActiveLedger]:
+    """The ledgers that processes use now; the ledger whose memory was used last is first.
+
+    `pids` limits the search to these processes. By default these are all processes of this user.
+    A ledger in which the process only watches is not in the list.
+    """
+    wanted = in_use.processes_of_this_user() if pids is None else pids
+    found = []
+    for ledger, processes in in_use.of_processes(wanted).items():
+        last_used = _last_use(ledger, processes)
+        if last_used is not None:
+            found.append(ActiveLedger(ledger, last_used, processes))
+    return sorted(found, key=lambda active: -active.last_used)
+
+
+def _last_use(ledger: OpenLedger, processes: frozenset[int]) -> float | None:
+    """When one of the `processes` last used memory of the `ledger`; None if none of them has any."""
+    try:
+        book = peek(ledger.url, ledger.directory).look()
+    except GpuError:  # a URL that this process cannot open
+        return None
+    if book is None:
+        return None
+    sections = [one for one in book.sections.values() if one.owner.pid in processes]
+    owners = {section.owner.id for section in sections}
+    uses = [lease.last_used for section in sections for lease in section.leases]
+    uses += [ticket.arrived for ticket in book.tickets if ticket.owner in owners]
+    uses += [size * 0.0 for section in sections for size in section.residue.values() if size]
+    return max(uses, default=None)
+
+
+def default() -> Runtime:
+    """This process's runtime, which holds no models. Raises GpuError if it cannot be opened."""
+    rt = gpu_runtime.runtime()
+    rt.guest = True
+    return rt
+
+
+def followed() -> Runtime:
+    """A runtime of the ledger in use, which holds no models. Raises GpuError.
+
+    Call this for each new page, because another ledger may be in use by then.
+    """
+    rt = default()
+    if rt.settings.gpu_ledger:
+        return rt
+    active = active_ledgers()
+    directory = directory_of(rt)
+    if not active or any(one.ledger.directory == directory for one in active):
+        return rt
+    return guest(active[0].ledger)
+
+
+def guest(ledger: OpenLedger) -> Runtime:
+    """The runtime of this process for `ledger`, which holds no models. Raises GpuError."""
+    rt = default()
+    if directory_of(rt) == ledger.directory:
+        return rt
+    with _lock:
+        known = _guests.get(ledger.directory)
+        if known is None or known._closed:
+            known = _guests[ledger.directory] = Runtime(ledger=ledger.url)
+            known.guest = True
+        return known
+
+
+def close(rt: Runtime) -> None:
+    """Closes a runtime of `guest` that nobody reads any more. The default one stays open."""
+    with _lock:
+        directories = [directory for directory, known in _guests.items() if known is rt]
+        for directory in directories:
+            del _guests[directory]
+    if directories:
+        rt.close()
+
+
+def directory_of(rt: Runtime) -> Path | None:
+    """The directory with the files of this boot of the ledger of `rt`; None for a ledger in memory."""
+    directory = getattr(rt._opened.ledger, "directory", None)
+    return Path(directory).resolve() if directory else None

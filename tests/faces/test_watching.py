@@ -1,0 +1,84 @@
+"""Programs that only watch open the ledger that this user's processes use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpu_runtime
+from gpu_runtime import watching
+
+OWNER = """
+import sys, gpu_runtime
+rt = gpu_runtime.Runtime(ledger=sys.argv[1], devices="sim:24GiB,host:64GiB")
+rt.register("qwen", backend="fake", size="4GiB")
+rt.preload("qwen")
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def default(monkeypatch, tmp_path):
+    """The default runtime of this process, in a private ledger that nobody else uses."""
+    ledger = f"sqlite://{tmp_path}/default"
+    runtime = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger, monitor=False)
+    runtime.settings = runtime.settings.model_copy(update={"gpu_ledger": None})
+    monkeypatch.setattr(gpu_runtime, "runtime", lambda: runtime)
+    yield runtime
+    runtime.close()
+
+
+@pytest.fixture
+def owner(tmp_path, child_environment, monkeypatch):
+    """Another process with a model in a ledger of its own. Only this process is looked at."""
+    url = f"sqlite://{tmp_path}/used"
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, url],
+        env=child_environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().strip() == "ready"
+    monkeypatch.setattr(watching.in_use, "processes_of_this_user", lambda: [process.pid])
+    yield url
+    process.communicate("\n", timeout=60)
+
+
+def test_the_ledger_that_a_process_uses_is_followed(default, owner):
+    """Without a setting, the console of a JupyterLab without the notebooks' environment finds them."""
+    [active] = watching.active_ledgers()
+    assert active.ledger.url == owner
+    rt = watching.followed()
+    try:
+        assert rt.guest and [lease.name for lease in rt.status().leases()] == ["qwen"]
+        assert watching.followed() is rt, "one runtime for each ledger"
+    finally:
+        watching.close(rt)
+    assert rt._closed
+
+
+def test_a_ledger_that_is_set_is_never_replaced(default, owner):
+    default.settings = default.settings.model_copy(update={"gpu_ledger": "sqlite:///somewhere"})
+    assert watching.followed() is default
+
+
+def test_the_default_ledger_stays_if_nobody_uses_another(default, monkeypatch):
+    monkeypatch.setattr(watching.in_use, "processes_of_this_user", lambda: [])
+    assert watching.followed() is default and default.guest
+
+
+def test_a_process_that_only_watches_is_no_use(default, owner, monkeypatch):
+    """Consoles and commands open a ledger too. They hold nothing in it."""
+    [active] = watching.active_ledgers()
+    rt = watching.guest(active.ledger)
+    try:
+        directory = Path(active.ledger.directory)
+        assert watching._last_use(active.ledger, frozenset({2**22 + 1})) is None
+        assert watching.directory_of(rt) == directory
+    finally:
+        watching.close(rt)
