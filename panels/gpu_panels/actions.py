@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
@@ -19,21 +18,18 @@ import panel as pn
 import panel_material_ui as pmui
 
 from gpu_runtime import threads
-from gpu_runtime.errors import GpuError
-from gpu_runtime.facts import THIS_PROCESS, Outcome, Snapshot
+from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.views import clean, clock
 
+from .acting import asked_process, attempt
 from .data.confirmations import VERBS, Proposal, changed, propose, question
 from .poller import Poller
 from .widgets.confirmation import ConfirmationForm
-
-log = logging.getLogger("gpu_runtime")
 
 MOST_REPORTS = 4  # finished actions on the page; all actions in progress are shown in addition
 DONE_SECONDS = (
     20.0  # a successful action is shown for so long; a failed one, until newer ones replace it
 )
-ANSWER_SECONDS = 30.0  # the longest wait for an owner's answer
 
 MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
 OUTCOMES = """
@@ -138,19 +134,7 @@ class Actions:
 
         It runs in a thread, and changes nothing on the page.
         """
-        rt = self.poller.rt
-        try:
-            difference = changed(proposal, rt.status())
-            if difference:
-                outcome = Outcome(proposal.verb, proposal.name, False, difference)
-            else:
-                outcome = perform(rt, proposal, self.visitor.name)
-            state, words = "done" if outcome.done else "failed", outcome.because
-        except GpuError as error:
-            state, words = "failed", str(error)
-        except Exception as error:
-            log.exception("%s", report.action)
-            state, words = "failed", f"{type(error).__name__}: {error}"
+        state, words = attempt(self.poller.rt, proposal, f"{self.visitor.name}, console")
         self._finished.put(report._replace(state=state, words=words, wall=self._wall()))
         self.poller.nudge()
 
@@ -192,27 +176,6 @@ def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
     too_many = max(0, len(found) - MOST_REPORTS)
     dropped = finished[:too_many]
     return tuple(report for report in found if report not in dropped)
-
-
-def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
-    """Carries out `proposal` with the runtime `rt` for the person `name`. Returns the outcome.
-
-    Raises the errors of the runtime's method.
-    """
-    with rt.on_behalf_of(f"{name}, console"):
-        if proposal.verb == "defrag":
-            return rt.defrag(proposal.owner, timeout=ANSWER_SECONDS)
-        # A kernel's lease is evicted and preloaded like a model's. `rt.park` would wait without limit.
-        act = getattr(rt, {"park": "evict", "unpark": "preload"}.get(proposal.verb, proposal.verb))
-        if proposal.verb in ("pin", "unpin"):
-            return act(proposal.subject)
-        return act(proposal.subject, timeout=ANSWER_SECONDS)
-
-
-def asked_process(proposal: Proposal, snapshot: Snapshot | None) -> str:
-    """The name in `snapshot` of the process that the `proposal` waits for."""
-    section = snapshot.sections.get(proposal.owner) if snapshot else None
-    return section.owner.label if section else THIS_PROCESS
 
 
 def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:

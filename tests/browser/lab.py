@@ -23,6 +23,7 @@ from .chromium import SHOWN_MS, BrowserPage
 TOKEN = "a-token-of-these-tests-alone"
 START_SECONDS = 90.0
 _ENDED = re.compile(r"\[\d+\]:")  # the prompt of a cell that has run
+EXTENSION = Path(__file__).parents[2] / "panels/gpu_panels/lab"
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
 
@@ -34,6 +35,7 @@ def serving_lab(
 
     `settings` are added to the environment of its kernels.
     """
+    installed = _as_installed(home)
     (home / "work").mkdir()
     for name, cells in notebooks.items():
         made = [nbformat.v4.new_code_cell(cell) for cell in cells]
@@ -49,6 +51,8 @@ def serving_lab(
         "JUPYTER_DATA_DIR": f"{home}/data",
         "JUPYTER_RUNTIME_DIR": f"{home}/run",
         "PYTHONPATH": FOUND_BY_CHILDREN,
+        "JUPYTER_PATH": f"{installed}/share",
+        "JUPYTER_CONFIG_PATH": f"{installed}/etc",
         "GPU_LEDGER": f"sqlite://{home}/ledger",
         "XDG_STATE_HOME": f"{home}/state",
         **settings,
@@ -77,6 +81,17 @@ def serving_lab(
     finally:
         server.send_signal(signal.SIGINT)
         end(server)
+
+
+def _as_installed(home: Path) -> Path:
+    """A directory in `home` with the files of this checkout that an installation puts beside Jupyter's own."""
+    installed = home / "installed"
+    (installed / "share/labextensions").mkdir(parents=True)
+    (installed / "share/labextensions/gpu-console").symlink_to(EXTENSION / "browser")
+    (installed / "etc/jupyter_server_config.d").mkdir(parents=True)
+    settings = installed / "etc/jupyter_server_config.d/gpu-console.json"
+    settings.symlink_to(EXTENSION / "jupyter_server_config.json")
+    return installed
 
 
 def _wait(url: str, server: subprocess.Popen[bytes], output: Path) -> None:

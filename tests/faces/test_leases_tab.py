@@ -8,7 +8,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from gpu_panels.actions import Actions, perform
+from gpu_panels.acting import perform
+from gpu_panels.actions import Actions
 from gpu_panels.data.confirmations import changed, propose, question
 from gpu_panels.data.history import lease_titles
 from gpu_panels.data.lease_rows import leases

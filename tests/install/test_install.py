@@ -100,6 +100,24 @@ def check_command(environment: Path, cwd: Path) -> None:
     assert run(environment / "bin" / "python", "-c", program, cwd=cwd).strip() == "True"
 
 
+def check_lab_extension(environment: Path, cwd: Path) -> None:
+    """Checks that JupyterLab and Jupyter Server find the extension without any configuration."""
+    program = (
+        "from jupyterlab_server.config import get_federated_extensions;"
+        "from jupyter_core.paths import jupyter_config_path, jupyter_path;"
+        "from jupyter_server.extension.config import ExtensionConfigManager;"
+        "found = get_federated_extensions(jupyter_path('labextensions'))['gpu-console'];"
+        "print(found['ext_path']);"
+        "print(ExtensionConfigManager(read_config_path=jupyter_config_path())"
+        ".get_jpserver_extensions()['gpu_panels.lab']);"
+        "from gpu_panels import lab; print(*lab._jupyter_server_extension_points()[0].values())"
+    )
+    path, is_on, module = run(environment / "bin" / "python", "-c", program, cwd=cwd).splitlines()
+    assert Path(path) == environment / "share/jupyter/labextensions/gpu-console"
+    assert files_in(Path(path)) == files_in(ROOT / "panels/gpu_panels/lab/browser")
+    assert (is_on, module) == ("True", "gpu_panels.lab")
+
+
 def test_a_wheel_works_outside_the_repository(environment, tmp_path):
     """The wheel contains all packages completely, under their import names, and nothing else."""
     run(
@@ -132,6 +150,7 @@ def test_a_wheel_works_outside_the_repository(environment, tmp_path):
     ):
         assert files_in(site / package.name) == files_in(package)
     check_command(environment, tmp_path)
+    check_lab_extension(environment, tmp_path)
 
 
 def test_an_editable_install_works_outside_the_repository(environment, tmp_path):
@@ -143,3 +162,4 @@ def test_an_editable_install_works_outside_the_repository(environment, tmp_path)
         ROOT / "kernel_ext" / "gpu",
     ]
     check_command(environment, tmp_path)
+    check_lab_extension(environment, tmp_path)

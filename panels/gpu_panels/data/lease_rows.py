@@ -99,7 +99,7 @@ def _share_rows(
     if is_kernel:
         name = name._replace(text="its own code")  # the first column has the notebook's name
     state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
-    buttons = _buttons(lease, owner) if is_kernel else ()
+    buttons = kernel_buttons(lease, owner) if is_kernel else ()
     filled_bytes = {share.device: share.bytes for share in lease.filled}
     for share in lease.shares:
         measured = filled_bytes.get(share.device, share.bytes)
@@ -146,7 +146,7 @@ def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
     return ""
 
 
-def _buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
+def kernel_buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
     """The buttons of a notebook's own code. A button that cannot be pressed shows the reason."""
     moving = "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
     variables = Button("who", "Variables")

@@ -102,11 +102,11 @@ def _held_row(
         keep,
         owner_cell(owner, snapshot),
     )
-    return Row(lease.id, cells, _buttons(lease, owner))
+    return Row(lease.id, cells, buttons(lease, owner))
 
 
-def _buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
-    """The buttons of a lease. A button that cannot be pressed now shows the reason."""
+def buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
+    """The buttons of a model's `lease`. A button that cannot be pressed now shows the reason."""
     pin = Button("unpin", "Unpin") if lease.keep else Button("pin", "Pin")
     if lease.on_host:
         return Button("restore", "Restore", _moving(lease)), pin

@@ -1,0 +1,38 @@
+"""GPU memory in JupyterLab: a status-bar item and a side panel, and the server's route for them.
+
+`view` decides what is shown, `reader` reads the ledgers for all browser tabs, `routes` answers the
+browser, and `browser/remoteEntry.js` draws. Jupyter Server imports this package when it starts, so
+it imports nothing large, and nothing of Panel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Any
+
+
+def _jupyter_server_extension_points() -> list[dict[str, str]]:
+    """The module that Jupyter Server loads. The server calls this function."""
+    return [{"module": "gpu_panels.lab"}]
+
+
+def _load_jupyter_server_extension(server: Any) -> None:
+    """Adds the routes to the running `server`. The server calls this function."""
+    from . import routes
+
+    make_command_found()
+    routes.add(server.web_app)
+
+
+def make_command_found() -> None:
+    """Lets terminals and notebooks of this server find the command `gpu`.
+
+    A server that was not started from an activated environment has another PATH. The directory of
+    this environment's commands is then added at the end.
+    """
+    directory = os.path.dirname(sys.executable)
+    path = os.environ.get("PATH") or os.defpath
+    if not shutil.which("gpu", path=path) and shutil.which("gpu", path=directory):
+        os.environ["PATH"] = f"{path}{os.pathsep}{directory}"

@@ -1,0 +1,206 @@
+"""The routes of Jupyter Server for the status bar and the side panel.
+
+Jupyter checks its own login and the XSRF cookie before a request arrives here. No answer contains a
+token or the URL of a ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler
+from jupyter_server.utils import ensure_async, url_path_join
+from tornado import web
+
+from gpu_runtime.errors import GpuError
+
+from .reader import READ_SECONDS, Answer, Reader
+from .view import LabKernel
+
+ROOT = "api/gpu-console"
+SESSIONS_SECONDS = 3.0  # between two looks at which notebook belongs to which kernel
+READERS, ACTORS = 2, 4  # threads; an action may wait half a minute for its process
+
+
+class LabService:
+    """What the routes of one Jupyter server share."""
+
+    def __init__(self) -> None:
+        self.reader = Reader()
+        self.readers = ThreadPoolExecutor(READERS, "gpu-console-read")
+        self.actors = ThreadPoolExecutor(ACTORS, "gpu-console-act")
+        self._kernels: tuple[LabKernel, ...] = ()
+        self._looked_at = float("-inf")
+        self._answered: dict[str, tuple[float, Answer]] = {}  # kernel in front -> last answer
+
+    async def kernels(self, handler: APIHandler) -> tuple[LabKernel, ...]:
+        """The kernels of the server of `handler` that run on this machine, with their notebooks."""
+        if time.monotonic() - self._looked_at >= SESSIONS_SECONDS:
+            self._looked_at = time.monotonic()
+            sessions = await ensure_async(handler.session_manager.list_sessions())
+            paths = {
+                session["kernel"]["id"]: session["path"]
+                for session in sessions
+                if session.get("kernel") and session.get("type") == "notebook"
+            }
+            pids = {id: pid_of(handler.kernel_manager, id) for id in _kernel_ids(handler)}
+            self._kernels = await self.run(self.readers, lambda: _with_families(pids, paths))
+        return self._kernels
+
+    async def status(self, handler: APIHandler, front: str) -> Answer:
+        """The answer for a tab with the kernel `front` in front. Raises GpuError, OSError.
+
+        Tabs that ask within a second get the same answer. A thread would cost more than the answer.
+        """
+        now = time.monotonic()
+        self._answered = {
+            kernel: (made_at, answer)
+            for kernel, (made_at, answer) in self._answered.items()
+            if now - made_at < READ_SECONDS
+        }
+        if front not in self._answered:
+            kernels = await self.kernels(handler)
+            answer = await self.run(self.readers, lambda: self.reader.status(kernels, front))
+            self._answered[front] = now, answer
+        return self._answered[front][1]
+
+    def forget(self) -> None:
+        """Reads again at the next request, since an action has just ended."""
+        self._answered.clear()
+
+    async def run(self, threads: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
+        """The result of `work` in one of the `threads`. Raises its errors."""
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def _kernel_ids(handler: APIHandler) -> list[str]:
+    return list(handler.kernel_manager.list_kernel_ids())
+
+
+def pid_of(manager: Any, kernel: str) -> int:
+    """The pid of a kernel; 0 if the kernel runs on another machine, or has just ended."""
+    try:
+        found = manager.get_kernel(kernel)
+    except (KeyError, web.HTTPError):  # it has ended
+        return 0
+    return getattr(getattr(found, "provisioner", None), "pid", None) or 0
+
+
+def _with_families(pids: dict[str, int], paths: dict[str, str]) -> tuple[LabKernel, ...]:
+    from gpu_runtime.ledgers import in_use
+
+    return tuple(
+        LabKernel(id, in_use.family(pid), paths.get(id, "")) for id, pid in pids.items() if pid
+    )
+
+
+class _Handler(APIHandler):
+    """A route of this package. An error of ours is an answer with status 409 and one sentence."""
+
+    auth_resource = "gpu-console"
+    _track_activity = False  # an open page must not keep an idle server alive
+
+    def initialize(self, service: LabService) -> None:
+        self.service = service
+
+    async def answer(
+        self,
+        threads: ThreadPoolExecutor,
+        work: Callable[[], Any],
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sends the result of `work`, which runs in one of the `threads`; `after` runs after it."""
+        try:
+            found = await self.service.run(threads, work)
+            after()
+        except (GpuError, OSError) as error:
+            self.set_status(409)
+            found = {"error": " ".join(str(error).split())}
+        self.finish(json.dumps(found))
+
+    def body(self, *names: str) -> list[str]:
+        """The texts with these `names` in the request's body. Any other body is status 400."""
+        given = self.get_json_body()
+        values = [given.get(name) for name in names] if isinstance(given, dict) else [None]
+        if not all(isinstance(value, str) for value in values):
+            raise web.HTTPError(400, f"the body must have the texts {', '.join(names)}")
+        return values  # type: ignore[return-value]
+
+
+class StatusRoute(_Handler):
+    """`GET status?kernel=ID&seen=DIGEST`: what the page shows, or 204 if it is as in `seen`."""
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        """Answers with the values of `view.shown`."""
+        service, front = self.service, self.get_argument("kernel", "")
+        try:
+            found = await service.status(self, front)
+        except (GpuError, OSError) as error:
+            self.set_status(409)
+            self.finish(json.dumps({"error": " ".join(str(error).split())}))
+            return
+        if found.digest == self.get_argument("seen", ""):
+            self.set_status(204)
+            self.finish()
+            return
+        self.set_header("X-GPU-Digest", found.digest)
+        self.finish(found.body)
+
+
+class VariablesRoute(_Handler):
+    """`GET variables?ledger=KEY&owner=ID`: the names that hold a notebook's memory."""
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        """Answers with the values of `view.variables`."""
+        ledger, owner = self.get_argument("ledger"), self.get_argument("owner")
+        service = self.service
+        await self.answer(service.actors, lambda: service.reader.variables(ledger, owner))
+
+
+class QuestionRoute(_Handler):
+    """`POST question`: the text of the dialog before an action."""
+
+    @web.authenticated
+    @authorized
+    async def post(self) -> None:
+        """Answers with the values of `Reader.ask`."""
+        ledger, verb, target = self.body("ledger", "verb", "target")
+        service = self.service
+        await self.answer(service.readers, lambda: service.reader.ask(ledger, verb, target))
+
+
+class ActionRoute(_Handler):
+    """`POST act`: carries out the action that was confirmed."""
+
+    @web.authenticated
+    @authorized
+    async def post(self) -> None:
+        """Answers with the values of `Reader.act`."""
+        [number] = self.body("question")
+        service = self.service
+        await self.answer(service.actors, lambda: service.reader.act(number), service.forget)
+
+
+def add(app: Any) -> None:
+    """Adds the routes to Jupyter's web application `app`."""
+    base = app.settings["base_url"]
+    service = {"service": LabService()}
+    routes = {
+        "status": StatusRoute,
+        "variables": VariablesRoute,
+        "question": QuestionRoute,
+        "act": ActionRoute,
+    }
+    app.add_handlers(
+        ".*$", [(url_path_join(base, ROOT, name), route, service) for name, route in routes.items()]
+    )

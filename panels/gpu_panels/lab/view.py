@@ -1,0 +1,344 @@
+"""What JupyterLab shows of one snapshot, as plain values for JSON. This module is pure.
+
+Times are epoch seconds, so that the values stay equal while nothing happens. The browser computes
+durations from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gpu_runtime.facts import (
+    UNUSUAL,
+    DeviceView,
+    Lease,
+    Presence,
+    ProcessState,
+    Section,
+    Snapshot,
+    Ticket,
+    lease_state,
+)
+from gpu_runtime.rendering.views import RESIDUE, cards, clean, fill, strangers_bytes
+from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
+
+from ..data.cells import Button
+from ..data.lease_rows import kernel_buttons, kernel_state
+from ..data.model_rows import buttons as model_buttons
+from ..data.model_rows import model_kind
+from ..data.names import KERNEL, notebook_name
+from ..data.row_parts import place
+
+MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
+LONG_WAIT_SECONDS = 300.0  # a request that waits longer is a problem
+PANEL_VERBS = ("evict", "restore", "park", "unpark")
+
+
+class LabKernel(NamedTuple):
+    """A kernel of this Jupyter server."""
+
+    id: str  # Jupyter's id
+    pids: tuple[int, ...]  # of the kernel, and of the processes that it started
+    path: str = ""  # its notebook, relative to the server's root; empty: it has none
+
+
+class LedgerName(NamedTuple):
+    """A ledger as the page names it."""
+
+    key: str  # for requests; it contains no URL
+    title: str
+
+
+def shown(
+    snapshot: Snapshot,
+    kernels: Sequence[LabKernel],
+    ledger: LedgerName,
+    others: Sequence[LedgerName] = (),
+    tile: LedgerName | None = None,
+) -> dict[str, Any]:
+    """Everything that the status bar and the side panel show of `snapshot`.
+
+    `kernels` are those of this server. `ledger` is the ledger of the snapshot, `others` are the other
+    active ledgers, and `tile` is the ledger that the console's tile opens (None: the same).
+    """
+    by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
+    found = problems(snapshot)
+    is_tile_elsewhere = tile is not None and tile.key != ledger.key
+    several = f"{len(others) + 1} ledgers are active" if is_tile_elsewhere and others else ""
+    waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
+    notes = []
+    if waiting:
+        notes.append(f"{len(waiting)} waiting")
+    if several:
+        notes.append(several)
+    if found:
+        notes.append("1 problem" if len(found) == 1 else f"{len(found)} problems")
+    return {
+        "ledger": ledger._asdict(),
+        "tile": tile.title if tile else ledger.title,
+        "several": several,
+        "simulated": snapshot.simulated,
+        "status": " · ".join([cards_text(snapshot), *notes]),
+        "problems": found,
+        "devices": [_device(view) for view in snapshot.devices],
+        "groups": groups(snapshot, by_pid),
+        "waiting": [_waiting(ticket, snapshot) for ticket in waiting],
+    }
+
+
+# -- the status bar
+
+
+def cards_text(snapshot: Snapshot) -> str:
+    """The cards of `snapshot` with used and usable memory, such as `GPU0 14/22 GiB`."""
+    views = cards(snapshot)
+    if not views:
+        return "no GPU"
+    if len(views) > MOST_CARDS:
+        used, limit = sum(map(used_bytes, views)), sum(view.limit_bytes for view in views)
+        return f"{len(views)} GPUs {_of(used, limit)}"
+    return " · ".join(
+        f"{card_name(view)} {_of(used_bytes(view), view.limit_bytes)}" for view in views
+    )
+
+
+def card_name(view: DeviceView) -> str:
+    """The short name of a card, such as `GPU0`; of the host `RAM`."""
+    number = view.device.id.partition(":")[2]
+    return "RAM" if view.device.is_host else f"GPU{number}"
+
+
+def used_bytes(view: DeviceView) -> int:
+    """The bytes of a device that are in use: claimed ones, and those of programs without a lease."""
+    return view.claimed_bytes + strangers_bytes(view)
+
+
+def _of(used: int, limit: int) -> str:
+    """Two sizes in the unit of the second one: `14/22 GiB`.
+
+    >>> _of(14 * GIB, 21.6 * GIB), _of(8.5 * GIB, 21.6 * GIB), _of(32 * MIB, 172.8 * MIB)
+    ('14/22 GiB', '8.5/22 GiB', '32/173 MiB')
+    """
+    unit, name = (GIB, "GiB") if limit >= GIB else (MIB, "MiB")
+    return f"{_rounded(used / unit)}/{_rounded(limit / unit)} {name}"
+
+
+def _rounded(value: float) -> str:
+    text = f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
+    return text.removesuffix(".0")
+
+
+# -- problems
+
+
+def problems(snapshot: Snapshot) -> list[str]:
+    """A sentence for each condition in `snapshot` that a person should act on. A full card is none."""
+    found = [clean(snapshot.degraded)] if snapshot.degraded else []
+    for section in snapshot.sections.values():
+        found += _process_problem(section, snapshot)
+    for one in snapshot.quarantined:
+        found.append(f"What {clean(one.owner.label)} wrote into the ledger cannot be read.")
+    found += [f"{card_name(view)}: {clean(view.blind)}" for view in cards(snapshot) if view.blind]
+    for ticket in snapshot.tickets:
+        seconds = snapshot.now - ticket.arrived
+        if ticket.verb == "use" and seconds > LONG_WAIT_SECONDS:
+            minutes = int(seconds // 60)
+            found.append(f"{clean(ticket.name)} has waited for more than {minutes} min.")
+    return found
+
+
+def _process_problem(section: Section, snapshot: Snapshot) -> list[str]:
+    """A sentence on a process that does not run and holds memory."""
+    presence = snapshot.presences.get(section.owner.id, Presence(ProcessState.RUNNING))
+    held = sum(lease.bytes for lease in section.leases if not lease.on_host)
+    if presence.state not in UNUSUAL or presence.state is ProcessState.ENDED or not held:
+        return []
+    return [f"{clean(section.owner.label)} is {presence.state.value} and holds {show_bytes(held)}."]
+
+
+# -- the side panel
+
+
+def groups(snapshot: Snapshot, kernels: Mapping[int, LabKernel]) -> list[dict[str, Any]]:
+    """The processes that hold memory, each with its rows; the largest on the cards is first.
+
+    `kernels` maps pids to the kernels of this server.
+    """
+    sections = [
+        section
+        for section in snapshot.sections.values()
+        if section.leases or any(section.residue.values())
+    ]
+    found = sorted(sections, key=_largest_first)
+    shown_groups = [_group(section, snapshot, kernels.get(section.owner.pid)) for section in found]
+    unleased = sum(strangers_bytes(view) for view in cards(snapshot))
+    if unleased:
+        shown_groups.append(_strangers(snapshot, unleased))
+    return shown_groups
+
+
+def _largest_first(section: Section) -> tuple[int, int, str]:
+    on_cards = sum(lease.bytes for lease in section.leases if not lease.on_host)
+    total = sum(lease.bytes for lease in section.leases)
+    return -on_cards, -total, section.owner.id
+
+
+def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> dict[str, Any]:
+    owner = section.owner
+    presence = snapshot.presences.get(owner.id)
+    is_unusual = presence is not None and presence.state in UNUSUAL
+    is_other_user = owner.user and owner.user != snapshot.owner.user
+    leases = sorted(section.leases, key=lambda lease: (lease.on_host, -lease.bytes, lease.name))
+    rows = [_row(lease, section, snapshot) for lease in leases]
+    residue = sum(section.residue.values())
+    if residue:
+        rows.append(_plain_row(f"{owner.id}//", RESIDUE, residue))
+    return {
+        "id": owner.id,
+        "title": notebook_name(section),
+        "pid": owner.pid,
+        "user": clean(owner.user) if is_other_user else "",
+        "trouble": presence.state.value if is_unusual and presence else "",
+        "busy": _epoch(section.busy_since, snapshot),
+        "idle": _epoch(section.idle_since, snapshot),
+        "bytes": show_bytes(sum(lease.bytes for lease in leases if not lease.on_host) + residue),
+        "kernel": kernel.id if kernel else "",
+        "path": kernel.path if kernel else "",
+        "rows": rows,
+    }
+
+
+def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
+    """The row of one lease: its name, place, size, state and the actions that are possible."""
+    is_kernel = lease.kind == KERNEL
+    state = lease_state(lease, snapshot.now)
+    is_idle = state.activity == "idle" and not (is_kernel and lease.on_host)
+    words = kernel_state(lease, snapshot).text if is_kernel else state.word
+    buttons: tuple[Button, ...] = ()
+    if is_kernel:
+        buttons = kernel_buttons(lease, section.owner)
+    elif lease.kind == "model":
+        buttons = model_buttons(lease, section.owner)
+    return {
+        "id": lease.id,
+        "name": "its own code" if is_kernel else clean(lease.name),
+        "hint": "" if is_kernel else model_kind(lease),
+        "where": "RAM" if lease.on_host else place(lease).replace("GPU: ", "GPU"),
+        "bytes": show_bytes(lease.bytes),
+        "state": "" if is_idle else words,
+        "idle": _epoch(lease.last_used, snapshot) if is_idle else None,
+        "variables": is_kernel,
+        "actions": [_action(button) for button in buttons if button.verb in PANEL_VERBS],
+    }
+
+
+def _action(button: Button) -> dict[str, str]:
+    return {"verb": button.verb, "label": button.label, "why_not": button.why_not}
+
+
+def _plain_row(id: str, name: str, size: int) -> dict[str, Any]:
+    """A row of memory that no action can free."""
+    return {
+        "id": id,
+        "name": name,
+        "hint": "",
+        "where": "",
+        "bytes": show_bytes(size),
+        "state": "",
+        "idle": None,
+        "variables": False,
+        "actions": [],
+    }
+
+
+def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
+    """The group of programs that hold memory of a card without a lease."""
+    rows = [
+        _plain_row(
+            f"stranger/{one.device}/{one.pid}",
+            f"{clean(one.command) or 'unknown program'} (pid {one.pid})",
+            one.bytes or 0,
+        )
+        for one in snapshot.strangers
+    ]
+    return {
+        "id": "strangers",
+        "title": "other programs, without a lease",
+        "pid": 0,
+        "user": "",
+        "trouble": "",
+        "busy": None,
+        "idle": None,
+        "bytes": show_bytes(unleased),
+        "kernel": "",
+        "path": "",
+        "rows": rows,
+    }
+
+
+def _device(view: DeviceView) -> dict[str, Any]:
+    used = used_bytes(view)
+    return {
+        "id": view.device.id,
+        "title": card_name(view),
+        "name": "" if view.device.simulated else clean(view.device.name),
+        "fill": fill(view),
+        "part": round(min(1.0, used / max(1, view.limit_bytes)), 3),
+        "drained": clean(view.drained.by) if view.drained else "",
+    }
+
+
+def _waiting(ticket: Ticket, snapshot: Snapshot) -> dict[str, Any]:
+    section = snapshot.sections.get(ticket.owner)
+    return {
+        "name": clean(ticket.name),
+        "holder": notebook_name(section) if section else "",
+        "need": show_bytes(sum(share.bytes for share in ticket.need)),
+        "since": _epoch(ticket.arrived, snapshot),
+        "because": clean(ticket.because),
+    }
+
+
+def _epoch(stamp: float, snapshot: Snapshot) -> int | None:
+    """The time `stamp` of the snapshot's clock in epoch seconds; None if it is unknown."""
+    return round(snapshot.wall - (snapshot.now - stamp)) if stamp else None
+
+
+def variables(frame: Any) -> dict[str, Any]:
+    """The answer of a notebook, `frame` of `rt.who`: the names that hold its memory, largest first.
+
+    Models have rows of their own in the panel, so they are left out here.
+    """
+    rows = [
+        {
+            "name": clean(record["name"]),
+            "kind": record["kind"],
+            "bytes": show_bytes(int(record["bytes"])),
+            "frees": show_bytes(int(record["alone_bytes"])),
+            "cell": clean(record["cell"]),
+        }
+        for record in frame.to_dict("records")
+        if record["kind"] != "model"
+    ]
+    return {"rows": rows, "note": clean(frame.attrs.get("note") or "")}
+
+
+def question_interrupt(section: Section, snapshot: Snapshot) -> dict[str, Any]:
+    """The text to confirm that the kernel of `section` is interrupted."""
+    title = notebook_name(section)
+    running = "It runs no cell now."
+    if section.busy_since:
+        running = (
+            f"Its cell has run for {show_seconds(max(0.0, snapshot.now - section.busy_since))}."
+        )
+    return {
+        "title": f"Interrupt {title}?",
+        "lines": [
+            running,
+            "The running cell ends with KeyboardInterrupt, as with the stop button.",
+            "Its variables and models stay as they are.",
+        ],
+        "confirm": "Interrupt",
+        "grave": True,
+    }

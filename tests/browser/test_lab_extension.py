@@ -1,0 +1,119 @@
+"""GPU memory in the status bar and the side panel of a real JupyterLab.
+
+All tests share one JupyterLab, one browser and two notebooks.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import urllib.error
+import urllib.request
+
+import pytest
+
+from gpu_runtime import Runtime
+
+from .chromium import CHROMIUM, running
+from .lab import TOKEN, LabNotebook, serving_lab
+
+pytest.importorskip("playwright")
+pytest.importorskip("jupyterlab")
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium"),
+]
+
+DEVICES = "sim:24GiB,host:64GiB"
+LOAD = "%load_ext gpu\n%gpu load {} --backend fake --size {}"
+SECOND = "import os\nos.environ['GPU_LEDGER'] = 'sqlite://{}'\n" + LOAD.format("bge", "3GiB")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("lab")
+
+
+@pytest.fixture(scope="module")
+def port(home):
+    """The port of a JupyterLab with the extension, as it is after an installation."""
+    notebooks = {
+        "train.ipynb": [LOAD.format("qwen", "14GiB")],
+        "other.ipynb": [SECOND.format(home / "second")],
+    }
+    with serving_lab(home, notebooks, GPU_DEVICES=DEVICES) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def train(port):
+    """The first notebook in a real browser, after its cell has loaded a model of 14 GiB."""
+    with running() as chromium:
+        notebook = LabNotebook(chromium, port, "train.ipynb")
+        notebook.run(0)
+        yield notebook
+        notebook.close()
+
+
+def status(notebook, text):
+    """Waits until the status bar shows exactly this `text`."""
+    shown = notebook.page.locator(".gpu-status", has_text=re.compile(f"^{re.escape(text)}$"))
+    shown.wait_for()
+    return shown
+
+
+def test_the_status_bar_and_the_panel_show_what_the_notebook_loaded(train, home):
+    """Their figures are those of the ledger."""
+    status(train, "GPU0 14/22 GiB").click()
+    panel = train.page.get_by_role("region", name="GPU memory")
+    panel.get_by_role("heading", name="train.ipynb").wait_for()
+    with Runtime(ledger=f"sqlite://{home}/ledger", monitor=False) as rt:
+        assert rt.status().devices[0].claimed_bytes == 14 << 30
+    assert panel.get_by_text("14.0 of 21.6 GiB").count() == 1
+    for name in ("Evict qwen: train.ipynb", "Open notebook: train.ipynb"):
+        assert panel.get_by_role("button", name=name).count() == 1
+    assert train.seen.errors == [] and train.seen.elsewhere == []
+
+
+def test_evict_from_the_panel_asks_first_and_then_evicts(train):
+    """Cancel has the focus, so Enter changes nothing."""
+    page = train.page
+    evict = page.get_by_role("button", name="Evict qwen: train.ipynb")
+    evict.click()
+    page.locator(".jp-Dialog").get_by_text("This frees 14.0 GiB on sim:0.").wait_for()
+    page.keyboard.press("Enter")
+    page.locator(".jp-Dialog").wait_for(state="detached")
+    evict.click()
+    page.get_by_role("button", name="Evict, freeing 14.0 GiB").click()
+    page.locator(".gpu-panel [role=status]").get_by_text("✓ Evict qwen:").wait_for()
+    page.get_by_role("button", name="Restore qwen: train.ipynb").wait_for()
+    status(train, "GPU0 0/22 GiB")
+
+
+def test_a_notebook_with_another_ledger_is_followed_and_says_so(train):
+    """The tile's console would show the first ledger, where nothing of this notebook is."""
+    train.command("docmanager:open", {"path": "other.ipynb"})
+    cell = train.page.locator(".jp-Notebook:visible .jp-CodeCell", has_text="bge")
+    cell.locator(".cm-content").click()
+    train.page.wait_for_selector("text=/Python 3 .* Idle/")
+    train.page.keyboard.press("Shift+Enter")
+    status(train, "GPU0 3/22 GiB · 2 ledgers are active")
+    train.page.locator(".gpu-panel").get_by_text("The GPU console shows sqlite").wait_for()
+    train.command("docmanager:open", {"path": "train.ipynb"})
+    status(train, "GPU0 0/22 GiB")
+
+
+def test_no_token_is_in_the_page_and_none_is_needed_beside_jupyters(train, port):
+    """The panel's own requests and answers contain no token. Without Jupyter's login there is no answer."""
+    url = f"http://127.0.0.1:{port}/api/gpu-console/status"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(url, timeout=30)
+    assert refused.value.code == 403
+    asked = urllib.request.Request(url, headers={"Authorization": f"token {TOKEN}"})
+    answer = urllib.request.urlopen(asked, timeout=30).read().decode()
+    shown = (
+        train.page.locator(".gpu-panel").inner_html()
+        + train.page.locator(".gpu-status").inner_html()
+    )
+    assert '"status"' in answer and "gpu" in shown
+    assert not any(word in answer + shown for word in (TOKEN, "token", "sqlite:", "://"))

@@ -1,0 +1,170 @@
+"""One reader serves all browser tabs of a Jupyter server, and carries out their actions."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from gpu_panels import lab
+from gpu_panels.lab import routes
+from gpu_panels.lab.reader import MOST_LEDGERS, Reader, title_of
+from gpu_panels.lab.view import LabKernel
+
+import gpu_runtime
+from gpu_runtime import watching
+from gpu_runtime.errors import GpuError
+from gpu_runtime.ledgers import in_use
+
+KERNEL = LabKernel("k1", (41,), "train.ipynb")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def reader(rt, clock, monkeypatch):
+    """A reader whose tile follows the runtime `rt`. No kernel has a ledger open."""
+    monkeypatch.setattr(watching, "followed", lambda: rt)
+    monkeypatch.setattr(in_use, "of_process", lambda pid: ())
+    rt.register("qwen", backend="fake", size="8GiB")
+    rt.preload("qwen")
+    rt.tick()
+    return Reader(clock)
+
+
+def plain(answer):
+    return json.loads(answer.body)
+
+
+def qwen(reader):
+    found = plain(reader.status([KERNEL]))
+    [row] = [row for group in found["groups"] for row in group["rows"]]
+    return found["ledger"]["key"], row
+
+
+def test_many_tabs_cost_one_read_a_second(reader, rt, clock, monkeypatch):
+    reads = []
+    status = rt.status
+    monkeypatch.setattr(type(rt), "status", lambda self: reads.append(1) or status())
+    answers = {reader.status([KERNEL]).digest for _ in range(10)}
+    assert len(answers) == 1 and len(reads) == 1
+    clock.now += 1.0
+    reader.status([KERNEL])
+    assert len(reads) == 2
+
+
+def test_the_answer_has_the_figures_of_the_ledger(reader):
+    found = plain(reader.status([KERNEL]))
+    assert found["status"] == "GPU0 8/22 GiB" and found["several"] == ""
+
+
+def test_a_confirmed_eviction_is_carried_out_once(reader, rt, clock):
+    key, row = qwen(reader)
+    asked = reader.ask(key, "evict", row["id"])
+    assert asked["title"] == "Evict qwen?" and asked["confirm"] == "Evict, freeing 8.0 GiB"
+    assert reader.act(asked["question"])["done"]
+    assert plain(reader.status([KERNEL]))["status"] == "GPU0 0/22 GiB", "without waiting a second"
+    with pytest.raises(GpuError, match="answered already"):
+        reader.act(asked["question"])
+    assert qwen(reader)[1]["actions"] == [{"verb": "restore", "label": "Restore", "why_not": ""}]
+
+
+def test_an_action_is_refused_if_the_model_has_moved_since_the_question(reader, rt):
+    key, row = qwen(reader)
+    asked = reader.ask(key, "evict", row["id"])
+    rt.evict("qwen")
+    outcome = reader.act(asked["question"])
+    assert not outcome["done"] and "Nothing was done" in outcome["because"]
+
+
+def test_an_action_that_the_panel_does_not_offer_is_refused(reader):
+    key, row = qwen(reader)
+    for verb in ("close", "forget", "defrag", "__init__"):
+        with pytest.raises(GpuError, match="no action of this panel"):
+            reader.ask(key, verb, row["id"])
+    with pytest.raises(GpuError, match="no longer shown"):
+        reader.ask("unknown", "evict", row["id"])
+
+
+def test_a_process_that_has_ended_gets_no_question(reader):
+    key, _ = qwen(reader)
+    for verb in ("evict", "interrupt"):
+        assert "has ended" in reader.ask(key, verb, "9.9.9/qwen")["refused"]
+
+
+@pytest.fixture
+def second(tmp_path):
+    """Another ledger with a model in it."""
+    with gpu_runtime.Runtime(
+        devices="sim:24GiB,host:64GiB", ledger=f"sqlite://{tmp_path}/second", monitor=False
+    ) as runtime:
+        runtime.register("bge", backend="fake", size="3GiB")
+        runtime.preload("bge")
+        runtime.tick()
+        yield runtime
+
+
+def test_the_ledger_of_the_notebook_in_front_is_shown(reader, second, monkeypatch):
+    """The tile shows another ledger, so the status bar says that two are active."""
+    opened = in_use.OpenLedger(second.status().ledger, watching.directory_of(second))
+    monkeypatch.setattr(in_use, "of_process", lambda pid: (opened,) if pid == 42 else ())
+    monkeypatch.setattr(watching, "guest", lambda ledger: second)
+    other = LabKernel("k2", (42,), "other.ipynb")
+    found = plain(reader.status([KERNEL, other], front="k2"))
+    assert found["status"] == "GPU0 3/22 GiB · 2 ledgers are active"
+    assert found["ledger"]["title"].endswith("/second") and found["tile"] == "memory"
+    found = plain(reader.status([KERNEL, other], front="k1"))
+    assert found["status"] == "GPU0 8/22 GiB", "the notebook in front uses the tile's ledger"
+
+
+def test_few_ledgers_are_open_at_the_same_time(reader, rt, monkeypatch):
+    """A person may open many notebooks, each with a ledger of its own."""
+    closed = []
+    monkeypatch.setattr(watching, "close", closed.append)
+    for number in range(MOST_LEDGERS + 3):
+        monkeypatch.setattr(watching, "directory_of", lambda rt: getattr(rt, "place", None))
+        reader._of(type("Guest", (), {"place": number})())
+    reader._close_unused()
+    assert [rt.place for rt in closed] == [0, 1, 2]
+
+
+def test_no_answer_contains_a_url_or_a_password(reader):
+    text = reader.status([KERNEL]).body.decode()
+    assert "://" not in text
+    assert title_of("redis://ops:secret@box:6379/0?password=x") == "redis box:6379/0"
+
+
+def test_a_kernel_on_another_machine_has_no_pid():
+    """A gateway's kernels have no process here. The panel shows them without buttons."""
+
+    class Gone:
+        def get_kernel(self, id):
+            raise KeyError(id)
+
+    class Remote:
+        def get_kernel(self, id):
+            return object()
+
+    assert routes.pid_of(Gone(), "k") == routes.pid_of(Remote(), "k") == 0
+
+
+def test_a_server_without_the_environments_path_finds_the_command(tmp_path, monkeypatch):
+    """JupyterLab that was started from a desktop has the PATH of the desktop."""
+    for name in ("gpu", "python"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    for _ in range(2):
+        lab.make_command_found()
+    assert os.environ["PATH"] == f"/nowhere:{tmp_path}"

@@ -1,0 +1,175 @@
+"""The status bar and the side panel of JupyterLab: what they show of a snapshot."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from gpu_panels.lab import view
+from gpu_panels.lab.view import LabKernel, LedgerName
+from msgspec.structs import replace
+
+from gpu_runtime.facts import HOST, Presence, ProcessState, Ticket
+
+from .samples import BOB, GIB, ME, NOW, WALL, lease, snapshot
+
+HERE = LedgerName("a1", "sqlite …/ledger/here")
+THERE = LedgerName("b2", "sqlite …/ledger/there")
+TRAIN = LabKernel("k1", (ME.pid,), "notes/train.ipynb")
+
+
+def shown(world, **more):
+    return view.shown(world, [TRAIN], HERE, **more)
+
+
+def ticket(name="llama", waited=7.0, gib=8):
+    need = replace(lease(name, gib), owner=BOB.id).shares
+    return Ticket("k", BOB.id, "use", name, NOW - waited, NOW, need=need, because="qwen is in use")
+
+
+# -- the status bar
+
+
+@pytest.mark.parametrize(("cards", "held", "text"), [
+    (1, (14,), "GPU0 14/22 GiB"),
+    (1, (8.5,), "GPU0 8.5/22 GiB"),
+    (1, (), "GPU0 0/22 GiB"),
+    (2, (14, 3), "GPU0 14/22 GiB · GPU1 3/22 GiB"),
+    (8, (14, 3), "8 GPUs 17/173 GiB"),
+])  # fmt: skip
+def test_the_status_bar_has_used_and_usable_memory_of_the_cards(cards, held, text):
+    leases = [lease(f"m{n}", gib, f"sim:{n}") for n, gib in enumerate(held)]
+    assert shown(snapshot(*leases, cards=cards))["status"] == text
+
+
+def test_a_small_card_is_shown_in_mib():
+    assert shown(snapshot(lease("m", 1 / 32), gib=192 / 1024))["status"] == "GPU0 32/173 MiB"
+
+
+def test_memory_without_a_lease_counts_as_used():
+    """A card that another program fills is not free."""
+    world = snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=10)
+    assert shown(world)["status"] == "GPU0 14/22 GiB"
+    assert shown(world)["groups"][-1]["title"] == "other programs, without a lease"
+
+
+def test_waiting_requests_are_counted_and_listed():
+    found = shown(snapshot(lease("qwen", 14), tickets=[ticket()]))
+    assert found["status"] == "GPU0 14/22 GiB · 1 waiting"
+    [row] = found["waiting"]
+    assert (row["name"], row["holder"], row["need"]) == ("llama", "analysis.ipynb", "8.0 GiB")
+    assert row["since"] == WALL - 7 and found["problems"] == []
+
+
+def test_another_ledger_is_mentioned_where_the_tile_shows_it():
+    """The words appear only if the user would see other figures in the console."""
+    world = snapshot(lease("qwen", 14))
+    words = "GPU0 14/22 GiB · 2 ledgers are active"
+    assert shown(world, others=[THERE], tile=THERE)["status"] == words
+    assert shown(world, others=[THERE], tile=THERE)["tile"] == THERE.title
+    assert shown(world, others=[THERE], tile=HERE)["status"] == "GPU0 14/22 GiB"
+
+
+# -- problems
+
+
+def test_a_full_card_is_no_problem():
+    assert shown(snapshot(lease("qwen", 21.6)))["problems"] == []
+
+
+def test_a_stopped_process_with_memory_is_a_problem():
+    world = snapshot(lease("qwen", 14))
+    stopped = {ME.id: Presence(ProcessState.STOPPED)}
+    found = shown(replace(world, presences=stopped))
+    assert found["problems"] == ["train.ipynb (pid 4000) is stopped and holds 14.0 GiB."]
+    assert found["status"].endswith("1 problem") and found["groups"][0]["trouble"] == "stopped"
+    assert shown(replace(snapshot(), presences=stopped))["problems"] == []
+
+
+def test_a_long_wait_is_a_problem():
+    found = shown(snapshot(lease("qwen", 14), tickets=[ticket(waited=600)]))
+    assert found["problems"] == ["llama has waited for more than 10 min."]
+
+
+def test_a_card_that_is_not_measured_is_a_problem():
+    found = shown(snapshot(degraded="nvidia-smi does not answer"))
+    assert found["problems"] == ["nvidia-smi does not answer"]
+
+
+# -- the side panel
+
+
+def test_rows_are_grouped_by_notebook_with_the_largest_first():
+    world = snapshot(lease("bge", 2, owner=BOB), lease("qwen", 4), lease("llama", 8))
+    groups = shown(world)["groups"]
+    assert [(one["title"], one["bytes"]) for one in groups] == [
+        ("train.ipynb", "12.0 GiB"),
+        ("analysis.ipynb", "2.0 GiB"),
+    ]
+    assert [(row["name"], row["where"], row["bytes"]) for row in groups[0]["rows"]] == [
+        ("llama", "GPU0", "8.0 GiB"),
+        ("qwen", "GPU0", "4.0 GiB"),
+    ]
+    assert groups[0]["rows"][0]["idle"] == WALL - 12 and groups[1]["user"] == "bob"
+
+
+def test_only_a_kernel_of_this_server_can_be_opened_or_interrupted():
+    groups = shown(snapshot(lease("qwen", 4), lease("bge", 2, owner=BOB)))["groups"]
+    assert [(one["path"], one["kernel"]) for one in groups] == [
+        ("notes/train.ipynb", "k1"),
+        ("", ""),
+    ]
+
+
+def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():
+    world = snapshot(
+        lease("idle", 4),
+        lease("used", 3, pins=1, pinned_since=NOW - 40),
+        lease("kernel", 2, kind="kernel"),
+        lease("away", 1, HOST),
+    )
+    rows = shown(world)["groups"][0]["rows"]
+    assert [(row["name"], [tuple(one.values()) for one in row["actions"]]) for row in rows] == [
+        ("idle", [("evict", "Evict", "")]),
+        ("used", [("evict", "Evict", "In use by train.ipynb (pid 4000)")]),
+        ("its own code", [("park", "Park", "")]),
+        ("away", [("restore", "Restore", "")]),
+    ]
+    assert [row["variables"] for row in rows] == [False, False, True, False]
+    assert rows[3]["where"] == "RAM"
+
+
+def test_a_quiet_box_has_the_same_values_a_second_later():
+    """Otherwise every tab would get a new answer every second."""
+    world = snapshot(lease("qwen", 4), lease("kernel", 2, kind="kernel"))
+    later = replace(world, now=NOW + 1.0, wall=WALL + 1.0)
+    assert shown(later) == shown(world)
+
+
+def test_no_shown_text_has_a_control_character():
+    world = snapshot(lease("evil\x1b[2J<b>", 4), tickets=[ticket("a\x00b")])
+    found = json.loads(json.dumps(shown(world)))
+    [row] = found["groups"][0]["rows"]
+    assert row["name"] == "evil\ufffd[2J<b>" and found["waiting"][0]["name"] == "a\ufffdb"
+
+
+def test_the_variables_of_a_notebook_are_listed_without_its_models():
+    records = [
+        {"name": "w", "kind": "variable", "bytes": GIB, "alone_bytes": 0, "cell": "In [2]"},
+        {"name": "qwen", "kind": "model", "bytes": GIB, "alone_bytes": 0, "cell": ""},
+    ]
+    frame = SimpleNamespace(attrs={"note": "names of ann only"}, to_dict=lambda _: records)
+    assert view.variables(frame) == {
+        "rows": [
+            {"name": "w", "kind": "variable", "bytes": "1.0 GiB", "frees": "0 B", "cell": "In [2]"}
+        ],
+        "note": "names of ann only",
+    }
+
+
+def test_an_interrupt_is_confirmed_with_how_long_the_cell_has_run():
+    world = snapshot(lease("qwen", 4))
+    section = replace(world.sections[ME.id], busy_since=NOW - 90)
+    asked = view.question_interrupt(section, world)
+    assert asked["title"] == "Interrupt train.ipynb?" and "90 s" in asked["lines"][0]
