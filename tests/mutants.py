@@ -37,6 +37,7 @@ SCHEDULER = [
         "audited_processes",
     )
 ]
+PARTS = ["tests/scheduler/test_parts.py"]
 QUARANTINE = ["tests/ledgers/test_quarantine.py", "tests/ledgers/test_pages.py"]
 LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
 CATALOGUE = [
@@ -308,8 +309,50 @@ FAULTS = [
     Fault(
         "spend host bytes twice",
         "scheduler/eviction_verdict",
-        "        if isinstance(step, Move):\n            self.host_room -= lease.own_bytes\n",
-        "",
+        "            self.host_room -= copied_bytes(step)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "a needless piece leaves",
+        "scheduler/victims",
+        "    size = max(1, -(-(need - (on_cards - own)) // piece)) * piece\n",
+        "    size = max(1, -(-(need - (on_cards - own)) // piece) + 1) * piece\n",
+        PARTS,
+    ),
+    Fault(
+        "a part without room in host memory",
+        "scheduler/victims",
+        "            if part.leaving_bytes > (free if lease.droppable else most + reserved):\n",
+        "            if False:\n",
+        PARTS,
+    ),
+    Fault(
+        "bytes on the card are reserved twice",
+        "scheduler/context",
+        "(Share(share.device, max(0, share.bytes - self.held[share.device])),)",
+        "(share,)",
+        PARTS,
+    ),
+    Fault(
+        "a part counts as the whole",
+        "facts/leases",
+        "        if staying <= 0 or not self.piece_bytes or len(on_cards) > 1:\n",
+        "        if True:\n",
+        PARTS,
+    ),
+    Fault(
+        "a lease in parts is used",
+        "scheduler/admission",
+        '(lease.all_on_device or lease.kind == "block")',
+        '(lease.on_device or lease.kind == "block")',
+        PARTS,
+    ),
+    Fault(
+        "a younger request takes what waits to be whole",
+        "scheduler/eviction",
+        "        if returning and lease.id in returning:\n",
+        "        if False:\n",
+        PARTS,
     ),
     Fault(
         "forget that the host takes in only so many",
@@ -469,7 +512,7 @@ FAULTS = [
     Fault(
         "relief takes more than it must",
         "scheduler/relief",
-        "            freed += lease.bytes_on(view.device.id)\n",
+        "            freed += sum(share.bytes for share in step.source if share.device == view.device.id)\n",
         "",
     ),
     Fault(
@@ -479,7 +522,11 @@ FAULTS = [
         "False",
     ),
     Fault(
-        "a recall obeyed twice", "scheduler/recall", " or lease.away_since >= ticket.refreshed", ""
+        "a recall obeyed twice",
+        "scheduler/recall",
+        "not person and lease.away_since >= ticket.refreshed",
+        "False",
+        [*SCHEDULER, *PARTS],
     ),
     Fault(
         "an ask swallowed", "scheduler/recall", "            orders.append(", "            repr("

@@ -155,7 +155,11 @@ class Load(Value, tag=True):
 
 
 class Move(Value, tag=True):
-    """Copy a model's bytes from the memories in `source` to the memories in `shares`."""
+    """Copy a model's bytes from the memories in `source` to the memories in `shares`.
+
+    `source` also has bytes that are freed without a copy, such as working memory. If `shares` are
+    fewer bytes than the model's, the other bytes stay where they are.
+    """
 
     lease: str
     source: Shares
@@ -194,6 +198,7 @@ class Wait(Value, tag=True):
     because: str
     steps: tuple[Step, ...] = ()
     asked: tuple[str, ...] = ()  # lease ids that other owners were requested to evict
+    asked_bytes: tuple[int, ...] = ()  # for each of `asked`, the bytes that should leave; 0: all
     silent: tuple[str, ...] = ()  # the leases in `asked` whose owner has not responded
     blockers: tuple[str, ...] = ()  # lease ids in use that block the request
     ahead: int = 0  # how many requests are ahead in the queue

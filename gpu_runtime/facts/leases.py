@@ -72,7 +72,8 @@ class Lease(Value):
     """The claim of a model, or of a block of code, on memory.
 
     `shares` is where the bytes are, and `target` is where they are being moved to. During a move,
-    both count in full.
+    both count in full. A lease may be in parts: some bytes on a card, the others in host memory. It
+    cannot be used then. If `target` has fewer bytes than the lease, the other bytes stay.
     """
 
     owner: str
@@ -104,8 +105,11 @@ class Lease(Value):
     restore_seconds: float = 0.0
     droppable: bool = False  # whether the source has exactly the same bytes
     movable: bool = True  # whether the backend can move it between memories
+    # Bytes of the largest piece that may leave the card while the others stay. 0: the lease leaves
+    # as a whole. A lease with pieces is on one card.
+    piece_bytes: int = 0
     settled_at: float = 0.0
-    away_since: float = 0.0  # when it arrived in host memory
+    away_since: float = 0.0  # when bytes of it last arrived in host memory; 0: none are there
     moves_again_at: float = 0.0  # after a failed move: the time before which it is not moved again
     measured_bytes: int | None = None  # for a block of code: its measured peak
     backend: str = ""
@@ -132,14 +136,14 @@ class Lease(Value):
 
         A lease that claims more than the model's own bytes keeps that claim, whatever the measured
         size of the weights is. A whole card stays claimed, and working memory stays as requested.
-        In host memory there is no working memory.
+        A lease with bytes in host memory has no working memory.
 
         >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
         >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=here).holding(there).shares
         (Share(device='sim:0', bytes=9),)
         """
         settled = replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
-        if all(share.device == HOST for share in measured):
+        if any(share.device == HOST for share in measured):
             return settled
         claimed = self.target or self.shares
         claimed_bytes = sum(share.bytes for share in claimed)
@@ -166,6 +170,67 @@ class Lease(Value):
             if share.device != HOST:
                 return True
         return False
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether some bytes of the lease are on a card, and the others in host memory."""
+        return len(self.shares) > 1 and self.on_device and not self.all_on_device
+
+    @property
+    def all_on_device(self) -> bool:
+        """Whether all bytes of the lease are on cards, so that the model can be used."""
+        for share in self.shares:
+            if share.device == HOST:
+                return False
+        return bool(self.shares)
+
+    @property
+    def card_bytes(self) -> int:
+        """The model's own bytes on cards, which an offload of the whole lease copies."""
+        own = self.filled or self.shares
+        return sum([share.bytes for share in own if share.device != HOST])
+
+    @property
+    def leaving_bytes(self) -> int:
+        """The model's own bytes that leave the cards: those in `target`, or all without a target."""
+        return sum([share.bytes for share in self.target]) if self.target else self.card_bytes
+
+    def freed_by(self, target: Shares) -> Shares:
+        """The bytes that are free on each device once the lease's bytes have left for `target`.
+
+        An empty `target` means that the lease is dropped.
+
+        >>> whole = Lease("1", "a", shares=(Share("sim:0", 9),), piece_bytes=3)
+        >>> whole.freed_by((Share("host", 6),))
+        (Share(device='sim:0', bytes=6),)
+        """
+        if not target or any([share.device != HOST for share in target]):
+            return self.shares
+        on_cards = tuple([share for share in self.shares if share.device != HOST])
+        staying = self.card_bytes - sum([share.bytes for share in target])
+        if staying <= 0 or not self.piece_bytes or len(on_cards) > 1:
+            return on_cards
+        return (Share(on_cards[0].device, on_cards[0].bytes - staying),)
+
+    def after(self, target: Shares) -> Shares:
+        """Where the model's own bytes are after a move of some or all of them to `target`.
+
+        >>> whole = Lease("1", "a", shares=(Share("sim:0", 9),), piece_bytes=3)
+        >>> whole.after((Share("host", 6),))
+        (Share(device='sim:0', bytes=3), Share(device='host', bytes=6))
+        """
+        moved = sum(share.bytes for share in target)
+        if any(share.device != HOST for share in target):
+            if not self.in_parts or moved >= self.bytes:
+                return target
+            [card] = [share for share in self.shares if share.device != HOST]
+            return (Share(card.device, card.bytes + moved),)
+        in_host = self.bytes_on(HOST)
+        staying = self.card_bytes - moved
+        if staying <= 0 or not self.piece_bytes:
+            return (Share(HOST, in_host + moved),)
+        [card] = [share for share in self.shares if share.device != HOST]
+        return (Share(card.device, staying), Share(HOST, in_host + moved))
 
     @property
     def where(self) -> str:
@@ -270,6 +335,8 @@ class Ticket(Value):
     # How the needed bytes may be divided among these places. Empty: they must be on one card.
     layout: str = ""
     recalls: tuple[str, ...] = ()  # ids of the leases that other owners should evict for it
+    # For each lease in `recalls`, the bytes that should leave; 0, or no entry: all of them.
+    recalled_bytes: tuple[int, ...] = ()
     recalled_since: float = 0.0  # time since when exactly these leases are recalled
     held: tuple[str, ...] = ()  # lease ids that the requesting thread itself pins
     blocked_since: float = (
@@ -279,3 +346,8 @@ class Ticket(Value):
     # The person who made the request, as the requesting process claims. It proves nothing, and is
     # only for display.
     said_by: str = ""
+
+    def bytes_recalled(self, lease_id: str) -> int:
+        """The bytes of the recalled lease with the id `lease_id` that should leave; 0: all."""
+        place = self.recalls.index(lease_id)
+        return self.recalled_bytes[place] if place < len(self.recalled_bytes) else 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from ..errors import LedgerRefused
-from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, Section, overdrafts
+from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, Phase, Section, overdrafts
 from ..units import show_bytes
 
 
@@ -91,6 +91,17 @@ def _own_leases_in_own_section(write: Write) -> str:
         names = {lease.name for lease in section.leases}
         if len(names) < len(section.leases):
             return "two leases have one name: an identity is (owner, name)"
+    return ""
+
+
+def _parts_are_cut(write: Write) -> str:
+    """A settled lease is in parts only on one card, cut at its pieces, and without working memory."""
+    for _, section in write.changed:
+        for lease in section.leases:
+            if len(lease.shares) < 2 or lease.phase is not Phase.SETTLED or not lease.in_parts:
+                continue
+            if not lease.piece_bytes or len(lease.shares) > 2 or lease.filled:
+                return f"{lease.id} is in parts ({lease.shares}), and cannot be cut like that"
     return ""
 
 
@@ -285,6 +296,7 @@ def _no_overdraft(write: Write) -> str:
 LAWS: tuple[Callable[[Write], str], ...] = (
     _only_own_section,
     _own_leases_in_own_section,
+    _parts_are_cut,
     _sections_go_with_proof,
     _unread_stay,
     _only_own_tickets,

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from ..facts import (
+    HOST,
     Book,
     Candidate,
     Grant,
@@ -31,6 +32,7 @@ from ..facts import (
     Policy,
     Refuse,
     Request,
+    Share,
     Shares,
     Step,
     Ticket,
@@ -76,7 +78,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         return book, unreceived
 
     # 1. The lease is settled here already.
-    if lease and lease.phase is Phase.SETTLED and (lease.on_device or lease.kind == "block"):
+    if lease and lease.phase is Phase.SETTLED and (lease.all_on_device or lease.kind == "block"):
         return _here_already(book, request, lease)
 
     # 2. The lease is on its way in or out.
@@ -87,9 +89,11 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     request = _as_measured(request, lease) if lease else request
     # A model whose tensors all belong to another one claims 0 bytes, and may use a drained card.
     out = drained(book, world) if request.footprint.bytes else {}
-    never = _never_alone(book, request, world, out)
+    # The bytes that the lease has on a card do not stand in its own way.
+    others = book.without_lease(lease.owner, lease.name) if lease and lease.in_parts else book
+    never = _never_alone(others, request, world, out)
     request = with_layout(request, world, never)
-    refusal = quotas.refusal(book, request, world) or hopeless(book, request, world, never)
+    refusal = quotas.refusal(book, request, world) or hopeless(others, request, world, never)
     if refusal:
         return _refuse(book, request, world, refusal)
 
@@ -101,7 +105,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     if measured and measured[0].fits:
         if needs_entry(book, request):
             return _free_an_entry(book, request, world, rank, context, measured[0])
-        return _grant(book, request, world, measured[0], candidates)
+        return _grant(book, request, world, context, measured[0], candidates)
 
     # 5. It fits once idle leases have left.
     if evicting := _evict(book, request, world, rank, context, measured):
@@ -191,7 +195,7 @@ def _evict(
     if way is None:
         return None
     emptier, wait = make_room(book, request, world, rank, context, way)
-    return _enqueue(emptier, request, world, wait, way.candidate.shares)
+    return _enqueue(emptier, request, world, wait, context.missing(way.candidate.shares))
 
 
 def _free_an_entry(
@@ -224,7 +228,7 @@ def _wait(
     if not possible:  # no single card can hold the model, only several together
         possible = candidates = (*waiting_candidates(book, request, world), *candidates)
     wait = wait_for_obstacles(book, request, world, context, possible)
-    need = () if twin(context, request) else possible[0].shares
+    need = () if twin(context, request) else context.missing(possible[0].shares)
     return _enqueue(book, request, world, replace(wait, considered=candidates), need)
 
 
@@ -251,25 +255,32 @@ def _arrival(lease: Lease, because: str = "granted before") -> Step:
     """The step that brings a granted lease to its device."""
     # A layout by whole cards claims each card in full, but only the model's own bytes are loaded.
     shares = lease.filled or lease.target
-    if lease.shares:
-        return Move(lease.id, lease.shares, shares, because)
-    return Load(lease.id, shares, because)
+    if not lease.shares:
+        return Load(lease.id, shares, because)
+    source = lease.shares
+    if lease.in_parts and sum(share.bytes for share in shares) < lease.bytes:
+        source = (Share(HOST, lease.bytes_on(HOST)),)
+    return Move(lease.id, source, shares, because)
 
 
 def _grant(
     book: Book,
     request: Request,
     world: World,
+    context: Context,
     chosen: Candidate,
     considered: tuple[Candidate, ...],
 ) -> tuple[Book, Verdict]:
     wanted, size = request.lease, request.footprint.bytes
     old = book.lease(wanted.owner, wanted.name)
+    target, filled = context.missing(chosen.shares), chosen.filled
+    if old and target != chosen.shares:  # only the bytes in host memory are copied
+        filled = (Share(target[0].device, old.bytes_on(HOST)),)
     lease = replace(
         old or wanted,
         key=request.key,
-        target=chosen.shares,
-        filled=chosen.filled,
+        target=target,
+        filled=filled if filled != target else (),
         phase=Phase.ARRIVING,
         working_bytes=request.footprint.working_bytes,
         pins=1,
@@ -372,7 +383,8 @@ def _ticket(
     blocked = bool(wait.blockers) and not wait.asked and not wait.steps
     blocked_since = ((old and old.blocked_since) or now) if blocked else 0.0
     if wait.asked:
-        recalled_since = old.recalled_since if old and old.recalls == wait.asked else now
+        same = old and (old.recalls, old.recalled_bytes) == (wait.asked, wait.asked_bytes)
+        recalled_since = old.recalled_since if old and same else now
     else:
         recalled_since = 0.0
     if wait.steps:
@@ -393,6 +405,7 @@ def _ticket(
         places=request.placement.devices,
         layout=request.placement.layout if len(need) > 1 else "",
         recalls=wait.asked,
+        recalled_bytes=wait.asked_bytes,
         recalled_since=recalled_since,
         held=request.held,
         blocked_since=blocked_since,

@@ -179,7 +179,7 @@ def _known_result(
 
 
 def _result_of_load(lease: Lease | None) -> Verdict | None:
-    if lease and lease.on_device and lease.phase is Phase.SETTLED:
+    if lease and lease.all_on_device and lease.phase is Phase.SETTLED:
         return Grant(lease, (), f"{lease.name} is on {lease.where}")
     return None
 
@@ -242,7 +242,7 @@ def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tupl
         return ()
     victims = warm_pool_victims(
         book,
-        lease.own_bytes - host_room,
+        lease.card_bytes - host_room,
         world,
         lru,
         asker=lease.owner,

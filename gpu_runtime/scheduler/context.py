@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..facts import HOST, Book, Lease, Phase, Request, Ticket, World
+from ..facts import HOST, Book, Lease, Phase, Request, Share, Shares, Ticket, World
 from . import quotas
 from .capacity import freed_since, on_cards, room_and_blind
 from .queue import elders, may_pass
@@ -36,6 +36,9 @@ class Context(NamedTuple):
     cap_left: Bytes  # bytes left under the operator's cap on this user; empty: no cap
     cap_left_later: Bytes
     cap_owners: frozenset[str]  # ids of all processes that this cap counts together
+    # Card -> the bytes that the requested lease has there, if it is in parts and may return there.
+    # They need no free room.
+    held: Bytes = {}
 
     @classmethod
     def of(cls, book: Book, request: Request, world: World) -> Context:
@@ -45,7 +48,14 @@ class Context(NamedTuple):
         ahead = elders(book, request, world)
         blocking = tuple(t for t in ahead if not may_pass(book, t, request, world))
         recalled = frozenset(id for ticket in blocking for id in ticket.recalls)
-        room_later, leaving = _later(room_now, blocking, recalled, leases, freed_since(book, world))
+        held = _held(book, request)
+        room_later, leaving = _later(
+            room_now,
+            blocking,
+            leases,
+            freed_since(book, world),
+            request.lease.id if held else "",
+        )
         own_left, own_left_later = _left_of_own_limit(book, request, world)
         return cls(
             leases=leases,
@@ -62,10 +72,14 @@ class Context(NamedTuple):
             cap_left=quotas.left(book, world),
             cap_left_later=quotas.left(book, world, leaving=False),
             cap_owners=_cap_owners(book, world),
+            held=held,
         )
 
     def free(self) -> dict[str, int]:
-        """Bytes that the request may take on each card, without the bytes promised to elders."""
+        """Bytes that the request may use on each card, without the bytes promised to elders.
+
+        The bytes that the requested lease has on a card count too.
+        """
         free = {}
         for id, size in self.room_now.items():
             if id == HOST:
@@ -75,31 +89,59 @@ class Context(NamedTuple):
                 size = min(size, self.cap_left.get(id, size))
             if self.own_left is not None:
                 size = min(size, self.own_left)
-            free[id] = size
+            free[id] = size + self.held.get(id, 0)
         return free
+
+    def missing(self, shares: Shares) -> Shares:
+        """The part of `shares`, a place for the requested lease, that the lease does not have yet."""
+        if not self.held or len(shares) != 1 or shares[0].device not in self.held:
+            return shares
+        [share] = shares
+        return (Share(share.device, max(0, share.bytes - self.held[share.device])),)
 
 
 def _later(
     room_now: Bytes,
     blocking: Iterable[Ticket],
-    recalled: frozenset[str],
     leases: Iterable[Lease],
     freed: Bytes,
+    returning: str = "",
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The room once all decided steps are done; and device -> name of a lease leaving it."""
+    """The room once all decided steps are done; and device -> name of a lease leaving it.
+
+    `returning` is the id of the requested lease if it is in parts. Its bytes are not free.
+    """
     room = dict(room_now)
     leaving: dict[str, str] = {}
+    recalled: dict[str, int] = {}  # lease id -> bytes that should leave; 0: all
     for ticket in blocking:
+        for id in ticket.recalls:
+            recalled[id] = ticket.bytes_recalled(id)
         for share in ticket.need:
             room[share.device] = room.get(share.device, 0) - share.bytes
     for device, size in freed.items():
         room[device] = room.get(device, 0) + size
     for lease in leases:
-        if lease.phase is Phase.LEAVING or (recalled and lease.id in recalled):
-            for share in lease.shares:
-                room[share.device] = room.get(share.device, 0) + share.bytes
-                leaving[share.device] = lease.name
+        if lease.phase is Phase.LEAVING:
+            freed_shares = lease.freed_by(lease.target)
+        elif recalled and lease.id in recalled and lease.id != returning:
+            part = recalled[lease.id]
+            freed_shares = lease.freed_by((Share(HOST, part),)) if part else lease.shares
+        else:
+            continue
+        for share in freed_shares:
+            room[share.device] = room.get(share.device, 0) + share.bytes
+            leaving[share.device] = lease.name
     return room, leaving
+
+
+def _held(book: Book, request: Request) -> dict[str, int]:
+    """Card -> bytes that the requested lease has there, if it is in parts and stays on one card."""
+    lease = book.lease(request.lease.owner, request.lease.name)
+    rules = request.placement
+    if lease is None or not lease.in_parts or rules.layout != "single" or rules.factor:
+        return {}
+    return {share.device: share.bytes for share in lease.shares if share.device != HOST}
 
 
 def _left_of_own_limit(
@@ -134,6 +176,8 @@ def _silent(
         return frozenset()
     silent = []
     for lease in leases:
+        if lease.away_since > ticket.recalled_since:
+            continue  # it has left, or a part of it
         if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins:
             silent.append(lease.id)
     return frozenset(silent)

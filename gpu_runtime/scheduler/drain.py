@@ -17,7 +17,6 @@ from ..facts import (
     Device,
     Drain,
     Lease,
-    Move,
     Phase,
     Refuse,
     Request,
@@ -27,7 +26,7 @@ from ..facts import (
 from ..units import show_bytes, show_seconds
 from .asks import PERSON
 from .capacity import room
-from .eligibility import eviction_step, mark_leaving, reason_to_stay
+from .eligibility import copied_bytes, eviction_step, mark_leaving, reason_to_stay
 from .transitions import note
 
 
@@ -126,8 +125,7 @@ def vacate(
         )
         if step is None:
             continue
-        if isinstance(step, Move):
-            host_room -= lease.own_bytes
+        host_room -= copied_bytes(step)
         book = mark_leaving(book, step, key)
         steps.append(step)
     return book, tuple(steps)

@@ -50,6 +50,7 @@ def eviction_step(
     host_room: int,
     world: World,
     *,
+    part: int = 0,
     drop: bool = False,
     because: str = "",
     reason: str = "request",
@@ -57,17 +58,25 @@ def eviction_step(
     """The step that evicts this `lease`: a Move to the host, or a Drop if it cannot be moved.
 
     The result is None if neither is possible: weights that exist nowhere else are never dropped.
-    `host_room` is in bytes. With `drop`, a Drop is preferred even if the host has room. `because`
+    `host_room` is in bytes. `part` is the bytes that leave in a Move if the others stay; 0 means
+    all. A Drop always drops all bytes. With `drop`, a Drop is preferred even if the host has room.
+    `because`
     (a sentence) and `reason` (a word) are put into the step. `world` holds the devices and the
     offload setting.
     """
-    size = lease.own_bytes
+    size = min(part, lease.card_bytes) if part else lease.card_bytes
     moves = can_move(lease, world) and size <= host_room and not lease.on_host
     if lease.droppable and (drop or not moves):
         return Drop(lease.id, lease.shares, because, reason)
     if moves:
-        return Move(lease.id, lease.shares, (Share(HOST, size),), because, reason)
+        target = (Share(HOST, size),)
+        return Move(lease.id, lease.freed_by(target), target, because, reason)
     return None
+
+
+def copied_bytes(step: Move | Drop | None) -> int:
+    """The bytes of host memory that `step` takes; 0 if it is no Move."""
+    return sum([share.bytes for share in step.shares]) if isinstance(step, Move) else 0
 
 
 def can_move(lease: Lease, world: World) -> bool:
@@ -105,7 +114,9 @@ def permanent_reason_to_stay(
         return "is kept on the device (unpin it to let it go)"
     if lease.droppable:
         return ""
-    if can_move(lease, world) and lease.own_bytes <= world.limits.get(HOST, 0):
+    if can_move(lease, world) and (lease.piece_bytes or lease.own_bytes) <= world.limits.get(
+        HOST, 0
+    ):
         return ""
     if _uses_host_memory(lease, world):
         return "exists nowhere else, and is in the host's memory already"
@@ -145,7 +156,8 @@ def unfinished_steps(
         if lease.phase is not Phase.LEAVING or lease.key != key:
             continue
         if lease.target:
-            steps.append(Move(lease.id, lease.shares, lease.target, because))
+            freed = lease.freed_by(lease.target)
+            steps.append(Move(lease.id, freed, lease.target, because))
         else:
             steps.append(Drop(lease.id, lease.shares, because))
     return tuple(steps)
@@ -165,12 +177,13 @@ def warm(
 ) -> list[Lease]:
     """Leases of the `book` in host memory that may be unloaded now; only those of `owner` if given.
 
-    `asker`, `importance` and `world` are as in `reason_to_stay`. The lease with the id `wanted`
-    stays, because it is about to return to a card.
+    A lease in parts is one of them. If it is unloaded, its bytes on a card go too. `asker`,
+    `importance` and `world` are as in `reason_to_stay`. The lease with the id `wanted` stays,
+    because it is about to return to a card.
     """
     found = []
     for lease in book.leases():
-        if not lease.on_host or not lease.droppable or lease.id == wanted:
+        if not lease.droppable or lease.all_on_device or lease.id == wanted:
             continue
         if owner and lease.owner != owner:
             continue
@@ -215,17 +228,20 @@ def worth_less(
     """Leases in host memory to unload so that `lease` fits there; empty if that is not worth it.
 
     By importance and `rank`, each of these leases is worth less in host memory than `lease` would
-    be. `host_room` is in bytes. The other parameters are those of `warm`.
+    be. If `lease` has a target, only the bytes in the target must fit. `host_room` is in bytes. The
+    other parameters are those of `warm`.
     """
-    shortage = lease.own_bytes - host_room
-    fits_alone = lease.own_bytes <= world.limits.get(HOST, 0)
+    shortage = lease.leaving_bytes - host_room
+    fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
     if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
         return ()
-    moved = replace(lease, shares=(Share(HOST, lease.own_bytes),), filled=())
+    moved = replace(lease, shares=(Share(HOST, lease.own_bytes),), target=(), filled=())
     worth = (-lease.importance, rank(moved, world))
     pool = []
     able = warm(book, world, asker=asker, importance=importance, owner=owner, wanted=wanted)
     for other in able:
+        if not other.on_host or other.id == lease.id:
+            continue
         if (-other.importance, rank(other, world)) < worth:
             pool.append(other)
     return victims({HOST: shortage}, pool, world, rank) or ()
@@ -236,15 +252,15 @@ def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease
 
     With more than MOST_TRIED leases, the result may not be the best possible set.
     """
-    small = [lease for lease in leases if lease.own_bytes <= host_bytes]
-    small.sort(key=lambda lease: -lease.own_bytes)
-    if sum(lease.own_bytes for lease in small) <= host_bytes:
+    small = [lease for lease in leases if lease.card_bytes <= host_bytes]
+    small.sort(key=lambda lease: -lease.card_bytes)
+    if sum(lease.card_bytes for lease in small) <= host_bytes:
         return tuple(small)
     sets: dict[int, tuple[Lease, ...]] = {0: ()}  # bytes -> a set of that many
     for tried, lease in enumerate(small):
         with_it = {}
         for size, chosen in sets.items():
-            total = size + lease.own_bytes
+            total = size + lease.card_bytes
             if total <= host_bytes:
                 with_it[total] = (*chosen, lease)
         if tried < MOST_TRIED:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from ..facts import HOST, Book, Candidate, Lease, Policy, Request, World
+from ..facts import HOST, Book, Candidate, Lease, Policy, Request, Share, World
 from .capacity import limit_of
 from .context import Context
 from .drain import drained
@@ -16,16 +16,26 @@ from .eligibility import can_move, largest_fitting_set, reason_to_stay, warm, wa
 from .eviction_multi import multi_card_ways
 from .eviction_policy import with_uses_of_equal_models
 from .splitting import may_split
-from .victims import OWNER, eviction_order, fewest_victims, victims_in_order
+from .victims import (
+    OWNER,
+    PartsRoom,
+    eviction_order,
+    fewest_victims,
+    freed_bytes,
+    victims_in_order,
+)
 
 MOST_OTHERS = 8  # other ways that are reported with the chosen one
 
 Bytes = Mapping[str, int]  # by device id
-Enough = Callable[[Bytes, Iterable[Lease]], tuple[Lease, ...] | None]
+Enough = Callable[[Bytes, Iterable[Lease], PartsRoom | None], tuple[Lease, ...] | None]
 
 
 class Way(NamedTuple):
-    """A way to make room: leases that leave the card, and those that first leave host memory."""
+    """A way to make room: leases that leave the card, and those that first leave host memory.
+
+    A lease of which only some pieces leave the card has these bytes as its `target`.
+    """
 
     candidate: Candidate
     leaving: tuple[Lease, ...]
@@ -97,7 +107,8 @@ def _cheapest(
     host_later = host_room
     if not all([lease.droppable for lease in idle]):
         pool = warm(book, world, asker=asker, importance=importance, wanted=request.lease.id)
-        host_later += sum(lease.bytes for lease in pool)
+        host_later += sum(lease.bytes_on(HOST) for lease in pool)
+    host = PartsRoom(host_room, host_later) if _may_cut(idle, world) else None
     found: list[_Priced] = []
     for candidate, leaving in _ways(
         book,
@@ -107,6 +118,7 @@ def _cheapest(
         candidates,
         idle,
         host_later,
+        host,
     ):
         found.append(
             _priced(
@@ -142,6 +154,15 @@ def _cheapest(
     )
 
 
+def _may_cut(idle: Iterable[Lease], world: World) -> bool:
+    """Whether some of the `idle` leases may leave in part."""
+    for lease in idle:
+        if lease.piece_bytes:  # a plain loop: every decision runs it
+            unified = any(device.unified for device in world.devices)
+            return world.rules.offload and not unified
+    return False
+
+
 def _evictable(
     request: Request,
     world: World,
@@ -150,10 +171,14 @@ def _evictable(
 ) -> list[Lease]:
     """Leases that may leave now and that no elder (a request ahead in the queue) has recalled.
 
-    The loop is plain because it runs often.
+    A lease in parts stays if it waits for its other bytes, as this request or as an elder. The loop
+    is plain because it runs often.
     """
     asker, importance = request.lease.owner, request.lease.importance
     recalled = context.recalled
+    returning = {f"{ticket.owner}/{ticket.name}" for ticket in context.blocking_elders}
+    if context.held:
+        returning.add(request.lease.id)
     own_code = request.lease.kind == "block"
     found = []
     for lease in context.leases:
@@ -166,6 +191,8 @@ def _evictable(
         if not lease.droppable and not can_move(lease, world):
             continue
         if (recalled and lease.id in recalled) or (spared and lease.id in spared):
+            continue
+        if returning and lease.id in returning:
             continue
         found.append(lease)
     return found
@@ -187,7 +214,7 @@ def _priced(
     the rank that the policy gives.
     """
     most_important, highest_rank = _most_precious(leaving, world, rank)
-    seconds = sum([lease.restore_seconds or lease.reload_seconds for lease in leaving])
+    seconds = sum([_seconds_to_return(lease) for lease in leaving])
     # Two measurements of the same load differ by less than 0.1 s.
     rounded_seconds = round(seconds, 1)
     cards, leases = len(candidate.shares), len(leaving)
@@ -197,6 +224,12 @@ def _priced(
         size = (rounded_seconds, cards, leases)
     cost = (most_important, *size, highest_rank, order)
     return _Priced(cost, candidate, leaving, seconds)
+
+
+def _seconds_to_return(lease: Lease) -> float:
+    """Seconds that the bytes of this lease, or the part in its target, take to come back."""
+    seconds = lease.restore_seconds or lease.reload_seconds
+    return seconds * lease.leaving_bytes / lease.bytes if lease.target else seconds
 
 
 def _most_precious(
@@ -225,13 +258,14 @@ def _ways(
     candidates: tuple[Candidate, ...],
     idle: list[Lease],
     host_bytes: int,
+    host: PartsRoom | None,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
     """Every card or set of cards on which room can be made, each with the leases to evict."""
     fewest = request.placement.policy == "fewest-evictions"
     enough = fewest_victims if fewest else victims_in_order
     idle_on = _by_device(idle)
     for candidate in candidates:
-        [share] = candidate.shares
+        [share] = context.missing(candidate.shares)
         need = {share.device: share.bytes - context.room_later[share.device]}
         pool = idle_on.get(share.device, [])
         if context.own_left_later is not None:
@@ -243,16 +277,17 @@ def _ways(
                 pool,
                 host_bytes,
                 context,
-                candidate,
+                share,
                 enough,
+                host,
             )
         else:
-            leaving = _victims(need, pool, host_bytes, enough)
+            leaving = _victims(need, pool, host_bytes, enough, host)
         if leaving is not None:
             yield candidate, leaving
     if may_split(request.placement):
         limits = _limits_of_open_cards(book, world)
-        yield from multi_card_ways(request, context, idle, host_bytes, limits)
+        yield from multi_card_ways(request, context, idle, host_bytes, limits, host)
 
 
 def _by_device(leases: Iterable[Lease]) -> dict[str, list[Lease]]:
@@ -278,17 +313,18 @@ def _victims(
     idle: list[Lease],
     host_bytes: int,
     enough: Enough,
+    host: PartsRoom | None,
 ) -> tuple[Lease, ...] | None:
     """The leases to evict; None if they cannot free the need.
 
     Weights that exist nowhere else leave only if the host can hold them.
     """
-    chosen = enough(need, idle)
+    chosen = enough(need, idle, host)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
         return chosen
     useful = [lease for lease in idle if not lease.droppable and _helps(lease, need)]
     fitting = largest_fitting_set(useful, host_bytes)
-    return enough(need, [lease for lease in idle if lease.droppable or lease in fitting])
+    return enough(need, [lease for lease in idle if lease.droppable or lease in fitting], host)
 
 
 def _helps(lease: Lease, need: Bytes) -> bool:
@@ -303,26 +339,25 @@ def _victims_under_cap(
     idle: list[Lease],
     host_bytes: int,
     context: Context,
-    candidate: Candidate,
+    wanted: Share,
     enough: Enough,
+    host: PartsRoom | None,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict; None if they cannot free the need.
+    """The leases to evict; None if they cannot free the need for the share `wanted`.
 
     To get below the operator's cap on a user, that user's own leases are evicted first.
     """
-    over_cap = {}
-    for share in candidate.shares:
-        allowed = context.cap_left_later.get(share.device, share.bytes)
-        over_cap[share.device] = share.bytes - allowed
+    allowed = context.cap_left_later.get(wanted.device, wanted.bytes)
+    over_cap = {wanted.device: wanted.bytes - allowed}
     own = [lease for lease in idle if lease.owner in context.cap_owners]
-    first = _victims(over_cap, own, host_bytes, enough)
+    first = _victims(over_cap, own, host_bytes, enough, None)
     if first is None:
         return None
     if not first:
-        return _victims(need, idle, host_bytes, enough)
+        return _victims(need, idle, host_bytes, enough, host)
     left = _less_freed(need, first)
     rest = [lease for lease in idle if lease not in first]
-    others = _victims(left, rest, host_bytes - _precious_bytes(first), enough)
+    others = _victims(left, rest, host_bytes - _precious_bytes(first), enough, None)
     if others is None:
         return None
     return tuple(lease for lease in idle if lease in first or lease in others)
@@ -337,10 +372,10 @@ def _less_freed(need: Bytes, leaving: Iterable[Lease]) -> dict[str, int]:
                 left[share.device] -= share.bytes
         owner = OWNER + lease.owner
         if owner in left:
-            left[owner] -= lease.bytes
+            left[owner] -= freed_bytes(lease)
     return left
 
 
 def _precious_bytes(leases: Iterable[Lease]) -> int:
     """Bytes of the leases that exist nowhere else, and that therefore need room in host memory."""
-    return sum([lease.own_bytes for lease in leases if not lease.droppable])
+    return sum([lease.leaving_bytes for lease in leases if not lease.droppable])

@@ -16,6 +16,7 @@ from ..facts import Candidate, Lease, PlacementRules, Request
 from .context import Context
 from .eligibility import largest_fitting_set
 from .splitting import claimed, divide, fitting, split
+from .victims import PartsRoom, freed_bytes, part_of
 
 FEW_CARDS = 4  # up to this many, every set of cards is tried
 MOST_SETS = 2_000  # sets of leases that the search for the smallest set tries
@@ -29,12 +30,13 @@ def multi_card_ways(
     idle: Sequence[Lease],
     host_bytes: int,
     limits: Bytes,
+    host: PartsRoom | None = None,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
     """The divisions of the `request` for which room can be made, each with the leases to evict.
 
     `idle` are the leases that may leave, in order. `context` holds the free bytes. `host_bytes` is
     the host memory available for weights that exist nowhere else. `limits` are the budgets of the
-    cards that may be used.
+    cards that may be used. With the `host` room, a lease may leave in part.
     """
     footprint, rules = request.footprint, request.placement
     for cards in _sets(request, context, idle, limits):
@@ -45,6 +47,8 @@ def multi_card_ways(
         chosen = _victims_within_host(pool, room, enough, host_bytes, rules)
         if chosen is None:
             continue
+        if host is not None:
+            chosen = _without_needless_pieces(chosen, room, enough, host)
         with room.without(chosen):
             candidate = divide(footprint, room.usable(), rules, limits)
         if candidate is not None:
@@ -87,7 +91,7 @@ def _victims_within_host(
 
 def _precious_bytes(leases: Iterable[Lease]) -> int:
     """Bytes of the leases that exist nowhere else, and that therefore need room in host memory."""
-    return sum([lease.own_bytes for lease in leases if not lease.droppable])
+    return sum([lease.leaving_bytes for lease in leases if not lease.droppable])
 
 
 def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
@@ -164,14 +168,17 @@ class _Room:
         return False
 
     def let_go(self, lease: Lease, times: int = 1) -> None:
-        """Counts the `lease` as evicted. With `times=-1`, counts it as back on its cards."""
-        for share in lease.shares:
+        """Counts the `lease` as evicted. With `times=-1`, counts it as back on its cards.
+
+        If the lease has a target, only those bytes are evicted.
+        """
+        for share in lease.freed_by(lease.target):
             if share.device in self.free:
                 self.free[share.device] += times * share.bytes
                 if self.cap_left and lease.owner in self.cap_owners:
                     self.cap_left[share.device] += times * share.bytes
         if self.own_left is not None and lease.owner == self.owner:
-            self.own_left += times * lease.bytes
+            self.own_left += times * freed_bytes(lease)
 
     def take_back(self, leases: Iterable[Lease]) -> None:
         """Counts the `leases` as back on their cards."""
@@ -230,6 +237,46 @@ def _pruned(
             needed.append(lease)
     needed.reverse()
     return tuple(needed)
+
+
+def _without_needless_pieces(
+    chosen: tuple[Lease, ...], room: _Room, enough: Callable[[], bool], host: PartsRoom
+) -> tuple[Lease, ...]:
+    """The `chosen` leases; those of which only some pieces must leave have them as their target.
+
+    The `room` is the same before and after the call.
+    """
+    host_bytes = host.free - _precious_bytes(chosen)
+    leaving = list(chosen)
+    for lease in chosen:
+        room.let_go(lease)
+    for index in range(len(leaving) - 1, -1, -1):  # the last leases are the most precious
+        lease = leaving[index]
+        room.let_go(lease, -1)
+        part = _smallest_part(lease, room, enough)
+        reserved = 0 if lease.droppable else lease.card_bytes
+        if part.target and part.leaving_bytes <= host_bytes + reserved:
+            host_bytes += reserved - part.leaving_bytes
+            leaving[index] = part
+        room.let_go(leaving[index])
+    room.take_back(leaving)
+    return tuple(leaving)
+
+
+def _smallest_part(lease: Lease, room: _Room, enough: Callable[[], bool]) -> Lease:
+    """The `lease` with the fewest pieces as its target with which the room is enough."""
+    low, high = 1, freed_bytes(lease)  # `high` bytes are enough
+    while low < high and lease.piece_bytes:
+        middle = (low + high) // 2
+        part = part_of(lease, middle)
+        room.let_go(part)
+        found = enough()
+        room.let_go(part, -1)
+        if found:
+            high = middle
+        else:
+            low = middle + 1
+    return part_of(lease, high)
 
 
 def _fewer(

@@ -22,7 +22,7 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .context import Context
-from .eligibility import eviction_step, mark_leaving, worth_less
+from .eligibility import copied_bytes, eviction_step, mark_leaving, worth_less
 from .eviction import Way
 
 LOOK_AGAIN_SECONDS = 0.1  # until the next try, if a driver is about to free a dead process's memory
@@ -51,15 +51,18 @@ def make_room(
     if not way.leaving:
         return book, _wait_for_what_left(book, world, context, cards, head)
     eviction = _Eviction(book, request, world, rank, context, where(shares))
+    unloaded = {lease.id for lease in way.warm}
     for lease in way.warm:
         eviction.unload_from_warm_pool(lease)
-    # Leases that need host memory are first.
-    for lease in sorted(way.leaving, key=lambda lease: lease.droppable):
-        eviction.evict(lease)
+    # Leases that need host memory are first, then those of which only a part leaves.
+    for lease in sorted(way.leaving, key=lambda lease: (lease.droppable, not lease.target)):
+        if lease.id not in unloaded:
+            eviction.evict(lease)
     return eviction.book, Wait(
         " ".join([head, *eviction.sentences]),
         tuple(eviction.steps),
         tuple(eviction.recalled),
+        tuple(eviction.recalled_bytes) if any(eviction.recalled_bytes) else (),
         considered=tuple([_with_cost(one) for one in (way, *way.others)]),
         silent=tuple(id for id in eviction.recalled if id in context.silent),
     )
@@ -109,12 +112,14 @@ class _Eviction:
         self.host_room = context.room_now.get(HOST, 0)
         self.steps: list[Step] = []
         self.recalled: list[str] = []  # lease ids of other owners
+        self.recalled_bytes: list[int] = []  # the bytes that should leave of each; 0: all
         self.sentences: list[str] = []
 
     def unload_from_warm_pool(self, lease: Lease) -> None:
         """Drops a `lease` in host memory, or recalls it from its owner."""
         if lease.owner != self.request.lease.owner:
             self.recalled.append(lease.id)
+            self.recalled_bytes.append(0)
             self.sentences.append(
                 f"{self._owner(lease)} is asked to unload {lease.name} from the warm pool."
             )
@@ -129,9 +134,12 @@ class _Eviction:
         idle = show_seconds(lease.idle_seconds(self.world.now))
         because = f"{name} needs {size} on {self.at}; {lease.name} was idle for {idle}."
         described = f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle})"
-        step = eviction_step(lease, self.host_room, self.world, because=because)
+        part = lease.leaving_bytes if lease.target else 0
+        if part:
+            described = f"{show_bytes(part)} of {described}"
+        step = eviction_step(lease, self.host_room, self.world, part=part, because=because)
         if isinstance(step, Move):
-            self.host_room -= lease.own_bytes
+            self.host_room -= copied_bytes(step)
         elif self._renew_warm_pool(lease):
             self.sentences.append(f"{described} is moved to the host in their place.")
             return
@@ -167,6 +175,7 @@ class _Eviction:
 
     def _recall(self, lease: Lease, described: str) -> None:
         self.recalled.append(lease.id)
+        self.recalled_bytes.append(lease.leaving_bytes if lease.target else 0)
         owner = self._owner(lease)
         if lease.id in self.context.silent:
             self.sentences.append(f"{owner} was asked to evict {described}, and does not answer.")

@@ -32,6 +32,7 @@ from .eligibility import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, place
 from .splitting import may_split, may_use_one_card, split
 from .stuck import Stuck, sets_that_stay, stuck_leases
+from .victims import freed_bytes
 
 GB = 2**30
 TOO_MANY = "exists nowhere else, and the host has no room for them all"
@@ -160,10 +161,24 @@ def _beside_stuck(
         saved = largest_fitting_set(precious, all_stuck.host_bytes)
         remain = [lease for lease in precious if lease not in saved]
         remain_bytes = sum(lease.bytes_on(card.id) for lease in remain)
+        remain_bytes -= _parts_for_the_host(remain, all_stuck.host_bytes, saved)
         if size > left - remain_bytes:
             stuck = [*stuck, *((lease, TOO_MANY) for lease in precious)]
             left -= remain_bytes
     return None if size <= left else _stuck_refusal(request, card, size, limit, stuck)
+
+
+def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
+    """The card's bytes that the leases `remain` could free by pieces, beside the `saved` leases."""
+    left = host_bytes - sum(lease.card_bytes for lease in saved)
+    freed = 0
+    for lease in remain:
+        pieces = left // lease.piece_bytes if lease.piece_bytes else 0
+        if pieces > 0:
+            part = replace(lease, target=(Share(HOST, pieces * lease.piece_bytes),))
+            freed += freed_bytes(part)
+            left -= pieces * lease.piece_bytes
+    return freed
 
 
 def _stuck_refusal(

@@ -50,12 +50,12 @@ def move(
     The step is None if the lease is on exactly these cards already. A Refuse leaves the book
     unchanged. It has one of these reasons:
 
-    - The lease is on no card, in use, kept, a block of code, or cannot be moved.
+    - The lease is on no card or in parts, in use, kept, a block of code, or cannot be moved.
     - A card has no room, is drained, capped, or cannot be measured.
     - The model cannot be divided in that way.
     """
     lease = book.lease(owner, name)
-    if lease is None or not lease.on_device:
+    if lease is None or not lease.all_on_device:
         return book, Refuse(f"{name} is on no card", kind="away")
     if {share.device for share in lease.shares} == set(rules.devices):
         return book, None

@@ -5,8 +5,6 @@ Pure. It calls `admit` repeatedly, as if every step succeeded at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from msgspec.structs import replace
 
 from ..facts import (
@@ -23,13 +21,14 @@ from ..facts import (
     Refuse,
     Request,
     Step,
+    Wait,
     World,
     cards_label,
     one_memory,
 )
 from .admission import admit
 from .capacity import room
-from .eligibility import eviction_step
+from .eligibility import copied_bytes, eviction_step
 from .eviction_policy import HOST_BYTES_PER_SECOND, seconds_to_load, seconds_to_restore
 from .placement import runners_up
 from .pressure import sample_of
@@ -70,7 +69,7 @@ def plan(
         if isinstance(verdict, Refuse):
             level = PlanLevel.NEVER
             break
-        round_steps = [*verdict.steps, *_steps_of_others(book, verdict.asked, world)]
+        round_steps = [*verdict.steps, *_steps_of_others(book, verdict, world)]
         if not round_steps:
             break
         for step in round_steps:
@@ -159,7 +158,8 @@ def _own_seconds(grant: Grant) -> tuple[float, bool]:
     lease, step = grant.lease, grant.steps[0]
     size = _bytes(step)
     if isinstance(step, Move):
-        return seconds_to_restore(lease, size), bool(lease.restore_seconds)
+        seconds = seconds_to_restore(lease, max(size, lease.bytes))
+        return seconds * min(1.0, size / (lease.bytes or 1)), bool(lease.restore_seconds)
     return seconds_to_load(lease, size), bool(lease.reload_seconds)
 
 
@@ -170,20 +170,20 @@ def _bytes(step: Step) -> int:
 
 def _steps_of_others(
     book: Book,
-    asked: Iterable[str],
+    verdict: Wait,
     world: World,
 ) -> list[Step]:
     """The steps by which other owners would evict the leases that they are asked to evict."""
     host_room = room(book, world).get(HOST, 0)
-    leases = [lease for id in asked if (lease := book.find(id))]
+    parts = dict(zip(verdict.asked, verdict.asked_bytes, strict=False))
+    leases = [lease for id in verdict.asked if (lease := book.find(id))]
     leases.sort(key=lambda lease: lease.droppable)  # leases that need host memory are first
     steps: list[Step] = []
     for lease in leases:
-        step = eviction_step(lease, host_room, world)
+        step = eviction_step(lease, host_room, world, part=parts.get(lease.id, 0))
         if step is None:
             continue
-        if isinstance(step, Move):
-            host_room -= lease.own_bytes
+        host_room -= copied_bytes(step)
         steps.append(step)
     return steps
 

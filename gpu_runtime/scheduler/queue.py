@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from ..facts import IMPORTANCE, Book, Request, Ticket, World
+from ..facts import HOST, IMPORTANCE, Book, Request, Ticket, World
 from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
 # The fields: importance; 0 after `patience_seconds` of waiting, else 1; negative users per second;
@@ -85,6 +85,9 @@ def load_seconds(book: Book, request: Request) -> float:
         return 0.0
     lease = book.lease(wanted.owner, wanted.name) or wanted
     size = request.footprint.bytes
+    if lease.in_parts:
+        missing = lease.bytes_on(HOST) / lease.bytes
+        return round(seconds_to_restore(lease, size) * missing, 1)
     seconds = seconds_to_restore if lease.on_host else seconds_to_load
     return round(seconds(lease, size), 1)
 

@@ -20,6 +20,7 @@ from ..facts import (
     Move,
     Owner,
     Policy,
+    Share,
     Ticket,
     Value,
     World,
@@ -27,6 +28,7 @@ from ..facts import (
 from .asks import ASKS, PERSON, host_victims, process_of, wish
 from .capacity import room
 from .eligibility import (
+    copied_bytes,
     eviction_step,
     mark_leaving,
     reason_to_stay,
@@ -90,8 +92,7 @@ def obey(
             continue  # the requesting process is stopped, so it could not take the room
         for lease in _recalled(book, owner, ticket):
             for step in _steps_for(book, lease, ticket, host_room, world, asker, rank):
-                if isinstance(step, Move):
-                    host_room -= lease.own_bytes
+                host_room -= copied_bytes(step)
                 book = mark_leaving(book, step, key)
                 steps.append(step)
     return book, tuple(steps), tuple(orders)
@@ -170,17 +171,18 @@ def _steps_for(
     owner = book.owner(ticket.owner)
     who = attributed(ticket.said_by, owner.label if owner else "another process")
     by = attributed(ticket.said_by, process_of(asker.user, owner))
+    if not lease.all_on_device and not person and lease.away_since >= ticket.refreshed:
+        return ()  # the ticket recalled these bytes from their device, and they have left it since
     if lease.on_host:
-        # Only a program recalls leases from host memory (the warm pool). If the lease arrived there
-        # after the ticket was last refreshed, the ticket recalled it from its device, and it has
-        # left the device.
-        if person or not lease.droppable or lease.away_since >= ticket.refreshed:
+        # Only a program recalls leases from host memory (the warm pool).
+        if person or not lease.droppable:
             return ()
         because = f"{who} needs host memory to make room for {ticket.name}."
         return (Drop(lease.id, lease.shares, because, "recall", by),)
     because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
     reason = "evict" if person else "recall"
-    step = eviction_step(lease, host_room, world, because=because, reason=reason)
+    part = 0 if person else ticket.bytes_recalled(lease.id)
+    step = eviction_step(lease, host_room, world, part=part, because=because, reason=reason)
     if isinstance(step, Move):
         return (replace(step, by=by),)
     victims = host_victims(book, lease, host_room, world) if person and step is None else ()
@@ -188,7 +190,7 @@ def _steps_for(
         importance = PERSON if person else lease.importance
         victims = worth_less(
             book,
-            lease,
+            replace(lease, target=(Share(HOST, part),) if part else ()),
             host_room,
             world,
             rank,

@@ -21,8 +21,9 @@ from ..facts import (
 )
 from ..units import show_seconds
 from .capacity import room
-from .eligibility import eviction_step, mark_leaving, reason_to_stay
+from .eligibility import copied_bytes, eviction_step, mark_leaving, reason_to_stay
 from .pressure import level, pressure, relief, views
+from .victims import part_of
 
 KERNEL_IDLE_SECONDS = 1.0  # a kernel whose last cell ended this long ago may leave an overfull card
 
@@ -61,9 +62,8 @@ def relieve(
             step = _step(lease, at, view, freed, host_room, world)
             if step is None:
                 continue
-            if isinstance(step, Move):
-                host_room -= lease.own_bytes
-            freed += lease.bytes_on(view.device.id)
+            host_room -= copied_bytes(step)
+            freed += sum(share.bytes for share in step.source if share.device == view.device.id)
             book = mark_leaving(book, step, key)
             steps.append(step)
     return book, tuple(steps)
@@ -136,10 +136,15 @@ def _step(
     if idle <= demand.idle_seconds:
         return None
     full = _pressure_after(view, freed)
+    part = 0
+    if world.rules.relief == "auto":
+        leaving = part_of(lease, _excess_bytes(view, freed, world))
+        part = leaving.leaving_bytes if leaving.target else 0
     step = eviction_step(
         lease,
         host_room,
         world,
+        part=part,
         drop=demand.drop and world.rules.relief == "always",
         because=f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}.",
         reason="memory_pressure",
@@ -147,6 +152,16 @@ def _step(
     if isinstance(step, Drop) and not demand.may_drop:
         return None
     return step
+
+
+def _excess_bytes(view: DeviceView, freed: int, world: World) -> int:
+    """The bytes that must leave the card until no level of pressure is left."""
+    least = world.rules.moderate
+    excess = view.claimed_bytes - freed - least * view.limit_bytes
+    if view.measured_bytes is not None:
+        measured = view.measured_bytes - freed - least * view.device.total_bytes
+        excess = max(excess, measured)
+    return int(excess) + 1
 
 
 def _least_important_first(
@@ -162,8 +177,13 @@ def _on(lease: Lease, device: str) -> bool:
 
 
 def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
-    """Bytes on the device of leases that are leaving it."""
-    return sum(lease.bytes_on(device) for lease in leases if lease.phase is Phase.LEAVING)
+    """Bytes on the device that leases are leaving free."""
+    freed = 0
+    for lease in leases:
+        if lease.phase is Phase.LEAVING:
+            shares = lease.freed_by(lease.target)
+            freed += sum(share.bytes for share in shares if share.device == device)
+    return freed
 
 
 def _helps(book: Book, view: DeviceView) -> bool:

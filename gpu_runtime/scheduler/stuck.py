@@ -61,13 +61,13 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
         for lease in leases:
             by_id[lease.id] = lease
     precious = list(by_id.values())
-    total = sum(lease.own_bytes for lease in precious)
+    total = sum(lease.card_bytes for lease in precious)
     if len(precious) > MOST_TRIED or total <= stuck.host_bytes:
         return [()]
     sets = []
     for count in range(len(precious), -1, -1):
         for saved in combinations(precious, count):
-            saved_bytes = sum(lease.own_bytes for lease in saved)
+            saved_bytes = sum(lease.card_bytes for lease in saved)
             if saved_bytes <= stuck.host_bytes:
                 staying = [lease for lease in precious if lease not in saved]
                 sets.append(tuple(staying))

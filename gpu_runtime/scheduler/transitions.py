@@ -141,6 +141,7 @@ def arrived(
     book = book.with_lease(settled)
     if lease.kind == "block":
         return book
+    came = sum([share.bytes for share in lease.target])
     return note(
         book,
         world,
@@ -148,14 +149,14 @@ def arrived(
         _how_it_arrived(lease),
         "request",
         because or f"{name} is on {settled.where} now.",
-        size=settled.bytes,
+        size=min(came, settled.bytes) if lease.in_parts else settled.bytes,
         seconds=restore_seconds or reload_seconds,
     )
 
 
 def _how_it_arrived(before: Lease) -> str:
     """The action word for an arrival. It depends on where the lease was before."""
-    if before.on_host:
+    if before.on_host or before.in_parts:
         return "restored"
     return "moved" if before.on_device else "loaded"
 
@@ -176,7 +177,7 @@ def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = 
     elif lease.phase is Phase.SETTLED and lease.shares == shares:
         return book
     else:
-        to_host = all(share.device == HOST for share in shares)
+        to_host = any(share.device == HOST for share in shares)
         settled = replace(
             lease.holding(shares),
             settled_at=world.now,
@@ -184,14 +185,15 @@ def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = 
         )
         book = book.with_lease(settled)
         action = "offloaded" if to_host else "moved"
+    freed = lease.freed_by(step.shares if isinstance(step, Move) else ())
     return note(
         book,
         world,
-        lease,
+        replace(lease, shares=freed),
         action,
         step.reason,
         step.because,
-        size=sum(share.bytes for share in lease.shares),
+        size=sum(share.bytes for share in freed),
         by=by,
     )
 
@@ -201,10 +203,12 @@ def perform(book: Book, step: Step, world: World) -> Book:
     owner, _, name = step.lease.partition("/")
     if isinstance(step, Drop):
         return left(book, step, (), world)
+    lease = book.lease(owner, name)
+    shares = lease.after(step.shares) if lease else step.shares
     to_device = any(share.device != HOST for share in step.shares)
     if isinstance(step, Load) or to_device:
-        return arrived(book, owner, name, step.shares, world)
-    return left(book, step, step.shares, world)
+        return arrived(book, owner, name, shares, world)
+    return left(book, step, shares, world)
 
 
 def abandon(
@@ -218,8 +222,8 @@ def abandon(
 ) -> Book:
     """The book as it was before the decision `key` about the lease `name` of `owner`.
 
-    A lease that was loading is removed. A lease that was being restored is on the host again. A
-    lease that was leaving stays. `because` is the sentence of the event; if it is empty, no event
+    A lease that was loading is removed. A lease that was being restored is where it was. A lease
+    that was leaving stays. `because` is the sentence of the event; if it is empty, no event
     is noted. `pins` is the number of users of the lease.
     """
     lease = book.lease(owner, name)
@@ -231,7 +235,7 @@ def abandon(
         settled = replace(
             lease,
             target=(),
-            filled=lease.filled if lease.on_device else (),
+            filled=lease.filled if lease.all_on_device else (),
             phase=Phase.SETTLED,
             key="",
             pins=pins,

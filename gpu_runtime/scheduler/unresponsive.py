@@ -63,9 +63,11 @@ def _responds(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bo
         waits_for_room = any(
             other.owner == section.owner.id and other.name == name for other in seen.tickets
         )
-        return waits_for_room or (lease is not None and lease.on_device)
+        return waits_for_room or (lease is not None and lease.all_on_device)
     if ticket.verb in ("pin", "unpin"):
         return lease is None or lease.keep == (ticket.verb == "pin")
     if ticket.verb in ("defrag", "who"):
         return False
-    return lease is None or bool(lease.pins) or not lease.on_device
+    if lease is None or lease.pins or not lease.on_device:
+        return True
+    return ticket.verb == "use" and lease.away_since > _since(ticket)  # a part of it has left

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
-from ..facts import HOST, Lease, Policy, World
+from msgspec.structs import replace
+
+from ..facts import HOST, Lease, Policy, Share, World
 
 MOST_TRIED = 12  # up to this many leases that might be spared, every set of them is tried
 MOST_LOOKS = 5_000  # steps of a search for the smallest set
@@ -52,13 +55,17 @@ def eviction_order(
 # -- the shortest prefix of the order that is enough -----------------------------------------------
 
 
-def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
+def victims_in_order(
+    need: Mapping[str, int], ordered: Iterable[Lease], host: PartsRoom | None = None
+) -> tuple[Lease, ...] | None:
     """The same as `victims`, for leases that are already in order.
 
     No lease is evicted if the leases before it are enough. Of these leases, those that are not
     needed stay. They are chosen so that as many seconds of loading again as possible are saved,
     then as many bytes. `need` is bytes by device, or by `owner:ID`. `ordered` is the result of
     `eviction_order`.
+
+    With the `host` room, a lease may leave in part; see `without_needless_pieces`.
     """
     missing = _missing(need)
     if not missing:
@@ -66,9 +73,11 @@ def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple
     chosen = _first_enough(missing, ordered)
     if chosen is None:
         return None
+    surplus = {place: -size for place, size in missing.items()}
+    if host is not None and any([lease.piece_bytes for lease, _ in chosen]):
+        return _without_needless_pieces(chosen, surplus, host)
     if len(chosen) == 1:
         return (chosen[0][0],)
-    surplus = {place: -size for place, size in missing.items()}
     spared = _spared(chosen, surplus)
     return tuple([lease for index, (lease, _) in enumerate(chosen) if index not in spared])
 
@@ -168,15 +177,84 @@ def _spare_in_turn(
     return spared
 
 
+# -- leases that leave in part ---------------------------------------------------------------------
+
+
+class PartsRoom(NamedTuple):
+    """The bytes of host memory that parts of leases may take."""
+
+    free: int
+    # The bytes for weights that exist nowhere else. Other leases are unloaded from host memory for
+    # them.
+    most: int
+
+
+def _without_needless_pieces(chosen: Gains, surplus: Gain, host: PartsRoom) -> tuple[Lease, ...]:
+    """The `chosen` leases without those, and without the pieces of those, that need not leave.
+
+    The last leases are the most precious, so they are spared first. A lease of which only some
+    pieces leave has these bytes as its `target`. It leaves as a whole if host memory cannot take
+    these bytes.
+    """
+    precious = sum([lease.card_bytes for lease, _ in chosen if not lease.droppable])
+    free, most = host.free - precious, host.most - precious
+    leaving: list[Lease] = []
+    for lease, gain in reversed(chosen):
+        on_card = max(gain.values())
+        reserved = 0 if lease.droppable else lease.card_bytes
+        part = lease
+        if _fits_in(gain, surplus):
+            stays, size = on_card, 0
+        else:
+            spare = min([surplus[place] for place in gain])
+            part = part_of(lease, on_card - spare)
+            if part.leaving_bytes > (free if lease.droppable else most + reserved):
+                part = lease
+            size = part.leaving_bytes if part.target or reserved else 0
+            stays = on_card - freed_bytes(part)
+            leaving.append(part)
+        free += reserved - size
+        most += reserved - (size if reserved else 0)
+        for place in gain:
+            surplus[place] -= stays
+    leaving.reverse()
+    return tuple(leaving)
+
+
+def freed_bytes(leaving: Lease) -> int:
+    """The bytes of cards that are free once `leaving`, or the part in its target, has left."""
+    freed = leaving.freed_by(leaving.target)
+    return sum([share.bytes for share in freed if share.device != HOST])
+
+
+def part_of(lease: Lease, need: int) -> Lease:
+    """The `lease` with the fewest pieces as its `target` that free `need` bytes of its card.
+
+    The target is empty if the lease cannot be cut, or if all its pieces must leave. At least one
+    piece leaves, because a lease with bytes in host memory claims no working memory.
+    """
+    piece, own = lease.piece_bytes, lease.card_bytes
+    if not piece or lease.on_host:
+        return lease
+    on_cards = sum([share.bytes for share in lease.shares if share.device != HOST])
+    size = max(1, -(-(need - (on_cards - own)) // piece)) * piece
+    if size >= own:
+        return lease
+    return replace(lease, target=(Share(HOST, size),))
+
+
 # -- the smallest set that is enough ---------------------------------------------------------------
 
 
-def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
+def fewest_victims(
+    need: Mapping[str, int], ordered: Iterable[Lease], host: PartsRoom | None = None
+) -> tuple[Lease, ...] | None:
     """The smallest set of leases that makes the room; None if no set does.
 
     If several sets have that size, the set with the fewest bytes is returned. No important lease is
     evicted if less important leases are enough. `need` is bytes by device, or by `owner:ID`. The
-    order of `ordered` only decides between sets that are otherwise equal.
+    order of `ordered` only decides between sets that are otherwise equal. With the `host` room, a
+    lease of the set may leave in part.
     """
     missing = _missing(need)
     if not missing:
@@ -185,7 +263,10 @@ def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[L
     if able is None:
         return None
     able.sort(key=lambda one: -sum(one[1].values()))
-    return _SmallestSet(able, missing).find()
+    found = _SmallestSet(able, missing).find()
+    if host is None or not any([lease.piece_bytes for lease in found]):
+        return found
+    return victims_in_order(need, found, host)
 
 
 def _least_important_that_do(
