@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import panel as pn
 import pytest
 from bokeh.application.handlers.document_lifecycle import _on_session_destroyed
 from bokeh.document import Document
+from bokeh.document.events import ModelChangedEvent
 from bokeh.models import ImportedStyleSheet
 from bokeh.server.session import ServerSession
 from gpu_panels import console
@@ -22,6 +24,7 @@ from gpu_panels.poller import Poller
 from gpu_panels.tabs import registry
 from gpu_panels.tabs.base import Tab
 from gpu_panels.widgets import header
+from gpu_panels.widgets.prose import Prose
 from msgspec.structs import replace
 from panel.io.state import set_curdoc, state
 from tornado.ioloop import IOLoop
@@ -221,6 +224,43 @@ def poll_again(poller):
     """Polls once and publishes the result even if nothing changed."""
     poller._published_at = -1e9
     poller.poll()
+
+
+def in_a_session():
+    """A document whose browser has not drawn the page yet, and the changes that are sent to it."""
+    document, sent = Document(), []
+    session = SimpleNamespace(_subscribed_connections=[])
+    request = SimpleNamespace(arguments={}, cookies={}, headers={})
+    document._session_context = lambda: SimpleNamespace(session=session, id="1", request=request)
+    document.on_change(sent.append)
+    state._thread_id_[document] = threading.get_ident()
+    return document, sent
+
+
+@pytest.mark.parametrize("delivered", [True, False])
+def test_a_change_before_the_browser_has_drawn_the_page_is_sent(delivered):
+    """Without `deliver_early_changes` Panel discards it. If this changes, remove our function."""
+    document, sent = in_a_session()
+    with set_curdoc(document):
+        words = Prose("before")
+        document.add_root(words.get_root(document))
+        if delivered:
+            console.deliver_early_changes(document)
+        sent.clear()
+        words.show("after")
+    assert any(isinstance(event, ModelChangedEvent) for event in sent) is delivered
+
+
+def test_a_tick_changes_nothing_while_the_browser_still_draws_the_page(two_tabs, poller):
+    """The first tick afterwards shows the newest figures."""
+    document, _ = in_a_session()
+    poll_again(poller)
+    with set_curdoc(document):
+        two_tabs.tick()
+        before = two_tabs.status_bar.beat
+        state._loaded[document] = True
+        two_tabs.tick()
+    assert before != two_tabs.status_bar.beat == poller.result.revision
 
 
 # -- the status bar and the banner -----------------------------------------------------------------
