@@ -332,6 +332,7 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "purpose": Rule("text for people", _one_line),
     "progress": optional(CALLABLE),
     "told": optional(CALLABLE),
+    "arrived": optional(CALLABLE),
     "wait": TRUTH,
     "lost": TRUTH,
     "force": TRUTH,

@@ -112,9 +112,9 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     rt = gpu_runtime.runtime()
     rt.guest = True
     try:
-        value = _answer(verb, args, rt)
+        value = verb.act(rt, args)
         if _is_confirmed(verb, args, value):
-            value = _answer(verb, args, rt)
+            value = verb.act(rt, args)
         return _print(verb, args, value, rt)
     finally:
         rt.close()
@@ -128,17 +128,6 @@ def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:
     print(verbs.typed_in(CLI, value.because))
     args.yes = input("Type yes to park it: ").strip().lower() == "yes"
     return args.yes
-
-
-def _answer(verb: Verb, args: argparse.Namespace, rt: Any) -> Any:
-    """The result from `rt`. A verb that loads a model shows its progress."""
-    assert verb.act is not None
-    if not verb.loads:
-        return verb.act(rt, args)
-    from gpu_runtime.rendering.progress import TerminalProgress
-
-    with TerminalProgress(args.name) as args.progress:
-        return verb.act(rt, args)
 
 
 def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:

@@ -202,32 +202,24 @@ class Runtime:
 
         Raises NotAModel, BadSize, BadSetting, AlreadyRegistered, UnknownDevice.
         """
+        common: dict[str, Any] = {"importance": importance, "keep": keep, "keep_alive": keep_alive}
+        common |= {"model_type": model_type, "restore_on_call": restore_on_call}
         if registry.is_module(source):
-            return self.adopt(
-                name,
-                source,
-                importance=importance,
-                keep=keep,
-                keep_alive=keep_alive,
-                model_type=model_type,
-                restore_on_call=restore_on_call,
-                **registry.adoption_options(options, backend, size, layout, quantization, devices),
+            options = registry.adoption_options(
+                options, backend, size, layout, quantization, devices
             )
+            return self.adopt(name, source, **common, **options)
         return registry.register(
             self._session,
             name,
             source,
             backend=backend,
             size=size,
-            importance=importance,
-            keep=keep,
-            keep_alive=keep_alive,
             layout=layout,
-            model_type=model_type,
             quantization=quantization,
             devices=devices,
-            restore_on_call=restore_on_call,
             options=options,
+            **common,
         )
 
     @checked
@@ -461,9 +453,16 @@ class Runtime:
         return drain.drain(self._session, device, undo=undo, timeout=timeout)
 
     @checked
-    def tell_waits(self, told: Callable[[str, Wait | None], None] | None) -> None:
-        """Calls `told(name, wait)` in a waiting thread at each decision, with None at the end."""
-        self._session.on_wait = told
+    def tell_waits(
+        self,
+        told: Callable[[str, Wait | None], None] | None,
+        arrived: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Calls `told(name, wait)` in a waiting thread at each decision, with None at the end.
+
+        Calls `arrived` with an `Arrival` when a load or a restore begins, and when it has ended.
+        """
+        self._session.on_wait, self._session.on_arrival = told, arrived
 
     # -- reading
 

@@ -182,8 +182,10 @@ class Settings(BaseSettings):
     )
     gpu_prefetch: Literal["auto", "never"] = Field(
         "auto",
-        description="Whether the models of waiting cells are loaded while the running cell runs: auto or "
-        "never.",
+        description="Whether waiting cells' models are loaded while a cell runs: auto or never.",
+    )
+    gpu_progress_seconds: Seconds = Field(
+        0.5, description="A load or restore that takes longer shows its progress in the notebook."
     )
     gpu_park: Literal["asked", "idle", "never"] = Field(
         "asked",
@@ -356,12 +358,14 @@ def preset(name: str) -> dict[str, str]:
     return dict(found)
 
 
-def masked(text: str) -> str:
-    """`text` with the passwords in its URLs replaced by ***, for display.
+def masked(text: Any) -> Any:
+    """`text` with the passwords in its URLs replaced by ***, for display; another value unchanged.
 
     >>> masked("redis://ops:s3cret@box:6379/0?password=s3cret")
     'redis://ops:***@box:6379/0?password=***'
     """
+    if not isinstance(text, str):
+        return text
     text = re.sub(r"(//[^:@/\s]*:)\S*@", r"\1***@", text)  # greedy: a password may itself hold an @
     return re.sub(r"(?i)([?&](?:password|token|secret|key)=)[^&\s]*", r"\1***", text)
 
@@ -397,7 +401,7 @@ def _unknown(name: str, value: Any) -> BadSetting:
     nearest = difflib.get_close_matches(
         name[:MOST_QUOTED].lower(), Settings.model_fields, n=1, cutoff=0.0
     )
-    shown = "***" if nearest[0] in _SECRET else _masked_value(value)
+    shown = "***" if nearest[0] in _SECRET else masked(value)
     return BadSetting(name, shown, f"a known setting, such as {nearest[0]}")
 
 
@@ -406,12 +410,8 @@ def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
     problem = error.errors()[0]
     field = str(problem["loc"][0])
     name = field if field in given else field.upper()
-    value = "***" if field in _SECRET else _masked_value(problem["input"])
+    value = "***" if field in _SECRET else masked(problem["input"])
     return BadSetting(name, value, _expected(field))
-
-
-def _masked_value(value: Any) -> Any:
-    return masked(value) if isinstance(value, str) else value
 
 
 def _expected(field: str) -> str:

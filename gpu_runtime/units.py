@@ -42,6 +42,7 @@ _SECONDS = {
 _NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:[_,]\d{3})*(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
 _MOST_BYTES = 2**63
 _MOST_SECONDS = 100 * 365 * 86400.0  # longer time-outs overflow in the C library
+_LEAST_RATED_SECONDS = 0.1  # a shorter time gives no meaningful rate
 _LONGEST = 64  # characters of a size or a duration
 
 
@@ -159,6 +160,20 @@ def show_seconds(seconds: float) -> str:
     if seconds < 172800:
         return f"{seconds / 3600:.0f} h"
     return f"{seconds / 86400:.0f} d"
+
+
+def show_rate(size: int, seconds: float) -> str:
+    """The rate of `size` bytes in `seconds` for people, in decimal units.
+
+    Empty if it is unknown, or if the time is too short to give one.
+
+    >>> show_rate(42 * 10**9, 20.0), show_rate(3 * 10**6, 0.5), show_rate(5, 0.01)
+    ('2.1 GB/s', '6 MB/s', '')
+    """
+    if size <= 0 or seconds < _LEAST_RATED_SECONDS:
+        return ""
+    rate = size / seconds
+    return f"{rate / 10**9:.1f} GB/s" if rate >= 10**9 else f"{rate / 10**6:.0f} MB/s"
 
 
 def is_source(name: str) -> bool:

@@ -45,7 +45,7 @@ def load(rt: Any, args: argparse.Namespace) -> Outcome:
     if source is not None or options:
         rt.register(args.name, source, **options)
     try:
-        loaded = rt.preload(args.name, progress=args.progress, **given(args, "timeout"))
+        loaded = rt.preload(args.name, **given(args, "timeout"))
     except LoadFailed:
         if args.name not in known:
             rt.forget(args.name)  # frees the name for the next try, with the right path
@@ -59,8 +59,8 @@ def restore(rt: Any, args: argparse.Namespace) -> Outcome:
 
 
 def preload(rt: Any, args: argparse.Namespace) -> Outcome:
-    """The outcome of `rt.preload` for the name in `args`. `args.progress` shows the progress."""
-    return rt.preload(args.name, progress=args.progress, **given(args, "timeout"))
+    """The outcome of `rt.preload` for the name in `args`."""
+    return rt.preload(args.name, **given(args, "timeout"))
 
 
 def evictions(rt: Any, args: argparse.Namespace) -> Any:

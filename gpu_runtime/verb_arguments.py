@@ -70,7 +70,6 @@ class Verb(NamedTuple):
     arguments: tuple[Argument, ...] = ()
     places: tuple[str, ...] = (MAGIC, CLI)
     needs_runtime: bool = True
-    loads: bool = False  # loads a model: its progress is reported through `args.progress`
     plain_in_notebook: bool = False  # has arguments in a terminal only
 
     def takes(self, place: str) -> tuple[Argument, ...]:
@@ -218,7 +217,6 @@ def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
     """Adds these `arguments` to `parser`, and returns the `parser`."""
     for argument in arguments:
         parser.add_argument(*argument.flags, **argument.options)
-    parser.set_defaults(progress=None)
     return parser
 
 

@@ -122,14 +122,12 @@ _TABLE = (
             TIMEOUT,
         ),
         places=(MAGIC,),
-        loads=True,
     ),
     Verb(
         "preload",
         "loads a model onto its device before it is needed",
         verb_acts.preload,
         (NAME, TIMEOUT),
-        loads=True,
     ),
     Verb(
         "evict",

@@ -39,7 +39,7 @@ from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.admission import admit
 from ..units import parse_seconds
-from . import demand, failures, interrupts, presence, release, requests
+from . import arrivals, demand, failures, interrupts, presence, release, requests
 from .pins import AnchorRef, Held
 from .resident import Place, Resident, held_by
 from .session import POLL_SECONDS, Key, Session
@@ -192,11 +192,12 @@ def grants(
     reported = False
     try:
         for verdict in _verdicts(session, key, wanted, footprint, rules, timeout, is_here):
+            wait = verdict if isinstance(verdict, Wait) else None
+            if session.on_wait and (wait or reported):
+                reported = wait is not None
+                session.on_wait(wanted.name, wait)
             if isinstance(verdict, Grant):
                 yield verdict
-            elif session.on_wait:
-                reported = True
-                session.on_wait(wanted.name, verdict)
     finally:
         if reported and session.on_wait:
             session.on_wait(wanted.name, None)
@@ -288,11 +289,12 @@ def perform(
     """
     step = verdict.steps[0]
     assert not isinstance(step, Drop)  # a grant's own step loads or moves
-    if isinstance(step, Load):
-        _load(session, resident, verdict.lease, step, anchor, key, progress)
-    else:
-        restore = partial(_restore, session, resident, verdict.lease, step, anchor, key)
-        session.uninterrupted(key, restore)
+    with arrivals.shown(session, resident, step, progress) as progress:
+        if isinstance(step, Load):
+            _load(session, resident, verdict.lease, step, anchor, key, progress)
+        else:
+            restore = partial(_restore, session, resident, verdict.lease, step, anchor, key)
+            session.uninterrupted(key, restore)
 
 
 def _load(
@@ -425,12 +427,8 @@ def _abandon(session: Session, name: str, key: Key, error: BaseException) -> Non
         because = "interrupted"
     else:
         because = f"{type(error).__name__}: {explain.first_line(error)}"
-    session.decide(
-        lambda book, world: (
-            books.abandon(book, session.me, name, key.text, world, because),
-            None,
-        )
-    )
+    abandon = partial(books.abandon, because=because)
+    session.decide(lambda book, world: (abandon(book, session.me, name, key.text, world), None))
 
 
 def _load_ungoverned(

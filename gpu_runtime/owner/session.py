@@ -113,7 +113,7 @@ class Session:
         self.notebook = ""  # its path, if it became known after the ledger was opened
         self.process_lost = ""  # why the driver no longer serves this process; empty if it does
         self.on_wait: Callable[[str, Wait | None], None] | None = None
-
+        self.on_arrival: Callable[[Any], None] | None = None  # of an arrivals.Arrival
         self.keys = Keys(self.me)
         self.new_key, self.done_with = self.keys.new, self.keys.done_with
         self.uninterrupted = self.keys.uninterrupted

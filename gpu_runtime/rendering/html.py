@@ -241,8 +241,7 @@ def preset(settings: Mapping[str, str]) -> str:
     return page(pre(text.preset(settings)))
 
 
-def progress(title: str, done_bytes: int, all_bytes: int, note: str) -> str:
-    """The progress of a load: its `title`, a bar of `done_bytes` of `all_bytes`, and a `note`."""
-    part = min(1.0, done_bytes / all_bytes) if all_bytes else 0.0
+def progress(title: str, part: float, note: str) -> str:
+    """The progress of a load: its `title`, a bar of which `part` (0 to 1) is done, and a `note`."""
     drawn = stretch(part, COLOURS[2]) if part else ""
     return page(devices([(f"<b>{esc(title)}</b>", track(drawn, note), esc(note), "", "")]))

@@ -1,129 +1,79 @@
-"""The progress of a load: one line that is updated until the load ends.
+"""The progress of a load or a restore as one line: while it runs, and the line that stays.
 
-In a notebook a display is updated in place, and in a terminal a line is overwritten. The line that
-remains in the notebook depends only on the outcome, so executed notebooks can be compared.
+This module is pure. `kernel_ext/gpu/waiting.py` shows the lines.
 """
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, TextIO
+from gpu_runtime.owner.arrivals import LOADING, Arrival
+from gpu_runtime.units import show_bytes, show_rate, show_seconds
 
-from gpu_runtime.units import show_bytes
+from . import html, text
+from .views import clean
 
-from . import html, text, views
-from .render import Shown
-
-REDRAW_SECONDS = 0.1
+KERNEL = "kernel"
+STOP_IN_NOTEBOOK, STOP_IN_TERMINAL = "■ stops it", "Ctrl-C stops it"
 
 
-class Progress:
-    """A context manager around a load. The load calls the object to report its progress.
+def subject(name: str) -> str:
+    """The model `name`, or the words for the memory of the notebook itself."""
+    return "this notebook" if name == KERNEL else clean(name)
 
-    Subclasses decide where the line is shown.
+
+def running(arrival: Arrival, seconds: float, stop: str) -> str:
+    """The line of an `arrival` after `seconds`: a bar, bytes, rate, time left, and how to stop it."""
+    title = f"{arrival.verb} {subject(arrival.name)}"
+    filled = "█" * round(_part(arrival, seconds) * text.BAR_CELLS)
+    return f"{title}  {filled:·<{text.BAR_CELLS}}  {note(arrival, seconds, stop)}"
+
+
+def running_html(arrival: Arrival, seconds: float, stop: str) -> str:
+    """The same line as `running`, drawn."""
+    title = f"{arrival.verb} {subject(arrival.name)}"
+    return html.progress(title, _part(arrival, seconds), note(arrival, seconds, stop))
+
+
+def note(arrival: Arrival, seconds: float, stop: str) -> str:
+    """What follows the bar: `6.0 GiB of 14.0 GiB · 2.1 GB/s · 4 s left · Ctrl-C stops it`."""
+    size = show_bytes(arrival.all_bytes)
+    if arrival.done_bytes:
+        size = f"{show_bytes(arrival.done_bytes)} of {size}"
+    left = seconds_left(arrival, seconds)
+    figures = (
+        size,
+        show_rate(arrival.done_bytes, seconds),
+        "" if left is None else f"{show_seconds(max(1.0, left))} left",
+        stop,
+    )
+    return " · ".join(figure for figure in figures if figure)
+
+
+def seconds_left(arrival: Arrival, seconds: float) -> float | None:
+    """How long the `arrival` will take, `seconds` after its begin. None if nothing shows it.
+
+    A restore reports no bytes: what the last one took is the estimate.
     """
-
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Shows the load of the model `name`. The redraws are limited by `clock`, in seconds."""
-        self.title = f"loading {views.clean(name)}"
-        self._clock = clock
-        self._drawn_at = float("-inf")
-        self.done_bytes = self.all_bytes = 0
-        self.begun = False
-
-    def __call__(self, done_bytes: int, all_bytes: int) -> None:
-        """Shows that `done_bytes` of `all_bytes` are loaded, at most once every 0.1 s."""
-        self.done_bytes, self.all_bytes, self.begun = done_bytes, all_bytes, True
-        now = self._clock()
-        if now - self._drawn_at >= REDRAW_SECONDS:
-            self._drawn_at = now
-            self.draw(f"{show_bytes(done_bytes)} of {show_bytes(all_bytes)}")
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.begun:
-            self.settle(failed=error is not None)
-
-    def draw(self, note: str) -> None:
-        """Shows the bar with a `note` behind it."""
-        raise NotImplementedError
-
-    def settle(self, failed: bool) -> None:
-        """Shows the final state. `failed` is True if the load raised an error."""
-        raise NotImplementedError
-
-    def line(self, note: str) -> str:
-        """The bar as text, with the `note` behind it."""
-        part = min(1.0, self.done_bytes / self.all_bytes) if self.all_bytes else 0.0
-        filled = "█" * round(part * text.BAR_CELLS)
-        return f"{self.title}  {filled:·<{text.BAR_CELLS}}  {note}"
+    if arrival.done_bytes:
+        left_bytes = max(0, arrival.all_bytes - arrival.done_bytes)
+        return left_bytes * seconds / arrival.done_bytes
+    left = arrival.expected_seconds - seconds
+    return left if left > 0 else None
 
 
-class NotebookProgress(Progress):
-    """One display in the cell's output, updated in place."""
-
-    count = 0  # displays made so far, for their ids, which are not saved in the notebook
-
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Shows the load of the model `name`. The redraws are limited by `clock`, in seconds."""
-        super().__init__(name, clock)
-        self._handle: Any = None
-
-    def draw(self, note: str) -> None:
-        """Shows the bar with a `note`, in the same display as before."""
-        from IPython.display import display
-
-        picture = Shown(
-            None,
-            lambda: self.line(note),
-            lambda: html.progress(self.title, self.done_bytes, self.all_bytes, note),
-        )
-        if self._handle is None:
-            NotebookProgress.count += 1
-            self._handle = display(picture, display_id=f"gpu-progress-{NotebookProgress.count}")
-        else:
-            self._handle.update(picture)
-
-    def settle(self, failed: bool) -> None:
-        """Shows a full bar, or an empty bar if the load `failed`.
-
-        The progress at the failure is random, and executed notebooks must be comparable.
-        """
-        self.done_bytes = 0 if failed else self.all_bytes
-        self.draw("stopped" if failed else f"{show_bytes(self.all_bytes)}, done")
+def _part(arrival: Arrival, seconds: float) -> float:
+    """The part of the `arrival` that is done, from 0 to 1."""
+    if arrival.done_bytes and arrival.all_bytes:
+        return min(1.0, arrival.done_bytes / arrival.all_bytes)
+    return min(0.95, seconds / arrival.expected_seconds) if arrival.expected_seconds else 0.0
 
 
-class TerminalProgress(Progress):
-    """One line that is removed at the end. It writes nothing if the stream is not a terminal."""
-
-    def __init__(
-        self, name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Shows the load of the model `name` on `stream`, which defaults to standard error.
-
-        The redraws are limited by `clock`, in seconds.
-        """
-        super().__init__(name, clock)
-        self._stream = sys.stderr if stream is None else stream
-
-    def draw(self, note: str) -> None:
-        """Overwrites the line with the bar and a `note`."""
-        if self._stream.isatty():
-            self._stream.write(f"\r{self.line(note)}\x1b[K")
-            self._stream.flush()
-
-    def settle(self, failed: bool) -> None:
-        """Removes the line, whether the load `failed` or not."""
-        if self._stream.isatty():
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+def summary(arrival: Arrival, waited_seconds: float) -> str:
+    """The line that stays: `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`."""
+    waited = f"waited {show_seconds(waited_seconds)}, " if waited_seconds else ""
+    took = show_seconds(arrival.seconds)
+    if arrival.failed:
+        return f"{subject(arrival.name)}: {waited}{arrival.verb} stopped after {took}"
+    done = "loaded" if arrival.verb == LOADING else "restored"
+    rate = show_rate(arrival.all_bytes, arrival.seconds)
+    figures = f" ({rate})" if rate else ""
+    return f"{subject(arrival.name)}: {waited}{done} in {took}{figures}"

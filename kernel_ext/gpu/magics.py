@@ -128,7 +128,8 @@ class GpuMagics(Magics):
         if verb.name in IN_NOTEBOOK:
             return IN_NOTEBOOK[verb.name](self._runtime())
         rt = self._opened(verb)
-        value = render.with_titles(verb.name, self._call(verb, args, rt), rt)
+        assert verb.act is not None  # only the verbs of IN_NOTEBOOK have no act
+        value = render.with_titles(verb.name, verb.act(rt, args), rt)
         if args.json:
             return render.Json(plain.as_json(value))
         if render.is_frame(value):
@@ -137,18 +138,6 @@ class GpuMagics(Magics):
             return value
         around = rt.status() if isinstance(value, facts.Plan) else None
         return render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around)
-
-    def _call(self, verb: verbs.Verb, args: argparse.Namespace, rt: Any) -> Any:
-        """The runtime's result. A verb that loads a model shows its progress meanwhile."""
-        from gpu_runtime.rendering.progress import NotebookProgress, TerminalProgress
-
-        assert verb.act is not None  # only the verbs of IN_NOTEBOOK have no act
-        if not verb.loads:
-            return verb.act(rt, args)
-        in_terminal = getattr(self.shell, "kernel", None) is None
-        args.progress = (TerminalProgress if in_terminal else NotebookProgress)(args.name)
-        with args.progress:
-            return verb.act(rt, args)
 
     def _opened(self, verb: verbs.Verb) -> Any:
         """The runtime, or None if it cannot be opened and the verb does not need it."""
@@ -322,7 +311,8 @@ class _Loaded:
         rt = gpu_runtime.runtime()
         if rt is not self.opened:
             self.opened = rt
-            rt.tell_waits(WaitLine(notebook=hasattr(self.shell, "kernel")))
+            line = WaitLine(hasattr(self.shell, "kernel"), rt.settings.gpu_progress_seconds)
+            rt.tell_waits(line, line.arrival)
             if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
                 self.shell.user_ns["rt"] = self.rt = rt
         return rt

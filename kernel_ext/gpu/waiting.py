@@ -1,8 +1,9 @@
-"""The line that a cell shows while its model waits for memory.
+"""The line that a cell shows while its model waits for memory, is loaded, or is restored.
 
-The line names the holder of the memory, how long the holder has used it, and how many requests are
-ahead in the queue. The line is removed when the wait is over. A wait of less than a second shows
-nothing.
+While the model waits, the line names the holder of the memory, how long the holder has used it, and
+how many requests are ahead in the queue. While it is loaded, the line shows the progress. Then one line
+stays, such as `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`. A wait of less than a second, and a load
+of less than half a second, show nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from gpu_runtime import threads
 from gpu_runtime.facts import Wait
 from gpu_runtime.safe_text import lines
 from gpu_runtime.units import show_bytes
 
 QUIET_SECONDS = 1.0
+REDRAW_SECONDS = 0.2
 
 
 def sentence(name: str, wait: Wait) -> str:
@@ -34,56 +37,151 @@ def sentence(name: str, wait: Wait) -> str:
     return lines(f"{name} waits{need}: {wait.because}{ahead}").replace("\n", " ")
 
 
-class WaitLine:
-    """Shows a line for each wait of the main thread, and removes the line at the end of the wait."""
+class Line:
+    """One line above the output of a cell, which is changed in place."""
 
-    def __init__(self, notebook: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """Shows waits in a `notebook`, or else in a terminal; `clock` returns seconds."""
+    count = 0  # lines made so far, for their ids, which are not saved in the notebook
+
+    def __init__(self, notebook: bool) -> None:
+        """A line in a `notebook`, or else in a terminal."""
+        self._notebook, self._handle = notebook, None
+        self.visible = False
+
+    def show(self, line: str, html: str = "") -> None:
+        """Shows this `line`, in a notebook as `html` if given. An empty line removes it."""
+        if not line and not self.visible:
+            return
+        self.visible = bool(line)
+        if self._notebook:
+            self._display(line, html)
+        elif sys.stderr.isatty():
+            sys.stderr.write(f"\r{line}\x1b[K")
+            sys.stderr.flush()
+
+    def keep(self, line: str) -> None:
+        """Shows this `line`, which stays. The next line is another one."""
+        self.show(line)
+        if not self._notebook and line and sys.stderr.isatty():
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+        self._handle, self.visible = None, False
+
+    def _display(self, line: str, html: str) -> None:
+        from IPython.display import display
+
+        if line and not html:
+            html = f"<small><i>{escaping.escape(line)}</i></small>"
+        bundle = {"text/plain": line, "text/html": html}
+        handle: Any = self._handle
+        if handle is None:
+            Line.count += 1
+            self._handle = display(bundle, raw=True, display_id=f"gpu-line-{Line.count}")
+        else:
+            handle.update(bundle, raw=True)
+
+
+class WaitLine:
+    """Shows the waits and the loads of the main thread, each request in one line."""
+
+    def __init__(
+        self,
+        notebook: bool,
+        progress_seconds: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Shows them in a `notebook`, or else in a terminal.
+
+        A load that takes longer than `progress_seconds` shows its progress. `clock` returns seconds.
+        """
         self._notebook, self._clock = notebook, clock
-        self._began: float | None = None
-        self._handle: Any = None
-        self._count = 0
+        self._progress_seconds = progress_seconds
+        self._began: float | None = None  # of the wait
+        self._waited = ("", 0.0)  # the name and the seconds of a visible wait that has just ended
+        self._line = Line(notebook)
+        self._redrawing: _Redrawing | None = None
 
     def __call__(self, name: str, wait: Wait | None) -> None:
         """Shows that the model `name` waits. If `wait` is None, the wait is over."""
         if threading.current_thread() is not threading.main_thread():
             return
+        now = self._clock()
         if wait is None:
+            if self._line.visible and self._began is not None:
+                self._waited = (name, now - self._began)
             self._began = None
-            self._show("")
+            self._line.show("")
         elif self._began is None:
-            self._began = self._clock()
-        elif self._clock() - self._began >= QUIET_SECONDS:
-            self._show(sentence(name, wait))
+            self._began = now
+            self._waited = ("", 0.0)
+            self._line = Line(self._notebook)
+        elif now - self._began >= QUIET_SECONDS:
+            self._line.show(sentence(name, wait))
 
-    def _show(self, line: str) -> None:
-        if self._notebook:
-            self._display(line)
-        elif sys.stderr.isatty():
-            sys.stderr.write(f"\r{line}\x1b[K")
-            sys.stderr.flush()
-
-    def _display(self, line: str) -> None:
-        from IPython.display import display
-
-        if self._handle is None and not line:
+    def arrival(self, arrival: Any) -> None:
+        """Shows that a load or a restore has begun, or has ended; see `owner/arrivals.py`."""
+        if threading.current_thread() is not threading.main_thread():
             return
-        bundle = {
-            "text/plain": line,
-            "text/html": f"<i>{escaping.escape(line)}</i>" if line else "",
-        }
-        if self._handle is None:
-            self._count += 1
-            self._handle = display(bundle, raw=True, display_id=f"gpu-waiting-{self._count}")
-        else:
-            self._handle.update(bundle, raw=True)
-        if not line:
-            self._handle = None
+        if not arrival.ended:
+            if self._waited[0] != arrival.name:  # the line of another wait is not used again
+                self._waited, self._line = ("", 0.0), Line(self._notebook)
+            self._redrawing = _Redrawing(arrival, self._line, self._notebook, self._clock)
+            self._redrawing.start(self._progress_seconds)
+            return
+        if self._redrawing is not None:
+            self._redrawing.stop()
+        self._redrawing, waited = None, self._waited[1]
+        self._waited = ("", 0.0)
+        if waited or self._line.visible or arrival.seconds >= self._progress_seconds:
+            self._line.keep(_summary(arrival, waited))
+
+
+def _summary(arrival: Any, waited: float) -> str:
+    """The line that stays. None stays for a notebook's own memory: its return has a line already."""
+    from gpu_runtime.rendering import progress
+
+    return "" if arrival.name == progress.KERNEL else progress.summary(arrival, waited)
+
+
+class _Redrawing:
+    """Draws the progress of an arrival again and again, in a thread, until it has ended."""
+
+    def __init__(
+        self, arrival: Any, line: Line, notebook: bool, clock: Callable[[], float]
+    ) -> None:
+        self._arrival, self._line, self._notebook = arrival, line, notebook
+        self._clock, self._began = clock, clock()
+        self._ended, self._drawing = threading.Event(), threading.Lock()
+
+    def start(self, after_seconds: float) -> None:
+        """Draws for the first time `after_seconds`. Most loads have ended by then."""
+
+        def draw_again() -> None:
+            """Draws until the arrival has ended."""
+            if self._ended.wait(after_seconds):
+                return
+            while not self._ended.wait(REDRAW_SECONDS):
+                with self._drawing:
+                    if not self._ended.is_set():
+                        self.draw()
+
+        threads.start(draw_again)
+
+    def stop(self) -> None:
+        """Draws no more. A drawing that has begun is completed first."""
+        self._ended.set()
+        with self._drawing:
+            pass
+
+    def draw(self) -> None:
+        """Draws the progress as it is now."""
+        from gpu_runtime.rendering import progress
+
+        seconds = self._clock() - self._began
+        stop = progress.STOP_IN_NOTEBOOK if self._notebook else progress.STOP_IN_TERMINAL
+        picture = progress.running_html(self._arrival, seconds, stop) if self._notebook else ""
+        self._line.show(progress.running(self._arrival, seconds, stop), picture)
 
 
 def quiet_line(line: str) -> None:
     """Shows one `line` in small italics above the output of the cell."""
-    from IPython.display import display
-
-    bundle = {"text/plain": line, "text/html": f"<small><i>{escaping.escape(line)}</i></small>"}
-    display(bundle, raw=True)
+    Line(notebook=True).keep(line)

@@ -32,6 +32,7 @@ DEFAULTS = {
     "FRACTION_LARGEST_POSSIBLE": "0.8",
     "GPU_RELIEF": "auto",
     "GPU_PREFETCH": "auto",
+    "GPU_PROGRESS_SECONDS": "0.5",
     "GPU_PARK": "asked",
     "GPU_PARK_IDLE_SECONDS": "600",
     "GPU_PARK_TURN_SECONDS": "30",

@@ -14,7 +14,7 @@ from IPython.utils.capture import capture_output
 
 import gpu_runtime
 from gpu_runtime import errors, facts, verbs
-from gpu_runtime.rendering import progress, render
+from gpu_runtime.rendering import render
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:To exit", "ignore::IPython.core.completer.ProvisionalCompleterWarning"
@@ -427,34 +427,6 @@ def test_a_cell_whose_lease_is_refused_does_not_run(shell, models, line, kind):
 
 
 # -- progress --------------------------------------------------------------------------------------
-
-
-class Terminal(list):
-    write = list.append
-
-    def isatty(self):
-        return True
-
-    def flush(self):
-        pass
-
-
-def test_in_a_terminal_progress_is_one_line_that_is_removed():
-    terminal = Terminal()
-    with progress.TerminalProgress("qwen", terminal, clock=iter((0.0, 0.05, 0.2)).__next__) as told:
-        for done in (0, GIB, 2 * GIB):  # the second is too soon after the first to be drawn
-            told(done, 4 * GIB)
-    assert terminal == [
-        f"\rloading qwen  {'·' * 32}  0 B of 4.0 GiB\x1b[K",
-        f"\rloading qwen  {'█' * 16}{'·' * 16}  2.0 GiB of 4.0 GiB\x1b[K",
-        "\r\x1b[K",
-    ]
-
-
-def test_no_progress_is_written_to_a_stream_that_is_no_terminal(tmp_path):
-    with open(tmp_path / "log", "w") as stream, progress.TerminalProgress("qwen", stream) as told:
-        told(1, 2)
-    assert (tmp_path / "log").read_text() == ""
 
 
 # -- completion ------------------------------------------------------------------------------------

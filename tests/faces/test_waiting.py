@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 
-from gpu.waiting import WaitLine, sentence
+import pytest
+from gpu.waiting import Line, WaitLine, sentence
 
+from gpu_runtime import LoadFailed
 from gpu_runtime.facts import Candidate, Share, Wait
+from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
+from gpu_runtime.rendering import progress
 from gpu_runtime.units import GIB
 
 WAIT = Wait(
@@ -23,29 +28,171 @@ def test_the_line_has_the_need_the_holder_and_the_requests_ahead():
     )
 
 
-def test_a_short_wait_shows_nothing_and_the_line_of_a_long_one_is_removed(monkeypatch):
-    now, shown = [0.0], []
-    line = WaitLine(notebook=False, clock=lambda: now[0])
-    monkeypatch.setattr(line, "_show", shown.append)
-    line("qwen", WAIT)
-    now[0] = 0.5
-    line("qwen", WAIT)
-    line("qwen", None)
-    assert shown == [""]
-    now[0] = 10.0
-    line("qwen", WAIT)
-    now[0] = 11.5
-    line("qwen", WAIT)
-    line("qwen", None)
-    assert shown == ["", sentence("qwen", WAIT), ""]
+class Shown(list):
+    """What a line shows, instead of a notebook or a terminal. A line that stays ends with a dot."""
+
+    visible = False
+
+    def show(self, line, html=""):
+        if line or self.visible:
+            self.append(line)
+        self.visible = bool(line)
+
+    def keep(self, line):
+        self.append(line + ".")
+        self.visible = False
 
 
-def test_waits_of_other_threads_show_nothing(monkeypatch):
-    shown = []
-    line = WaitLine(notebook=False)
-    monkeypatch.setattr(line, "_show", shown.append)
-    thread = threading.Thread(target=line, args=("qwen", WAIT))
-    thread.start()
-    thread.join()
-    line("qwen", None)
-    assert shown == [""]
+@pytest.fixture
+def shown(monkeypatch):
+    """All lines of one test, in order."""
+    shown = Shown()
+    monkeypatch.setattr("gpu.waiting.Line", lambda notebook: shown)
+    return shown
+
+
+@pytest.fixture
+def now():
+    return [0.0]
+
+
+@pytest.fixture
+def line(shown, now):
+    return WaitLine(notebook=False, progress_seconds=600.0, clock=lambda: now[0])
+
+
+def wait(line, now, name, seconds):
+    """A wait of `seconds`, with a decision at its begin and at its end."""
+    line(name, WAIT)
+    now[0] += seconds
+    line(name, WAIT)
+    line(name, None)
+
+
+def arrive(line, name, seconds, verb=LOADING, failed=False, size=42 * 10**9):
+    arrival = Arrival(name, verb, size, 0.0)
+    line.arrival(arrival)
+    arrival.seconds, arrival.failed, arrival.ended = seconds, failed, True
+    line.arrival(arrival)
+
+
+def test_a_short_wait_shows_nothing(line, now, shown):
+    wait(line, now, "qwen", 0.5)
+    assert shown == []
+
+
+def test_the_line_of_a_long_wait_is_removed(line, now, shown):
+    wait(line, now, "qwen", 1.5)
+    assert shown == [sentence("qwen", WAIT), ""]
+
+
+def test_the_line_of_a_wait_becomes_the_line_of_the_load(line, now, shown):
+    """One line stays. It has the time of both, and the rate of the load."""
+    wait(line, now, "qwen", 12.0)
+    arrive(line, "qwen", 20.0)
+    assert shown[2:] == ["qwen: waited 12 s, loaded in 20 s (2.1 GB/s)."]
+
+
+def test_of_a_load_that_is_long_enough_one_line_stays(shown):
+    line = WaitLine(notebook=False, progress_seconds=0.5)
+    arrive(line, "qwen", 0.4)
+    arrive(line, "qwen", 0.5, RESTORING, size=10**9)
+    assert shown == ["qwen: restored in 500 ms (2.0 GB/s)."]
+
+
+def test_a_load_that_fails_says_when_it_stopped(line, now, shown):
+    arrive(line, "qwen", 700.0, failed=True)
+    assert shown == ["qwen: loading stopped after 12 min."]
+
+
+def test_the_wait_of_another_model_is_not_added(line, now, shown):
+    wait(line, now, "llama", 12.0)
+    arrive(line, "qwen", 700.0)
+    assert shown[-1].startswith("qwen: loaded in 12 min")
+
+
+def test_the_return_of_a_notebook_leaves_no_line(line, now, shown):
+    """Its return has a line of its own, with the bytes and the process that had the card."""
+    wait(line, now, "kernel", 12.0)
+    arrive(line, "kernel", 700.0, RESTORING)
+    assert shown[-1] == "."
+
+
+def test_a_load_is_drawn_until_it_has_ended(shown):
+    """Another thread draws, so that a load that reports nothing shows its progress too."""
+    line = WaitLine(notebook=False, progress_seconds=0.0)
+    arrival = Arrival("qwen", LOADING, 4 * GIB, 0.0)
+    arrival(2 * GIB, 4 * GIB)
+    line.arrival(arrival)
+    until = time.monotonic() + 60
+    while not shown and time.monotonic() < until:
+        time.sleep(0.01)
+    arrival.ended = True
+    line.arrival(arrival)
+    drawn = len(shown)
+    assert shown[0].startswith(f"loading qwen  {'█' * 16}{'·' * 16}  2.0 GiB of 4.0 GiB · ")
+    assert shown[0].endswith(" left · Ctrl-C stops it") and drawn == len(shown)
+
+
+def test_a_restore_without_figures_is_estimated_by_the_last_one():
+    arrival = Arrival("qwen", RESTORING, 4 * GIB, 8.0)
+    assert progress.running(arrival, 2.0, "") == (
+        f"restoring qwen  {'█' * 8}{'·' * 24}  4.0 GiB · 6.0 s left"
+    )
+    assert progress.seconds_left(arrival, 9.0) is None  # it takes longer this time
+
+
+def test_a_runtime_tells_of_loads_and_restores_but_not_beside_a_callers_own_function(rt):
+    heard = []
+    rt.tell_waits(None, lambda one: heard.append((one.verb, one.ended, one.failed)))
+    rt.register("qwen", backend="fake", size="4GiB")
+    rt.preload("qwen")
+    rt.evict("qwen")
+    with rt.use("qwen"):
+        pass
+    rt.evict("qwen")
+    rt.restore("qwen", progress=lambda done, total: None)
+    rt.register("broken", backend="fake", size="1GiB", fails=True)
+    with pytest.raises(LoadFailed):
+        rt.preload("broken")
+    assert heard == [
+        (LOADING, False, False),
+        (LOADING, True, False),
+        (RESTORING, False, False),
+        (RESTORING, True, False),
+        (LOADING, False, False),
+        (LOADING, True, True),
+    ]
+
+
+class Terminal(list):
+    write = list.append
+
+    def isatty(self):
+        return True
+
+    def flush(self):
+        pass
+
+
+def test_in_a_terminal_the_line_is_overwritten_and_the_last_one_stays(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    line = Line(notebook=False)
+    line.show("qwen waits")
+    line.keep("qwen: loaded in 2 s")
+    assert terminal == ["\rqwen waits\x1b[K", "\rqwen: loaded in 2 s\x1b[K", "\n"]
+
+
+def test_nothing_is_written_to_a_stream_that_is_no_terminal(capsys):
+    Line(notebook=False).keep("qwen: loaded in 2 s")
+    assert capsys.readouterr().err == ""
+
+
+def test_waits_and_loads_of_other_threads_show_nothing(shown):
+    line = WaitLine(notebook=False, progress_seconds=0.0)
+    for work in (lambda: line("qwen", WAIT), lambda: arrive(line, "qwen", 1.0)):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert shown == []

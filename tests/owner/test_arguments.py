@@ -141,7 +141,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "free": {},
     "who": {},
     "drain": {"device": "sim:0"},
-    "tell_waits": {"told": None},
+    "tell_waits": {"told": None, "arrived": None},
     "events": {},
     "evictions": {},
     "history": {},

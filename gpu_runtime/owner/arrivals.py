@@ -1,0 +1,65 @@
+"""The load or the restore that runs now, for the front end that shows its progress.
+
+A front end registers with `Runtime.tell_waits`. A caller with a progress function of its own gets no
+line besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ..backends.base import Progress
+from ..facts import Load, Move
+from .resident import Resident
+from .session import Session
+
+LOADING, RESTORING = "loading", "restoring"
+
+
+class Arrival:
+    """A load, or a restore from host memory. Its fields change until it has ended."""
+
+    def __init__(self, name: str, verb: str, all_bytes: int, expected_seconds: float) -> None:
+        """The arrival of the model `name`, which needs `all_bytes`.
+
+        `expected_seconds` is what the last such arrival took, or 0.
+        """
+        self.name, self.verb = name, verb
+        self.all_bytes, self.done_bytes = all_bytes, 0
+        self.expected_seconds = expected_seconds
+        self.seconds = 0.0  # what it took, once it has ended
+        self.ended = self.failed = False
+
+    def __call__(self, done_bytes: int, all_bytes: int) -> None:
+        """Notes that `done_bytes` of `all_bytes` are loaded. A backend calls this often."""
+        self.done_bytes, self.all_bytes = done_bytes, all_bytes
+
+
+@contextlib.contextmanager
+def shown(
+    session: Session, resident: Resident, step: Load | Move, progress: Progress | None
+) -> Iterator[Progress | None]:
+    """A block in which the model arrives. It yields the function that a load reports to.
+
+    The session's front end hears of the arrival twice: when it begins, and when it has ended.
+    """
+    told = session.on_arrival
+    if told is None or progress is not None:
+        yield progress
+        return
+    verb, expected = LOADING, resident.lease.reload_seconds
+    if isinstance(step, Move):
+        verb, expected = RESTORING, resident.lease.restore_seconds
+    size = sum(share.bytes for share in step.shares)
+    arrival = Arrival(resident.spec.name, verb, size, expected or 0.0)
+    began = session.clock()
+    told(arrival)
+    try:
+        yield arrival
+    except BaseException:
+        arrival.failed = True
+        raise
+    finally:
+        arrival.seconds, arrival.ended = session.clock() - began, True
+        told(arrival)
