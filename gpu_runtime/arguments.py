@@ -7,7 +7,9 @@ exist.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from .errors import BadSetting, GpuError
 from .facts import LeaseId, parse_importance
-from .safe_text import LONGEST_NAME, printable
+from .safe_text import LONGEST_NAME, MOST_QUOTED, printable
 from .units import parse_room, parse_seconds
 
 P = ParamSpec("P")
@@ -49,6 +51,12 @@ def read(name: str, value: Any, rule: Rule) -> Any:
         raise
     except Exception:
         raise BadSetting(name, value, rule.expected) from None
+
+
+def unknown_option(name: str, value: Any, known: Iterable[str], taker: str) -> BadSetting:
+    """The error for an option that `taker` does not take. It suggests the nearest `known` name."""
+    nearest = difflib.get_close_matches(name[:MOST_QUOTED].lower(), list(known), n=1, cutoff=0.0)
+    return BadSetting(name, value, f"an option that {taker} takes; the nearest is {nearest[0]}")
 
 
 # -- kinds of values -----------------------------------------------------------------------------
@@ -380,8 +388,13 @@ def rules_of(method: Callable[..., Any]) -> dict[str, Rule]:
     return {name: _rule(method.__name__, name) for name in names}
 
 
-def read_all(method: str, **given: Any) -> tuple[Any, ...]:
-    """The arguments `given` to the method with the name `method`, converted by their rules."""
+def read_all(method: str, unknown: Mapping[str, Any], **given: Any) -> tuple[Any, ...]:
+    """The arguments `given` to the method with the name `method`, converted by their rules.
+
+    Raises BadSetting for an `unknown` keyword.
+    """
+    for name, value in unknown.items():
+        raise unknown_option(name, value, given, f"{method}()")
     return tuple(read(name, value, _rule(method, name)) for name, value in given.items())
 
 
@@ -392,9 +405,11 @@ def _rule(method: str, parameter: str) -> Rule:
 def checked(method: Callable[P, T]) -> Callable[P, T]:
     """Wraps `method`, so that it gets only arguments that the table allows.
 
-    Keywords that its signature does not name (`**options`) are passed on unchanged.
+    Keywords that its signature does not name are passed on unchanged to a method with `**options`.
+    Another method refuses them, and names the nearest keyword.
     """
     rules = rules_of(method)
+    takes_more = bool(method.__code__.co_flags & inspect.CO_VARKEYWORDS)
     by_position = tuple(rules.items())
 
     @functools.wraps(method)
@@ -407,6 +422,8 @@ def checked(method: Callable[P, T]) -> Callable[P, T]:
             rule = rules.get(name)
             if rule is not None:
                 given[name] = read(name, value, rule)
+            elif not takes_more:
+                raise unknown_option(name, value, rules, f"{method.__name__}()")
         return method(self, *args, **given)  # type: ignore[call-arg]
 
     call.rules = rules  # type: ignore[attr-defined]

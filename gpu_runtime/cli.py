@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from . import verbs
 from .errors import GpuError, UnknownVerb
 from .facts import Outcome, Plan
-from .verb_arguments import fill, usage_error
+from .verb_arguments import fill, usage_error, with_sizes_joined
 from .verbs import CLI, Verb
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carries out the command in `argv` (or the command line) and returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = with_sizes_joined(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
     except (_NotUnderstood, UnknownVerb) as error:

@@ -9,6 +9,7 @@
     ├── Deadlock                   the wait would never end
     ├── OutOfMemory                the device ran out of memory while a model was in use
     ├── UnknownModel, UnknownDevice, UnknownVerb, AmbiguousName, AlreadyRegistered
+    ├── NeedsWith                  `rt.use(…)` without `with`; also AttributeError and TypeError
     ├── BadSize, BadSetting        also ValueError
     │   └── UnknownSize            … because nothing shows how large the model is
     ├── BadDocument                a file of models has an error; also ValueError
@@ -186,6 +187,23 @@ class UnknownVerb(GpuError, LookupError):
     """No verb has this name. Attributes: verb, nearest."""
 
 
+class NeedsWith(GpuError, AttributeError, TypeError):
+    """A block of `rt.use` or `rt.lease` was used as if it were its value. Attributes: attribute."""
+
+    def __init__(self, call: str, value: str, attribute: str = "") -> None:
+        """`call` is how the block is written, `value` the name of its value.
+
+        `attribute` is what was read of it, or empty for a call.
+        """
+        read = f"{value}.{printable(attribute, MOST_QUOTED)}"
+        use = read if attribute else f"{value}(…)"
+        super().__init__(
+            f"{call} holds nothing yet: `with` is missing.\n"
+            f"  Write:  with {call} as {value}: {use}",
+            attribute=attribute,
+        )
+
+
 class AmbiguousName(GpuError, LookupError):
     """Several owners have a model of this name. Attributes: name, choices."""
 
@@ -214,11 +232,19 @@ class BadSize(GpuError, ValueError):
     """A value that is not a size or a duration. Attributes: value."""
 
     def __init__(
-        self, value: Any, what: str = "size", example: str = "'8 GiB', '10GB' or bytes as a number"
+        self,
+        value: Any,
+        what: str = "size",
+        example: str = "'8 GiB', '10GB' or bytes as a number",
+        meant: str = "",
     ) -> None:
-        """`what` names what `value` should be, and `example` shows how to write it."""
+        """`what` names what `value` should be, and `example` shows how to write it.
+
+        `meant` is what the user probably meant, or empty.
+        """
+        suggestion = f"Did you mean {meant}? " if meant else ""
         super().__init__(
-            f"{quoted(value)} is not a {what}. Write it like {example}.",
+            f"{quoted(value)} is not a {what}. {suggestion}Write it like {example}.",
             value=value,
             what=what,
         )

@@ -6,7 +6,6 @@ option. Otherwise a misspelled `context_length` would reserve nothing.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,11 +22,10 @@ from .arguments import (
     WORD,
     Rule,
     read,
+    unknown_option,
     whole,
     words,
 )
-from .errors import BadSetting
-from .safe_text import MOST_QUOTED
 
 _MOST = 2**31 - 1  # the largest number that is passed to a C library
 _COUNT = Rule("a whole number above 0", whole(1, _MOST))
@@ -114,9 +112,3 @@ def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) 
         if value is not None:
             options[name] = read(name, value, known[name])
     return options
-
-
-def unknown_option(name: str, value: Any, known: Iterable[str], taker: str) -> BadSetting:
-    """The error for an option that `taker` does not take. It suggests the nearest `known` name."""
-    nearest = difflib.get_close_matches(name[:MOST_QUOTED].lower(), list(known), n=1, cutoff=0.0)
-    return BadSetting(name, value, f"an option that {taker} takes; the nearest is {nearest[0]}")

@@ -6,11 +6,9 @@ Each public method is a docstring and one call into `owner/`. The folder `schedu
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -67,7 +65,6 @@ from .owner.session import Session
 from .scheduler import transitions as books
 from .scheduler.placement import check_policy
 from .settings import Settings
-from .threads import finish
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -158,6 +155,14 @@ class Runtime:
     @property
     def _closed(self) -> bool:
         return self._opened.closed and not self._is_inherited
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<Runtime, closed>"
+        count, url = len(self._opened.residents), self._opened.ledger.url
+        devices = ", ".join(map(str, self.probe.devices))
+        models = f"{count} model{'' if count == 1 else 's'}"
+        return f"<Runtime with {models} on {devices}; ledger {url}>"
 
     @property
     def guest(self) -> bool:
@@ -286,6 +291,7 @@ class Runtime:
         importance: str | int | None = None,
         timeout: str | float | None = None,
         keep_alive: str | float | None = None,
+        **unknown: Any,
     ) -> Held:
         """`with rt.use("qwen") as model:` — the model, on its device while the block runs.
 
@@ -298,12 +304,11 @@ class Runtime:
         """
         session = self._session
         resident = session.residents.get(name) if type(name) is str else None
-        plainly = importance is None and timeout is None and keep_alive is None
+        plainly = importance is None and timeout is None and keep_alive is None and not unknown
         # Checking the arguments costs 1 µs. It is not needed for the plain name of a known model.
         if not plainly or resident is None or resident.catalogued:
-            name, importance, timeout, keep_alive = read_all(
-                "use", name=name, importance=importance, timeout=timeout, keep_alive=keep_alive
-            )
+            wishes = {"importance": importance, "timeout": timeout, "keep_alive": keep_alive}
+            name, importance, timeout, keep_alive = read_all("use", unknown, name=name, **wishes)
             resident = registry.find(session, name)
         return acquire.Use(session, resident, importance, timeout, keep_alive)
 
@@ -680,19 +685,4 @@ class Runtime:
             resident.leave_to_parent()
 
 
-_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    for runtime in list(_runtimes):
-        runtime._forked()
-
-
-def _at_exit() -> None:
-    finish()
-    for runtime in list(_runtimes):
-        runtime.close()
-
-
-os.register_at_fork(after_in_child=_in_child)
-atexit.register(_at_exit)
+_runtimes = closing.remembered_until_exit()

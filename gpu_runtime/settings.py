@@ -398,9 +398,8 @@ def _scalar(value: Any) -> Any:
 
 
 def _unknown(name: str, value: Any) -> BadSetting:
-    nearest = difflib.get_close_matches(
-        name[:MOST_QUOTED].lower(), Settings.model_fields, n=1, cutoff=0.0
-    )
+    known = [*Settings.model_fields, *_OF_RUNTIME]
+    nearest = difflib.get_close_matches(name[:MOST_QUOTED].lower(), known, n=1, cutoff=0.0)
     shown = "***" if nearest[0] in _SECRET else masked(value)
     return BadSetting(name, shown, f"a known setting, such as {nearest[0]}")
 
@@ -432,6 +431,7 @@ def _expected(field: str) -> str:
     return "text"
 
 
+_OF_RUNTIME = ("devices", "ledger", "catalog", "policy", "clock", "probe", "monitor")  # keywords
 _SECRET = {"gpu_console_token", "gpu_console_viewer_token"}
 _WORDS = {
     **dict.fromkeys(_SECRET, "text of 16 characters or more, as from `openssl rand -hex 24`"),

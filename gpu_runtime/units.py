@@ -77,7 +77,7 @@ def parse_room(text: str | int | float) -> int:
     """The bytes of the size `text`, which must be above zero. Raises BadSize.
 
     Text without a unit is refused if it would mean less than 1 MiB. A user who types `14` means
-    GiB.
+    GiB, and the error says so.
 
     >>> parse_room("8 GiB")
     8589934592
@@ -87,8 +87,9 @@ def parse_room(text: str | int | float) -> int:
     if size < MIB and number[-1:].isdigit() and number.strip("0."):
         raise BadSize(
             text,
-            what=f"size: without a unit it would be {number} bytes",
-            example=f"'{number} GiB', or '{number} B' if you mean bytes",
+            what="size: its unit is missing",
+            example=f"'{number} B' if you mean bytes",
+            meant=f"{number} GiB",
         )
     if not size:
         raise BadSize(text, what="size above zero")

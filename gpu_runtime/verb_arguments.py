@@ -21,6 +21,9 @@ MOST_NUMBER = 2**31 - 1
 MOST_USAGE_ERROR = 1000  # characters
 
 
+_NUMBER = re.compile(r"\d[\d_]*(\.\d+)?")
+_UNIT = re.compile(r"[kmgt]i?b?|b", re.IGNORECASE)
+
 MAGIC, CLI = "%gpu", "gpu"  # the two places where a verb is typed, named by their prompt
 
 Act = Callable[[Any, argparse.Namespace], Any]  # (runtime, arguments) -> the answer
@@ -208,6 +211,21 @@ HOST = option(
     "--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1"
 )
 SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "files")
+
+
+def with_sizes_joined(words: Iterable[str]) -> list[str]:
+    """The typed `words`, with a number and its unit as one word.
+
+    >>> with_sizes_joined(["plan", "2", "GiB", "--sequences", "2"])
+    ['plan', '2GiB', '--sequences', '2']
+    """
+    joined: list[str] = []
+    for word in words:
+        if joined and _UNIT.fullmatch(word) and _NUMBER.fullmatch(joined[-1]):
+            joined[-1] += word
+        else:
+            joined.append(word)
+    return joined
 
 
 # -- reading -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from ..units import show_bytes
 from .base import Value
 from .snapshot import DeviceView
 
@@ -63,6 +64,10 @@ class AllocatorMap(Value):
     segments: tuple[SegmentMap, ...] = ()  # the largest ones, if there are too many to list
     left_out: int = 0  # segments that are not listed
     left_out_bytes: int = 0
+
+    def __str__(self) -> str:
+        used = f"{show_bytes(self.allocated_bytes)} of {show_bytes(self.reserved_bytes)}"
+        return f"allocator of {self.owner} on {self.device}: {used} reserved is allocated"
 
     def largest_request_bytes(self, view: DeviceView) -> int | None:
         """The largest piece of memory that this process could allocate now; None if unknown.

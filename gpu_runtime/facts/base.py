@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import dataclass_transform
+from typing import Any, dataclass_transform
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +24,10 @@ class Value(Struct, frozen=True, omit_defaults=True, gc=False):
     Values cannot form reference cycles, so the garbage collector need not track the thousands of
     values in a page (`gc=False`).
     """
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Shows the value in IPython as `print` does. `repr` has every field."""
+        printer.text(str(self))
 
 
 def encode(value: Value) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..units import show_bytes
 from .base import HOST, Value
 
 
@@ -24,6 +25,11 @@ class Device(Value):
     index: int = 0
     simulated: bool = False
     unified: bool = False  # the card uses the machine's RAM, so card and host share one budget
+
+    def __str__(self) -> str:
+        return f"{self.id}: {show_bytes(self.total_bytes)}" + (
+            f", {self.name}" if self.name else ""
+        )
 
     @property
     def is_host(self) -> bool:

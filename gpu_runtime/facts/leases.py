@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from ..safe_text import lines
+from ..units import show_bytes
 from .base import HOST, NEVER, Value
 from .devices import Share, Shares, beside, where
 from .importance import NORMAL
@@ -115,6 +117,10 @@ class Lease(Value):
     backend: str = ""
     model_type: str = "other"
     quantization: str = ""
+
+    def __str__(self) -> str:
+        in_use = ", in use" if self.pins else ""
+        return lines(f"{self.name}: {show_bytes(self.bytes)} on {self.where}{in_use}")
 
     @property
     def id(self) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..safe_text import lines
+from ..units import show_bytes
 from .base import Value
-from .importance import NORMAL
+from .importance import NORMAL, importance_name
 
 
 class Part(Value):
@@ -111,6 +113,13 @@ class ModelSpec(Value):
     enabled: bool = True  # False: the model is listed, but a load is refused
     # Options for its backend and its estimate: context_length, gpu_layers, dtype, …
     options: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        size = "size unknown" if self.size is None else show_bytes(self.size)
+        kept = ", kept" if self.keep else ""
+        source = f", from {self.source}" if self.source else ""
+        rank = "" if self.importance == NORMAL else f", {importance_name(self.importance)}"
+        return lines(f"{self.name}: {self.backend}, {size}{rank}{kept}{source}")
 
     @property
     def key(self) -> str:

@@ -126,6 +126,11 @@ class History(Value):
     events: tuple[Event, ...]  # the newest last
     seconds: float  # the length of the requested period
 
+    def __str__(self) -> str:
+        devices = ", ".join(dict.fromkeys(moment.device for moment in self.moments))
+        counts = f"{len(self.moments)} moments, {len(self.events)} events"
+        return f"history of {devices or 'no device'} over {show_seconds(self.seconds)}: {counts}"
+
     def of(self, device: str) -> tuple[Moment, ...]:
         """The moments of the device with the id `device`."""
         return tuple(moment for moment in self.moments if moment.device == device)

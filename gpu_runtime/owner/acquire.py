@@ -62,6 +62,9 @@ class Use(Held):
         self._anchor = self._kept = None
         self._session, self._resident, self._wishes = session, resident, wishes
 
+    def _typed(self) -> tuple[str, str]:
+        return f"rt.use({self._resident.spec.name!r})", "model"
+
     def _start(self, anchor: AnchorRef) -> Any:
         resident, session = self._resident, self._session
         if not resident.enter(anchor):

@@ -98,6 +98,10 @@ class _Block(Held):
         self._session, self._name, self._wanted = session, name, wanted
         self._running: list[LeasedBlock] = []
 
+    def _typed(self) -> tuple[str, str]:
+        size = self._wanted[0]
+        return f"rt.lease({(show_bytes(size) if size else None)!r})", "block"
+
     def _start(self, anchor: AnchorRef) -> LeasedBlock:
         session = self._session
         session.start_monitor()

@@ -4,6 +4,11 @@ book.
 
 from __future__ import annotations
 
+import atexit
+import os
+import weakref
+from typing import Any
+
 from .. import threads
 from ..errors import GpuError
 from ..scheduler import transitions as books
@@ -35,3 +40,26 @@ def close(session: Session) -> None:
         log.debug("the book could not be left in order: %s", error)
     session.journal.flush()
     session.ledger.close()
+
+
+def remembered_until_exit() -> weakref.WeakSet[Any]:
+    """An empty set for the runtimes of this process.
+
+    They are closed when the process ends. In a forked child they stay the parent's.
+    """
+    runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def in_child() -> None:
+        """Leaves the runtimes to the parent."""
+        for runtime in list(runtimes):
+            runtime._forked()
+
+    def at_exit() -> None:
+        """Closes the runtimes, after work whose caller was interrupted."""
+        threads.finish()
+        for runtime in list(runtimes):
+            runtime.close()
+
+    os.register_at_fork(after_in_child=in_child)
+    atexit.register(at_exit)
+    return runtimes

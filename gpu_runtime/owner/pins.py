@@ -20,6 +20,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+from ..errors import NeedsWith
+
 Anchor = MethodType
 AnchorRef = Callable[[], Anchor | None]  # a weak reference to an anchor
 
@@ -107,6 +109,24 @@ class Held:
 
     def _finish(self, error: BaseException | None) -> None:
         """Does optional work at the end of the block. It may be skipped after an interrupt."""
+
+    def _typed(self) -> tuple[str, str]:
+        """How this block is written, and the name of its value: `rt.use('qwen')` and `model`."""
+        return f"{type(self).__name__}()", "held"
+
+    def __repr__(self) -> str:
+        call, value = self._typed()
+        return f"<a block that is not entered; write:  with {call} as {value}: …>"
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises NeedsWith for an attribute of the value, AttributeError for a private name."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise NeedsWith(*self._typed(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NeedsWith: the value can be called, and this block cannot."""
+        raise NeedsWith(*self._typed())
 
     def __enter__(self) -> Any:
         anchor, self._anchor = self._anchor, None

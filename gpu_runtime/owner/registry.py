@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..arguments import unknown_option
 from ..backends.registry import LAYERED, backend_for
 from ..catalog.entries import require_loadable
 from ..errors import (
@@ -22,7 +23,7 @@ from ..errors import (
     UnknownModel,
 )
 from ..facts import Book, LeaseId, ModelSpec, Owner, parse_importance
-from ..options import read_options, unknown_option
+from ..options import read_options
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..units import parse_room, parse_seconds

@@ -22,7 +22,14 @@ import gpu_runtime
 from gpu_runtime import GpuError, facts, verbs
 from gpu_runtime.kernel_activity import activity
 from gpu_runtime.names import registered
-from gpu_runtime.verb_arguments import Argument, fill, option, switch, usage_error
+from gpu_runtime.verb_arguments import (
+    Argument,
+    fill,
+    option,
+    switch,
+    usage_error,
+    with_sizes_joined,
+)
 
 from .completion import matcher_for
 from .look_ahead import LookAhead
@@ -65,10 +72,12 @@ def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
 def split(line: str) -> list[str]:
     """The words of a `line`, without quotes and without a final `;` (which hides the output).
 
+    A size such as `2 GiB` is one word.
+
     Raises UsageError if a quote is not closed.
     """
     try:
-        return shlex.split(line.rstrip().removesuffix(";"))
+        return with_sizes_joined(shlex.split(line.rstrip().removesuffix(";")))
     except ValueError as error:
         raise UsageError(usage_error(f"{error} in: {MAGIC} {line}")) from None
 

@@ -49,8 +49,8 @@ CELLS = [
     "def step(model, number):\n    return rt.plan('giant')",
     "model = None\n\nc = step(model, 3)",
     "%tb",
-    INTERRUPTED,
     SLOW,
+    INTERRUPTED,
 ]
 
 
@@ -84,8 +84,8 @@ def test_a_quick_load_shows_its_outcome_alone(outputs):
 
 def test_of_a_slow_load_one_line_stays(outputs):
     """A browser shows the progress meanwhile. The file of the notebook has the last line."""
-    (line,) = outputs[17]
-    assert re.fullmatch(r"slow: loaded in [\d.]+ s \([\d.]+ .B/s\)", line.data["text/plain"])
+    (line,) = outputs[16]
+    assert re.fullmatch(r"slow: loaded in [\d.]+ m?s \([\d.]+ .B/s\)", line.data["text/plain"])
     assert len(line.data["text/html"]) < 100  # without the style sheet of the bar
 
 
@@ -134,7 +134,7 @@ def test_an_error_is_its_report_and_the_users_lines(outputs):
 
 def test_an_interrupted_wait_is_one_line(outputs):
     """The stop button ends the wait. The line says what the request left behind."""
-    (interrupt,) = outputs[16]
+    (interrupt,) = outputs[17]
     assert interrupt.ename == "KeyboardInterrupt" and len(interrupt.traceback) == 1
     assert interrupt.traceback[0].startswith("Interrupted after ")
     assert interrupt.traceback[0].endswith("; nothing is held.")

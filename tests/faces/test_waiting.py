@@ -8,7 +8,8 @@ import time
 import pytest
 from gpu.waiting import Line, WaitLine, sentence
 
-from gpu_runtime import LoadFailed
+import gpu_runtime
+from gpu_runtime import LoadFailed, Runtime
 from gpu_runtime.facts import Candidate, Share, Wait
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
 from gpu_runtime.rendering import progress
@@ -163,6 +164,22 @@ def test_a_runtime_tells_of_loads_and_restores_but_not_beside_a_callers_own_func
         (LOADING, False, False),
         (LOADING, True, True),
     ]
+
+
+@pytest.mark.parametrize(("gpu_progress_seconds", "lines"), [("0s", 1), ("10m", 0)])
+def test_a_setting_decides_which_loads_show_a_line(
+    shell, shown, monkeypatch, gpu_progress_seconds, lines
+):
+    rt = Runtime(
+        devices="sim:24GiB",
+        ledger="memory:",
+        monitor=False,
+        gpu_progress_seconds=gpu_progress_seconds,
+    )
+    monkeypatch.setattr(gpu_runtime, "runtime", lambda: rt)
+    with rt:
+        shell.run_cell("rt.register('qwen', backend='fake', size='4GiB')\nrt.preload('qwen')")
+    assert len([line for line in shown if line.startswith("qwen: loaded in ")]) == lines
 
 
 class Terminal(list):

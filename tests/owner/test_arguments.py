@@ -19,7 +19,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpu_runtime import BadSetting, BadSize, GpuError, Runtime
+from gpu_runtime import BadSetting, BadSize, GpuError, NeedsWith, Runtime
 from gpu_runtime.arguments import RULES, rules_of
 from gpu_runtime.backends.llama_cpp.options import PASSED_ON, RESERVED_OPTIONS
 from gpu_runtime.facts import LeaseId
@@ -408,8 +408,8 @@ def test_no_loose_argument_costs_another_process_its_count(loose):
         (lambda rt: rt.decisions(-1), "a number of rows, 0 or more"),
         (lambda rt: rt.register("m", backend="fake", size=1, importance="--5"), "urgent, high"),
         (lambda rt: rt.use("qwen", timeout=["30s"]), "'10m' or '2h'"),
-        (lambda rt: rt.lease("14"), "Write it like '14 GiB', or '14 B' if you mean bytes"),
-        (lambda rt: rt.plan("14"), "Write it like '14 GiB', or '14 B' if you mean bytes"),
+        (lambda rt: rt.lease("14"), "Did you mean 14 GiB? Write it like '14 B' if you mean bytes"),
+        (lambda rt: rt.plan("14"), "Did you mean 14 GiB? Write it like '14 B' if you mean bytes"),
         (lambda rt: rt.plan(14 * 10**400), "Write it like '8 GiB'"),
         (lambda rt: rt.preload("qwen", timeout=1e300), "'10m' or '2h'"),
     ],
@@ -436,3 +436,48 @@ def test_a_message_can_be_printed_and_stored():
     assert str(GpuError("no \udce9.gguf\n  \x1b[31mType this")) == (
         "no \\udce9.gguf\n  \\x1b[31mType this"
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "nearest"),
+    [
+        (lambda rt: rt.register("a", backend="fake", size="1GiB", importnce="low"), "importance"),
+        (lambda rt: rt.adopt("a", object(), keeep=True), "keep"),
+        (lambda rt: rt.use("a", timeot=3), "timeout"),
+        (lambda rt: rt.lease("1GiB", purpse="x"), "purpose"),
+        (lambda rt: rt.evict("a", forced=True), "force"),
+        (lambda rt: Runtime(device="sim:1GiB"), "devices"),
+        (lambda rt: Runtime(gpu_memory_max_percnt=1), "gpu_memory_max_percent"),
+    ],
+)
+def test_an_unknown_keyword_is_refused_with_the_nearest_one(runtime, call, nearest):
+    rt = runtime()
+    with pytest.raises(BadSetting) as error:
+        call(rt)
+    assert str(error.value).endswith(f"{nearest}.")
+
+
+@pytest.mark.parametrize("call", ["rt.use('a')", "rt.lease('2.0 GiB')"])
+def test_a_block_without_with_says_so(runtime, call):
+    """`model = rt.use("a")` is the first mistake of a new user."""
+    rt = runtime()
+    rt.register("a", backend="fake", size="1GiB")
+    block = eval(call)
+    assert call in repr(block)
+    for wrong in (lambda: block.generate, lambda: block("hello")):
+        with pytest.raises(NeedsWith, match="`with` is missing") as error:
+            wrong()
+        assert f"with {call} as " in str(error.value)
+    assert not hasattr(block, "generate") and not hasattr(block, "_repr_html_")
+
+
+def test_objects_of_the_runtime_are_readable(runtime):
+    rt = runtime()
+    spec = rt.register("a", backend="fake", size="1GiB", importance="high", keep=True)
+    rt.preload("a")
+    assert str(spec) == "a: fake, 1.0 GiB, high, kept"
+    assert [str(lease) for lease in rt.status().leases()] == ["a: 1.0 GiB on sim:0"]
+    assert str(rt.probe.devices[0]).startswith("sim:0: ")
+    assert repr(rt).startswith("<Runtime with 1 model on sim:0: ") and "memory:" in repr(rt)
+    rt.close()
+    assert repr(rt) == "<Runtime, closed>"
