@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Stillness, is_out_of_memory
 from ..errors import CannotGovern, GpuError
-from ..facts import LeaseId, Outcome, lease_title
+from ..facts import LeaseId, Outcome, Shares, lease_title
 from ..scheduler import relief
 from ..units import MIB, show_bytes, show_seconds
 from . import kernel_names, operations, release
@@ -264,24 +264,27 @@ class Kernel:
             self._handle = backend.open(  # type: ignore[attr-defined]
                 self._stillness, lambda: governed_keys(session), lambda: governed_shares(session)
             )
-        size = sum(share.bytes for share in backend.measure(self._handle))
-        if resident is None and size >= LEAST_BYTES:
-            self._open()
-        elif resident is not None and size < LEAST_BYTES:
+        if resident is None:
+            held = backend.measure(self._handle)
+            if sum(share.bytes for share in held) >= LEAST_BYTES:
+                self._open(held)
+            return
+        changed = resident.remeasure()
+        if resident.lease.own_bytes < LEAST_BYTES and resident.begin_moving():
             session.residents.pop(NAME, None)
             session.publish()
-        elif resident is not None and resident.remeasure() and session.dozing:
+        elif changed and session.dozing:
             session.wake_monitor()
 
-    def _open(self) -> None:
-        """Opens the lease for the counted memory."""
+    def _open(self, held: Shares) -> None:
+        """Opens the lease for the counted memory `held`."""
         session, handle = self._session, self._handle
         resident = KernelResident(session, handle)
         now = session.clock()
         lease = replace(
             resident.lease,
             kind=NAME,
-            shares=resident.backend.measure(handle),
+            shares=held,
             movable=self._may_leave,
             settled_at=now,
             last_used=now,

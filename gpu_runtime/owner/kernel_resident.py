@@ -86,15 +86,20 @@ class KernelResident(Resident):
     def remeasure(self) -> bool:
         """Measures the kernel again. Returns whether its lease has changed.
 
-        The bytes that a running cell has claimed stay claimed.
+        The bytes that a running cell has claimed stay claimed. If the bytes move meanwhile, the lease
+        stays unchanged, because the move measures the kernel.
         """
-        if self.handle is None:
+        handle = self.handle
+        if handle is None:
             return False
-        lease = claiming(
-            replace(self.lease, filled=(), shares=self.backend.measure(self.handle)), self.claims
-        )
-        changed = lease != self.lease
-        self.lease = lease
+        exchanges = handle.exchanges
+        shares = self.backend.measure(handle)
+        with self.gate:
+            if handle.exchanges != exchanges or self.place is Place.MOVING:
+                return False
+            lease = claiming(replace(self.lease, filled=(), shares=shares), self.claims)
+            changed = lease != self.lease
+            self.lease = lease
         return changed
 
     # -- what a cell claims

@@ -241,6 +241,28 @@ def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(sta
     assert not kernel.refused and HOST not in own(rt) and len(attempts) == 4 and kept is not None
 
 
+def test_a_park_during_a_count_leaves_the_count_without_effect(started, monkeypatch):
+    """A count of the monitor's thread can be under way when the memory leaves. What it found is no longer true."""
+    rt, kernel = started()
+    kept = torch.ones(4 * FLOATS)
+    cell(kernel)
+    backend = kernel.resident.backend
+    count = backend.count
+
+    def parked_meanwhile(model):
+        found = count(model)
+        if not model.away:
+            monkeypatch.setattr(backend, "count", count)
+            rt.park()
+        return found
+
+    monkeypatch.setattr(backend, "count", parked_meanwhile)
+    kernel.count()
+    assert own(rt) == {HOST: 4 * MIB} and not rt.probe.used()["sim:0"]
+    cell(kernel)
+    assert own(rt) == {"sim:0": 4 * MIB} and rt.probe.used()["sim:0"] == kept.nbytes
+
+
 def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(started, monkeypatch):
     from gpu_runtime import LedgerUnavailable
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,6 +72,8 @@ class KernelMemory:
         self.streams: dict[torch.device, set[int]] = {}  # those known when the bytes left
         self.last: Shares = ()  # as last counted
         self.governed_bytes: dict[str, int] = {}  # by card, when the peaks were last reset
+        self.exchanges = 0  # the number of times that the bytes have left or returned
+        self.gate = threading.Lock()  # held while a count is recorded, and while bytes are exchanged
 
     @property
     def memory(self) -> Memory:
@@ -141,14 +144,19 @@ class KernelBackend:
         """The bytes on each device now. On a simulated card they are also noted in the card's
         account.
         """
-        if model.away:
-            return (Share(HOST, model.away_bytes),)
-        sizes = self.count(model)
-        if model.memory.counted:
-            _note(model, sizes[model.memory.device])
-        held = tuple(Share(card, size) for card, size in sizes.items() if size)
-        model.last = held or (Share(model.memory.device, 0),)
-        return model.last
+        while True:
+            exchanges = model.exchanges
+            if model.away:
+                return (Share(HOST, model.away_bytes),)
+            sizes = self.count(model)
+            held = tuple(Share(card, size) for card, size in sizes.items() if size)
+            with model.gate:
+                if model.exchanges != exchanges:  # the bytes have moved during the count
+                    continue
+                if model.memory.counted:
+                    _note(model, sizes[model.memory.device])
+                model.last = held or (Share(model.memory.device, 0),)
+                return model.last
 
     def count(self, model: KernelMemory) -> dict[str, int]:
         """The bytes on each card that the process of `model` holds beyond its governed models.
@@ -226,8 +234,8 @@ class KernelBackend:
                 exchange.put(one.storage, copy.untyped_storage())
             away.append(Away(one.storage, copy if on_card else None, home))
         del here, found, copies
-        self._exchange(model, mark, exchange, tuple(away))
-        model.noted, model.streams = None, _streams(known, away, cards)
+        self._exchange(model, mark, exchange, tuple(away), None)
+        model.streams = _streams(known, away, cards)
         del exchange  # the last reference to the old memory
         for card in cards:
             streams.release_cached(card)
@@ -244,14 +252,13 @@ class KernelBackend:
             _rest(cards)  # a fresh block may have been freed while work on it was pending
             self._fill(model, fresh, exchange)
             _rest(cards)
-            self._exchange(model, mark, exchange, ())
+            self._exchange(model, mark, exchange, (), noted)
         except BaseException as error:
             # The traceback keeps this frame, possibly for long.
             fresh.clear()
             del exchange, noted
             st.let_go(error)
             raise
-        model.noted = noted
 
     def _fill(
         self, model: KernelMemory, fresh: list[torch.Tensor], exchange: swap.Exchange
@@ -272,20 +279,31 @@ class KernelBackend:
             exchange.put(one.storage, tensor.untyped_storage())
 
     def _exchange(
-        self, model: KernelMemory, mark: object, exchange: swap.Exchange, away: tuple[Away, ...]
+        self,
+        model: KernelMemory,
+        mark: object,
+        exchange: swap.Exchange,
+        away: tuple[Away, ...],
+        noted: Block | None,
     ) -> None:
         """Makes the exchange while no other thread runs. If it raises NotStill, nothing has
         changed.
+
+        Afterwards the storages `away` are away, and `noted` is the account of the others.
         """
 
         def act() -> None:
             """Makes all exchanges, or none."""
-            try:
-                swap.at_once(exchange.calls)
-            except BaseException:
-                exchange.undo()
-                raise
-            model.away = away
+            if model.gate.locked():  # a wait would let other threads run
+                raise NotStill("its memory is being counted")
+            with model.gate:
+                try:
+                    swap.at_once(exchange.calls)
+                except BaseException:
+                    exchange.undo()
+                    raise
+                model.away, model.noted = away, noted
+                model.exchanges += 1
             model.on_swapped()
 
         if why := model.stillness.change(mark, act):
