@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+WIDE = {"width": 1280, "height": 900}
 SHOWN_MS = 30_000.0  # how long anything may take to be visible on a busy machine
 
 
@@ -31,9 +32,7 @@ class BrowserPage:
     """A page of the browser. It records the page's errors, and the requests to hosts other than its server."""
 
     def __init__(self, browser, url: str, **context) -> None:
-        self.context = browser.new_context(
-            **{"viewport": {"width": 1280, "height": 900}, **context}
-        )
+        self.context = browser.new_context(**{"viewport": WIDE, **context})
         self.page = self.context.new_page()
         self.page.set_default_timeout(SHOWN_MS)
         self.errors: list[str] = []
