@@ -59,6 +59,21 @@ def browser():
         opened.close()
 
 
+@pytest.fixture(scope="module")
+def visitors(browser, served):
+    """A function that opens the page of a visitor with this token. Tests share it: to load it takes
+    five seconds of the processor.
+    """
+    made = {}
+
+    def visitor(token: str) -> VisitorPage:
+        if token not in made:
+            made[token] = VisitorPage(browser, served, token)
+        return made[token]
+
+    return visitor
+
+
 @pytest.fixture
 def kernel(place):
     """Another notebook, which holds memory and has a cache."""
@@ -124,9 +139,9 @@ def until(true) -> bool:
     return true()
 
 
-def test_another_kernels_memory_is_drawn_without_errors(browser, served, kernel):
+def test_another_kernels_memory_is_drawn_without_errors(visitors, kernel):
     """The map is drawn in both themes, without a request to another host."""
-    visitor = VisitorPage(browser, served, OPERATORS)
+    visitor = visitors(OPERATORS)
     visitor.shows(kernel, "84.0 MiB")
     visitor.page.get_by_text("inactive, released by defrag").wait_for(timeout=30_000)
     assert visitor.page.locator("canvas").count() >= 1
@@ -136,14 +151,13 @@ def test_another_kernels_memory_is_drawn_without_errors(browser, served, kernel)
     )
     visitor.shows(kernel, "84.0 MiB")
     assert visitor.problems == []
-    visitor.page.close()
 
 
-def test_cancel_changes_nothing_and_confirm_releases_the_cache(browser, served, kernel, observer):
+def test_cancel_changes_nothing_and_confirm_releases_the_cache(visitors, kernel, observer):
     """The other kernel itself releases its cache. The visitor's page shows the result, and so does
     another session.
     """
-    asker, other = VisitorPage(browser, served, OPERATORS), VisitorPage(browser, served, VIEWERS)
+    asker, other = visitors(OPERATORS), visitors(VIEWERS)
     asker.shows(kernel, "84.0 MiB")
     other.shows(kernel, "84.0 MiB")
     for answer, after in (("Cancel", 84 * MIB), ("Defragment", 20 * MIB)):
@@ -156,22 +170,19 @@ def test_cancel_changes_nothing_and_confirm_releases_the_cache(browser, served, 
     for visitor in (asker, other):
         visitor.shows(kernel, "20.0 MiB")
         assert visitor.problems == []
-        visitor.page.close()
 
 
-def test_a_viewer_sees_the_map_and_no_button_that_acts(browser, served, kernel):
-    visitor = VisitorPage(browser, served, VIEWERS)
+def test_a_viewer_sees_the_map_and_no_button_that_acts(visitors, kernel):
+    visitor = visitors(VIEWERS)
     visitor.shows(kernel, "84.0 MiB")
     assert visitor.row(kernel).get_by_role("button").all_inner_texts() == ["Map"]
-    visitor.page.close()
 
 
-def test_a_killed_kernel_disappears_and_an_empty_page_shows_what_to_do(browser, served, kernel):
-    visitor = VisitorPage(browser, served, VIEWERS)
+def test_a_killed_kernel_disappears_and_an_empty_page_shows_what_to_do(visitors, kernel):
+    visitor = visitors(VIEWERS)
     visitor.shows(kernel, "84.0 MiB")
     kernel.end()
     visitor.page.get_by_text("No process holds memory on a card yet").wait_for(timeout=30_000)
     visitor.page.get_by_text("inactive, released by defrag").wait_for(
         state="detached", timeout=10_000
     )
-    visitor.page.close()

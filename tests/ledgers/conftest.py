@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from gpu_runtime.facts import AllocatorMap as AllocatorMap  # used by code in ot
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import Ledger
+from tests import forked
 from tests.redis_server import RedisServer, redis_server
 
 GIB = 2**30
@@ -171,15 +170,7 @@ class Notebook:
             "    try: print(eval(line), flush=True)\n"
             "    except Exception as error: print(type(error).__name__, flush=True)\n"
         )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=REPO,
-            text=True,
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(REPO)},
-        )
+        self.process = forked.RUNTIME.start(code)
         self.id = self.answer()
 
     def run(self, line: str) -> str:

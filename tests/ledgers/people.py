@@ -7,12 +7,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
+from tests import forked
+
 COMMANDS = ("groupadd", "useradd", "userdel", "groupdel")
 
 # All modules are imported while the process is still root, because the interpreter may be in a
@@ -20,8 +19,6 @@ COMMANDS = ("groupadd", "useradd", "userdel", "groupdel")
 CHILD = """
 import os, sys, fcntl, struct, time
 from pathlib import Path
-import pandas
-import gpu_runtime.runtime, gpu_runtime.owner.tables, gpu_runtime.ledgers.sqlite.ledger, gpu_runtime.backends.fake
 from gpu_runtime import Runtime
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
 from gpu_runtime.ledgers import open_ledger
@@ -49,15 +46,7 @@ class Person:
     def __init__(self, user: str, uid: int, gids: list[int], state: str) -> None:
         self.user = user
         code = CHILD.format(uid=uid, gids=gids, state=state)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=REPO,
-            text=True,
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(REPO)},
-        )
+        self.process = forked.RUNTIME.start(code)
 
     @property
     def pid(self) -> int:

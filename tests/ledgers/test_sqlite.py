@@ -33,6 +33,7 @@ from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
 from gpu_runtime.ledgers.sqlite.page import SqliteBook
 from gpu_runtime.ledgers.sqlite.revision_hint import RevisionHint
+from tests import forked
 
 from .conftest import GIB, REPO, Notebook, count, lease, names, put, section, ticket, without
 
@@ -105,7 +106,7 @@ def test_where_the_lock_file_is_missing_the_process_is_the_proof(new_owner_here,
     (ledger.directory / "owners" / other.id).unlink()
     assert ledger.dead(book) == ledger.unknown(book) == frozenset(), "it lives"
     other.process.kill()
-    os.waitid(os.P_PID, other.process.pid, os.WEXITED | os.WNOWAIT)
+    other.process.await_death()
     assert ledger.dead(book) == {other.id}, "a zombie holds nothing"
     other.kill()
     assert ledger.dead(book) == {other.id}
@@ -238,16 +239,11 @@ def test_a_damaged_book_is_rebuilt_from_the_living_owners(new_owner_here, notebo
     other.run("count(ledger)")
     dead.kill()
     path = Path(ledger.path)
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from pathlib import Path; from tests.ledgers.test_sqlite import DAMAGE;"
-            f"DAMAGE[{how!r}](Path({str(path)!r}))",
-        ],
-        check=True,
-        cwd=REPO,
+    damage = (
+        "from pathlib import Path; from tests.ledgers.test_sqlite import DAMAGE;"
+        f"DAMAGE[{how!r}](Path({str(path)!r}))"
     )
+    assert forked.RUNTIME.start(damage).wait() == 0
 
     with caplog.at_level(logging.WARNING, "gpu_runtime"):
         book = ledger.read()

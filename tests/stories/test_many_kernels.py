@@ -70,14 +70,14 @@ def note(kind: str, report: Report) -> None:
 
 def test_many_kernels_share_and_die(tmp_path):
     url = f"sqlite://{tmp_path}/ledger"
-    report = run(url, tmp_path, kernels=16, seconds=12, seed=1, calm=0.1)
-    assert report.kills > 5 and report.stops > 1 and report.served > 25 and report.looks > 50
+    report = run(url, tmp_path, kernels=16, seconds=7, seed=1, calm=0.1)
+    assert report.kills > 3 and report.stops > 0 and report.served > 15 and report.looks > 30
 
 
 def test_kernels_that_die_in_the_middle_of_a_write_leave_nothing(ledger, tmp_path):
     _, url = ledger
-    report = run(url, tmp_path, kernels=6, seconds=30, seed=5, calm=0.05, kind=Killer, kills=40)
-    assert report.kills > 15 and report.kills_in_the_ledger > 1
+    report = run(url, tmp_path, kernels=6, seconds=30, seed=5, calm=0.05, kind=Killer, kills=20)
+    assert report.kills > 10 and report.kills_in_the_ledger > 1
 
 
 @pytest.mark.soak

@@ -34,9 +34,6 @@ SETTINGS: dict[str, Any] = {
     "eviction_grace_seconds": 0,
 }
 
-INTERRUPTS = "an interrupt in a hook can leave the kernel in use; see `interrupts`"
-
-
 # -- interrupts ------------------------------------------------------------------------------------
 
 
@@ -269,11 +266,7 @@ def test_a_notebook_that_is_parked_in_a_storm_keeps_its_values(tmp_path, storm, 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     "storm, count",
-    [
-        pytest.param("interrupts", 10_000, marks=pytest.mark.xfail(reason=INTERRUPTS)),
-        ("kills", 1_000),
-        ("hammered", 300),
-    ],
+    [("interrupts", 10_000), ("kills", 1_000), ("hammered", 300)],
 )
 def test_a_notebook_that_is_parked_in_a_long_storm_keeps_its_values(tmp_path, storm, count):
     done = in_a_process_of_its_own(storm, f"sqlite://{tmp_path}/ledger", count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -54,7 +53,7 @@ def test_a_killed_process_is_shown_as_ended_at_once(kernel, console):
     """
     assert state(console, kernel) is ProcessState.RUNNING
     kernel.process.kill()
-    os.waitid(os.P_PID, kernel.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie is dead too
+    kernel.process.await_death()  # a zombie is dead too
     assert state(console, kernel) is ProcessState.ENDED
     assert f"pid {kernel.process.pid}, ended" in text.status(console.status()).replace(")", "")
 

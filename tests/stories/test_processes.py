@@ -18,6 +18,7 @@ import pytest
 
 from gpu_runtime import Busy, LedgerUnavailable, Runtime
 from gpu_runtime.units import GIB
+from tests import forked
 from tests.owner.conftest import claims, fakes, where
 from tests.redis_server import RedisServer, redis_server
 
@@ -40,13 +41,7 @@ class Kernel:
                 except BaseException as error:
                     print(f"{{type(error).__name__}}: {{error}}".splitlines()[0], flush=True)
         """)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = forked.RUNTIME.start(program)
         assert self._answer() == "ready"
 
     def _answer(self) -> str:

@@ -24,13 +24,13 @@ from gpu_runtime import GpuError, Runtime
 
 ROOT = Path(__file__).parents[2]
 DEVICES = "sim:2GiB,host:4GiB"
-EVICTIONS = 6  # of a model in training, before the story ends
+EVICTIONS = 3  # of a model in training, before the story ends
 PROGRAM = """
 import hashlib, json, threading, torch
 from torch import nn
 torch.manual_seed(0)
 torch.set_num_threads(1)
-m = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 256))
+m = nn.Sequential(nn.Linear(256, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 256))
 opt = torch.optim.AdamW(m.parameters(), lr=1e-3)
 data = torch.Generator().manual_seed(1)
 losses = []

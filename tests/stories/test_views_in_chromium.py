@@ -64,11 +64,36 @@ def browser():
         chromium.close()
 
 
-@contextmanager
-def page_at(browser, url, tab="Now", **context):
-    """A page with this tab in front. At the end of the block it fails on errors and on requests to
-    other hosts.
+@pytest.fixture(scope="module")
+def pages(browser, url):
+    return Pages(browser, url)
+
+
+class Pages:
+    """The pages of this module, by their contexts. Tests share a page: to load one takes five seconds
+    of the processor.
     """
+
+    def __init__(self, browser, url) -> None:
+        self._browser, self._url = browser, url
+        self._made = {}
+
+    @contextmanager
+    def at(self, tab, **context):
+        """A page with this tab in front. At the end of the block it fails on errors and on requests
+        to other hosts.
+        """
+        key = str(context)
+        if key not in self._made:
+            self._made[key] = opened(self._browser, self._url, **context)
+        page, complaints = self._made[key]
+        page.get_by_role("tab", name=tab, exact=True).click()
+        yield page
+        assert complaints == []
+
+
+def opened(browser, url, **context):
+    """A page in a context of its own, and the list of its errors and of its requests to other hosts."""
     made = browser.new_context(viewport={"width": 1280, "height": 900}, **context)
     page, complaints = made.new_page(), []
     page.on(
@@ -88,12 +113,7 @@ def page_at(browser, url, tab="Now", **context):
     )
     page.goto(url)
     page.get_by_text("as of").wait_for(timeout=60_000)
-    page.get_by_role("tab", name=tab, exact=True).click()
-    try:
-        yield page
-        assert complaints == []
-    finally:
-        made.close()
+    return page, complaints
 
 
 SHOWN = {
@@ -105,8 +125,8 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("tab", SHOWN)
-def test_each_view_is_drawn_in_both_themes(browser, url, tab):
-    with page_at(browser, url, tab) as page:
+def test_each_view_is_drawn_in_both_themes(pages, tab):
+    with pages.at(tab) as page:
         page.get_by_text(SHOWN[tab]).first.wait_for(timeout=30_000)
         background = "() => getComputedStyle(document.body).backgroundColor"
         light = page.evaluate(background)
@@ -117,8 +137,8 @@ def test_each_view_is_drawn_in_both_themes(browser, url, tab):
             page.locator("canvas").first.wait_for()
 
 
-def test_the_tooltip_of_a_lease_shows_its_process(browser, url):
-    with page_at(browser, url) as page:
+def test_the_tooltip_of_a_lease_shows_its_process(pages):
+    with pages.at("Now") as page:
         page.get_by_text("18.0 of 21.6 GiB leased").wait_for(timeout=30_000)
         box = page.locator("canvas").first.bounding_box()
         page.mouse.move(box["x"] + 120, box["y"] + box["height"] / 2)
@@ -143,11 +163,11 @@ _ZOOM = """async () => {
 }"""
 
 
-def test_a_day_is_repainted_within_a_tenth_of_a_second_when_zoomed(browser, url):
+def test_a_day_is_repainted_within_a_tenth_of_a_second_when_zoomed(pages):
     """The time is measured from the change of the range to the painted frame. The best of twelve
     counts, since the machine may be busy.
     """
-    with page_at(browser, url) as page:
+    with pages.at("Now") as page:
         page.get_by_role("button", name="24 h").click(timeout=30_000)
         page.wait_for_function("""() => Bokeh.documents.map((doc) => doc.get_model_by_name("history")).some((plot) =>
             plot && plot.x_range.end - plot.x_range.start > 80_000_000)""")
@@ -156,18 +176,18 @@ def test_a_day_is_repainted_within_a_tenth_of_a_second_when_zoomed(browser, url)
         assert min(told["took"]) <= 100, told
 
 
-def test_times_are_shown_in_the_viewers_time_zone(browser, url):
+def test_times_are_shown_in_the_viewers_time_zone(pages):
     """Times are shown in the viewer's time zone: 12:03:04 on a server in London is 17:33:04 in
     Kolkata.
     """
-    with page_at(browser, url, "Decisions", timezone_id="Asia/Kolkata", locale="en-GB") as page:
+    with pages.at("Decisions", timezone_id="Asia/Kolkata", locale="en-GB") as page:
         page.get_by_text("17:33:04").first.wait_for(timeout=30_000)
 
 
-def test_the_filtered_events_can_be_saved(browser, url):
+def test_the_filtered_events_can_be_saved(pages):
     day = pasts.day(busy=1.5)
     expected = [event for event in day.events if event.action == "unloaded"]
-    with page_at(browser, url, "Evictions", accept_downloads=True) as page:
+    with pages.at("Evictions") as page:
         page.get_by_role("combobox", name="What").click(timeout=30_000)
         page.locator("li", has_text="unloaded").click()
         page.get_by_text("⊠ unloaded").first.wait_for()
@@ -178,8 +198,8 @@ def test_the_filtered_events_can_be_saved(browser, url):
     assert lines[0].startswith("time,model,action") and len(lines) == len(expected) + 1
 
 
-def test_a_plan_is_shown_and_drawn(browser, url):
-    with page_at(browser, url, "What if") as page:
+def test_a_plan_is_shown_and_drawn(pages):
+    with pages.at("What if") as page:
         page.get_by_label("or a size, such as 14 GiB").fill("12 GiB", timeout=30_000)
         page.keyboard.press("Enter")
         page.get_by_text("gemma fits once 1 other is evicted").wait_for(timeout=30_000)
