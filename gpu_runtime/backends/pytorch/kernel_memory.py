@@ -73,7 +73,7 @@ class KernelMemory:
         self.last: Shares = ()  # as last counted
         self.governed_bytes: dict[str, int] = {}  # by card, when the peaks were last reset
         self.exchanges = 0  # the number of times that the bytes have left or returned
-        self.gate = threading.Lock()  # held while a count is recorded, and while bytes are exchanged
+        self.gate = threading.Lock()  # held while a count is recorded, or bytes are exchanged
 
     @property
     def memory(self) -> Memory:
