@@ -25,12 +25,14 @@ from ..facts import ModelSpec, Value
 from .choices import Choices
 from .engines import openai_http
 from .engines.base import EngineAdapter, EngineFailed, require, require_room
+from .engines.endings import require_ended, until_ended
 from .engines.long_prompts import MOST_AT_ONCE, require_tokens
 from .engines.registry import adapter_for
 from .health.blame import DECODE_FAILURES, Blame, blame, first_line, is_decode_failure, no_answer
 from .health.breaker import BreakerOpen, Breakers, BreakerState, Permit
 from .health.clients import Clients, Pattern
 from .health.costs import Costs
+from .queue.concurrency import calls_at_once
 from .queue.keep_warm import KeepWarm, stay_warm_seconds
 from .queue.model_hold import Holds
 from .queue.queue import Queue
@@ -45,10 +47,6 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
     from ..settings import Settings
 
-# The number of calls at once, if the model's `sequences` is not set. All other backends have one.
-CONCURRENCY = {"vllm": 256, "fake": 256}
-# These backends run one call at a time, whatever `sequences` is: the library computes one sequence after the other.
-SEQUENTIAL_BACKENDS = ("llama_cpp",)
 CLOSING_SECONDS = 5.0  # the longest wait until calls have released their models
 log = logging.getLogger("gpu_runtime")
 MakeAdapter = Callable[[Any, ModelSpec, Any], EngineAdapter]
@@ -249,10 +247,11 @@ class Gateway:
                 body = {**call.body, "model": choice.model}
                 if not call.stream:
                     answer = await adapter.answer(call.kind, body, think)
+                    require_ended(call.kind, answer, choice.model)
                     self._record_success(choice.model, permit, self._clock() - began)
                     return Reply(choice.model, call.model, "", json=answer)
-                events = adapter.stream(call.kind, body, think)
-                stack.push_async_callback(events.aclose)  # type: ignore[attr-defined]
+                events = until_ended(adapter.stream(call.kind, body, think), choice.model)
+                stack.push_async_callback(events.aclose)
                 first = await anext(events, None)
                 if first is None:
                     text = f"{choice.model} answered with nothing"
@@ -314,9 +313,7 @@ class Gateway:
 
     def _concurrency(self, model: str) -> int:
         with contextlib.suppress(GpuError):  # the use of the model reports the error
-            spec = self._rt.spec(model)
-            if spec.backend not in SEQUENTIAL_BACKENDS:
-                return int(spec.options.get("sequences") or CONCURRENCY.get(spec.backend, 1))
+            return calls_at_once(self._rt.spec(model))
         return 1
 
     # -- outcomes

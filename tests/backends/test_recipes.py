@@ -212,6 +212,8 @@ def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
         "0",
         "--split_mode",
         "0",
+        "--interrupt_requests",
+        "false",
     )
     assert command.environment == {"API_KEY": "k3y"}
 

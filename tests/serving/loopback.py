@@ -90,6 +90,9 @@ def completion(text: str, model: str = "theirs") -> dict[str, Any]:
     }
 
 
+END = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+
+
 def chunk(text: str) -> dict[str, Any]:
     return {
         "id": "1",

@@ -14,7 +14,7 @@ from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
 from tests.serving.harness import answer_text, harness, stream_text
-from tests.serving.loopback import Loopback, chunk, completion, loopback
+from tests.serving.loopback import END, Loopback, chunk, completion, loopback
 from tests.serving.loops import in_loop, until
 
 
@@ -57,7 +57,7 @@ async def test_a_stream_is_passed_on_event_by_event():
     """The caller gets the first event before the engine has made the last event."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
-        there.answers = [[chunk("one "), gate, chunk("two"), "[DONE]"]]
+        there.answers = [[chunk("one "), gate, chunk("two"), END, "[DONE]"]]
         reply = await k.chat("qwen", stream=True)
         assert reply.events.first["model"] == "qwen"
         gate.set()
@@ -136,6 +136,34 @@ async def test_a_stream_that_ends_without_done_broke_off():
 
 
 @in_loop
+async def test_an_answer_without_a_finish_reason_was_cut_off():
+    """llama-cpp-python's server ended a stream with [DONE] when another call arrived. The caller gets an error.
+
+    With several choices, each of them must end.
+    """
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        second = {**END["choices"][0], "index": 1}
+        there.answers = [
+            [chunk("one "), "[DONE]"],
+            ["[DONE]"],
+            [chunk("one "), {"choices": [second]}, "[DONE]"],
+            {**completion("one"), "choices": [{"index": 0, "message": {}, "finish_reason": None}]},
+            {**completion("one"), "choices": []},
+        ]
+        reply = await k.chat("qwen", stream=True)
+        last = [event async for event in reply.events][-1]
+        assert "it ended without a finish_reason" in last["error"]["message"]
+        with pytest.raises(Refused, match="answered with nothing|without a finish_reason"):
+            await k.chat("qwen", stream=True)
+        reply = await k.chat("qwen", stream=True)
+        assert "finish_reason" in [event async for event in reply.events][-1]["error"]["message"]
+        for why in ("no finish_reason", "no choices"):
+            with pytest.raises(Refused, match=why):
+                await k.chat("qwen")
+        assert k.gateway.state().breakers["qwen"].failures == 5
+
+
+@in_loop
 async def test_an_engines_refusal_is_the_callers_mistake():
     """If an engine refuses a call, the caller gets a refusal with the engine's own message."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -187,7 +215,7 @@ async def test_other_kinds_use_their_own_paths():
             options={"sdxl": {"model_type": "diffusion"}},
         ) as k,
     ):
-        there.answers = [{"data": []}] * 3
+        there.answers = [{"data": []}, {"data": []}, completion("a")]
         for model, kind, field in (
             ("qwen", "embeddings", "input"),
             ("sdxl", "images", "prompt"),

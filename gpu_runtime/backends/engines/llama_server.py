@@ -145,5 +145,7 @@ def _python(order: LaunchOrder) -> Command:
     for name in ("flash_attn", "embedding"):
         if arguments[name]:
             words += [f"--{name}", "true"]
+    # Without this, a call that arrives during a stream ends the stream, with [DONE] and without an error.
+    words += ["--interrupt_requests", "false"]
     program = (sys.executable, "-m", "llama_cpp.server")
     return Command((*program, *words), {"API_KEY": order.key})

@@ -5,7 +5,7 @@ name of the engine also belongs in these tables, because their modules cannot im
 
 - `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
 - `BACKENDS` in `gpu_runtime/catalog/schema.py`: the words that a manifest may use for the engine;
-- `CONCURRENCY` in `gpu_runtime/serving/gateway.py`, if the engine computes several calls at once;
+- `CONCURRENCY` in `gpu_runtime/serving/queue/concurrency.py`, if the engine computes several calls at once;
 - `TENSOR_PARALLEL` in `gpu_runtime/facts/labels.py`, if each layer is computed on all its cards;
 - `LAYERED` in `gpu_runtime/backends/registry.py`, if some layers may stay on the CPU.
 """

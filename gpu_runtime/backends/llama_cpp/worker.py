@@ -195,7 +195,7 @@ class _OurMethods:
         if room < (most or 1):
             yield {"too_long": len(tokens)}
             return
-        pieces, finish = [], "stop"
+        pieces, finish = [], ""  # empty: the library ended the text without a reason
         for chunk in self.create_completion(tokens, stream=True, max_tokens=most or room, **given):
             choice = chunk["choices"][0]
             finish = choice.get("finish_reason") or finish

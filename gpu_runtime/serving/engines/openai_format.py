@@ -85,7 +85,7 @@ async def stream_chunks(
     With `stream_options.include_usage` in `body` the last chunk has the usage and no choice. No chunk is sent before
     the first piece. So an error before the first piece can become an HTTP status, or another model can answer.
     """
-    last = TextPiece(finish="stop")
+    last = TextPiece()  # without a finish, the gateway takes the answer for cut off
     role_sent = not header.chat
     async with aclosing(pieces):
         async for piece in pieces:
@@ -105,7 +105,7 @@ async def stream_chunks(
 async def whole_answer(pieces: AsyncGenerator[TextPiece], header: Header) -> dict[str, Any]:
     """The whole answer at once, made from `pieces` and the fields of `header`."""
     texts = []
-    last = TextPiece(finish="stop")
+    last = TextPiece()  # without a finish, the gateway takes the answer for cut off
     async with aclosing(pieces):
         async for piece in pieces:
             texts.append(piece.text)

@@ -1,0 +1,54 @@
+"""Checks that an answer has ended, and was not cut off.
+
+OpenAI's format gives each choice a `finish_reason` when its text is complete. An answer without it was cut off by the
+engine, even if the stream ended with `[DONE]`. llama-cpp-python's server did that to a stream when another call came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from .base import EngineFailed
+
+TEXT_KINDS = ("chat", "completions")
+
+
+def require_ended(kind: str, answer: dict[str, Any], model: str) -> None:
+    """Checks the whole `answer` of `model` to a call of this `kind`. Raises EngineFailed if it was cut off."""
+    if kind not in TEXT_KINDS:
+        return
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise _cut_off(model, "its answer has no choices")
+    if not all(_has_ended(choice) for choice in choices):
+        raise _cut_off(model, "its answer was cut off: it has no finish_reason")
+
+
+async def until_ended(
+    events: AsyncIterator[dict[str, Any]], model: str
+) -> AsyncGenerator[dict[str, Any]]:
+    """Yields the `events` of a streamed answer of `model`.
+
+    Raises EngineFailed after the last event if a choice was cut off.
+    """
+    begun: set[int] = set()
+    ended: set[int] = set()
+    async with aclosing(events) as source:  # type: ignore[type-var]
+        async for event in source:
+            for choice in event.get("choices") or ():
+                begun.add(choice.get("index", 0))
+                if _has_ended(choice):
+                    ended.add(choice.get("index", 0))
+            yield event
+    if not ended or begun - ended:
+        raise _cut_off(model, "its answer was cut off: it ended without a finish_reason")
+
+
+def _has_ended(choice: Any) -> bool:
+    return isinstance(choice, dict) and bool(choice.get("finish_reason"))
+
+
+def _cut_off(model: str, why: str) -> EngineFailed:
+    return EngineFailed(f"{model} failed: {why}", name=model, why=why)

@@ -1,0 +1,32 @@
+"""How many calls a model runs at once, by its backend and its option `sequences`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+
+from ...facts import ModelSpec
+
+# The number of calls at once, if the model's `sequences` is not set. All other backends have one.
+CONCURRENCY = {"vllm": 256, "fake": 256}
+# These backends run one call at a time, whatever `sequences` is: the library computes one sequence after the other.
+SEQUENTIAL_BACKENDS = ("llama_cpp",)
+NATIVE_LLAMA_SERVER = "llama-server"  # the backend, and its command
+
+
+def calls_at_once(spec: ModelSpec) -> int:
+    """The number of calls that the model of `spec` runs at once.
+
+    Without the command `llama-server`, llama-cpp-python's server runs such a model, and it runs one call at a time.
+    """
+    if spec.backend in SEQUENTIAL_BACKENDS:
+        return 1
+    if spec.backend == NATIVE_LLAMA_SERVER and not _native_server(os.environ.get("PATH", "")):
+        return 1
+    return int(spec.options.get("sequences") or CONCURRENCY.get(spec.backend, 1))
+
+
+@functools.lru_cache(maxsize=8)
+def _native_server(path: str) -> bool:
+    return shutil.which(NATIVE_LLAMA_SERVER, path=path) is not None
