@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,34 @@ class Running:
             self._work()
         finally:
             self._ended.release()
+
+
+class Cancellation(threading.Event):
+    """An event that is set when the result of some work is no longer wanted.
+
+    It also calls functions when it is set, for work that waits in a way that no event can end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._callbacks: list[Callable[[], None]] = []
+        self._adding = threading.Lock()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Calls `callback()` when the event is set, in the thread that sets it; at once if it is set."""
+        with self._adding:
+            if not self.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def set(self) -> None:
+        """Sets the event, and calls each function that was given before, once."""
+        with self._adding:
+            super().set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 def start(work: Callable[[], None]) -> Running:

@@ -1,7 +1,7 @@
 """A Tornado handler that answers with an ASGI application. So one server behind one gate serves pages and the API.
 
 Tornado reads the whole request and its body, up to the server's limit, before it calls the application. Each part of
-the answer is written when the application sends it. The admitted visitor is in `scope["state"]["visitor"]`.
+the answer is written when the application sends it. A connection that takes no data for WRITE_SECONDS is closed. The admitted visitor is in `scope["state"]["visitor"]`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ App = Callable[
     [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
     Awaitable[None],
 ]
+WRITE_SECONDS = 20.0  # a client that stopped reading would otherwise hold a model for ever
 # Tornado sets these headers itself.
 HOP_BY_HOP = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"upgrade"})
 
@@ -30,8 +31,9 @@ class Asgi(RequestHandler):
 
     SUPPORTED_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
-    def initialize(self, app: App) -> None:
-        """`app` is the ASGI application."""
+    def initialize(self, app: App, write_seconds: float = WRITE_SECONDS) -> None:
+        """`app` is the ASGI application. `write_seconds` is how long a client may take no data."""
+        self._write_seconds = write_seconds
         self._app = app
         self._disconnected = asyncio.Event()
         self._body_taken = False
@@ -92,6 +94,8 @@ class Asgi(RequestHandler):
             await self._until_written(self.flush() if message.get("more_body") else self.finish())
 
     def _start_answer(self, message: Message) -> None:
+        # Otherwise the system holds the second part of a stream back for up to 40 ms. Tornado resets this at each end.
+        self._stream().set_nodelay(True)
         self.set_status(message["status"])
         self.clear_header("Content-Type")
         for name, value in message.get("headers", ()):
@@ -101,15 +105,38 @@ class Asgi(RequestHandler):
     async def _until_written(self, write: asyncio.Future[None]) -> None:
         """Returns when `write` is done or the client has disconnected.
 
-        Tornado drops the future of a write to a closed connection, so that future never completes.
+        Tornado drops the future of a write to a closed connection, so that future never completes. The connection is
+        closed if the client takes no data for too long.
         """
         if not write.done():
-            disconnected = asyncio.ensure_future(self._disconnected.wait())
-            try:
-                await asyncio.wait({write, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                disconnected.cancel()
+            await self._wait_while_taken(write)
         if not write.done() or write.cancelled():
             return
         if isinstance(write.exception(), StreamClosedError):
             self._disconnected.set()  # `_receive` then reports the disconnection to the application
+
+    async def _wait_while_taken(self, write: asyncio.Future[None]) -> None:
+        """Waits for `write` as long as the client takes data. Closes the connection otherwise."""
+        disconnected = asyncio.ensure_future(self._disconnected.wait())
+        try:
+            while not write.done() and not disconnected.done():
+                written = self._bytes_written()
+                await asyncio.wait(
+                    {write, disconnected},
+                    timeout=self._write_seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not write.done() and self._bytes_written() == written:
+                    self._stream().close()
+                    self._disconnected.set()
+                    return
+        finally:
+            disconnected.cancel()
+
+    def _stream(self) -> Any:
+        """The connection of this request."""
+        return self.request.connection.stream  # type: ignore[union-attr]
+
+    def _bytes_written(self) -> int:
+        """The number of bytes that the client's connection has taken. Tornado has no public name for it."""
+        return self._stream()._total_write_done_index

@@ -28,12 +28,13 @@ FINE = {
 }
 
 
-def serving(app, talk, **options):
+def serving(app, talk, handler=Asgi, write_seconds=20.0, **options):
     """Serves the application and runs `talk(url, client)` against it, within bounded time."""
 
     async def story():
         [sock] = bind_sockets(0, "127.0.0.1", family=socket.AF_INET)
-        server = HTTPServer(Application([(r".*", Asgi, {"app": app})], **{COOKIE: None}), **options)
+        route = (r".*", handler, {"app": app, "write_seconds": write_seconds})
+        server = HTTPServer(Application([route], **{COOKIE: None}), **options)
         server.add_sockets([sock])
         client = AsyncHTTPClient(force_instance=True)
         try:
@@ -182,3 +183,69 @@ def test_a_head_has_no_body():
         assert (answer.code, answer.body) == (200, b"")
 
     serving(app, talk)
+
+
+def test_a_client_that_reads_nothing_is_disconnected():
+    """It may take as long as it likes, as long as it takes some data now and then."""
+    heard = []
+
+    async def app(scope, receive, send):
+        await body_of(receive)
+        await send(FINE)
+        await send({"type": "http.response.body", "body": b"x" * (64 << 20), "more_body": True})
+        heard.append((await receive())["type"])
+
+    async def talk(url, client):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not heard:
+            await asyncio.sleep(0.005)
+        writer.transport.abort()
+
+    serving(app, talk, write_seconds=0.1)
+    assert heard == ["http.disconnect"]
+
+
+def test_a_slow_client_gets_everything():
+    size = 8 << 20
+
+    async def app(scope, receive, send):
+        await body_of(receive)
+        await send(FINE)
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    async def talk(url, client):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        received = 0
+        while part := await reader.read(1 << 20):
+            received += len(part)
+        assert received >= size
+        writer.close()
+
+    serving(app, talk, write_seconds=2.0)
+
+
+def test_no_part_of_a_stream_is_held_back_by_the_system():
+    """With Nagle's algorithm the second part of a stream arrived up to 40 ms late."""
+    seen = []
+
+    class Watched(Asgi):
+        def flush(self, *args, **kwargs):
+            connection = self.request.connection.stream.socket
+            seen.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            return super().flush(*args, **kwargs)
+
+    async def app(scope, receive, send):
+        await send(FINE)
+        for _ in range(2):
+            await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def talk(url, client):
+        await client.fetch(url)
+        await client.fetch(url)  # on the same connection
+
+    serving(app, talk, handler=Watched)
+    assert len(seen) >= 4 and all(seen)

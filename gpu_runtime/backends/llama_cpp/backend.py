@@ -30,7 +30,8 @@ class LlamaModel(EngineModel[LlamaEngine]):
 
     `create_chat_completion(messages, stream=True)` returns an iterator; closing the iterator ends
     the generation. If the model is evicted and this process governs it, a call first restores it.
-    Otherwise the call raises NotResident. So a call never reaches a closed model.
+    Otherwise the call raises NotResident. So a call never reaches a closed model. Every method also
+    takes `cancelled`, a `threads.Cancellation`: setting it, in any thread, ends the call at once.
     """
 
     def __repr__(self) -> str:
@@ -59,12 +60,14 @@ class LlamaModel(EngineModel[LlamaEngine]):
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("stream"):
             return self._stream(method, args, kwargs)
+        cancelled = kwargs.pop("cancelled", None)
         with self._calls_under():
-            return self._loaded_engine().ask(method, args, kwargs)
+            return self._loaded_engine().ask(method, args, kwargs, cancelled)
 
     def _stream(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+        cancelled = kwargs.pop("cancelled", None)
         with self._calls_under():  # the model stays pinned until the iterator ends
-            yield from self._loaded_engine().stream(method, args, kwargs)
+            yield from self._loaded_engine().stream(method, args, kwargs, cancelled)
 
     def _loaded_engine(self) -> LlamaEngine:
         engine = self._engine

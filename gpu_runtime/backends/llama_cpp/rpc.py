@@ -243,12 +243,20 @@ class LlamaEngine:
 
     # -- calls
 
-    def ask(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ask(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cancelled: threads.Cancellation | None = None,
+    ) -> Any:
         """The result of the model's `method`, called with `args` and `kwargs`.
 
-        Raises BadCall, EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
+        Setting `cancelled` cancels the call, and the result is then None. Raises BadCall, EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
         """
         number, answers = self._send_call(method, args, kwargs)
+        if cancelled is not None:
+            cancelled.then(lambda: self.cancel(number))
         try:
             message = answers.get()
         except BaseException:  # after an interrupt, the engine need not continue
@@ -256,13 +264,21 @@ class LlamaEngine:
             raise
         return self._outcome(method, message)
 
-    def stream(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    def stream(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cancelled: threads.Cancellation | None = None,
+    ) -> Iterator[Any]:
         """Yields the items that the model's `method` produces, called with `args` and `kwargs`.
 
-        If the iterator is closed before its end, the engine stops computing. Raises the errors of
-        `ask`.
+        If the iterator is closed before its end, or `cancelled` is set, the engine stops computing.
+        Raises the errors of `ask`.
         """
         number, answers = self._send_call(method, args, kwargs)
+        if cancelled is not None:
+            cancelled.then(lambda: self.cancel(number))
         done = False
         try:
             while True:
@@ -277,10 +293,15 @@ class LlamaEngine:
                 self.cancel(number)
 
     def cancel(self, number: int) -> None:
-        """Cancels the call with this `number`, because its answer is no longer wanted."""
+        """Cancels the call with this `number`, because its answer is no longer wanted.
+
+        A thread that waits for the answer gets an empty one at once.
+        """
         with self._lock:
-            self._pending.pop(number, None)
-        self._channel.send({"cancel": number})
+            answers = self._pending.pop(number, None)
+        if answers is not None:  # the call has not ended
+            self._channel.send({"cancel": number})
+            answers.put({"end": None})
 
     def _send_call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

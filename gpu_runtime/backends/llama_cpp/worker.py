@@ -153,6 +153,7 @@ def _load(
         finally:
             lib.llama_model_default_params = defaults
     model.kept = (on_log, on_progress)  # C code holds their addresses
+    _make_cancellable(model)
     model.model_path = name  # its answers carry this name
     if template:
         _set_template(model, template)
@@ -244,20 +245,52 @@ def _model_class(inbox: Inbox) -> Any:
     import llama_cpp
 
     class Model(_OurMethods, llama_cpp.Llama):
-        """Checks between two batches whether the answer is still wanted."""
-
         job = -1
+
+        def wanted(self) -> bool:
+            """Whether the caller still waits."""
+            return self.job not in inbox.cancelled and not inbox.closed
 
         def require_wanted(self) -> None:
             """Raises Cancelled if the caller has left."""
-            if self.job in inbox.cancelled or inbox.closed:
+            if not self.wanted():
                 raise Cancelled
 
-        def eval(self, tokens: Any) -> None:
-            self.require_wanted()
-            super().eval(tokens)
-
     return Model
+
+
+def _make_cancellable(model: Any) -> None:
+    """Makes every computation of `model` end soon after its caller has left.
+
+    That is checked before each batch. A batch of a prompt may take seconds on a CPU, so llama.cpp
+    checks it within such a batch, too. A batch of one token is too short for that.
+    """
+    from llama_cpp import llama_cpp as lib
+
+    @lib.ggml_abort_callback
+    def left(_: Any) -> bool:
+        return not model.wanted()
+
+    never = lib.ggml_abort_callback()
+    context = model._ctx
+    decode = context.decode
+
+    def decode_if_wanted(batch: Any) -> None:
+        model.require_wanted()
+        is_long = batch.n_tokens() > 1
+        if is_long:
+            lib.llama_set_abort_callback(context.ctx, left, None)
+        try:
+            decode(batch)
+        except RuntimeError:
+            model.require_wanted()  # it was aborted, and has not failed
+            raise
+        finally:
+            if is_long:
+                lib.llama_set_abort_callback(context.ctx, never, None)
+
+    context.decode = decode_if_wanted
+    model.kept = (*model.kept, left)
 
 
 def _set_template(model: Any, template: str) -> None:

@@ -7,14 +7,14 @@ template, the library's own chat handler makes the prompt.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from ...facts import ModelSpec, Value
-from ..queue.thread_stream import Emit, in_thread, stream_from_thread
+from ...threads import Cancellation
+from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from ..requests import Refused
 from .base import TextAdapter, cannot
 from .openai_format import TextPiece, max_tokens_of, stops_of
@@ -93,7 +93,9 @@ class LlamaCppAdapter(TextAdapter):
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
         if kind == "chat" and _needs_library(body):
             fields = _library_fields(body)
-            answer = await in_thread(lambda: self.value.create_chat_completion(**fields))
+            answer = await in_thread_until(
+                lambda cancelled: self.value.create_chat_completion(**fields, cancelled=cancelled)
+            )
             return {**answer, "model": self.spec.name}
         return await super().answer(kind, body, think)
 
@@ -110,8 +112,10 @@ class LlamaCppAdapter(TextAdapter):
                 yield chunk
 
     async def _stream_from_library(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        def work(emit: Emit, cancelled: threading.Event) -> None:
-            chunks = self.value.create_chat_completion(**_library_fields(body), stream=True)
+        def work(emit: Emit, cancelled: Cancellation) -> None:
+            chunks = self.value.create_chat_completion(
+                **_library_fields(body), stream=True, cancelled=cancelled
+            )
             _read(chunks, emit, cancelled)
 
         async with aclosing(stream_from_thread(work)) as chunks:
@@ -126,7 +130,7 @@ class LlamaCppAdapter(TextAdapter):
         Raises Refused if the prompt does not fit the context.
         """
 
-        def work(emit: Emit, cancelled: threading.Event) -> None:
+        def work(emit: Emit, cancelled: Cancellation) -> None:
             """Writes the answer in the engine's thread, and emits its pieces."""
             limit = max_tokens_of(body)
             sampling = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
@@ -137,6 +141,7 @@ class LlamaCppAdapter(TextAdapter):
                 bool(body.get("stream")),
                 stop=stops_of(body),
                 stream=True,
+                cancelled=cancelled,
                 **sampling,
             )
 
@@ -153,7 +158,9 @@ class LlamaCppAdapter(TextAdapter):
         """The library's embeddings of the `texts`, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts)
-        answer = await in_thread(lambda: self.value.create_embedding(texts))
+        answer = await in_thread_until(
+            lambda cancelled: self.value.create_embedding(texts, cancelled=cancelled)
+        )
         return [row["embedding"] for row in answer["data"]], answer["usage"]["prompt_tokens"]
 
 
@@ -181,7 +188,7 @@ def _library_fields(body: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _read(chunks: Any, emit: Emit, cancelled: threading.Event) -> None:
+def _read(chunks: Any, emit: Emit, cancelled: Cancellation) -> None:
     """Emits each of the `chunks`, until `cancelled` is set. Closing `chunks` ends the generation."""
     try:
         for chunk in chunks:

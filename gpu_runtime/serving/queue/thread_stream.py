@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from ...threads import start
+from ...threads import Cancellation, start
 
 Emit = Callable[[Any], None]
 
 
 async def stream_from_thread(
-    work: Callable[[Emit, threading.Event], None],
+    work: Callable[[Emit, Cancellation], None],
 ) -> AsyncGenerator[Any]:
     """Yields the values that `work(emit, cancelled)` emits, as they arrive. Raises the error that `work` raises.
 
@@ -23,7 +22,7 @@ async def stream_from_thread(
     """
     loop = asyncio.get_running_loop()
     results: deque[tuple[Any, BaseException | None, bool]] = deque()  # value, error, whether last
-    cancelled = threading.Event()
+    cancelled = Cancellation()
     ended = asyncio.Event()
     arrived = asyncio.Event()
     wake_pending = False  # the loop will look at `results` anyway: no further wake is needed
@@ -82,7 +81,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
     return await in_thread_until(lambda cancelled: work())
 
 
-async def in_thread_until(work: Callable[[threading.Event], Any]) -> Any:
+async def in_thread_until(work: Callable[[Cancellation], Any]) -> Any:
     """The value that `work(cancelled)` returns, run in a thread.
 
     If the awaiting task is cancelled, the event `cancelled` is set, and `work` must then end soon.
