@@ -250,7 +250,13 @@ class Settings(BaseSettings):
         description="The file of tasks, clients and substitutes for serving. Unset: the user's own tasks.yaml.",
     )
     gpu_serve_queue: Annotated[int, Number] = Field(
-        256, ge=0, description="How many calls may wait in the queue; further ones are refused."
+        256, ge=1, description="How many calls may wait in the queue; further ones are refused."
+    )
+    gpu_serve_breaker_failures: Annotated[int, Number] = Field(
+        5, ge=1, description="How many faults of an engine in a row open the breaker of its model."
+    )
+    gpu_serve_breaker_seconds: Annotated[Seconds, Field(gt=0)] = Field(
+        30.0, description="How long an open breaker keeps calls away from its model."
     )
     model_boss_allow_cloud_fallback: bool = Field(
         True,
@@ -443,7 +449,9 @@ _WORDS = {
     "gpu_prefetch": "auto or never",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
     "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",
-    "gpu_serve_queue": "a whole number of calls, such as 256",
+    "gpu_serve_queue": "a whole number of calls above 0, such as 256",
+    "gpu_serve_breaker_failures": "a whole number of failures above 0, such as 5",
+    "gpu_serve_breaker_seconds": "seconds above 0, such as 30 or '1m'",
     "inference_gpu_index": "the index of a GPU, such as 0",
     "inference_gpu_layers": "-1 (all), 0 (CPU only) or a number of layers",
     "pressure_check_interval_seconds": "seconds above 0, such as 15 or '1m'",

@@ -9,6 +9,8 @@ ends it, as argparse does. Environment variables change what it does:
     STAND_IN_SAYS      it prints this text and ends at once
     STAND_IN_MUTE      it never becomes ready
     STAND_IN_LOADS     it listens only once this file exists, like an engine that loads its model first
+    STAND_IN_LOADING   until this file exists, its health check answers 503 and all other paths answer as usual,
+                       like some versions of llama-server that listen while they load their model
     STAND_IN_HEARD     it appends the path and the Authorization header of each request to this file
     STAND_IN_SPREAD=N  at the first N starts, half of Ollama's model is in RAM
     STAND_IN_CHILD     it starts a child in a session of its own, and writes the child's pid to this file
@@ -68,6 +70,9 @@ class Handler(BaseHTTPRequestHandler):
         self._record()
         if os.environ.get("STAND_IN_MUTE"):
             return self._reply(503, {"error": "loading"})
+        loading = os.environ.get("STAND_IN_LOADING")
+        if loading and self.path == "/health" and not Path(loading).exists():
+            return self._reply(503, {"error": {"message": "Loading model"}})
         if self.path in ("/health", "/api/version"):
             return self._reply(200, {"status": "ok"})
         if self.path == "/api/ps":

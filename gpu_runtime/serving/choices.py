@@ -7,6 +7,8 @@ guard, and the measured durations.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -15,8 +17,8 @@ from ..errors import GpuError, UnknownModel
 from ..facts import ModelSpec
 from .health.costs import Costs
 from .requests import Call, Refused
-from .routing.fallback import Choice, CloudGuard, chain, is_cloud
-from .routing.tasks import ServingConfig, Task, candidates, fits, too_short
+from .routing.fallback import Choice, CloudGuard, address_variable, chain, is_configured_cloud
+from .routing.tasks import Cost, ServingConfig, Task, candidates, fits, too_short
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -28,17 +30,23 @@ class Choices:
     """Looks up the models that may answer a call."""
 
     def __init__(
-        self, rt: Runtime, config: ServingConfig, guard: CloudGuard, costs: Costs, began: int
+        self,
+        rt: Runtime,
+        config: ServingConfig,
+        guard: CloudGuard,
+        costs: Costs,
+        environment: Mapping[str, str],
     ) -> None:
         """Looks up models in `rt` and in its catalogue. The rules come from `config`, `guard` and measured `costs`.
 
-        `began` is the start of the server in epoch seconds, for the list of models.
+        `environment` has the clouds' addresses and keys.
         """
         self._rt = rt
         self._config = config
         self._guard = guard
         self._costs = costs
-        self._began = began
+        self._environment = environment
+        self._began = int(time.time())  # for the list of models
 
     def of(self, call: Call) -> tuple[tuple[Choice, ...], Call]:
         """The models that may answer `call`, in order, and the call with its task's budget.
@@ -50,11 +58,11 @@ class Choices:
             budget = task.budget_s if call.budget is None else call.budget
             call = replace(call, budget=budget)
             return self._of_task(call, task), call
-        if not is_cloud(call.model, self._known) and not self._known(call.model):
+        if not self._known(call.model) and not is_configured_cloud(call.model, self._environment):
             raise self._unknown(call.model)
         stand_ins = self._config.stand_ins(call.model)
         choices = chain(call.model, stand_ins, self._context, self._known, self._guard.allowed)
-        warm, cost = self._rt.here, self._costs.of
+        warm, cost = self._rt.here, self._cost_of(call)
         fitting = tuple(choice for choice in choices if fits(choice, call.budget, warm, cost))
         if not fitting:
             raise too_short(call.model, choices, call.budget, warm, cost)
@@ -107,10 +115,14 @@ class Choices:
             task,
             warm=self._rt.here,
             known=self._known,
-            cost=self._costs.of,
+            cost=self._cost_of(call),
             allow_cloud=self._guard.allowed,
             budget=call.budget,
         )
+
+    def _cost_of(self, call: Call) -> Callable[[str], Cost]:
+        """A function that returns the expected cost of `call` with a model."""
+        return lambda model: self._costs.expect(model, call)
 
     def _known(self, name: str) -> bool:
         try:
@@ -124,6 +136,11 @@ class Choices:
     def _unknown(self, name: str) -> Refused:
         known = tuple(sorted(row["id"] for row in self.models()))
         advice = "See them:  GET /v1/models"
+        if ":" in name and not name.startswith(TASK_PREFIX):
+            variable = address_variable(name.partition(":")[0])
+            advice += (
+                f"\n  If it is the model of a cloud, its address is missing:  {variable}=https://…"
+            )
         error = UnknownModel(name, known, none="None is registered.", advice=advice)
         return Refused(404, "model_not_found", str(error), param="model")
 

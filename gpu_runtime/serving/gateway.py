@@ -28,10 +28,11 @@ from .engines.base import EngineAdapter, EngineFailed, require, require_room
 from .engines.endings import require_ended, until_ended
 from .engines.long_prompts import MOST_AT_ONCE, require_tokens
 from .engines.registry import adapter_for
+from .fields import require_fields
 from .health.blame import DECODE_FAILURES, Blame, blame, first_line, is_decode_failure, no_answer
 from .health.breaker import BreakerOpen, Breakers, BreakerState, Permit
 from .health.clients import Clients, Pattern
-from .health.costs import Costs
+from .health.costs import Costs, Timing
 from .queue.concurrency import calls_at_once
 from .queue.keep_warm import KeepWarm, stay_warm_seconds
 from .queue.model_hold import Holds
@@ -104,10 +105,14 @@ class Gateway:
             serving = read_serving_config(settings.gpu_tasks or tasks_file())
         self.serving = serving
         self.guard = guard or CloudGuard(guard_file(), settings.model_boss_allow_cloud_fallback)
-        self.breakers = Breakers(clock)
+        self.breakers = Breakers(
+            clock,
+            failures=settings.gpu_serve_breaker_failures,
+            open_seconds=settings.gpu_serve_breaker_seconds,
+        )
         self.clients = Clients()
         self.costs = Costs()
-        self._choices = Choices(rt, serving, self.guard, self.costs, int(time.time()))
+        self._choices = Choices(rt, serving, self.guard, self.costs, self._environment)
         self._holds = Holds(rt, lambda: self.queue.advance(), self.costs.add_load, clock)
         self.keep_warm = KeepWarm(clock, self._evict)
         self.queue = Queue(
@@ -243,14 +248,16 @@ class Gateway:
             try:
                 adapter, think = await self._adapter(choice, call, stack)
                 self._require_closed_breaker(choice.model, permit)
-                began = self._clock()
+                timing = Timing(self.costs, self._clock, choice.model, call)
                 body = {**call.body, "model": choice.model}
                 if not call.stream:
                     answer = await adapter.answer(call.kind, body, think)
                     require_ended(call.kind, answer, choice.model)
-                    self._record_success(choice.model, permit, self._clock() - began)
+                    self._record_success(choice.model, permit)
+                    timing.succeeded(answer)
                     return Reply(choice.model, call.model, "", json=answer)
-                events = until_ended(adapter.stream(call.kind, body, think), choice.model)
+                made = adapter.stream(call.kind, body, think)
+                events = until_ended(made, choice.model, timing.note)
                 stack.push_async_callback(events.aclose)
                 first = await anext(events, None)
                 if first is None:
@@ -262,7 +269,11 @@ class Gateway:
             stack.push_async_exit(outer.pop_all())
 
             def ended(error: BaseException | None) -> None:
-                self._record_end(choice.model, permit, began, error)
+                if error is None:
+                    self._record_success(choice.model, permit)
+                    timing.succeeded()
+                else:
+                    self._record_failure(choice.model, permit, error)
 
             stream = Streamed(first, events, stack.pop_all(), deadline, ended)
             self._streams.add(stream)
@@ -289,12 +300,13 @@ class Gateway:
             return openai_http.HttpAdapter(choice.model, cloud, self._client(proxies=True)), None
         spec = self._rt.spec(choice.model)
         require(call.kind, spec)
+        require_fields(call, spec)
         require_room(call, spec)
         await require_tokens(call, spec, self._counts_at_once)
         importance = spec.importance if call.importance is None else call.importance
         if not spec.keep:
             stack.callback(lambda: self.keep_warm.keep(spec.name, self._stay_warm(call, spec)))
-        turn = await stack.enter_async_context(self.queue.turn(spec.name, importance))
+        turn = await stack.enter_async_context(self.queue.turn(spec.name, importance, call.client))
         adapter = self._make_adapter(turn.value, spec, self._client(proxies=False))
         return adapter, wants_thinking(call, spec.options)
 
@@ -318,17 +330,8 @@ class Gateway:
 
     # -- outcomes
 
-    def _record_end(
-        self, model: str, permit: Permit, began: float, error: BaseException | None
-    ) -> None:
-        if error is None:
-            self._record_success(model, permit, self._clock() - began)
-        else:
-            self._record_failure(model, permit, error)
-
-    def _record_success(self, model: str, permit: Permit, seconds: float) -> None:
+    def _record_success(self, model: str, permit: Permit) -> None:
         permit.succeeded()
-        self.costs.add_answer(model, seconds)
         self._decode_failures.pop(model, None)
 
     def _record_failure(self, model: str, permit: Permit, error: BaseException) -> None:
@@ -347,7 +350,7 @@ class Gateway:
             self.keep_warm.evict_soon(model)
 
     def _out_of_time(self, call: Call, choice: Choice) -> Refused:
-        cost = self.costs.of(choice.model)
+        cost = self.costs.expect(choice.model, call)
         measured = measured_parts(cost, " and ")
         end = f"; {choice.model} has taken {measured} before." if measured else "."
         return Refused(

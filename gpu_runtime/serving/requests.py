@@ -271,18 +271,40 @@ _WHOLE_NUMBERS = {
     "max_tokens": (1, MAX_TOKENS),
     "max_completion_tokens": (1, MAX_TOKENS),
     "n": (1, 128),
+    "best_of": (1, 128),
     "seed": (-(2**63), 2**63 - 1),
+    "top_k": (-1, MAX_TOKENS),  # -1 and 0: all tokens
+    "top_logprobs": (0, 20),
+    "mirostat_mode": (0, 2),
+    "dimensions": (1, 65_536),
 }
 _NUMBERS = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "repeat_penalty": (0.01, 10.0),
+    "repetition_penalty": (0.01, 10.0),
+    "mirostat_tau": (0.0, 100.0),
+    "mirostat_eta": (0.0, 1.0),
 }
+_FLAGS = ("echo", "parallel_tool_calls")
+_OBJECTS = ("stream_options", "response_format", "logit_bias")
+_LISTS = ("tools", "functions")
+_PLAIN_TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
+    (_FLAGS, bool, "true or false"),
+    (_OBJECTS, dict, "an object"),
+    (_LISTS, list, "a list"),
+)
 
 
 def check_numbers(body: Mapping[str, Any]) -> None:
-    """Checks the numbers in `body` that every engine reads. Raises Refused (400), so that no engine fails on them."""
+    """Checks the values of the fields in `body` that engines read.
+
+    Raises Refused (400), so that no engine fails on them.
+    """
     for name, (least, most) in _WHOLE_NUMBERS.items():
         value = body.get(name)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -292,7 +314,20 @@ def check_numbers(body: Mapping[str, Any]) -> None:
         value = body.get(name)
         if value is not None and not (_is_number(value) and low <= value <= high):
             raise bad(name, value, f"a number from {low:g} to {high:g}")
+    for names, type_, expected in _PLAIN_TYPES:
+        for name in names:
+            if body.get(name) is not None and not isinstance(body[name], type_):
+                raise bad(name, body[name], expected)
     _check_stop(body.get("stop"))
+    _check_logit_bias(body.get("logit_bias"))
+
+
+def _check_logit_bias(biases: Any) -> None:
+    for token, bias in (biases or {}).items():
+        is_id = isinstance(token, str) and token.isascii() and token.isdigit()
+        if not is_id or not _is_number(bias) or not -100 <= bias <= 100:
+            expected = "an object of token numbers and biases from -100 to 100"
+            raise bad("logit_bias", {token: bias}, expected)
 
 
 def _check_stop(stop: Any) -> None:

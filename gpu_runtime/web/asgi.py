@@ -1,7 +1,8 @@
 """A Tornado handler that answers with an ASGI application. So one server behind one gate serves pages and the API.
 
 Tornado reads the whole request and its body, up to the server's limit, before it calls the application. Each part of
-the answer is written when the application sends it. A connection that takes no data for WRITE_SECONDS is closed. The admitted visitor is in `scope["state"]["visitor"]`.
+the answer is written when the application sends it. A connection that takes no data for WRITE_SECONDS is closed. The
+admitted visitor is in `scope["state"]["visitor"]`.
 """
 
 from __future__ import annotations

@@ -137,6 +137,50 @@ def test_a_server_goes_from_idle_to_ready_and_back_and_has_no_other_state(
     assert not any(map(alive, pids)) and len(record()) == 1
 
 
+@pytest.mark.parametrize("engine", ["vllm", "llama-server"])
+def test_a_server_that_answers_while_it_loads_is_not_ready(server, engine, tmp_path, monkeypatch):
+    """Some versions of llama-server list their models while they load. Only the health check counts."""
+    monkeypatch.setenv("STAND_IN_LOADING", str(tmp_path / "loaded"))
+    one = server(engine)
+    starting = threading.Thread(target=one.start)
+    starting.start()
+    assert soon(lambda: one.order and one.listens() and get(one, "/v1/models", one.headers) == 200)
+    assert get(one, "/health") == 503 and one.state is ServerState.LOADING
+    assert starting.is_alive() and not one.healthy()
+    (tmp_path / "loaded").touch()
+    starting.join(30)
+    assert one.state is ServerState.READY and one.healthy()
+
+
+def test_the_bytes_of_a_server_are_measured_when_its_model_is_loaded(record, monkeypatch):
+    """Before that, a server has taken only a part of its memory."""
+    probe = open_probe("sim:8GiB,host:8GiB")
+    backend = open_backend("vllm", probe)
+    states, servers = [], []
+    make = backend._server
+    monkeypatch.setattr(backend, "_server", lambda *a: servers.append(make(*a)) or servers[-1])
+    charged = probe.charged
+    monkeypatch.setattr(
+        probe, "charged", lambda *a: states.append(servers[-1].state) or charged(*a)
+    )
+    loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name"), SHARES)
+    backend.drop(loaded)
+    assert states and set(states) == {ServerState.READY}
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_health_check_of_each_llama_server(native, monkeypatch):
+    """llama-cpp-python's server has no path for it, and listens only once the model is loaded."""
+    monkeypatch.setattr("shutil.which", lambda name: f"/opt/{name}" if native else None)
+    path = recipe("llama-server").health_path()
+    assert path == ("/health" if native else "/openapi.json")
+    if not native:
+        pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")
+        from llama_cpp.server import app
+
+        assert "openapi_url=None" not in Path(app.__file__).read_text()
+
+
 def test_no_other_state_changes_are_allowed():
     """The table has all allowed state changes. A server that never becomes ready can be stopped,
     too.

@@ -28,6 +28,8 @@ ELSEWHERE = {  # settings that are tested with real servers
     "gpu_console_viewers": "faces/test_login.py",
     "gpu_console_read_only": "faces/test_login.py",
     "gpu_serve_queue": "serving/test_gateway.py",
+    "gpu_serve_breaker_failures": "serving/test_gateway.py",
+    "gpu_serve_breaker_seconds": "serving/test_gateway.py",
     "gpu_prefetch": "owner/test_look_ahead.py",
     "gpu_progress_seconds": "faces/test_waiting.py",
     "gpu_park": "owner/test_kernel.py",

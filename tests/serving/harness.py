@@ -131,7 +131,7 @@ async def harness(*args: Any, **kwargs: Any) -> AsyncIterator[Harness]:
         state = made.gateway.state()
         assert (state.waiting, state.running) == ({}, {})
         await until(lambda: not made.pins())
-        assert not made.rt.status().tickets
+        await until(lambda: not made.rt.status().tickets)
         assert all(pattern.running == 0 for pattern in state.clients.values())
     finally:
         await made.gateway.close()

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from gpu_runtime.serving.engines import chat_template
 from gpu_runtime.serving.engines.openai_format import StopText
 from gpu_runtime.serving.health.clients import MAX_CLIENTS, MAX_MODELS, Clients, Pattern
-from gpu_runtime.serving.health.costs import Costs
 from gpu_runtime.serving.requests import Refused, read_call
 from gpu_runtime.serving.routing.profiles import apply_profile
-from gpu_runtime.serving.routing.tasks import Cost, Profile
+from gpu_runtime.serving.routing.tasks import Profile
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -138,14 +137,3 @@ def test_a_stop_string_is_found_however_the_text_is_cut(text, cuts, stops):
     at = min((text.find(word) for word in stops if word in text), default=len(text))
     assert stop.hit == (at < len(text))
     assert sent == text[:at]
-
-
-def test_a_models_cost_is_its_slowest_load_and_the_99th_percentile_of_its_answers():
-    """Only the most recent calls count. A part of the cost is None if it was never measured."""
-    costs = Costs()
-    assert costs.of("a") == Cost()
-    for seconds in (9.0, 1.0, 2.0, 3.0, 4.0, 5.0):
-        costs.add_load("a", seconds)
-    for n in range(200):
-        costs.add_answer("a", float(n % 100))
-    assert costs.of("a") == Cost(load=5.0, answer=99.0)

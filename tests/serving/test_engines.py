@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from gpu_runtime.serving.engines.registry import adapter_for
+from gpu_runtime.serving.fields import serves
 from gpu_runtime.serving.requests import Refused
 from tests import tiny_models
 from tests.serving.harness import Harness, answer_text, harness, stream_text
 from tests.serving.loops import in_loop, until
+from tests.serving.test_fields import VALUES
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,24 @@ async def test_an_answer_ends_at_a_stop_string(name, sources):
         )
         stream = await k.chat(name, max_tokens=16, temperature=0, stop=stop, stream=True)
         assert await stream_text(stream) == answer_text(cut)
+
+
+@both
+@in_loop
+async def test_every_field_that_the_table_allows_is_taken_by_the_engine(name, sources):
+    """No such call fails, whatever the spelling of a number. Refused values open no breaker."""
+    backend = "llama_cpp" if name == "gguf" else "transformers"
+    async with with_models(sources, name) as k:
+        for field, value in VALUES.items():
+            if field not in ("stream", "tools") and serves(backend, "chat", field):
+                assert (await k.chat(name, **{"max_tokens": 2, field: value})).json["choices"], (
+                    field
+                )
+        for _ in range(6):
+            with pytest.raises(Refused) as refused:
+                await k.chat(name, top_k=-2)
+            assert refused.value.status == 400
+        assert (await k.chat(name, max_tokens=1)).model == name
 
 
 @in_loop

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.errors import EngineDied
+from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, NotAModel
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import CloudGuard
@@ -440,7 +440,7 @@ async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers()
     tasks = {"quick": Task(("a",), budget_s=10.0)}
     async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         k.gateway.costs.add_load("a", 47.0)
-        k.gateway.costs.add_answer("a", 2.0)
+        k.gateway.costs.add_answer("a", "chat", 2.0, answer=100)
         with pytest.raises(Refused) as refused:
             await k.chat("task:quick")
         assert (refused.value.status, refused.value.code) == (504, "budget_too_short")
@@ -512,6 +512,31 @@ async def test_a_full_queue_is_a_503_with_retry_after():
 
 
 @in_loop
+async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
+    """The newest call of the greedy client is refused in its place. Nothing remains of the refused call."""
+    gate = asyncio.Event()
+    async with harness(
+        qwen=4,
+        scripts={"qwen": [gate] * 9},
+        options={"qwen": ALONE},
+        settings={"gpu_serve_queue": 2},
+    ) as k:
+        greedy = [asyncio.ensure_future(k.chat("qwen", x_client_id="greedy"))]
+        await until(lambda: k.log)
+        for _ in range(2):
+            greedy.append(asyncio.ensure_future(k.chat("qwen", x_client_id="greedy")))
+            await settle()
+        polite = asyncio.ensure_future(k.chat("qwen", x_client_id="polite"))
+        await until(lambda: greedy[2].done())
+        with pytest.raises(Refused) as refused:
+            await greedy[2]
+        assert (refused.value.code, bool(refused.value.headers)) == ("queue_full", True)
+        assert k.gateway.state().waiting == {"qwen": 2}
+        gate.set()
+        await asyncio.gather(polite, *greedy[:2])
+
+
+@in_loop
 async def test_models_and_tasks_are_listed():
     """The list of models has the tasks under the names that calls use, such as `task:classify`."""
     async with harness(ServingConfig(tasks={"sum": Task(("qwen",))}), qwen=4) as k:
@@ -527,3 +552,31 @@ async def test_the_state_contains_the_cloud_guard():
     """The gateway's state has the value of the cloud guard, which `/api/v1/config` shows."""
     async with harness(qwen=4, guard=CloudGuard(None, False)) as k:
         assert k.gateway.state().allow_cloud is False
+
+
+NO_FAULTS = (
+    ValueError("top_k has to be positive"),
+    NotAModel("it is no model", name="qwen", source="/m"),
+    DoesNotFit("it does not fit"),
+    BadSetting("gpu_layers", "x", "a number"),
+)
+FAULTS = (
+    DIED,
+    RuntimeError("cuBLAS failed"),
+    LoadFailed("its process ended", name="qwen", source="/m", log="/tmp/log"),
+)
+
+
+@pytest.mark.parametrize("error", (*NO_FAULTS, *FAULTS), ids=lambda error: str(error)[:20])
+@in_loop
+async def test_only_faults_of_an_engine_open_a_breaker(error):
+    """Mistakes of a caller or of the catalogue, and a lack of memory, would otherwise lock a model for everybody."""
+    settings = {"gpu_serve_breaker_failures": 2, "gpu_serve_breaker_seconds": 7}
+    scripts = {"qwen": [error] * 2}
+    async with harness(qwen=4, scripts=scripts, settings=settings) as k:
+        for _ in range(2):
+            with pytest.raises(Refused):
+                await k.chat("qwen")
+        state = k.gateway.state().breakers["qwen"]
+        assert state.state == ("open" if error in FAULTS else "closed")
+        assert state.retry_after == (7.0 if error in FAULTS else 0.0)

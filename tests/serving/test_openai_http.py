@@ -104,7 +104,6 @@ async def test_a_call_waits_while_its_engine_restarts():
     [
         (500, "HTTP 500: status 500, as told"),
         (503, "HTTP 503"),
-        (401, "HTTP 401"),
         (307, "HTTP 307"),
         (None, "did not answer"),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n{"a"', "broke off"),
@@ -161,6 +160,26 @@ async def test_an_answer_without_a_finish_reason_was_cut_off():
             with pytest.raises(Refused, match=why):
                 await k.chat("qwen")
         assert k.gateway.state().breakers["qwen"].failures == 5
+
+
+@pytest.mark.parametrize(("status", "answered"), [(401, 502), (403, 502), (409, 502), (429, 503)])
+@in_loop
+async def test_a_refusal_that_no_caller_caused_counts_for_nothing(status, answered):
+    """A wrong key or too many requests are no faults of the engine. A stand-in answers, if there is one."""
+    serving = ServingConfig(fallback={"qwen": ("phi",)})
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        there.answers = [status]
+        with pytest.raises(Refused, match=f"HTTP {status}") as refused:
+            await k.chat("qwen")
+        assert refused.value.status == answered
+        assert bool(refused.value.headers) == (status == 429)
+        assert k.gateway.state().breakers["qwen"].failures == 0
+    async with (
+        loopback() as there,
+        harness(serving, qwen=4, phi=4, make_adapter=engine(there)) as k,
+    ):
+        there.answers = [status, completion("from phi")]
+        assert answer_text(await k.chat("qwen")) == "from phi"
 
 
 @in_loop
@@ -290,10 +309,23 @@ async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
     async with harness(qwen=4, environment={"OPENAI_API_KEY": "s3cret"}) as k:
         for model, missing in (
             ("claude:sonnet", "no CLAUDE_API_KEY"),
-            ("nobody:x", "no NOBODY_BASE_URL"),
+            ("nobody:x", "NOBODY_BASE_URL=https"),
         ):
             with pytest.raises(Refused, match=missing):
                 await k.chat(model)
+
+
+@in_loop
+async def test_a_name_with_a_colon_is_no_cloud_unless_its_provider_is_known():
+    """Names such as `qwen3:8b` are those of Ollama's models. An unknown one is a 404 with the nearest name."""
+    async with harness(qwen3=4) as k:
+        for name in ("qwen3:8b", "nobody:x"):
+            with pytest.raises(Refused) as refused:
+                await k.chat(name)
+            assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+        with pytest.raises(Refused, match="Did you mean qwen3"):
+            await k.chat("qwen3:8b")
+        assert k.gateway.state().breakers == {}
 
 
 def test_a_key_is_never_shown():

@@ -16,6 +16,7 @@ from gpu_runtime.serving.queue.order import (
     ModelState,
     NextSteps,
     Waiting,
+    call_to_refuse,
     next_steps,
     order,
     overtaken_for_seconds,
@@ -24,8 +25,14 @@ from gpu_runtime.serving.queue.order import (
 WARM, COLD, LOADING = Engine(ModelState.WARM), Engine(), Engine(ModelState.LOADING)
 
 
-def call(key: int, model: str = "a", importance: str = "normal", arrived: float = 0.0) -> Waiting:
-    return Waiting(key, model, IMPORTANCE[importance], arrived)
+def call(
+    key: int,
+    model: str = "a",
+    importance: str = "normal",
+    arrived: float = 0.0,
+    client: str = "",
+) -> Waiting:
+    return Waiting(key, model, IMPORTANCE[importance], arrived, client)
 
 
 def keys(waiting: list[Waiting], engines: dict[str, Engine], now: float = 0.0) -> list[int]:
@@ -197,3 +204,52 @@ def test_the_ageing_bound_is_exact():
     """A call of a warm model that arrives shortly before the bound still starts first."""
     cold, warm = Waiting(1, "a", 10, 0.0), Waiting(2, "b", 10, AGEING_SECONDS - 0.5)
     assert keys([cold, warm], {"b": WARM}, now=AGEING_SECONDS - 0.1) == [2, 1]
+
+
+def test_clients_take_turns():
+    """A client with many calls delays another client's call by one of them only."""
+    greedy = [call(key, client="greedy") for key in (1, 2, 3, 4)]
+    others = [call(5, client="ann"), call(6, client="bob"), call(7, client="ann")]
+    assert keys(greedy + others, {"a": WARM}) == [1, 5, 6, 2, 7, 3, 4]
+    old = call(8, arrived=-AGEING_SECONDS, client="greedy")
+    assert keys([*greedy, *others, old], {"a": WARM})[0] == 8
+
+
+def test_a_full_queue_refuses_the_least_important_call():
+    """A new call takes the place of a less important one, and is refused if it is the least important itself."""
+    batch, normal = call(1, importance="batch"), call(2)
+    assert call_to_refuse([batch, normal], call(3, importance="high")) is batch
+    new = call(3, importance="batch", client="ann")
+    assert call_to_refuse([normal], new) is new
+
+
+def test_a_full_queue_refuses_the_client_with_most_calls():
+    """A well-behaved client was refused 9 of 13 times while another one kept the queue full."""
+    greedy = [call(key, client="greedy") for key in (1, 2, 3)]
+    assert call_to_refuse(greedy, call(4, client="ann")) is greedy[2]
+    again = call(4, client="greedy")
+    assert call_to_refuse(greedy, again) is again
+    equal = [call(1, client="ann"), call(2, client="bob")]
+    new = call(3, client="carl")
+    assert call_to_refuse(equal, new) is new, "nobody has more than the new client"
+
+
+CLIENTS = st.sampled_from(["ann", "bob", "greedy"])
+ARRIVALS = st.lists(st.tuples(CLIENTS, st.sampled_from(sorted(IMPORTANCE))), max_size=60)
+
+
+@given(ARRIVALS, st.integers(1, 6))
+def test_no_client_is_refused_while_another_one_has_more_calls_of_its_class(arrivals, limit):
+    """The queue is never longer than its limit, and no call leaves it for a less important one."""
+    waiting: list[Waiting] = []
+    for key, (client, importance) in enumerate(arrivals):
+        new = call(key, importance=importance, client=client)
+        waiting.append(new)
+        if len(waiting) <= limit:
+            continue
+        refused = call_to_refuse(waiting[:-1], new)
+        waiting.remove(refused)
+        assert all(refused.importance >= other.importance for other in waiting)
+        same = [other.client for other in waiting if other.importance == refused.importance]
+        assert all(same.count(refused.client) + 1 >= same.count(other) for other in same)
+    assert len(waiting) <= limit

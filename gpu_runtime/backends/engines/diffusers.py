@@ -18,9 +18,9 @@ from .recipe import (
     nothing_to_prepare,
     path_or_name,
     placed_as_ordered,
+    usual_health_path,
 )
 
-HEALTH, READY = "/health", (200,)
 INHERITS_SOCKET = True
 BASE = "/v1"
 LAYOUT = "balanced"
@@ -29,6 +29,7 @@ NEEDED = ("diffusers", "fastapi", "uvicorn")
 source = path_or_name
 template = no_template_switches
 prepare = nothing_to_prepare
+health_path = usual_health_path
 misplaced = placed_as_ordered
 
 

@@ -33,9 +33,6 @@ from .recipe import (
     placed_as_ordered,
 )
 
-# llama-server answers 503 while it loads. llama-cpp-python's server listens only once the model is
-# loaded. It has no such path, and answers 404.
-HEALTH, READY = "/health", (200, 404)
 INHERITS_SOCKET = False
 BASE = "/v1"
 LAYOUT = "proportional"
@@ -59,6 +56,16 @@ def missing() -> str:
         "neither llama-server nor llama-cpp-python is installed.\n"
         "  Install one:  pip install 'gpu-console[llama]'"
     )
+
+
+def health_path() -> str:
+    """The path that shows whether the server is ready.
+
+    llama-server answers 503 there while it loads, but some versions answer 200 at other paths.
+    llama-cpp-python's server has no such path. It listens only once the model is loaded, so any path
+    without a key serves.
+    """
+    return "/health" if shutil.which("llama-server") else "/openapi.json"
 
 
 def model(order: LaunchOrder) -> str:

@@ -24,7 +24,6 @@ from .recipe import (
     path_or_name,
 )
 
-HEALTH, READY = "/api/version", (200,)
 INHERITS_SOCKET = False
 BASE = "/v1"
 LAYOUT = "proportional"
@@ -33,6 +32,11 @@ FOR_EVER = -1
 evidence = evidence_from_files
 source = path_or_name
 template = no_template_switches
+
+
+def health_path() -> str:
+    """A path that answers once the server runs. `prepare` then loads the model."""
+    return "/api/version"
 
 
 def missing() -> str:

@@ -9,7 +9,7 @@ logs and the end.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -50,12 +50,15 @@ class Command(NamedTuple):
 class Recipe(Protocol):
     """The members of an engine's module. This protocol is documentation; modules are not instances."""
 
-    HEALTH: str  # a path that needs no key; its status shows whether the server is ready
-    READY: Collection[int]  # the statuses with which it answers once the server is ready
     INHERITS_SOCKET: bool  # whether the server can listen on a socket that it inherits
     BASE: str  # the prefix of /chat/completions
     LAYOUT: str  # the default layout; "balanced" for tensor parallelism
     KEYED: bool  # whether the server rejects requests without the key
+
+    @staticmethod
+    def health_path() -> str:
+        """A path that needs no key. It answers 200 once the model is loaded, and not before."""
+        ...
 
     @staticmethod
     def evidence(spec: ModelSpec) -> Evidence:
@@ -130,6 +133,11 @@ def path_or_name(spec: ModelSpec) -> str:
     """The absolute path of the source of `spec` if it exists; else the engine's name for the model."""
     path = os.path.expanduser(spec.source)
     return os.path.abspath(path) if os.path.exists(path) else spec.source
+
+
+def usual_health_path() -> str:
+    """`Recipe.health_path` for engines with the usual path."""
+    return "/health"
 
 
 def nothing_to_prepare(order: LaunchOrder, send: SendRequest) -> None:

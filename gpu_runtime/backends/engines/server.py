@@ -39,6 +39,7 @@ MOST_PORTS = 5  # tried, if a process that makes no claims keeps taking the port
 STOP_SECONDS = 5.0  # for an orderly end
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
+READY_STATUS = 200  # of the health check
 LOAD_ANSWER_SECONDS = 3600.0  # limit of a request that is answered after the model was loaded
 
 
@@ -351,7 +352,8 @@ class Server:
         self._on_loss(self.error.facts["kind"], str(self.error).splitlines()[0])
 
     def _answers_health_check(self) -> bool:
-        return self._sender(ANSWER_SECONDS)("GET", self.recipe.HEALTH, None)[0] in self.recipe.READY
+        status, _ = self._sender(ANSWER_SECONDS)("GET", self.recipe.health_path(), None)
+        return status == READY_STATUS
 
     def _sender(self, seconds: float) -> SendRequest:
         """A function that sends one request to the current port, with a time-out of `seconds`.

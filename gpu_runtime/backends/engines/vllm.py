@@ -21,9 +21,9 @@ from .recipe import (
     nothing_to_prepare,
     path_or_name,
     placed_as_ordered,
+    usual_health_path,
 )
 
-HEALTH, READY = "/health", (200,)
 INHERITS_SOCKET = False
 BASE = "/v1"
 LAYOUT = "balanced"  # tensor parallelism: equal parts
@@ -38,6 +38,7 @@ _OPTION_FLAGS = {
 evidence = evidence_from_files
 source = path_or_name
 prepare = nothing_to_prepare
+health_path = usual_health_path
 misplaced = placed_as_ordered
 
 

@@ -252,7 +252,8 @@ class LlamaEngine:
     ) -> Any:
         """The result of the model's `method`, called with `args` and `kwargs`.
 
-        Setting `cancelled` cancels the call, and the result is then None. Raises BadCall, EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
+        Setting `cancelled` cancels the call, and the result is then None.
+        Raises BadCall, EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
         """
         number, answers = self._send_call(method, args, kwargs)
         if cancelled is not None:

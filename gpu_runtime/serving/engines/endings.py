@@ -6,7 +6,7 @@ engine, even if the stream ended with `[DONE]`. llama-cpp-python's server did th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -27,9 +27,9 @@ def require_ended(kind: str, answer: dict[str, Any], model: str) -> None:
 
 
 async def until_ended(
-    events: AsyncIterator[dict[str, Any]], model: str
+    events: AsyncIterator[dict[str, Any]], model: str, note: Callable[[dict[str, Any]], None]
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Yields the `events` of a streamed answer of `model`.
+    """Yields the `events` of a streamed answer of `model`, and calls `note` with each of them before.
 
     Raises EngineFailed after the last event if a choice was cut off.
     """
@@ -37,6 +37,7 @@ async def until_ended(
     ended: set[int] = set()
     async with aclosing(events) as source:  # type: ignore[type-var]
         async for event in source:
+            note(event)
             for choice in event.get("choices") or ():
                 begun.add(choice.get("index", 0))
                 if _has_ended(choice):

@@ -14,36 +14,31 @@ from typing import Any
 
 from ...facts import ModelSpec, Value
 from ...threads import Cancellation
+from ..fields import sampling
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from ..requests import Refused
 from .base import TextAdapter, cannot
 from .openai_format import TextPiece, max_tokens_of, stops_of
 
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repeat_penalty",
-    "seed",
-    "mirostat_mode",
-    "mirostat_tau",
-    "mirostat_eta",
-    "logit_bias",
-)
+_SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repeat_penalty": "repeat_penalty",
+    "repetition_penalty": "repeat_penalty",
+    "seed": "seed",
+    "mirostat_mode": "mirostat_mode",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
+    "logit_bias": "logit_bias",
+}
 # The library's chat handlers implement these fields.
-_LIBRARY_FIELDS = ("tools", "functions", "response_format", "logprobs", "top_logprobs")
-_LIBRARY_CALL_FIELDS = (
-    *_SAMPLING_FIELDS,
-    *_LIBRARY_FIELDS,
-    "messages",
-    "stop",
-    "tool_choice",
-    "function_call",
-)
+_LIBRARY_FIELDS = ("tools", "functions", "response_format")
+_LIBRARY_CALL_FIELDS = (*_LIBRARY_FIELDS, "messages", "stop", "tool_choice", "function_call")
 
 
 class ModelFacts(Value):
@@ -133,7 +128,6 @@ class LlamaCppAdapter(TextAdapter):
         def work(emit: Emit, cancelled: Cancellation) -> None:
             """Writes the answer in the engine's thread, and emits its pieces."""
             limit = max_tokens_of(body)
-            sampling = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
             parts = self.value.write(
                 self.prompt(kind, body, think),
                 kind != "chat",
@@ -142,7 +136,7 @@ class LlamaCppAdapter(TextAdapter):
                 stop=stops_of(body),
                 stream=True,
                 cancelled=cancelled,
-                **sampling,
+                **sampling(body, _SAMPLING_FIELDS),
             )
 
             def emit_part(part: dict[str, Any]) -> None:
@@ -182,6 +176,7 @@ def _needs_library(body: dict[str, Any]) -> bool:
 
 def _library_fields(body: dict[str, Any]) -> dict[str, Any]:
     fields = {name: body[name] for name in _LIBRARY_CALL_FIELDS if body.get(name) is not None}
+    fields |= sampling(body, _SAMPLING_FIELDS)
     limit = max_tokens_of(body)
     if limit:
         fields["max_tokens"] = limit

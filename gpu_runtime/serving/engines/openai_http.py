@@ -25,6 +25,8 @@ PATHS = {
 # An engine may compute for long before its first token.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 POLL_SECONDS = 0.05
+TOO_MANY = 429
+BUSY_SECONDS = 5.0  # until a retry, if the engine names no time
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
 
 
@@ -139,6 +141,13 @@ class HttpAdapter:
         if status in _CALLER_STATUSES:
             status = 400 if status == 404 else status
             raise Refused(status, "engine_refused", f"{self.name} refused: {text}")
+        if status == TOO_MANY:
+            seconds = _seconds(response.headers.get("Retry-After"))
+            raise Refused(
+                503, "engine_busy", f"{self.name} is busy: HTTP {status}: {text}", seconds
+            )
+        if 400 <= status < 500:  # such as a key that is wrong: no fault of the engine
+            raise Refused(502, "engine_refused", f"{self.name} refused us: HTTP {status}: {text}")
         raise self._failed(f"HTTP {status}: {text}")
 
     async def _read(self, response: httpx.Response) -> bytes:
@@ -173,6 +182,13 @@ class HttpAdapter:
 
     def _failed(self, why: str) -> EngineFailed:
         return EngineFailed(f"{self.name} failed: {why}", name=self.name, why=why)
+
+
+def _seconds(header: str | None) -> float:
+    """The seconds in the header `Retry-After`, at most an hour. The header may also be missing or a date."""
+    if header and header.isascii() and header.isdigit():
+        return min(3600.0, float(header))
+    return BUSY_SECONDS
 
 
 def _error_of_body(text: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec
+from ..fields import sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
@@ -19,7 +20,16 @@ from .long_prompts import remember
 from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
 
 DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+_SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repeat_penalty": "repetition_penalty",
+    "repetition_penalty": "repetition_penalty",
+}
+_NO_LIMIT = (("typical_p", 1.0), ("typical_p", 0.0))  # the library refuses these
 
 
 class TransformersAdapter(TextAdapter):
@@ -213,11 +223,17 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
     If `body` sets none of them, the result is empty, and the model's own values apply.
     """
-    fields = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
+    fields = sampling(body, _SAMPLING_FIELDS)
+    # The library accepts no whole number where it expects another, and no limit of tokens below 0.
+    fields = {
+        name: max(0, value) if name == "top_k" else float(value) for name, value in fields.items()
+    }
+    fields = {name: value for name, value in fields.items() if (name, value) not in _NO_LIMIT}
     if not fields and body.get("seed") is None:
         return {}
     if fields.get("temperature") == 0:
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        penalty = {name: fields[name] for name in fields if name == "repetition_penalty"}
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **penalty}
     return {"do_sample": True, **fields}
 
 

@@ -1,7 +1,7 @@
 """Finds the cause of an error (the caller, the model or neither), and the refusal that the caller gets.
 
-This module is pure. Only a model's own failures open its circuit breaker. Another model may answer instead, unless the
-caller caused the error.
+This module is pure. Only faults of an engine open a model's circuit breaker. Mistakes of callers, mistakes in the
+catalogue, and a lack of memory count for nothing. Another model may answer instead, unless the caller caused the error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ _NOT_OF_THE_MODEL = (
     errors.NotLoaded,
     errors.CatalogUnavailable,
     errors.BadDocument,
+    errors.BadSetting,
+    errors.BadSize,
+    errors.UnknownDevice,
+    errors.NotAModel,
+    errors.CannotGovern,
+    errors.DoesNotFit,
+    errors.StillInUse,
     LoadShared,
     BreakerOpen,
 )
@@ -52,7 +59,11 @@ def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
         return Blame.NOBODY, Refused(403, "model_disabled", str(error), param="model")
     if isinstance(error, errors.NotAllowed):
         return Blame.NOBODY, Refused(403, "not_allowed", str(error))
-    return (Blame.NOBODY if isinstance(error, _NOT_OF_THE_MODEL) else Blame.MODEL), None
+    if isinstance(error, _NOT_OF_THE_MODEL):
+        return Blame.NOBODY, None
+    if isinstance(error, ValueError):  # a library rejected an argument
+        return Blame.CALLER, Refused(400, "engine_refused", f"{model} refused: {first_line(error)}")
+    return Blame.MODEL, None
 
 
 def is_decode_failure(error: BaseException) -> bool:

@@ -1,16 +1,43 @@
 """Measured durations of loads and answers.
 
-With them, a call whose time budget is too short is refused at once, before it spends the budget.
+With them, a call whose time budget is too short is refused at once, before it spends the budget. The time of an answer
+is the time for its prompt plus the time for its text, since a long answer says little about a short one. Prompts are
+counted in characters, as nothing else is known of a prompt before its model runs.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any
 
+from ...facts import Value
+from ..prompt_size import characters
+from ..requests import Call
 from ..routing.tasks import Cost
 
 LOADS_KEPT = 5  # of each model; the slowest counts, since a file is not always in the page cache
-ANSWERS_KEPT = 100
+ANSWERS_KEPT = (
+    20  # of each model and kind of call; the median counts, so one slow answer locks out nobody
+)
+CHARACTERS_PER_TOKEN = 4
+SHORTEST_PROMPT = (
+    64  # tokens; the time of a shorter prompt is overhead, and grows no further below this length
+)
+PROMPT_PART = (
+    0.1  # of the time of an answer's token, for a prompt's token, until a stream has measured it
+)
+
+
+class Answered(Value):
+    """One answer: what it was asked as, its length in tokens, and its seconds."""
+
+    asked: str
+    prompt: int
+    answer: int
+    seconds: float
+    first: float | None  # seconds until the first piece; None for an answer that was not streamed
 
 
 class Costs:
@@ -18,24 +45,127 @@ class Costs:
 
     def __init__(self) -> None:
         self._loads: dict[str, deque[float]] = {}
-        self._answers: dict[str, deque[float]] = {}
+        self._answers: dict[tuple[str, str], deque[Answered]] = {}
 
     def add_load(self, model: str, seconds: float) -> None:
         """Records that a load of `model` took so many `seconds`."""
         self._loads.setdefault(model, deque(maxlen=LOADS_KEPT)).append(seconds)
 
-    def add_answer(self, model: str, seconds: float) -> None:
-        """Records that an answer of `model` took so many `seconds`."""
-        self._answers.setdefault(model, deque(maxlen=ANSWERS_KEPT)).append(seconds)
+    def add_answer(
+        self,
+        model: str,
+        kind: str,
+        seconds: float,
+        *,
+        asked: str = "",
+        prompt: int = 0,
+        answer: int = 0,
+        first: float | None = None,
+    ) -> None:
+        """Records that an answer of `model` to a call of this `kind` took so many `seconds`.
 
-    def of(self, model: str) -> Cost:
-        """The slowest of the last loads of `model`, and the 99th percentile of the durations of its answers.
+        `asked` is the requested name, `prompt` and `answer` the lengths in tokens, and `first` the seconds until the
+        first piece of a stream.
+        """
+        known = self._answers.setdefault((model, kind), deque(maxlen=ANSWERS_KEPT))
+        known.append(Answered(asked, _counted(kind, prompt), answer, seconds, first))
 
-        A part is None if it was never measured.
+    def expect(self, model: str, call: Call) -> Cost:
+        """The expected seconds of a load of `model`, and of its answer to `call`.
+
+        The load is the slowest of the last ones. A part is None if it was never measured. A call expects as many
+        tokens as it asks for, but no more than the longest recent answer had.
         """
         loads = self._loads.get(model)
-        answers = sorted(self._answers.get(model, ()))
-        p99 = None
+        answers = self._answers.get((model, call.kind), ())
+        seconds = None
         if answers:
-            p99 = answers[min(len(answers) - 1, len(answers) * 99 // 100)]
-        return Cost(max(loads) if loads else None, p99)
+            prompt_rate, answer_rate = _rates(answers)
+            prompt = _counted(call.kind, prompt_tokens(call))
+            seconds = prompt * prompt_rate + _answer_tokens(call, answers) * answer_rate
+        return Cost(max(loads) if loads else None, seconds)
+
+
+class Timing:
+    """Measures one answer while it is made."""
+
+    def __init__(self, costs: Costs, clock: Callable[[], float], model: str, call: Call) -> None:
+        """The answer of `model` to `call` begins now, by the `clock`. `costs` gets the figures."""
+        self._costs = costs
+        self._clock = clock
+        self._model = model
+        self._call = call
+        self._began = clock()
+        self._first: float | None = None
+        self._pieces = 0
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Counts one `event` of a stream."""
+        if self._first is None:
+            self._first = self._clock() - self._began
+        self._pieces += bool(event.get("choices"))
+
+    def succeeded(self, answer: dict[str, Any] | None = None) -> None:
+        """Records the duration. `answer` is the whole answer, or None for a stream."""
+        tokens = self._pieces if answer is None else _tokens_of(self._call, answer)
+        self._costs.add_answer(
+            self._model,
+            self._call.kind,
+            self._clock() - self._began,
+            asked=self._call.model,
+            prompt=prompt_tokens(self._call),
+            answer=tokens,
+            first=self._first,
+        )
+
+
+def prompt_tokens(call: Call) -> int:
+    """About how many tokens the prompt of `call` has."""
+    return characters(call.body) // CHARACTERS_PER_TOKEN
+
+
+def _counted(kind: str, prompt: int) -> int:
+    """The length of a `prompt` that decides its time. The prompt of an image takes no time of its own."""
+    return 0 if kind == "images" else max(SHORTEST_PROMPT, prompt)
+
+
+def _tokens_of(call: Call, answer: dict[str, Any]) -> int:
+    """The tokens of a whole `answer`. An image counts as one."""
+    if call.kind == "images":
+        return len(answer.get("data") or ())
+    usage = answer.get("usage")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else 0
+
+
+def _answer_tokens(call: Call, answers: Iterable[Answered]) -> int:
+    """The tokens that the answer to `call` is expected to have, from recent `answers`."""
+    if call.kind == "images":
+        return call.body.get("n") or 1
+    same = [one.answer for one in answers if one.asked == call.model]
+    longest = max(same or [one.answer for one in answers])
+    asked = call.body.get("max_completion_tokens") or call.body.get("max_tokens")
+    return min(asked, longest) if asked else longest
+
+
+def _rates(answers: Iterable[Answered]) -> tuple[float, float]:
+    """The seconds for a token of a prompt and for a token of an answer, from recent `answers`."""
+    streamed = [one.first / one.prompt for one in answers if one.first is not None]
+    if streamed:
+        prompt_rate = median(streamed)
+        rests = (
+            (max(0.0, one.seconds - one.prompt * prompt_rate), one.answer)
+            for one in answers
+            if one.answer
+        )
+        return prompt_rate, _median(seconds / tokens for seconds, tokens in rests)
+    written = [one for one in answers if one.answer]
+    if not written:  # embeddings
+        return _median(one.seconds / one.prompt for one in answers), 0.0
+    rate = _median(one.seconds / (one.answer + PROMPT_PART * one.prompt) for one in written)
+    return PROMPT_PART * rate, rate
+
+
+def _median(values: Iterable[float]) -> float:
+    known = list(values)
+    return median(known) if known else 0.0

@@ -1,15 +1,17 @@
 """Decides which of the waiting calls starts next.
 
 This module is pure. It takes the waiting calls, the state of each engine and the time, and returns the calls to start
-and the models to load. Calls are sorted by class of importance, then warm models first, then by arrival. Every 30 s of
-waiting raise a call by one class.
+and the models to load. Calls are sorted by class of importance, then warm models first, then the clients take turns,
+then by arrival. Every 30 s of waiting raise a call by one class.
 """
 
 from __future__ import annotations
 
 import enum
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ...facts import IMPORTANCE, NORMAL, Value
 
@@ -25,6 +27,7 @@ class Waiting(Value):
     model: str
     importance: int = NORMAL
     arrived: float = 0.0
+    client: str = ""
 
 
 class ModelState(enum.Enum):
@@ -78,8 +81,9 @@ def overtaken_for_seconds(importance: int, by: int) -> float:
 def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> list[Waiting]:
     """The `waiting` calls in the order in which they are considered.
 
-    They are sorted by `aged_class` at the time `now`, then warm models first, then by arrival. `engines` has the state
-    of each model, by name.
+    They are sorted by `aged_class` at the time `now`, then warm models first. Of such equal calls, the first call of
+    each client is before the second one of any client, and so on. Then the arrival counts. So a client with many calls
+    delays another client's call by one of them only. `engines` has the state of each model, by name.
     """
     warm = {name for name, engine in engines.items() if engine.state is ModelState.WARM}
 
@@ -87,7 +91,30 @@ def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float)
         aged = aged_class(call.importance, now - call.arrived)
         return aged, call.model not in warm, call.key
 
-    return sorted(waiting, key=rank)
+    calls_before: Counter[tuple[Any, ...]] = Counter()
+    keyed = []
+    for call in sorted(waiting, key=rank):
+        aged, cold, key = rank(call)
+        place = aged, cold, call.client
+        keyed.append(((aged, cold, calls_before[place], key), call))
+        calls_before[place] += 1
+    return [call for _, call in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def call_to_refuse(waiting: Iterable[Waiting], new: Waiting) -> Waiting:
+    """The call to refuse if the `new` call does not fit into the queue beside the `waiting` calls.
+
+    It is one of the least important calls. Of those, it is the newest call of the client with most of them, and the
+    `new` call if its client has as many. So a client with many calls refuses only its own.
+    """
+    everyone = [*waiting, new]
+    lowest = max(aged_class(call.importance, 0.0) for call in everyone)
+    least = [call for call in everyone if aged_class(call.importance, 0.0) == lowest]
+    counts = Counter(call.client for call in least)
+    most = max(counts.values())
+    if new in least and counts[new.client] == most:
+        return new
+    return max((call for call in least if counts[call.client] == most), key=lambda call: call.key)
 
 
 def next_steps(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> NextSteps:

@@ -16,7 +16,7 @@ from typing import Any
 from ...facts import NORMAL
 from ..requests import Refused
 from .model_hold import Hold
-from .order import Engine, ModelState, NextSteps, Waiting, next_steps
+from .order import Engine, ModelState, NextSteps, Waiting, call_to_refuse, next_steps
 
 ENDS_KEPT = 64  # ends of calls from which the speed of the queue is computed
 MAX_RETRY_SECONDS = 60.0
@@ -31,6 +31,7 @@ class Turn:
         self.started = started
         self.value: Any = None
         self.waited_seconds = 0.0
+        self.refused = False  # another call took its place in the queue
 
 
 class _Running:
@@ -70,7 +71,7 @@ class Queue:
         clock: Callable[[], float],
         limit: int = 256,
     ) -> None:
-        """At most `limit` calls wait, and further calls are refused. `clock` returns seconds.
+        """At most `limit` calls wait. If there are more, `call_to_refuse` chooses one. `clock` returns seconds.
 
         `take(model, importance)` begins to pin a model, `here(model)` is whether it is on its device, and
         `concurrency(model)` is the number of calls that it can run at once.
@@ -88,14 +89,16 @@ class Queue:
         self.loads = 0  # loads begun, of models that were not on their device
 
     @asynccontextmanager
-    async def turn(self, model: str, importance: int = NORMAL) -> AsyncIterator[Turn]:
-        """The turn of a call of `model` with this `importance`.
+    async def turn(
+        self, model: str, importance: int = NORMAL, client: str = ""
+    ) -> AsyncIterator[Turn]:
+        """The turn of a call of `model` with this `importance`, for this `client`.
 
         Raises Refused (503) if too many calls wait, an error of the load, or LoadShared.
         """
-        self._require_room()
         began = self._clock()
-        waiting = Waiting(next(self._keys), model, importance, began)
+        waiting = Waiting(next(self._keys), model, importance, began, client)
+        self._make_room(waiting)
         turn = Turn(waiting, asyncio.get_running_loop().create_future())
         self._waiting[waiting.key] = turn
         try:
@@ -151,12 +154,20 @@ class Queue:
 
     # -- one turn
 
-    def _require_room(self) -> None:
-        waiting = len(self._waiting)
-        if waiting >= self.limit:
-            seconds = self.retry_after()
-            text = f"{waiting} calls wait already, and no more can. Try again in {seconds:.0f} s."
-            raise Refused(503, "queue_full", text, seconds, depth=waiting)
+    def _make_room(self, new: Waiting) -> None:
+        """Refuses a waiting call if the `new` call would be one too many. Raises Refused if that is the new call."""
+        if len(self._waiting) < self.limit:
+            return
+        seconds = self.retry_after()
+        text = f"{len(self._waiting)} calls wait already, and no more can. Try again in {seconds:.0f} s."
+        refusal = Refused(503, "queue_full", text, seconds, depth=len(self._waiting))
+        refused = call_to_refuse((turn.waiting for turn in self._waiting.values()), new)
+        if refused is new:
+            raise refusal
+        turn = self._waiting.pop(refused.key)
+        turn.refused = True
+        if not turn.started.done():  # its task may have been cancelled
+            turn.started.set_exception(refusal)
 
     async def _value_of(self, hold: Hold) -> Any:
         """The object that `hold` pins.
@@ -177,7 +188,9 @@ class Queue:
 
     def _leave(self, turn: Turn) -> None:
         still_waiting = self._waiting.pop(turn.waiting.key, None) is not None
-        if not still_waiting:  # it was started, even if its task was cancelled before it noticed
+        if (
+            not still_waiting and not turn.refused
+        ):  # it was started, even if its task was cancelled before it noticed
             self._ends.append(self._clock())
             running = self._models.get(turn.waiting.model)
             if running is not None and running.active:

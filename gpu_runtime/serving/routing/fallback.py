@@ -62,21 +62,43 @@ def is_cloud(name: str, known: Callable[[str], bool]) -> bool:
     return _PROVIDER.match(name) is not None and not name.startswith("task:") and not known(name)
 
 
+def address_variable(provider: str) -> str:
+    """The environment variable with the address of this `provider`.
+
+    >>> address_variable("my-host")
+    'MY_HOST_BASE_URL'
+    """
+    return f"{provider.upper().replace('-', '_')}_BASE_URL"
+
+
+def is_configured_cloud(name: str, environment: Mapping[str, str]) -> bool:
+    """Whether `name` is the model of a provider whose address is known, here or in the `environment`.
+
+    >>> is_configured_cloud("claude:sonnet", {}), is_configured_cloud("qwen3:8b", {})
+    (True, False)
+    """
+    provider, colon, model = name.partition(":")
+    if not colon or not model:
+        return False
+    return provider in KNOWN_CLOUDS or bool(environment.get(address_variable(provider)))
+
+
 def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
     """The cloud where `name` (in the form `provider:model`) is called, or a sentence about what is missing.
 
     `environment` has `PROVIDER_API_KEY` and `PROVIDER_BASE_URL`.
     """
     provider, _, model = name.partition(":")
-    prefix = provider.upper().replace("-", "_")
-    url = environment.get(f"{prefix}_BASE_URL") or KNOWN_CLOUDS.get(provider, "")
-    key = environment.get(f"{prefix}_API_KEY", "")
+    variable = address_variable(provider)
+    key_variable = variable.replace("_BASE_URL", "_API_KEY")
+    url = environment.get(variable) or KNOWN_CLOUDS.get(provider, "")
+    key = environment.get(key_variable, "")
     if not url:
-        return f"no {prefix}_BASE_URL is set"
+        return f"no {variable} is set"
     if not url.startswith(("https://", "http://")):
-        return f"{prefix}_BASE_URL is no http address"
-    if not key and not environment.get(f"{prefix}_BASE_URL"):
-        return f"no {prefix}_API_KEY is set"
+        return f"{variable} is no http address"
+    if not key and not environment.get(variable):
+        return f"no {key_variable} is set"
     return Cloud(provider, url.rstrip("/"), key, model)
 
 

@@ -1,0 +1,137 @@
+"""Which fields of a request each kind of engine can serve.
+
+This module is pure. Fields are never ignored silently: a field that has an effect, and that the engine cannot serve,
+is refused with 400. The ranges of values are checked for all engines in `requests`. Engines that are servers, and
+clouds, get every field and check it themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from ..facts import ModelSpec, Value
+from .requests import Call, Refused
+
+LLAMA, TORCH = "llama_cpp", "transformers"
+CHECKED_BACKENDS = (LLAMA, TORCH)
+_TEXT = ("chat", "completions")
+_BOTH = (LLAMA, TORCH)
+_NOTHING = (None, "", [], {})
+
+
+class Field(Value):
+    """A field of the body: the kinds of calls that have it, and the backends that serve it."""
+
+    kinds: tuple[str, ...] = _TEXT
+    backends: tuple[str, ...] = _BOTH
+    neutral: tuple[Any, ...] = ()  # values that change nothing, which every backend accepts
+
+
+FIELDS: dict[str, Field] = {
+    "model": Field(("chat", "completions", "embeddings", "images")),
+    "messages": Field(("chat",)),
+    "prompt": Field(("completions", "images")),
+    "input": Field(("embeddings",)),
+    "stream": Field(neutral=(False,)),
+    "stream_options": Field(),
+    "max_tokens": Field(),
+    "max_completion_tokens": Field(),
+    "stop": Field(),
+    "seed": Field(),
+    "temperature": Field(),
+    "top_p": Field(),
+    "top_k": Field(),
+    "min_p": Field(),
+    "typical_p": Field(),
+    "repeat_penalty": Field(),
+    "repetition_penalty": Field(),
+    "presence_penalty": Field(backends=(LLAMA,), neutral=(0,)),
+    "frequency_penalty": Field(backends=(LLAMA,), neutral=(0,)),
+    "mirostat_mode": Field(backends=(LLAMA,), neutral=(0,)),
+    "mirostat_tau": Field(backends=(LLAMA,)),
+    "mirostat_eta": Field(backends=(LLAMA,)),
+    "logit_bias": Field(backends=(LLAMA,)),
+    "response_format": Field(("chat",), (LLAMA,), neutral=({"type": "text"},)),
+    "tools": Field(("chat",)),
+    "tool_choice": Field(("chat",), (LLAMA,), neutral=("auto",)),
+    "functions": Field(("chat",), (LLAMA,)),
+    "function_call": Field(("chat",), (LLAMA,), neutral=("auto",)),
+    "parallel_tool_calls": Field(("chat",), (), neutral=(True,)),
+    "n": Field(backends=(), neutral=(1,)),
+    "best_of": Field(("completions",), (), neutral=(1,)),
+    "echo": Field(("completions",), (), neutral=(False,)),
+    "suffix": Field(("completions",), ()),
+    "logprobs": Field(backends=(), neutral=(False,)),
+    "top_logprobs": Field(("chat",), (), neutral=(0,)),
+    "encoding_format": Field(("embeddings",)),
+    "dimensions": Field(("embeddings",), ()),
+}
+# These name the caller or the caller's records. They have no effect on an answer.
+WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+_NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+}
+
+
+def require_fields(call: Call, spec: ModelSpec) -> None:
+    """Refuses (400) a `call` with a field that the backend of `spec` cannot serve."""
+    if spec.backend not in CHECKED_BACKENDS:
+        return
+    for name, value in call.body.items():
+        if _is_empty(value) or _serves(spec.backend, call.kind, name, value):
+            continue
+        raise _refusal(spec, call.kind, name, value)
+
+
+def serves(backend: str, kind: str, name: str) -> bool:
+    """Whether models of this `backend` can serve the field `name` in calls of this `kind`."""
+    field = FIELDS.get(name)
+    return field is not None and kind in field.kinds and backend in field.backends
+
+
+def _serves(backend: str, kind: str, name: str, value: Any) -> bool:
+    if name in WITHOUT_EFFECT or _is_neutral(name, value):
+        return True
+    return serves(backend, kind, name)
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    neutral = FIELDS[name].neutral if name in FIELDS else _NEUTRAL_ONLY.get(name, ())
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _is_empty(value: Any) -> bool:
+    return any(value is one or (one is not None and value == one) for one in _NOTHING)
+
+
+def _refusal(spec: ModelSpec, kind: str, name: str, value: Any) -> Refused:
+    known = name in FIELDS or name in _NEUTRAL_ONLY
+    shown = repr(value)[:60]
+    why = f"{name}={shown} is not supported by models of the backend {spec.backend}"
+    if known and name in FIELDS and kind not in FIELDS[name].kinds:
+        why = f"{name} has no meaning in a call for {kind}"
+    if not known:
+        close = difflib.get_close_matches(name[:60], FIELDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        why = f"there is no field {name[:60]!r}{hint}"
+    return Refused(
+        400, "not_supported", f"{spec.name} cannot be asked this: {why}", param=name[:60]
+    )
+
+
+def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `body` that decide how the next token is chosen, under the engine's own names.
+
+    `names` maps OpenAI's name of each field to the engine's name.
+    """
+    return {own: body[name] for name, own in names.items() if body.get(name) is not None}

@@ -1,0 +1,138 @@
+"""Which fields of a request each backend can serve. A field is served or refused, and never ignored."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_runtime.facts import ModelSpec
+from gpu_runtime.serving.fields import CHECKED_BACKENDS, FIELDS, require_fields, serves
+from gpu_runtime.serving.requests import Refused, read_call
+
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
+NAMES = {"llama_cpp": "llama.cpp", "transformers": "transformers"}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "completions": {"prompt": "hi"},
+    "embeddings": {"input": "hi"},
+}
+# A value of each field that has an effect.
+VALUES: dict[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 2,
+    "max_completion_tokens": 2,
+    "stop": ["END"],
+    "seed": 7,
+    "temperature": 1,
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0.1,
+    "typical_p": 1,
+    "repeat_penalty": 2,
+    "repetition_penalty": 2,
+    "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "mirostat_mode": 2,
+    "mirostat_tau": 5,
+    "mirostat_eta": 0.1,
+    "logit_bias": {"5": -100},
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function", "function": {"name": "now", "parameters": {}}}],
+    "tool_choice": "none",
+    "functions": [{"name": "now", "parameters": {}}],
+    "function_call": "none",
+    "parallel_tool_calls": False,
+    "n": 2,
+    "best_of": 2,
+    "echo": True,
+    "suffix": "end",
+    "logprobs": True,
+    "top_logprobs": 2,
+    "encoding_format": "base64",
+    "dimensions": 8,
+}
+OPTIONAL = [name for name in FIELDS if name not in ("model", "messages", "prompt", "input")]
+
+
+def call(kind: str, **fields: Any) -> Any:
+    return read_call(kind, {"model": "qwen", **BODIES[kind], **fields})
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+@pytest.mark.parametrize("backend", CHECKED_BACKENDS)
+def test_a_field_is_served_or_refused(backend, name):
+    """The refusal names the field and the backend. Null and a value without effect are always accepted."""
+    spec = ModelSpec("qwen", backend)
+    for kind in BODIES:
+        has_field = kind in FIELDS[name].kinds
+        require_fields(call(kind, **{name: None}), spec)
+        for neutral in FIELDS[name].neutral if has_field else ():
+            require_fields(call(kind, **{name: neutral}), spec)
+        asked = call(kind, **{name: VALUES[name]}) if has_field else None
+        if asked is None:
+            continue
+        if serves(backend, kind, name):
+            require_fields(asked, spec)
+            continue
+        with pytest.raises(Refused, match=f"{name}=.* is not supported by .* {backend}") as refused:
+            require_fields(asked, spec)
+        assert (refused.value.status, refused.value.facts["param"]) == (400, name)
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_name():
+    with pytest.raises(Refused, match="no field 'temprature'; did you mean temperature"):
+        require_fields(call("chat", temprature=1), ModelSpec("qwen", "llama_cpp"))
+    require_fields(call("chat", temprature=1), ModelSpec("qwen", "vllm"))  # it checks by itself
+    require_fields(call("chat", user="ann", store=False), ModelSpec("qwen", "transformers"))
+    with pytest.raises(Refused, match="store=True is not supported"):
+        require_fields(call("chat", store=True), ModelSpec("qwen", "transformers"))
+    with pytest.raises(Refused, match="messages has no meaning in a call for embeddings"):
+        require_fields(call("embeddings", messages=["a"]), ModelSpec("e", "transformers"))
+
+
+def test_the_documented_table_is_the_table_of_the_code():
+    found: dict[str, dict[str, bool]] = {}
+    header = re.search(r"\| field \| (.*) \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", DOCS.read_text())
+    columns = header[1].split(" | ")
+    assert columns == [NAMES[backend] for backend in CHECKED_BACKENDS]
+    for line in header[2].splitlines():
+        fields, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for name in re.findall(r"`(\w+)`", fields):
+            found[name] = dict(zip(columns, (cell == "yes" for cell in cells), strict=True))
+    expected = {
+        name: {
+            NAMES[backend]: any(serves(backend, kind, name) for kind in FIELDS[name].kinds)
+            for backend in CHECKED_BACKENDS
+        }
+        for name in OPTIONAL
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("typical_p", -1),
+        ("mirostat_mode", 3),
+        ("logit_bias", {"the": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", []),
+        ("tools", {}),
+        ("response_format", "json"),
+        ("stream_options", True),
+        ("echo", 1),
+        ("top_logprobs", 21),
+    ],
+)
+def test_a_value_out_of_range_is_refused_for_every_engine(field, value):
+    with pytest.raises(Refused, match=field) as refused:
+        call("chat", **{field: value})
+    assert refused.value.status == 400
