@@ -67,7 +67,7 @@ def register(
         chosen,
         source=text,
         size=None if size is None else parse_room(size),
-        model_type=model_type or "other",
+        model_type=(model_type or "other").lower(),
         quantization=quantization,
         importance=parse_importance(importance),
         keep=keep,
@@ -153,7 +153,7 @@ def adopt(
     spec = ModelSpec(
         name,
         "torch",
-        model_type=model_type or "other",
+        model_type=(model_type or "other").lower(),
         importance=parse_importance(importance),
         keep=keep,
         keep_alive=parse_seconds(keep_alive),

@@ -321,6 +321,8 @@ class Gateway:
         seconds = call.stay_warm
         if seconds is None and task is not None:
             seconds = task.keep_alive_s
+        if seconds is None and spec.keep_alive:
+            seconds = spec.keep_alive
         return stay_warm_seconds(seconds, spec.model_type)
 
     def _concurrency(self, model: str) -> int:

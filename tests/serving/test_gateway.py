@@ -379,7 +379,8 @@ async def test_three_decode_failures_in_a_row_reload_the_model_once():
 async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
     """The profile and the thinking mode change the engine's prompt. A field in the call overrides the profile."""
     written = {
-        "chat_template": "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
+        "chat_template": "{# reads /think and /no_think #}"
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
     }
     serving = ServingConfig(
         clients={
@@ -485,6 +486,18 @@ async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
             await until(lambda where=where: k.where() == where)
         await k.chat("llm", x_stay_warm=0)
         await until(lambda: k.where()["llm"] == "host")
+
+
+@in_loop
+async def test_the_catalogues_keep_alive_counts_in_serving():
+    """It replaces the idle time of the type. `x_stay_warm` still overrides it."""
+    options = {"long": {"keep_alive": 1000}, "short": {"keep_alive": 10}}
+    async with harness(long=4, short=4, options=options) as k:
+        await k.chat("long")
+        await k.chat("short")
+        await k.chat("short", x_stay_warm=5)
+        until_at = {name: k.gateway.keep_warm.until(name) for name in ("long", "short")}
+        assert until_at == {"long": k.clock.now + 1000, "short": k.clock.now + 10}
 
 
 @in_loop

@@ -202,3 +202,43 @@ def test_the_journal_has_the_visitor_who_acted(rt):
     client(rt).post("/memory/evict/reranker")
     [event] = [event for event in rt.why("rank") if event.action == "offloaded"]
     assert "ann, HTTP" in event.by
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"name": "rank", "model_type": "embedding"}, "rank is of type reranker, not embedding"),
+        ({"name": "emb", "quantization": "int4"}, "the quantization float16, not int4"),
+        ({"name": "rank", "quantization": "int4"}, "it has none, not int4"),
+    ],
+)
+def test_a_preload_of_another_model_than_was_asked_is_not_true(rt, wanted, why):
+    """The answer is for the type and the quantization that were asked, so another model is not loaded for it."""
+    rt.evict(wanted["name"])
+    answer = client(rt).post("/memory/preload", json={"models": [wanted]}).json()
+    [(key, done)] = answer["results"].items()
+    assert done is False and why in answer["errors"][key]
+    assert not rt.here(wanted["name"])
+
+
+def test_model_types_are_read_without_regard_to_case(rt):
+    """A name such as `LLM` is accepted by the routes, and by `register`."""
+    http = client(rt)
+    assert http.post("/memory/evict/Reranker").json()["models"] == ["rank"]
+    wanted = {"name": "rank", "model_type": "RERANKER"}
+    answer = http.post("/memory/preload", json={"models": [wanted]}).json()
+    assert answer["results"] == {"reranker:rank:": True}
+    assert http.post("/memory/evict/RERANKER:rank:").json()["models"] == ["rank"]
+    assert rt.register("chat", backend="fake", size="1GiB", model_type="LLM").model_type == "llm"
+
+
+def test_without_a_governor_models_are_evicted_by_their_type(runtime):
+    """Their leases have a type too, although nothing was granted."""
+    rt = runtime(enable_memory_governor=False)
+    rt.register("rank", backend="fake", size="2GiB", model_type="reranker", quantization="int8")
+    rt.preload("rank")
+    http = client(rt)
+    [row] = http.get("/memory/models").json()
+    assert (row["model_type"], row["quantization"]) == ("reranker", "int8")
+    assert http.post("/memory/evict/reranker").json()["models"] == ["rank"]
+    assert not rt.here("rank")

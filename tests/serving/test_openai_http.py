@@ -196,17 +196,17 @@ async def test_an_engines_refusal_is_the_callers_mistake():
 async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
     """The variable `enable_thinking` is sent if the engine's template reads it or is unknown.
 
-    For any other template, a word is added to the last user message.
+    A word is added to the last user message only if the template reads that word.
     """
     knows, knows_not = "{% if enable_thinking %}", "{{ messages[0].content }}"
-    for own, options, switched in (
-        (None, {}, True),
-        (knows, {}, True),
-        (knows_not, {}, False),
-        ("", {}, False),
-        (knows, {"chat_template": knows_not}, False),
-        (knows_not, {"chat_template": knows}, True),
-        ("", {"chat_template": knows}, False),
+    reads = "{% if '/no_think' in messages[-1].content %}"
+    for own, options, switched, content in (
+        (None, {}, True, "hi"),
+        (knows, {}, True, "hi"),
+        (knows_not, {}, False, "hi"),
+        (reads, {}, False, "hi /no_think"),
+        (knows, {"chat_template": knows_not}, False, "hi"),
+        (knows_not, {"chat_template": knows}, True, "hi"),
     ):
         async with (
             loopback() as there,
@@ -218,8 +218,22 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
             assert body.get("chat_template_kwargs") == (
                 {"enable_thinking": False} if switched else None
             )
-            assert body["messages"][0]["content"] == ("hi" if switched else "hi /no_think")
+            assert body["messages"][0]["content"] == content
             assert "chat_template" not in body, "vLLM refuses requests that bring one"
+
+
+@pytest.mark.parametrize(
+    ("template", "think"),
+    [("", False), ("", True), ("{{ messages }}", True), ("{{ '<think>' }}", False)],
+)
+@in_loop
+async def test_a_thinking_mode_that_cannot_be_set_is_refused(template, think):
+    """The engine would ignore it, or the word would be read as a part of the question."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there, template)) as k:
+        with pytest.raises(Refused, match="no switch for thinking") as refused:
+            await k.chat("qwen", "hi", x_thinking=think)
+        assert (refused.value.status, refused.value.facts["param"]) == (400, "x_thinking")
+        assert not there.requests
 
 
 @in_loop

@@ -8,14 +8,14 @@ figures are pure; `router` adds the paths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from ...errors import GpuError, StillInUse
-from ...facts import AllocatorMap, Health, Lease, Level, Snapshot
+from ...facts import AllocatorMap, Health, Lease, Level, ModelSpec, Snapshot
 from ...units import MIB
 from ..queue.thread_stream import in_thread
 
@@ -28,12 +28,16 @@ MAX_ROWS = 1000
 PRELOAD_SECONDS = 60.0  # the longest load of one model
 
 
+def _lower(word: Any) -> Any:
+    return word.lower() if isinstance(word, str) else word
+
+
 class Wanted(BaseModel):
     """A model to load."""
 
     name: str = Field(min_length=1, max_length=256)
-    model_type: ModelType = "other"
-    quantization: str = Field("", max_length=64)
+    model_type: Annotated[ModelType, BeforeValidator(_lower)] = "other"  # other: of any type
+    quantization: str = Field("", max_length=64)  # empty: any
 
 
 class Preload(BaseModel):
@@ -262,8 +266,9 @@ def _held(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
         for lease in section.leases:
             if lease.kind == "model" and lease.on_device:
                 held.append((section.owner.pid, lease))
-    if wanted in TYPES:
-        return [(pid, lease.name) for pid, lease in held if lease.model_type == wanted]
+    if wanted.lower() in TYPES:
+        type_ = wanted.lower()
+        return [(pid, lease.name) for pid, lease in held if lease.model_type == type_]
     names = {lease.name for _, lease in held}
     names |= {spec.name for spec in snapshot.specs}
     names |= set(rt.catalog_names())
@@ -278,18 +283,34 @@ def _held(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
 def preload(rt: Any, wanted: Preload) -> dict[str, Any]:
     """The answer to `POST /memory/preload`, which loads each model in `wanted` with `rt`. Blocks until they are loaded.
 
-    For each model the answer has whether it was loaded, and the reason if it was not.
+    For each model the answer has whether it was loaded, and the reason if it was not. A model of another type or
+    quantization than the wanted one is not loaded.
     """
     results = {}
     errors = {}
     for model in wanted.models:
         name = f"{model.model_type}:{model.name}:{model.quantization}"
         try:
+            other = _difference(model, rt.spec(model.name))
+            if other:
+                results[name] = False
+                errors[name] = other
+                continue
             results[name] = rt.preload(model.name, timeout=PRELOAD_SECONDS).done
         except GpuError as error:
             results[name] = False
             errors[name] = " ".join(str(error).split())
     return {"results": results, **({"errors": errors} if errors else {})}
+
+
+def _difference(wanted: Wanted, spec: ModelSpec) -> str:
+    """How the registered model of `spec` differs from the `wanted` one, as a sentence; empty if it does not."""
+    if wanted.model_type not in ("other", spec.model_type):
+        return f"{spec.name} is of type {spec.model_type}, not {wanted.model_type}"
+    if wanted.quantization and wanted.quantization.lower() != spec.quantization.lower():
+        has = f"has the quantization {spec.quantization}" if spec.quantization else "has none"
+        return f"{spec.name} is registered with another quantization: it {has}, not {wanted.quantization}"
+    return ""
 
 
 # -- routes
@@ -376,7 +397,7 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
 def _name_in_key(text: str) -> str:
     """The name in a text of the form `type:name:quantization`. A text of another form is returned unchanged."""
     kind, _, rest = text.partition(":")
-    return rest.rpartition(":")[0] if kind in TYPES and ":" in rest else text
+    return rest.rpartition(":")[0] if kind.lower() in TYPES and ":" in rest else text
 
 
 def _sum(parts: Iterable[int | None]) -> int | None:

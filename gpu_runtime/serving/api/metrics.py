@@ -103,7 +103,7 @@ class Metrics:
             self._evictions.labels(event.reason, event.action).inc()
         elif event.action in VERDICT_ACTIONS:
             self._verdicts.labels(event.action, event.reason).inc()
-        if event.action in self._seconds and event.seconds:
+        if event.action in self._seconds:  # 0 seconds: less than a millisecond
             self._seconds[event.action].observe(event.seconds)
 
     @staticmethod

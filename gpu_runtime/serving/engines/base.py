@@ -115,13 +115,13 @@ class TextAdapter:
         if kind == "completions":
             return body["prompt"]
         template = chat_template.override(self.spec.options) or self.template()
-        messages, switches = with_thinking(body["messages"], think, template)
         if template is None:
             raise cannot(
                 self.spec.name,
                 "it has no chat template; give it one (chat_template in the catalogue), "
                 "or use /v1/completions",
             )
+        messages, switches = with_thinking(body["messages"], think, template, self.spec.name)
         tools = {"tools": body["tools"]} if body.get("tools") else {}
         try:
             return chat_template.render(template, messages, **self.tokens(), **tools, **switches)

@@ -117,10 +117,12 @@ class HttpAdapter:
         They are the messages, and the variables of the engine's chat template if the engine accepts variables.
         """
         template = getattr(self._handle, "chat_template", None)
-        if template != "":
+        if template is None:
             # An unknown template is assumed to read `enable_thinking`, as newer templates do.
-            template = chat_template.override(spec.options) or template or "enable_thinking"
-        messages, switches = with_thinking(body["messages"], think, template)
+            template = "enable_thinking"
+        if template:
+            template = chat_template.override(spec.options) or template
+        messages, switches = with_thinking(body["messages"], think, template, self.name)
         fields: dict[str, Any] = {"messages": messages}
         if switches:
             variables = body.get("chat_template_kwargs") or {}

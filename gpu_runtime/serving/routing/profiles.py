@@ -7,15 +7,15 @@ catalogue.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
 from ...facts import parse_importance
-from ..requests import Call
+from ..requests import Call, Refused
 from .tasks import Profile
 
-# Models without a switch in their template read these words in the last user message.
+# Some templates read these words in the last user message.
 SWITCHES = {True: "/think", False: "/no_think"}
 
 
@@ -71,22 +71,27 @@ def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
 
 
 def with_thinking(
-    messages: list[dict[str, Any]], think: bool | None, template: str | None
+    messages: list[dict[str, Any]], think: bool | None, template: str, model: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The conversation `messages` and the variables for the chat `template`, changed so that thinking is as in `think`.
 
-    A template that reads `enable_thinking` gets that variable. For any other or unknown template, a word is added to
-    the last user message, which is the method that Qwen 3 introduced.
+    A template that reads `enable_thinking` gets that variable. For a template that reads `/think` or `/no_think`, the
+    word is added to the last user message. Raises Refused (400) if the template of `model` has no such switch, unless
+    thinking is off and the template shows no thoughts.
 
-    >>> with_thinking([{"role": "user", "content": "hi"}], False, "{% if enable_thinking %}…")
+    >>> with_thinking([{"role": "user", "content": "hi"}], False, "{% if enable_thinking %}…", "qwen")
     ([{'role': 'user', 'content': 'hi'}], {'enable_thinking': False})
-    >>> with_thinking([{"role": "user", "content": "hi"}], False, "{{ messages }}")
+    >>> with_thinking([{"role": "user", "content": "hi"}], False, "{% if '/no_think' in …", "smol")
     ([{'role': 'user', 'content': 'hi /no_think'}], {})
     """
     if think is None:
         return messages, {}
-    if template is not None and "enable_thinking" in template:
+    if "enable_thinking" in template:
         return messages, {"enable_thinking": think}
+    if not any(word in template for word in SWITCHES.values()):
+        if not think and template and "<think>" not in template:
+            return messages, {}
+        return _no_switch(model)
     for at in reversed(range(len(messages))):
         message = messages[at]
         content = message.get("content")
@@ -94,3 +99,8 @@ def with_thinking(
             changed = {**message, "content": f"{content} {SWITCHES[think]}"}
             return [*messages[:at], changed, *messages[at + 1 :]], {}
     return messages, {}
+
+
+def _no_switch(model: str) -> NoReturn:
+    text = f"{model} has no switch for thinking that can be set here; leave x_thinking out"
+    raise Refused(400, "no_thinking_switch", text, param="x_thinking")
