@@ -19,7 +19,7 @@ CONSTRAINTS_cpu := -c constraints-cpu.txt
 LLAMA_cpu := -DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF
 LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
 LLAMA := $(shell grep -o 'llama-cpp-python\[server\][^"]*' pyproject.toml)
-WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,test,docs
+WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,fleet,test,docs
 JOBS ?= 2
 # Compiled modules are kept: without them each worker and each kernel compiles 400 files anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -32,6 +32,7 @@ from .errors import (
     DoesNotFit,
     EngineDied,
     EngineFault,
+    FleetUnavailable,
     GpuError,
     LedgerNewer,
     LedgerUnavailable,
@@ -39,6 +40,7 @@ from .errors import (
     MemoryLimitExceeded,
     ModelDisabled,
     NeedsWith,
+    NodeLost,
     NotAllowed,
     NotAModel,
     NotLoaded,
@@ -53,11 +55,13 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .fleet.client import Fleet
     from .runtime import Runtime
 
 __version__ = "0.1.0"
 __all__ = [
     "Runtime",
+    "fleet",
     "runtime",
     "AlreadyRegistered",
     "AmbiguousName",
@@ -72,6 +76,7 @@ __all__ = [
     "DoesNotFit",
     "EngineDied",
     "EngineFault",
+    "FleetUnavailable",
     "GpuError",
     "LedgerNewer",
     "LedgerUnavailable",
@@ -79,6 +84,7 @@ __all__ = [
     "MemoryLimitExceeded",
     "ModelDisabled",
     "NeedsWith",
+    "NodeLost",
     "NotAllowed",
     "NotAModel",
     "NotLoaded",
@@ -111,6 +117,18 @@ def runtime() -> Runtime:
         return _runtime
 
 
+def fleet(address: str = "auto") -> Fleet:
+    """The fleet: all hosts of the Ray cluster at `address` that have joined.
+
+    `address` is `auto` on a machine of the cluster, or the head's, such as `box1:6379`. Raises
+    FleetUnavailable if the extra `fleet` is not installed, or if no such cluster takes this
+    process.
+    """
+    from .fleet.client import open_fleet
+
+    return open_fleet(address)
+
+
 def _opened() -> Runtime | None:
     """The runtime of this process if it is open, else None. It opens nothing."""
     return _runtime if _runtime is not None and not _runtime._closed else None
@@ -125,10 +143,10 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """This package. Importing its submodule `runtime` does not replace the function of that name."""
+    """This package. Importing a submodule does not replace the function of the same name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name == "runtime" and isinstance(value, ModuleType)):
+        if not (name in ("runtime", "fleet") and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

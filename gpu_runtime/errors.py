@@ -25,6 +25,8 @@
     ├── NotLoaded                  in the catalogue, but loaded by no process
     ├── NotResident                called while away, with automatic restore switched off
     ├── ProbeFailed                a device did not respond
+    ├── FleetUnavailable           there is no cluster, or a host may not join it
+    ├── NodeLost                   a host of the fleet died while its model was used
     └── LedgerUnavailable          the book cannot be read or written
         ├── LedgerNewer            … because a newer version wrote it
         └── LedgerRefused          … because the write would break a law
@@ -400,6 +402,31 @@ class CannotGovern(GpuError, TypeError):
 
 class ProbeFailed(GpuError):
     """A device did not respond. Attributes: device."""
+
+
+# -- the fleet -------------------------------------------------------------------------------------
+
+
+class FleetUnavailable(GpuError):
+    """A process cannot connect to a fleet, or a host cannot join it. Attributes: why."""
+
+
+class NodeLost(GpuError):
+    """A host of the fleet died, or restarted, while its model was used.
+
+    Attributes: name, host, why.
+    """
+
+    def __init__(self, name: str, host: str, why: str) -> None:
+        """The model `name` was lost on `host`, and `why`."""
+        what = f"{name} was lost on {host}" if name else f"{host} was lost"
+        super().__init__(
+            f"{what}: {why}.\n"
+            "  Use it again: another host serves it, or pass retry=True to fleet.use",
+            name=name,
+            host=host,
+            why=why,
+        )
 
 
 # -- the ledger ------------------------------------------------------------------------------------

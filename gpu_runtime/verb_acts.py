@@ -153,3 +153,22 @@ def ledger(rt: Any, args: argparse.Namespace) -> Any:
     from .ledgers import setup
 
     return setup.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
+
+
+def fleet(rt: Any, args: argparse.Namespace) -> Any:
+    """The hosts of the fleet, or the outcome of the action in `args`. `rt` is not used."""
+    import gpu_runtime
+
+    from .fleet import joining
+
+    if args.action == "join":
+        options = given(args, "name", "devices", "ledger")
+        return joining.join(address=args.address, **options)
+    if args.action == "leave":
+        return joining.leave(address=args.address)
+    hosts = gpu_runtime.fleet(args.address)
+    if args.action == "drain":
+        if not args.host:
+            raise GpuError("drain needs the name of a host:  gpu fleet drain HOST")
+        return hosts.drain(args.host, undo=args.undo)
+    return hosts.status()

@@ -334,6 +334,28 @@ _TABLE = (
         needs_runtime=False,
     ),
     Verb(
+        "fleet",
+        "many hosts, on Ray: one bar for each; join, drain and leave",
+        verb_acts.fleet,
+        (
+            positional(
+                "action",
+                "ACTION",
+                "status (unless given), join, leave, or drain HOST",
+                nargs="?",
+                choices=["status", "join", "leave", "drain"],
+                default="status",
+            ),
+            positional("host", "HOST", "the host to drain", nargs="?"),
+            switch("--undo", "with drain: take models again"),
+            option("--name", "NAME", "with join: the name of this host"),
+            option("--devices", "D", "with join: its cards, such as sim:2x24GiB"),
+            option("--ledger", "URL", "with join: its ledger; the machine's unless given"),
+            option("--address", "A", "of Ray's head, such as box1:6379", default="auto"),
+        ),
+        needs_runtime=False,
+    ),
+    Verb(
         "help",
         "this help, or the help of one verb",
         lambda rt, args: args.verb,

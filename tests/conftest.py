@@ -105,6 +105,7 @@ PROCESSES = (
     "owner/test_catalog.py",
     "owner/test_engines.py",
     "owner/test_torn_ledger.py",
+    "fleet/test_fleet.py",
     "serving/test_gateway.py",
     "serving/test_headless.py",
     "serving/test_openapi.py",
@@ -117,6 +118,7 @@ LONGEST = (
     "stories/test_views_in_chromium.py",
     "ledgers/test_shared.py",
     "stories/test_history.py",
+    "fleet/test_fleet.py",
     "stories/test_sampler.py",
     "backends/test_contract.py",
 )

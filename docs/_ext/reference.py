@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import textwrap
@@ -187,15 +188,25 @@ def statuses_table(lines: Iterable[Line]) -> str:
 # -- Python ---------------------------------------------------------------------------------------
 
 
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
 def thing(path: str) -> Any:
     """The object of a dotted path such as `gpu_runtime.Runtime.use`."""
     first, *names = path.split(".")
     found, module = importlib.import_module(first), first
-    for name in names:
+    for position, name in enumerate(names):
         module = f"{module}.{name}"
-        if not hasattr(found, name):
-            importlib.import_module(module)
-        found = getattr(found, name)
+        is_last = position == len(names) - 1
+        if not hasattr(found, name) or (not is_last and _is_module(module)):
+            # A function of the package, such as gpu_runtime.fleet, may have the name of a folder.
+            found = importlib.import_module(module)
+        else:
+            found = getattr(found, name)
     return found
 
 

@@ -13,7 +13,7 @@ from gpu_runtime.facts import Applied, Health, Outcome, Plan, Schedule, Snapshot
 from gpu_runtime.owner.doctor import Report
 from gpu_runtime.safe_text import lines
 
-from . import allocator_map, elements, holders, html, schedule, text
+from . import allocator_map, elements, fleet, holders, html, schedule, text
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -112,6 +112,8 @@ def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
             lambda: "\n\n".join(text.host(one, prompt) for one in value),
             lambda: "".join(html.host(one) for one in value),
         )
+    if verb == "fleet" and isinstance(value, tuple):
+        return Shown(value, lambda: fleet.as_text(value), lambda: fleet.as_html(value))
     if verb == "why":
         return Shown(
             value, lambda: text.why(subject, value, prompt), lambda: html.why(subject, value)

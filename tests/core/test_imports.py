@@ -16,6 +16,7 @@ NEEDED_LATER = [
     "llama_cpp",
     "pandas",
     "pydantic_settings",
+    "ray",
 ]
 
 
@@ -38,3 +39,30 @@ def test_an_import_loads_no_library_that_is_only_needed_later(package, tmp_path)
         check=False,
     )
     assert (shown.stdout.strip(), shown.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("name", ["runtime", "fleet"])
+@pytest.mark.parametrize("module_first", [True, False])
+def test_a_function_and_a_module_of_one_name_do_not_replace_each_other(
+    name, module_first, tmp_path
+):
+    """`gpu_runtime.fleet` is the function, whatever was imported first."""
+    lines = [f"import gpu_runtime.{name}", "import gpu_runtime"]
+    program = "; ".join(
+        [
+            *(lines if module_first else lines[::-1]),
+            "import gpu_runtime.fleet.wishes",
+            f"from gpu_runtime import {name}",
+            f"assert callable(gpu_runtime.{name}) and {name} is gpu_runtime.{name}",
+            "from gpu_runtime.fleet.wishes import Wishes; from gpu_runtime.runtime import Runtime",
+        ]
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (shown.stdout, shown.stderr) == ("", "")

@@ -94,6 +94,7 @@ ANSWERS = {
     ("park", "-h"): "gpu park [NOTEBOOK] [--checkpoint] [--yes]",
     ("unpark", "-h"): "gpu unpark [NOTEBOOK] [--checkpoint]",
     ("who", "-h"): "gpu who [NOTEBOOK]",
+    ("fleet", "-h"): "gpu fleet [ACTION] [HOST] [--undo] [--name NAME] [--devices D]",
     ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
 

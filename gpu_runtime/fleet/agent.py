@@ -1,0 +1,237 @@
+"""The agent of one host: a detached Ray actor that owns the leases of the fleet's models there.
+
+Its runtime is an owner in the host's own book, beside the notebooks of the host. What the host
+grants is decided there. The methods run in Ray's threads; loads and offers have their own, so that
+an offer never waits for a load.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import FleetUnavailable, GpuError, NotAllowed, UnknownModel
+from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
+from ..runtime import Runtime
+from ..scheduler.offers import offer_of
+from ..threads import start
+from . import cluster, wishes
+from .holds import Hold, Holds
+
+log = logging.getLogger("gpu_runtime")
+
+# Threads of each kind of call. A client that waits for a model occupies one of the loads.
+GROUPS = {"offers": 8, "loads": 64, "calls": 64, "verbs": 8}
+WATCH_SECONDS = 0.3  # how often the jobs of clients are checked
+VERBS = (  # methods of Runtime that others may call through the agent
+    "status models leases events evictions history decisions fragmentation health plan why doctor "
+    "schedule preload evict restore move pin unpin drain defrag specs"
+).split()
+
+
+class HostAgent:
+    """Answers for one host. Ray creates it on that host and restarts it there."""
+
+    def __init__(
+        self, host: str, devices: str, ledger: str | None, theirs: Mapping[str, str]
+    ) -> None:
+        """The agent of `host`, for its `devices` and its `ledger`, as settings name them.
+
+        `theirs` are the versions of the process that makes the host join. An error of the
+        constructor would only be an actor that died, so `ready` raises it.
+        """
+        self.host = host
+        self._revision = -1
+        self._learning = threading.Lock()
+        self._trouble: GpuError | None = None
+        try:
+            cluster.require_token()
+            cluster.require_equal_versions(theirs, "the process that joins this host")
+            self._open(devices, ledger)
+        except GpuError as error:
+            self._trouble = error
+
+    def _open(self, devices: str, ledger: str | None) -> None:
+        # Each start has its own directory, since the wishes are read again from the head.
+        self._catalogue = Path(tempfile.mkdtemp(prefix="gpu-fleet-"))
+        self._file = self._catalogue / "fleet.json"
+        self.rt = Runtime(devices=devices, ledger=ledger, catalog=str(self._catalogue))
+        cards = [device for device in self.rt.probe.devices if not device.is_host]
+        named = devices.startswith("sim:")
+        if not cards or (self.rt.simulated and not named):
+            self.rt.close()
+            raise FleetUnavailable(
+                f"{self.host} has no visible card, so it cannot join.\n"
+                "  For a drill:  gpu fleet join --devices sim:2x24GiB",
+                why="no card",
+            )
+        self.holds = Holds(self.rt, self.host)
+        start(self._watch_jobs)
+
+    def ready(self) -> dict[str, Any]:
+        """The process id and the versions of this agent. Raises the error of its start."""
+        if self._trouble is not None:
+            raise self._trouble
+        return {"pid": os.getpid(), "versions": cluster.versions(), "host": self.host}
+
+    # -- what this host would take -----------------------------------------------------------------
+
+    def learn(self, revision: int) -> wishes.Wishes | None:
+        """Reads the wishes from the head, unless this agent knows that `revision` already."""
+        if revision <= self._revision:
+            return None
+        with self._learning:
+            if revision <= self._revision:
+                return None
+            found = wishes.load(cluster.stored(cluster.WISHES))
+            draft = self._file.with_suffix(".draft")
+            draft.write_text("\n".join(json.dumps(wish.body) for wish in found.models))
+            os.replace(draft, self._file)
+            self._drain_if_wished(self.host in found.drained)
+            self._revision = found.revision
+            return found
+
+    def _drain_if_wished(self, wished: bool) -> None:
+        """Drains this host's cards, or opens them, if the wishes changed that."""
+        drained = getattr(self, "_drained", False)
+        if wished == drained:
+            return
+        for view in self.rt.status().devices:
+            if not view.device.is_host:
+                self.rt.drain(view.device.id, undo=not wished, timeout=0.0)
+        self._drained = wished
+
+    def offer(self, name: str, revision: int) -> Offer:
+        """What it takes to use the model `name` here. Never raises GpuError."""
+        try:
+            self.learn(revision)
+            plan = self.rt.plan(name)
+            users = self.holds.users(name)
+            if plan.level is PlanLevel.WAIT:
+                users += len(self.rt.status().tickets)
+            return offer_of(plan, self.host, users)
+        except GpuError as error:
+            return Offer(self.host, name, PlanLevel.NEVER, str(error))
+
+    def room(self, name: str, revision: int) -> HostRoom:
+        """The room of this host, and whether it has the model `name`."""
+        self.learn(revision)
+        found = self.rt.status()
+        cards = [view for view in found.devices if not view.device.is_host]
+        free = [max(0, view.room_bytes or 0) for view in cards]
+        limits = [view.limit_bytes for view in cards]
+        lease = self._leases().get(name)
+        need, may_split = self._need(name)
+        return HostRoom(
+            self.host,
+            here=lease is not None and lease.on_device,
+            warm=lease is not None and lease.on_host,
+            drained=any(view.drained for view in cards),
+            free_bytes=max(free, default=0),
+            free_bytes_together=sum(free),
+            budget_bytes=max(limits, default=0),
+            budget_bytes_together=sum(limits),
+            need_bytes=need,
+            may_split=may_split,
+        )
+
+    def _need(self, name: str) -> tuple[int, bool]:
+        """The declared bytes of a model (0: unknown), and whether it may use several cards."""
+        try:
+            spec = self.rt.spec(name)
+        except GpuError:
+            return 0, True
+        return spec.size or 0, spec.layout != "single"
+
+    def _leases(self) -> dict[str, Lease]:
+        """The leases of this agent's models, by name."""
+        found = self.rt.status()
+        section = found.sections.get(found.owner.id)
+        return {lease.name: lease for lease in section.leases} if section else {}
+
+    def holdings(self) -> dict[str, tuple[str, int]]:
+        """The models that this agent has on a device or in host memory: device and bytes."""
+        return {
+            name: (lease.where, lease.bytes)
+            for name, lease in self._leases().items()
+            if lease.shares and (lease.on_device or lease.where == HOST)
+        }
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def enter(
+        self,
+        hold: str,
+        job: str,
+        name: str,
+        *,
+        timeout: float | None,
+        importance: Any = None,
+        only_here: bool = False,
+        revision: int = 0,
+    ) -> bool:
+        """Begins the hold `hold` of a client of the `job`: its model is on its device and pinned.
+
+        With `only_here`, the result is False if the model is not on its device. Raises as
+        `rt.use` does.
+        """
+        self.learn(revision)
+        if only_here and not self.rt.here(name):
+            return False
+        if getattr(self, "_drained", False):
+            raise NotAllowed(
+                f"{self.host} is drained.", name=name, user="", because="it is drained"
+            )
+        self.holds.enter(Hold(hold, job, name), timeout, importance)
+        return True
+
+    def call(self, hold: str, path: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+        """The result of a call on the model of `hold`. Tensors come back in host memory."""
+        return self.holds.call(hold, path, args, kwargs)
+
+    def leave(self, hold: str) -> None:
+        """Ends the hold `hold`. Without such a hold, nothing happens."""
+        self.holds.release(hold)
+
+    def load(self, name: str, revision: int, timeout: float) -> str:
+        """Loads the model `name` and returns its devices. Raises as `rt.preload` does."""
+        self.learn(revision)
+        if getattr(self, "_drained", False):
+            raise NotAllowed(f"{self.host} is drained.", name=name, user="", because="drained")
+        self.rt.preload(name, timeout=timeout)
+        lease = self._leases().get(name)
+        return lease.where if lease else ""
+
+    def verb(self, name: str, args: Any, kwargs: Any) -> Any:
+        """The result of the runtime's method `name`, one of VERBS."""
+        if name not in VERBS:
+            raise UnknownModel(name, tuple(VERBS), none="", advice="That is no verb of a host.")
+        return getattr(self.rt, name)(*args, **kwargs)
+
+    def stop(self) -> None:
+        """Ends all holds and frees all models. The actor is then removed by its caller."""
+        if self._trouble is None:
+            self.rt.close()
+
+    # -- clients that ended ------------------------------------------------------------------------
+
+    def _watch_jobs(self) -> None:
+        """Ends the holds of clients that have ended. Detached actors outlive them."""
+        while not self.rt._closed:
+            time.sleep(WATCH_SECONDS)
+            if not len(self.holds):
+                continue
+            try:
+                ended = cluster.ended_jobs()
+            except Exception as error:  # noqa: BLE001 - the head restarts: ask again
+                log.debug("the table of jobs cannot be read: %s", error)
+                continue
+            if count := self.holds.release_jobs(ended):
+                log.info("%s: ended %d uses of clients that have ended", self.host, count)

@@ -1,0 +1,322 @@
+"""The client of the fleet: what `gpu_runtime.fleet(...)` returns."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..catalog.store import Catalog
+from ..errors import AmbiguousName, Busy, FleetUnavailable, GpuError, NodeLost, UnknownModel
+from ..facts import Offer, Outcome, PlanLevel, Snapshot
+from ..scheduler.offers import ranked
+from ..settings import Settings
+from ..units import parse_seconds
+from . import cluster, joining, placing
+from .hosts import Hosts, on
+from .remote_model import FleetUse
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+log = logging.getLogger("gpu_runtime")
+
+RACE_SECONDS = 2.0  # how long an offered host may need to make the room that it offered
+SLICE_SECONDS = 5.0  # how long one host is waited for before all are asked again
+
+
+class Fleet:
+    """All hosts of a Ray cluster: where models run, and what they hold.
+
+    Open it with `gpu_runtime.fleet("auto")`, or with the address of the cluster's head.
+    """
+
+    def __init__(self, address: str = "auto") -> None:
+        """Connects to the cluster at `address`. Raises FleetUnavailable."""
+        cluster.connect(address)
+        self._controller = joining.controller()
+        cluster.answer(self._controller.ready.remote(cluster.versions()))
+        self._hosts = Hosts()
+        self._last: dict[str, str] = {}  # model -> the host that served it last
+
+    # -- using -------------------------------------------------------------------------------------
+
+    def use(
+        self,
+        name: str,
+        *,
+        timeout: str | float | None = None,
+        importance: str | int | None = None,
+        retry: bool = False,
+    ) -> FleetUse:
+        """`with fleet.use("qwen") as model:` — the model, on the host that is best for it now.
+
+        Calls of `model` and of its attributes run on that host, which is `model.host`. `timeout`
+        (seconds or "30s"; None waits without limit) limits the wait for room. `importance` is that
+        of `rt.use`. If the host dies, the call raises NodeLost. With `retry` the model is then used
+        on another host, and the lost call runs again there: pass it for calls that may run twice.
+
+        Entering raises DoesNotFit and Busy, which name each host with its reason, and UnknownModel.
+        """
+        limit = None if timeout is None else parse_seconds(timeout)
+        return FleetUse(self, name, limit, importance, retry)
+
+    def _obtain(
+        self, hold: str, name: str, timeout: float | None, importance: Any
+    ) -> tuple[str, Any]:
+        """The host on which `hold` is now, and its agent. Raises as `use` says."""
+        if found := self._where_it_was(hold, name, importance):
+            return found
+        began = time.monotonic()
+        without: set[str] = set()
+        while True:
+            offers, revision = self._choose(name, without)
+            if offers and all(offer.level is PlanLevel.NEVER for offer in offers):
+                self._require_known(name)
+            waited = time.monotonic() - began
+            left = None if timeout is None else max(0.0, timeout - waited)
+
+            def enter(offer: Offer, left: float | None = left, revision: int = revision) -> bool:
+                """Enters the model on the host of this offer."""
+                patience = SLICE_SECONDS if offer.level is PlanLevel.WAIT else RACE_SECONDS
+                if left is not None:
+                    patience = min(patience, left)
+                call = on(
+                    self._agent(offer.host), "enter", "loads", hold, cluster.my_job(), name,
+                    timeout=patience, importance=importance, revision=revision,
+                )  # fmt: skip
+                return cluster.answer(call, None)
+
+            served = placing.attempts(name, offers, enter)
+            if served.host:
+                self._last[name] = served.host
+                return served.host, self._agent(served.host)
+            for host in served.gone:
+                self._forget(host)
+            waited = time.monotonic() - began
+            error = placing.refusal(name, offers, served.reasons, waited)
+            if not isinstance(error, Busy) or (timeout is not None and waited >= timeout):
+                raise error
+
+    def _where_it_was(self, hold: str, name: str, importance: Any) -> tuple[str, Any] | None:
+        """Enters the model where it was used last, if it is still on its device there."""
+        host = self._last.get(name)
+        if host is None:
+            return None
+        try:
+            agent = self._agent(host)
+            call = on(
+                agent, "enter", "loads", hold, cluster.my_job(), name,
+                timeout=0.0, importance=importance, only_here=True,
+            )  # fmt: skip
+            if cluster.answer(call):
+                return host, agent
+        except (GpuError, cluster.Gone, cluster.Unreachable) as error:
+            log.debug("%s is no longer on %s: %s", name, host, error)
+        self._last.pop(name, None)
+        return None
+
+    def _choose(self, name: str, without: set[str]) -> tuple[tuple[Offer, ...], int]:
+        return self._ask_controller("choose", name, tuple(without))
+
+    def _require_known(self, name: str) -> None:
+        """Raises UnknownModel if the fleet has no wish for `name`."""
+        wishes = self._ask_controller("wishes")
+        if wishes.find(name) is None:
+            raise UnknownModel(
+                name,
+                wishes.names,
+                none="The fleet has no model yet.",
+                advice="Add it:  fleet.apply(FILE)",
+            )
+
+    def _ask_controller(self, method: str, *args: Any) -> Any:
+        """The controller's answer. Ray repeats the call while the controller restarts."""
+        while True:
+            try:
+                return cluster.answer(getattr(self._controller, method).remote(*args), None)
+            except cluster.Unreachable:
+                time.sleep(0.1)
+            except cluster.Gone:
+                self._controller = joining.controller()
+
+    def _agent(self, host: str) -> Any:
+        """The agent of `host`. Raises Gone if it is not in the fleet."""
+        try:
+            return self._hosts.agent(host)
+        except cluster.Gone:
+            self._hosts.refresh()
+            return self._hosts.agent(host)
+
+    def _forget(self, host: str) -> None:
+        """Uses the `host` no longer, until the controller offers it again."""
+        self._hosts.forget(host)
+        for name, last in list(self._last.items()):
+            if last == host:
+                self._last.pop(name, None)
+
+    def _withdraw(self, hold: str) -> None:
+        """Ends `hold` on every host, since the request for it was interrupted."""
+        for host in self._hosts.names():
+            on(self._hosts.agent(host), "leave", "verbs", hold)
+
+    # -- wishes ------------------------------------------------------------------------------------
+
+    def apply(
+        self, file: str | os.PathLike[str], *, copies: int = 1, dedicated: bool = False
+    ) -> dict[str, str]:
+        """Makes the models of `file` known to all hosts, and loads `copies` of each.
+
+        `file` is a document as `gpu apply` reads it. With `copies=0` models are loaded when they
+        are first used. With `dedicated` the models replace the dedicated set: dedicated models that
+        are not in `file` are evicted. Larger models are placed first. The result has the hosts of
+        each model, or why it is not loaded.
+
+        Raises BadDocument.
+        """
+        with tempfile.TemporaryDirectory() as directory:
+            catalog = Catalog(Settings.load(gpu_catalog=directory))
+            names = {*catalog.apply(file).added}
+            sizes = {spec.name: spec.size or 0 for spec in catalog.specs()}
+            bodies = [
+                (entry.name, entry.body, sizes[entry.name])
+                for entry in catalog.entries().values()
+                if entry.name in names
+            ]
+        return self._ask_controller("apply", tuple(bodies), copies, dedicated)
+
+    def delete(self, name: str) -> Outcome:
+        """Removes the model `name` from the fleet's wishes. A loaded model stays until it is evicted.
+
+        Raises UnknownModel.
+        """
+        self._require_known(name)
+        self._ask_controller("delete", name)
+        return Outcome("delete", name, True, f"{name} is no longer wished")
+
+    # -- acting ------------------------------------------------------------------------------------
+
+    def evict(self, name: str, *, timeout: str | float | None = 30.0) -> Outcome:
+        """Evicts the model: `fleet.evict("qwen@box2")`, or `"qwen"` if one host has it.
+
+        Raises AmbiguousName, UnknownModel, StillInUse, Busy.
+        """
+        bare, _, host = name.partition("@")
+        return self.host(host or self._only_holder(bare)).evict(bare, timeout=timeout)
+
+    def _only_holder(self, name: str) -> str:
+        self._hosts.refresh()
+        held, _ = self._hosts.ask("holdings", group="offers")
+        holders = [host for host, models in sorted(held.items()) if name in models]
+        if len(holders) > 1:
+            raise AmbiguousName(name, tuple(f"{name}@{host}" for host in holders))
+        if not holders:
+            names = tuple({model for models in held.values() for model in models})
+            raise UnknownModel(name, names, none="No host holds a model.", advice="See:  gpu fleet")
+        return holders[0]
+
+    def drain(self, host: str, *, undo: bool = False) -> Outcome:
+        """Closes `host` to models, and loads its wished models elsewhere. `undo` opens it again.
+
+        Models in use stay until their blocks end. Raises UnknownModel for an unknown host.
+        """
+        self._ask_controller("drain", host, undo)
+        words = "takes models again" if undo else "takes no more models"
+        return Outcome("drain", host, True, f"{host} {words}")
+
+    def host(self, name: str) -> FarRuntime:
+        """The runtime of the host `name`: its verbs, as those of `rt`. Raises NodeLost."""
+        return FarRuntime(self, name)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def plan(self, name: str) -> tuple[Offer, ...]:
+        """What each host offers for the model `name`, the best first. Nothing changes.
+
+        Raises UnknownModel.
+        """
+        self._require_known(name)
+        return ranked(self._choose(name, set())[0])
+
+    def status(self) -> tuple[Snapshot, ...]:
+        """A snapshot of each host, by name. Hosts that do not answer within 60 s are left out."""
+        from msgspec.structs import replace
+
+        self._hosts.refresh()
+        found, _ = self._hosts.ask("verb", "status", (), {})
+        return tuple(replace(found[host], host=host) for host in sorted(found))
+
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts that have joined and whose nodes are alive."""
+        self._hosts.refresh()
+        return self._hosts.names()
+
+    def models(self) -> DataFrame:
+        """A table of the models of all hosts: `rt.models()` of each, with the column `host`."""
+        return self._table("models")
+
+    def leases(self) -> DataFrame:
+        """A table of the leases of all hosts: `rt.leases()` of each, with the column `host`."""
+        return self._table("leases")
+
+    def _table(self, verb: str) -> DataFrame:
+        import pandas
+
+        self._hosts.refresh()
+        found, _ = self._hosts.ask("verb", verb, (), {})
+        frames = [found[host].assign(host=host) for host in sorted(found)]
+        return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
+
+    def why(self, name: str) -> dict[str, tuple[Any, ...]]:
+        """The last decisions on the model `name` by host, the newest first. Raises UnknownModel."""
+        self._require_known(name)
+        self._hosts.refresh()
+        found, _ = self._hosts.ask("verb", "why", (name,), {})
+        return {host: events for host, events in sorted(found.items()) if events}
+
+    def close(self) -> None:
+        """Disconnects this process from the cluster. Its uses of models end."""
+        cluster.ray().shutdown()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FarRuntime:
+    """The verbs of a runtime, carried out on another host: `fleet.host("box2").status()`."""
+
+    def __init__(self, fleet: Fleet, host: str) -> None:
+        """The runtime of `host` in the `fleet`."""
+        self._fleet, self.host = fleet, host
+
+    def __getattr__(self, verb: str) -> Any:
+        from .agent import VERBS
+
+        if verb not in VERBS:
+            raise AttributeError(verb)
+
+        def far(*args: Any, **kwargs: Any) -> Any:
+            """Calls the verb on the host, and returns its result."""
+            try:
+                agent = self._fleet._agent(self.host)
+                return cluster.answer(on(agent, "verb", "verbs", verb, args, kwargs), None)
+            except (cluster.Gone, cluster.Unreachable) as error:
+                self._fleet._forget(self.host)
+                raise NodeLost("", self.host, str(error)) from None
+
+        far.__name__ = verb
+        return far
+
+
+def open_fleet(address: str = "auto") -> Fleet:
+    """The fleet at `address`; see `gpu_runtime.fleet`."""
+    if not isinstance(address, str) or not address:
+        raise FleetUnavailable(
+            "the address of a fleet is a text, such as auto or box1:6379.", why="no address"
+        )
+    return Fleet(address)

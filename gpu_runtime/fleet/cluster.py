@@ -1,0 +1,247 @@
+"""Ray, as the fleet uses it: connections, named actors, stored values and answers.
+
+Errors of Ray become errors of gpu-console here. `Gone` means that the process is dead. `Unreachable`
+means that it did not answer, which is not death.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import FleetUnavailable
+
+NAMESPACE = "gpu-console"
+CONTROLLER = "controller"
+AGENT = "agent:"  # followed by the id of the node
+WISHES = b"wishes"
+HOSTS = b"host:"  # followed by the id of the node; the value is the host's name
+VERSIONS = b"versions"
+ANSWER_SECONDS = 60.0  # for an answer that needs no model
+OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out
+
+
+class Gone(Exception):
+    """The process that should answer is dead, or its node is."""
+
+
+class Unreachable(Exception):
+    """The process did not answer. It may live, and the call may have run."""
+
+
+def ray() -> Any:
+    """The module `ray`. Raises FleetUnavailable where it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise FleetUnavailable(
+            f"a fleet needs {error.name}, which is not installed.\n"
+            "  Install it:  pip install 'gpu-console[fleet]'",
+            why="ray is not installed",
+        ) from None
+    return ray
+
+
+def require_token() -> None:
+    """Raises FleetUnavailable unless Ray asks every connection for its token.
+
+    Everybody who can connect to Ray can run code as the user of the agents, on every host.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode != "token":
+        raise FleetUnavailable(
+            "this Ray cluster takes connections without a token (RAY_AUTH_MODE is not token), so "
+            "anybody who reaches it can run code on every host.\n"
+            "  On every host:  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=FILE, then ray start",
+            why="no token",
+        )
+
+
+def connect(address: str = "auto") -> None:
+    """Connects this process to the cluster at `address`, if it is not connected yet.
+
+    Raises FleetUnavailable if there is no cluster, or if its token or its versions differ.
+    """
+    if importlib.util.find_spec("ray") is not None:
+        require_token()  # before the import of Ray, which reads this setting once
+    module = ray()
+    if module.is_initialized():
+        return
+    try:
+        module.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
+        )
+    except Exception as error:
+        why = " ".join(str(error).split())[:300]
+        raise FleetUnavailable(
+            f"there is no Ray cluster at {address} that takes this process ({why}).\n"
+            "  Start the first host:  ray start --head, then  gpu fleet join",
+            why=why,
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be equal on all hosts."""
+    found = {"gpu-console": importlib.metadata.version("gpu-console"), "Ray": ray().__version__}
+    return {**found, "Python": f"{sys.version_info[0]}.{sys.version_info[1]}"}
+
+
+def require_equal_versions(theirs: Mapping[str, str], whose: str) -> None:
+    """Raises FleetUnavailable if a version differs from `theirs`. `whose` names the other side."""
+    ours = versions()
+    differing = [name for name in ours if theirs.get(name) != ours[name]]
+    if differing:
+        words = ", ".join(f"{name} {theirs.get(name)}, not {ours[name]}" for name in differing)
+        raise FleetUnavailable(
+            f"{whose} has other versions: {words}.\n  Install the same versions on every host.",
+            why="versions differ",
+        )
+
+
+# -- stored values -------------------------------------------------------------------------------
+
+
+def stored(key: bytes) -> bytes | None:
+    """The value that the head stores for `key`, or None."""
+    from ray.experimental import internal_kv
+
+    return internal_kv._internal_kv_get(key, namespace=NAMESPACE.encode())
+
+
+def store(key: bytes, value: bytes) -> None:
+    """Stores `value` for `key` at the head."""
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE.encode())
+
+
+def unstore(key: bytes) -> None:
+    """Removes the value for `key`."""
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_del(key, namespace=NAMESPACE.encode())
+
+
+class Joined(NamedTuple):
+    """A host that has joined. The serial differs each time, so that its new agent is found."""
+
+    name: str
+    serial: str
+
+
+def store_host(node: str, name: str) -> None:
+    """Stores that the `node` has joined as the host `name`."""
+    store(HOSTS + node.encode(), f"{secrets.token_hex(4)} {name}".encode())
+
+
+def stored_hosts() -> dict[str, Joined]:
+    """The hosts that have joined, by the id of their node."""
+    from ray.experimental import internal_kv
+
+    keys = internal_kv._internal_kv_list(HOSTS, namespace=NAMESPACE.encode())
+    found = {}
+    for key in keys:
+        value = stored(key)
+        if value is not None:
+            serial, _, name = value.decode().partition(" ")
+            found[key.removeprefix(HOSTS).decode()] = Joined(name, serial)
+    return found
+
+
+# -- the cluster ---------------------------------------------------------------------------------
+
+
+def living_nodes() -> dict[str, dict[str, Any]]:
+    """Ray's nodes that are alive, by their ids."""
+    return {node["NodeID"]: node for node in ray().nodes() if node["Alive"]}
+
+
+def ended_jobs() -> set[str]:
+    """The ids of the jobs whose driver has ended."""
+    worker = ray()._private.worker.global_worker
+    jobs = worker.gcs_client.get_all_job_info()
+    return {id.hex() for id, job in jobs.items() if job.is_dead}
+
+
+def my_job() -> str:
+    """The id of this process's job."""
+    return ray().get_runtime_context().get_job_id()
+
+
+def actor(name: str) -> Any:
+    """The handle of the named actor. Raises Gone if there is none."""
+    try:
+        return ray().get_actor(name, namespace=NAMESPACE)
+    except ValueError as error:
+        raise Gone(name) from error
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
+    """The value of a call. `timeout` is in seconds; None waits without limit.
+
+    Raises the error of the call itself, such as DoesNotFit, and Gone or Unreachable.
+    """
+    errors = ray().exceptions
+    try:
+        return ray().get(reference, timeout=timeout)
+    except errors.RayTaskError as error:
+        raise _cause(error) from None
+    except (errors.ActorUnavailableError, errors.GetTimeoutError) as error:
+        raise Unreachable(str(error).splitlines()[0]) from error
+    except (
+        errors.RayActorError,
+        errors.ActorUnschedulableError,
+        errors.WorkerCrashedError,
+        errors.NodeDiedError,
+        errors.ObjectLostError,
+        errors.OwnerDiedError,
+    ) as error:
+        raise Gone(str(error).splitlines()[0]) from error
+
+
+def _cause(error: Any) -> BaseException:
+    """The error that the call raised, with the remote traceback as a note unless it is ours."""
+    from ..errors import GpuError
+
+    cause = error.cause
+    if not isinstance(cause, BaseException):
+        return error
+    if not isinstance(cause, GpuError) and not getattr(cause, "__notes__", None):
+        cause.add_note(str(error))
+    return cause
+
+
+def answers(references: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of several calls by their keys, and why the others have none.
+
+    All calls together get `timeout` seconds. Calls that fail do not stop the others.
+    """
+    pending = {reference: key for key, reference in references.items()}
+    found: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    until = time.monotonic() + timeout
+    ready, _ = (
+        ray().wait(list(pending), num_returns=len(pending), timeout=timeout)
+        if pending
+        else ([], [])
+    )
+    for reference, key in pending.items():
+        try:
+            left = None if reference in ready else max(0.0, until - time.monotonic())
+            found[key] = answer(reference, left)
+        except Unreachable:
+            missing[key] = "it does not answer"
+        except Gone:
+            missing[key] = "it is gone"
+        except Exception as error:  # noqa: BLE001 - the reason is shown with the host
+            missing[key] = str(error)
+    return found, missing

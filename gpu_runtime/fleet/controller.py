@@ -1,0 +1,248 @@
+"""The controller of the fleet: a named Ray actor that stores wishes and chooses hosts.
+
+It stores wishes only, at Ray's head. What lies where is asked of the agents, so the death of the
+controller loses nothing. No model's data passes through it. All its methods may run twice, because
+Ray repeats calls after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from ..errors import GpuError, UnknownModel
+from ..facts import Offer, PlanLevel
+from ..scheduler.offers import MOST_PLANNED, largest_first, ranked, shortlist
+from ..threads import start
+from . import cluster, placing, wishes
+from .hosts import Hosts, on
+
+log = logging.getLogger("gpu_runtime")
+
+WATCH_SECONDS = 0.25  # how often the nodes are read
+CHECK_SECONDS = 5.0  # how often the copies of all wished models are counted
+LOAD_SECONDS = 5.0  # how long a wished model waits for room on one host
+
+
+class Controller:
+    """Chooses hosts for models, and keeps the wished copies loaded."""
+
+    def __init__(self) -> None:
+        """Reads the wishes that were stored, and begins to watch the nodes."""
+        self._wishes = wishes.load(cluster.stored(cluster.WISHES))
+        self._lock = threading.Lock()
+        self._hosts = Hosts()
+        self._silent: dict[str, float] = {}  # host that did not answer -> until when it is left out
+        self._loading: set[str] = set()  # names of wished models that are being loaded
+        self._hosts.refresh()
+        start(self._watch)
+
+    def ready(self, theirs: Mapping[str, str]) -> int:
+        """The process id. Raises FleetUnavailable if the caller's versions differ."""
+        cluster.require_equal_versions(theirs, "this process")
+        return os.getpid()
+
+    # -- wishes ------------------------------------------------------------------------------------
+
+    def wishes(self) -> wishes.Wishes:
+        """The wishes that are stored."""
+        return self._wishes
+
+    def apply(
+        self, bodies: Iterable[tuple[str, dict[str, Any], int]], copies: int, dedicated: bool
+    ) -> dict[str, str]:
+        """Stores wishes for the models in `bodies`, and loads them, the largest first.
+
+        `bodies` has the name, the entry and the bytes (0: unknown) of each model. The result has
+        the hosts of each model, or why it is not loaded.
+        """
+        listed = list(bodies)
+        new = [wishes.Wish(name, body, copies, dedicated) for name, body, _ in listed]
+        before = self._wishes
+        self._change(lambda old: wishes.applied(old, new, dedicated=dedicated))
+        dropped = set(before.names) - set(self._wishes.names)
+        self._evict_everywhere(dropped)
+        sizes = [(name, size) for name, _, size in listed]
+        return {name: self._fill(name) for name in largest_first(sizes)}
+
+    def delete(self, name: str) -> None:
+        """Removes the wish for `name`. A loaded model stays until it is evicted."""
+        self._change(lambda old: wishes.without(old, name) if old.find(name) else old)
+
+    def drain(self, host: str, undo: bool) -> None:
+        """Closes `host` to models, or opens it again, and loads its wished models elsewhere."""
+        self._require_host(host)
+        self._change(lambda old: wishes.with_drain(old, host, undo=undo))
+        self._hosts.ask("learn", self._wishes.revision, hosts=[host])
+        self._fill_all_later()
+
+    def _require_host(self, host: str) -> None:
+        self._hosts.refresh()
+        if host not in self._hosts.names():
+            raise UnknownModel(
+                host,
+                self._hosts.names(),
+                none="No host has joined yet.",
+                advice="The hosts:  gpu fleet status",
+            )
+
+    def _change(self, change: Any) -> None:
+        with self._lock:
+            new = change(self._wishes)
+            if new is not self._wishes:
+                cluster.store(cluster.WISHES, wishes.dump(new))
+                self._wishes = new
+
+    # -- choosing ----------------------------------------------------------------------------------
+
+    def hosts(self) -> dict[str, str]:
+        """The ids of the nodes by the name of their host."""
+        self._hosts.refresh()
+        return self._hosts.nodes()
+
+    def choose(self, name: str, without: Iterable[str] = ()) -> tuple[tuple[Offer, ...], int]:
+        """The offers for the model `name`, the best first, and the revision of the wishes.
+
+        Hosts in `without` are left out, and so are drained hosts. With more than eight hosts, the
+        room of all is asked first, and the best eight make a plan.
+        """
+        without = set(without)
+        drained = set(self._wishes.drained)
+        found = [host for host in self._hosts.names() if host not in without]
+        open_hosts = [host for host in found if host not in drained]
+        revision = self._wishes.revision
+        asked = self._answering(open_hosts)
+        if len(asked) > MOST_PLANNED:
+            rooms, _ = self._ask("room", asked, name, revision)
+            asked = list(shortlist(rooms.values()))
+        offers, missing = self._ask("offer", asked, name, revision)
+        shown = [*offers.values()]
+        shown += [self._no_offer(name, host, why) for host, why in missing.items()]
+        shown += [self._no_offer(name, host, "it is drained") for host in found if host in drained]
+        return ranked(shown), revision
+
+    def _no_offer(self, name: str, host: str, why: str) -> Offer:
+        return Offer(host, name, PlanLevel.NEVER, why)
+
+    def _ask(
+        self, method: str, hosts: list[str], *args: Any
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Asks these `hosts`. A host that does not answer in time is left out for a while."""
+        found, missing = self._hosts.ask(
+            method, *args, group="offers", hosts=hosts, timeout=cluster.OFFER_SECONDS
+        )
+        until = time.monotonic() + CHECK_SECONDS
+        self._silent |= {host: until for host in missing}
+        return found, missing
+
+    def _answering(self, hosts: list[str]) -> list[str]:
+        """The `hosts` without those that did not answer lately, unless that is all of them."""
+        now = time.monotonic()
+        answering = [host for host in hosts if self._silent.get(host, 0.0) < now]
+        return answering or hosts
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def _holdings(self) -> dict[str, dict[str, tuple[str, int]]]:
+        """The models of each host that answers: name -> device and bytes."""
+        return self._hosts.ask("holdings", group="offers", timeout=cluster.OFFER_SECONDS)[0]
+
+    def _fill(self, name: str) -> str:
+        """Loads the missing copies of a wished model. Returns its hosts, or why it has none."""
+        wish = self._wishes.find(name)
+        if wish is None or not wish.copies:
+            return "on request"
+        drained = set(self._wishes.drained)
+        held = self._holdings()
+        has = {host for host, models in held.items() if name in models and host not in drained}
+        why = ""
+        while len(has) < wish.copies:
+            served = self._place(name, has, wish.dedicated)
+            if not served.host:
+                why = "; ".join(f"{host}: {reason}" for host, reason in served.reasons.items())
+                break
+            has.add(served.host)
+        return ", ".join(sorted(has)) or f"not loaded ({why or 'no host'})"
+
+    def _place(self, name: str, has: set[str], dedicated: bool) -> placing.Served:
+        """Loads one more copy of a wished model on a host that does not have it."""
+        offers, revision = self.choose(name, has)
+        allowed = [offer for offer in offers if self._may_evict(offer, dedicated)]
+
+        def load(offer: Offer) -> str:
+            """Loads the model on the host of this offer."""
+            agent = self._hosts.agent(offer.host)
+            call = on(agent, "load", "loads", name, revision, LOAD_SECONDS)
+            return cluster.answer(call, None)
+
+        return placing.attempts(name, allowed, load)
+
+    def _may_evict(self, offer: Offer, dedicated: bool) -> bool:
+        """Whether a wish may use this offer: it evicts no wished model and does not wait.
+
+        A call makes room for itself. A wish uses free room, or the room of models that nobody
+        wished. The dedicated set evicts all others.
+        """
+        if offer.level is PlanLevel.WAIT:
+            return False
+        for victim in offer.victims:
+            wish = self._wishes.find(victim)
+            if wish is not None and (wish.dedicated or not dedicated):
+                return False
+        return True
+
+    def _evict_everywhere(self, names: Iterable[str]) -> None:
+        for name in names:
+            for host, models in self._holdings().items():
+                if name in models:
+                    call = on(self._hosts.agent(host), "verb", "verbs", "evict", (name,), {})
+                    try:
+                        cluster.answer(call, LOAD_SECONDS)
+                    except (GpuError, cluster.Gone, cluster.Unreachable) as error:
+                        log.info("%s stays on %s: %s", name, host, error)
+
+    def _fill_all_later(self) -> None:
+        """Loads all missing copies, the largest models first, each in a task of its own."""
+        held = self._holdings()
+        drained = set(self._wishes.drained)
+        sizes = {name: size for models in held.values() for name, (_, size) in models.items()}
+        missing = []
+        for wish in self._wishes.models:
+            copies = sum(
+                wish.name in models for host, models in held.items() if host not in drained
+            )
+            if copies < wish.copies and wish.name not in self._loading:
+                missing.append((wish.name, sizes.get(wish.name, 0)))
+        for name in largest_first(missing):
+            self._loading.add(name)
+            start(partial(self._fill_in_background, name))
+
+    def _fill_in_background(self, name: str) -> None:
+        try:
+            log.info("%s: %s", name, self._fill(name))
+        except Exception as error:  # noqa: BLE001 - tried again at the next check
+            log.warning("%s was not loaded: %s", name, error)
+        finally:
+            self._loading.discard(name)
+
+    # -- watching ----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Reads the nodes, and loads wished models elsewhere once their host is gone."""
+        next_check = time.monotonic() + CHECK_SECONDS
+        while True:
+            time.sleep(WATCH_SECONDS)
+            try:
+                gone = self._hosts.refresh()
+                if gone:
+                    log.warning("hosts are gone: %s", ", ".join(gone))
+                if gone or time.monotonic() >= next_check:
+                    next_check = time.monotonic() + CHECK_SECONDS
+                    self._fill_all_later()
+            except Exception as error:  # noqa: BLE001 - the head restarts: ask again
+                log.debug("the fleet cannot be watched: %s", error)

@@ -1,0 +1,141 @@
+"""How a host joins the fleet and leaves it, and how the controller is found or started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+from ..errors import FleetUnavailable, GpuError
+from ..facts import Outcome
+from . import cluster
+from .agent import GROUPS, HostAgent
+from .controller import Controller
+from .hosts import on
+
+JOIN_SECONDS = 120.0  # the agent's process starts, and its runtime opens
+
+
+def controller() -> Any:
+    """The handle of the controller, which is started if there is none."""
+    module = cluster.ray()
+    options = module.remote(Controller).options(
+        name=cluster.CONTROLLER,
+        namespace=cluster.NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+        max_concurrency=64,
+    )
+    return options.remote()
+
+
+def join(
+    *,
+    name: str = "",
+    devices: str = "",
+    ledger: str | None = None,
+    address: str = "auto",
+    node: str = "",
+) -> Outcome:
+    """Lets this machine hold models of the fleet: starts its agent, which owns their leases.
+
+    `name` is the name of the host, by default the machine's. `devices` are the cards as in
+    GPU_DEVICES; simulated cards must be named, as in `sim:2x24GiB`. `ledger` is the URL of the
+    host's ledger; by default the agent uses the ledger of the machine's configuration, as its
+    notebooks do. `address` is Ray's. `node` is the id of the Ray node, by default this machine's.
+
+    Raises FleetUnavailable.
+    """
+    cluster.connect(address)
+    cluster.require_token()
+    module = cluster.ray()
+    node = node or module.get_runtime_context().get_node_id()
+    host = _free_name(name or socket.gethostname().partition(".")[0], node)
+    devices = devices or _devices_here()
+    cards = int(cluster.living_nodes().get(node, {}).get("Resources", {}).get("GPU", 0))
+    agent = _start_agent(host, node, cards, devices, ledger)
+    try:
+        cluster.answer(on(agent, "ready", "offers"), JOIN_SECONDS)
+    except GpuError:
+        module.kill(agent)
+        raise
+    except (cluster.Gone, cluster.Unreachable) as error:
+        module.kill(agent)
+        raise FleetUnavailable(
+            f"the agent of {host} did not start ({error}). Does another Ray job use its GPUs?\n"
+            "  See:  ray status",
+            why=str(error),
+        ) from None
+    cluster.store_host(node, host)
+    cluster.answer(controller().hosts.remote())  # it knows the host from now on
+    return Outcome("join", host, True, f"{host} has joined the fleet, with {devices}")
+
+
+def _start_agent(host: str, node: str, cards: int, devices: str, ledger: str | None) -> Any:
+    """Starts the agent of `host` on its `node`. It claims all `cards`, so that no other task of
+    Ray shares them.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    module = cluster.ray()
+    return (
+        module.remote(concurrency_groups=GROUPS)(HostAgent)
+        .options(
+            name=cluster.AGENT + node,
+            namespace=cluster.NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            num_gpus=cards,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(host, devices, ledger, cluster.versions())
+    )
+
+
+def _devices_here() -> str:
+    """The cards of this machine as GPU_DEVICES names them. Ray hides cards from other processes,
+    so `cuda` is named instead of `auto`, which would then find none.
+    """
+    given = os.environ.get("GPU_DEVICES", "")
+    return given if given not in ("", "auto") else "cuda"
+
+
+def _free_name(wanted: str, node: str) -> str:
+    """`wanted`, or another name if a living host of another node has that name already."""
+    alive = cluster.living_nodes()
+    taken = {
+        joined.name
+        for other, joined in cluster.stored_hosts().items()
+        if other in alive and other != node
+    }
+    return f"{wanted}-{node[:6]}" if wanted in taken else wanted
+
+
+def leave(*, node: str = "", address: str = "auto") -> Outcome:
+    """Takes this machine out of the fleet: its models are freed, and its agent ends.
+
+    `node` is the id of the Ray node, by default this machine's. Raises FleetUnavailable.
+    """
+    cluster.connect(address)
+    module = cluster.ray()
+    node = node or module.get_runtime_context().get_node_id()
+    joined = cluster.stored_hosts().get(node)
+    if joined is None:
+        raise FleetUnavailable("this machine is in no fleet.", why="not joined")
+    name = joined.name
+    cluster.unstore(cluster.HOSTS + node.encode())
+    began = time.monotonic()
+    try:
+        agent = cluster.actor(cluster.AGENT + node)
+        cluster.answer(on(agent, "stop", "verbs"))
+        module.kill(agent)
+    except (cluster.Gone, cluster.Unreachable):
+        pass  # it has ended already
+    took = time.monotonic() - began
+    return Outcome("leave", name, True, f"{name} has left the fleet", seconds=took)

@@ -1,0 +1,100 @@
+"""Tries the hosts in the order of their offers, until one serves the model.
+
+Nothing here knows Ray: `attempt` is the call that a host answers or refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from ..errors import Busy, Deadlock, DoesNotFit, LoadFailed, NotAllowed, OutOfMemory, UnknownModel
+from ..facts import Offer, PlanLevel
+from .cluster import Gone, Unreachable
+
+log = logging.getLogger("gpu_runtime")
+T = TypeVar("T")
+
+NEXT_HOST = (  # after such an answer, the next host is tried
+    Busy,
+    DoesNotFit,
+    Deadlock,
+    NotAllowed,
+    LoadFailed,
+    OutOfMemory,
+    UnknownModel,
+)
+
+
+class Served(NamedTuple):
+    """The host that served a model, and its answer. Without a host, nobody served it."""
+
+    host: str
+    answer: object
+    reasons: dict[str, str]  # host -> why it did not serve the model
+    gone: tuple[str, ...]  # hosts that died or did not answer meanwhile
+
+
+def attempts(
+    name: str,
+    offers: Iterable[Offer],
+    attempt: Callable[[Offer], T],
+) -> Served:
+    """Calls `attempt` with one offer after the other, until one of them succeeds.
+
+    A host that is busy by now, or that another client was faster to fill, is a lost race: the next
+    host is tried. Offers of the level `never` are not tried. Every attempt is logged.
+    """
+    listed = list(offers)
+    able = [offer for offer in listed if offer.level is not PlanLevel.NEVER]
+    reasons = {offer.host: offer.because for offer in listed if offer.level is PlanLevel.NEVER}
+    gone: list[str] = []
+    for number, offer in enumerate(able, start=1):
+        log.info("%s: attempt %d/%d on %s (%s)", name, number, len(able), offer.host, offer.level)
+        try:
+            return Served(offer.host, attempt(offer), reasons, tuple(gone))
+        except NEXT_HOST as error:
+            reasons[offer.host] = str(error).partition("\n")[0]
+        except (Gone, Unreachable) as error:
+            reasons[offer.host] = f"it does not answer ({error})"
+            gone.append(offer.host)
+    return Served("", None, reasons, tuple(gone))
+
+
+def refusal(
+    name: str, offers: Iterable[Offer], reasons: Mapping[str, str], waited: float
+) -> Exception:
+    """The error for a model that no host served. It names every host with its reason.
+
+    It is DoesNotFit if no host can ever serve the model as things are, and else Busy.
+    """
+    listed = list(offers)
+    each = "\n".join(f"  {host}: {reason}" for host, reason in sorted(reasons.items()))
+    if not reasons:
+        return DoesNotFit(
+            f"{name} has no host: the fleet has none that takes models.\n"
+            "  On each host:  gpu fleet join",
+            **_facts(name, listed),
+        )
+    if all(offer.level is PlanLevel.NEVER for offer in listed):
+        return DoesNotFit(f"{name} fits on no host of the fleet.\n{each}", **_facts(name, listed))
+    return Busy(
+        f"{name} was not served by any host within {waited:.0f} s.\n{each}",
+        name=name,
+        waited_seconds=waited,
+        because=each,
+        hosts=dict(reasons),
+    )
+
+
+def _facts(name: str, offers: list[Offer]) -> dict[str, object]:
+    return {
+        "name": name,
+        "need_bytes": max((offer.need_bytes for offer in offers), default=0),
+        "budget_bytes": 0,
+        "device": "",
+        "holders": (),
+        "considered": (),
+        "hosts": {offer.host: offer.because for offer in offers},
+    }

@@ -1,0 +1,146 @@
+"""A model on another host, as a client uses it: calls go to its agent, answers come back."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..errors import NodeLost
+from . import cluster
+from .hosts import on
+
+log = logging.getLogger("gpu_runtime")
+PING_SECONDS = 1.0
+
+
+class Placer(Protocol):
+    """The part of the client that finds a host for a use."""
+
+    def _obtain(
+        self, hold: str, name: str, timeout: float | None, importance: Any
+    ) -> tuple[str, Any]: ...
+
+    def _withdraw(self, hold: str) -> None: ...
+
+    def _forget(self, host: str) -> None: ...
+
+
+class RemoteModel:
+    """The model of a `with fleet.use(…)` block. Its attributes are those of the model on its host.
+
+    `model.generate(**words)` runs there. Tensors are sent to the model's device, and come back in
+    host memory. `host` is the name of the host.
+    """
+
+    def __init__(self, use: FleetUse) -> None:
+        """The model that `use` holds."""
+        self._use = use
+
+    @property
+    def host(self) -> str:
+        """The name of the host that runs the model now."""
+        return self._use.host
+
+    def __getattr__(self, name: str) -> _Path:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Path(self._use, (name,))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._use.call((), args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._use.name} on {self.host}>"
+
+
+class _Path:
+    """An attribute of a model on another host. A call of it runs there."""
+
+    def __init__(self, use: FleetUse, path: tuple[str, ...]) -> None:
+        self._use, self._path = use, path
+
+    def __getattr__(self, name: str) -> _Path:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Path(self._use, (*self._path, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._use.call(self._path, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{'.'.join(self._path)} of {self._use.name} on {self._use.host}>"
+
+
+class FleetUse:
+    """`with fleet.use("qwen") as model:` — the model on some host, pinned while the block runs."""
+
+    def __init__(
+        self, fleet: Placer, name: str, timeout: float | None, importance: Any, retry: bool
+    ) -> None:
+        """The arguments are those of `Fleet.use`."""
+        self._fleet, self.name, self._retry = fleet, name, retry
+        self._timeout, self._importance = timeout, importance
+        self.host = ""
+        self._hold = ""
+        self._agent: Any = None
+
+    def __enter__(self) -> RemoteModel:
+        self._obtain()
+        return RemoteModel(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    def _obtain(self) -> None:
+        # The id is made before it is sent, so that an interrupted request can be withdrawn.
+        self._hold = secrets.token_hex(8)
+        try:
+            self.host, self._agent = self._fleet._obtain(
+                self._hold, self.name, self._timeout, self._importance
+            )
+        except BaseException:
+            self._fleet._withdraw(self._hold)
+            raise
+
+    def _leave(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            on(agent, "leave", "verbs", self._hold)
+
+    def call(self, path: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+        """The result of a call on the model.
+
+        Raises the error of the call. Raises NodeLost if the host died. With `retry` the model is
+        then used on another host, and the call is repeated there.
+        """
+        return self._on_a_living_host(
+            lambda: on(self._agent, "call", "calls", self._hold, path, args, kwargs)
+        )
+
+    def _on_a_living_host(self, send: Callable[[], Any]) -> Any:
+        while True:
+            if self._agent is None:
+                raise NodeLost(self.name, self.host, "the block has ended")
+            try:
+                return cluster.answer(send(), None)
+            except (cluster.Gone, cluster.Unreachable, NodeLost) as error:
+                why = str(error) if isinstance(error, NodeLost) else self._why_lost()
+                log.warning("%s was lost on %s: %s", self.name, self.host, why)
+                host = self.host
+                self._fleet._forget(host)
+                if not self._retry:
+                    raise NodeLost(self.name, host, why) from None
+                self._leave()
+                self._obtain()
+
+    def _why_lost(self) -> str:
+        """Why the call has no answer: the host is dead, or its connection broke."""
+        try:
+            cluster.answer(on(self._agent, "ready", "offers"), PING_SECONDS)
+        except cluster.Gone:
+            return "its host is gone"
+        except cluster.Unreachable:
+            return "its host does not answer"
+        return "the connection to its host broke"

@@ -1,0 +1,81 @@
+"""Renders the hosts of a fleet as text and as HTML: one bar for each host. This module is pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpu_runtime.facts import Device, Snapshot
+from gpu_runtime.units import show_bytes
+
+from . import elements, text, views
+
+NOTHING = "No host has joined the fleet. On each host:  gpu fleet join"
+
+
+def as_text(hosts: Sequence[Snapshot]) -> str:
+    """One bar for each of the `hosts`, with its models and its requests."""
+    if not hosts:
+        return NOTHING
+    width = max(len(views.clean(one.host)) for one in hosts)
+    lines = []
+    for one in hosts:
+        drawn, legend = text.draw(_bar(one))
+        lines.append(
+            f"{views.clean(one.host):{width}}  {drawn}  {_fill(one):>19}  "
+            f"{views.worst_level(one):8}  {_notes(one)}".rstrip()
+        )
+        if legend:
+            lines.append(f"{'':{width}}  {legend}")
+    return "\n".join(lines)
+
+
+def as_html(hosts: Sequence[Snapshot]) -> str:
+    """One bar for each of the `hosts`, with its models and its requests."""
+    if not hosts:
+        return elements.page(elements.line(elements.with_code(NOTHING)))
+    rows = [
+        (
+            f"<b>{elements.esc(one.host)}</b>",
+            elements.bar(_bar(one)),
+            elements.esc(_fill(one)),
+            elements.pill(views.worst_level(one)),
+            elements.esc(_notes(one)),
+        )
+        for one in hosts
+    ]
+    return elements.page(elements.devices(rows))
+
+
+def _bar(snapshot: Snapshot) -> views.Bar:
+    """One bar for all cards of a host. The parts of a model on several cards are one segment."""
+    drawn = [bar for bar in views.bars(snapshot) if not bar.device.is_host]
+    merged: dict[tuple[str, str, str], views.BarSegment] = {}
+    for bar in drawn:
+        for segment in bar.segments:
+            key = segment.label, segment.kind, segment.lease
+            before = merged.get(key)
+            size = segment.bytes + (before.bytes if before else 0)
+            merged[key] = segment._replace(bytes=size)
+    total = sum(bar.device.total_bytes for bar in drawn)
+    limit = sum(bar.limit_bytes for bar in drawn)
+    return views.Bar(Device(snapshot.host, total), tuple(merged.values()), limit)
+
+
+def _fill(snapshot: Snapshot) -> str:
+    bar = _bar(snapshot)
+    return f"{show_bytes(bar.used_bytes)} of {show_bytes(bar.device.total_bytes)}"
+
+
+def _notes(snapshot: Snapshot) -> str:
+    """The number of cards, and what is unusual about the host."""
+    cards = views.cards(snapshot)
+    notes = [f"{len(cards)} card{'s' if len(cards) != 1 else ''}"]
+    if snapshot.simulated:
+        notes.append("simulated")
+    if any(view.drained for view in cards):
+        notes.append("drained")
+    if waiting := len(snapshot.tickets):
+        notes.append(f"{waiting} waiting")
+    if snapshot.degraded:
+        notes.append(snapshot.degraded)
+    return ", ".join(notes)

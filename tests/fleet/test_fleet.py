@@ -1,0 +1,268 @@
+"""The fleet on a real Ray cluster: three hosts on this machine, with simulated cards.
+
+The tests share one cluster and run in this order. The last ones kill what the others need.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import gpu_runtime
+from gpu_runtime import DoesNotFit, FleetUnavailable, NodeLost, Runtime, UnknownModel, cli
+from gpu_runtime.facts import PlanLevel
+from gpu_runtime.fleet import cluster, joining
+from tests.fleet.ray_cluster import Hosts, eventually, started
+
+MODELS = {"seventy": 70, "thirty": 30, "small": 4, "colossus": 500}
+HOSTS = {
+    "box1": ("sim:2x80GiB,host:1GiB", 2),
+    "box2": ("sim:2x40GiB,host:1GiB", 2),
+    "box3": ("sim:1x40GiB,host:1GiB", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with started(tmp_path_factory.mktemp("fleet"), HOSTS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def fleet(hosts: Hosts) -> Any:
+    found = gpu_runtime.fleet(hosts.cluster.address)
+    documents = "\n---\n".join(
+        f"apiVersion: model.aispec.org/v1alpha1\nkind: Model\nmetadata: {{name: {name}}}\n"
+        f"spec: {{runtime: fake, memory: {size}GiB, layout: single}}"
+        for name, size in MODELS.items()
+    )
+    file = hosts.directory / "models.yaml"
+    file.write_text(documents)
+    assert found.apply(file, copies=0) == dict.fromkeys(MODELS, "on request")
+    return found
+
+
+@pytest.fixture
+def empty(fleet: Any) -> Any:
+    """The fleet, without a loaded model."""
+    for host in fleet.hosts():
+        for name in fleet.host(host).models()["name"]:
+            if name in MODELS:
+                fleet.host(host).evict(name)
+    return fleet
+
+
+def held_by(fleet: Any, host: str) -> list[str]:
+    """The names of the models on the cards of `host`."""
+    table = fleet.host(host).leases()
+    return sorted(table[table["device"] != "host"]["model"])
+
+
+# -- placement -------------------------------------------------------------------------------------
+
+
+def test_a_model_goes_to_the_host_that_holds_it_on_one_card(empty):
+    """70 GiB fit on a card of box1 only."""
+    offers = empty.plan("seventy")
+    assert [offer.host for offer in offers if offer.level is not PlanLevel.NEVER] == ["box1"]
+    with empty.use("seventy") as model:
+        assert model.host == "box1"
+        assert model("answer") == "answer", "the call runs on the host"
+    assert held_by(empty, "box1") == ["seventy"]
+
+
+def test_the_best_fit_is_chosen(empty):
+    """30 GiB leave the least on a card of 40 GiB. Of equal hosts, the name decides."""
+    with empty.use("thirty") as model:
+        assert model.host == "box2"
+        assert [offer.host for offer in empty.plan("thirty")][0] == "box2"
+
+
+def test_a_host_that_became_busy_is_passed_over(empty, hosts, monkeypatch, caplog):
+    """Between the offer and the request, a notebook fills the best host. The next host serves."""
+    choose = empty._choose
+
+    def choose_then_fill(name: str, without: set[str]) -> Any:
+        """The offers; then a notebook takes both cards of the best host."""
+        found = choose(name, without)
+        held = Runtime(devices=HOSTS["box2"][0], ledger=hosts.ledger("box2"))
+        notebooks.append(held)
+        for _ in range(2):
+            blocks.append(held.lease("36 GiB", purpose="training"))
+            blocks[-1].__enter__()
+        return found
+
+    notebooks: list[Runtime] = []
+    blocks: list[Any] = []
+    monkeypatch.setattr(empty, "_choose", choose_then_fill)
+    try:
+        with caplog.at_level(logging.INFO, "gpu_runtime"):
+            with empty.use("thirty", timeout=30) as model:
+                assert model.host == "box3"
+    finally:
+        for notebook in notebooks:
+            blocks.clear()
+            notebook.close()
+    logged = [record.getMessage() for record in caplog.records if "attempt" in record.getMessage()]
+    assert logged == [
+        "thirty: attempt 1/3 on box2 (room)",
+        "thirty: attempt 2/3 on box3 (room)",
+    ]
+
+
+def test_a_model_that_fits_nowhere_is_refused_by_every_host_by_name(empty):
+    """No host evicts anything for it."""
+    with empty.use("small") as model:
+        host = model.host
+    with pytest.raises(DoesNotFit) as refused, empty.use("colossus"):
+        pass
+    assert all(f"{name}: colossus needs 500" in str(refused.value) for name in HOSTS)
+    assert refused.value.need_bytes == 500 << 30
+    assert held_by(empty, host) == ["small"]
+    with pytest.raises(UnknownModel, match="Did you mean seventy"):
+        empty.use("sevnty").__enter__()
+
+
+# -- beside notebooks ------------------------------------------------------------------------------
+
+
+def test_a_notebook_changes_the_offers_of_its_host_and_recalls_the_idle_model(empty, hosts):
+    """The fleet is one more owner in the host's book. Its idle model leaves for a notebook."""
+    with empty.use("seventy") as model:
+        assert model.host == "box1"
+    with Runtime(
+        devices=HOSTS["box1"][0], ledger=hosts.ledger("box1"), eviction_grace_seconds=0.0
+    ) as notebook:
+        with notebook.lease("72 GiB", purpose="a"), notebook.lease("72 GiB", purpose="b"):
+            [offer] = [one for one in empty.plan("seventy") if one.host == "box1"]
+            assert offer.level in (PlanLevel.WAIT, PlanLevel.NEVER)
+            assert held_by(empty, "box1").count("seventy") == 0
+    recalled = [event for event in empty.why("seventy")["box1"] if event.action == "unloaded"]
+    assert recalled[0].reason == "recall" and "needs room for b" in recalled[0].because
+
+
+# -- the verbs -------------------------------------------------------------------------------------
+
+
+def gpu(*words: str) -> int:
+    return cli.main(["fleet", *words])
+
+
+def test_the_verb_shows_one_bar_for_each_host(empty, hosts, capsys):
+    """A model on two cards is one segment."""
+    with empty.use("seventy"):
+        assert gpu("--address", hosts.cluster.address) == 0
+    lines = capsys.readouterr().out.splitlines()
+    bars = [line for line in lines if line.startswith("box")]
+    assert [line.split()[0] for line in bars] == ["box1", "box2", "box3"]
+    assert "70.0 GiB of 160 GiB" in bars[0] and "2 cards, simulated" in bars[0]
+    assert "seventy 70.0 GiB" in lines[1]
+
+
+def test_a_host_leaves_and_joins_again(empty, hosts, capsys):
+    """The command speaks for the machine that it is typed on, which is box1."""
+    assert gpu("leave") == 0
+    assert empty.hosts() == ("box2", "box3")
+    assert gpu("join", "--name", "box1", "--devices", "cuda") == 1
+    assert "no CUDA card is visible" in capsys.readouterr().err
+    devices, _ = HOSTS["box1"]
+    words = ("--name", "box1", "--devices", devices, "--ledger", hosts.ledger("box1"))
+    assert gpu("join", *words) == 0
+    assert "box1 has joined the fleet" in capsys.readouterr().out
+    with empty.use("seventy") as model:
+        assert model.host == "box1"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("drain", "nobox"), "no model is called"),
+        (("drain",), "needs the name of a host"),
+    ],
+)
+def test_a_wrong_action_is_one_line(empty, hosts, capsys, words, said):
+    assert gpu(*words) == 1
+    assert said in capsys.readouterr().err
+    assert empty.hosts() == ("box1", "box2", "box3")
+
+
+def test_no_agent_joins_a_cluster_without_a_token(hosts, monkeypatch):
+    """Everybody who reaches such a cluster could run code on every host."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(FleetUnavailable, match="RAY_AUTH_MODE"):
+        joining.join(name="box4", devices="sim:24GiB")
+
+
+def test_other_versions_are_refused_by_name():
+    theirs = cluster.versions() | {"Python": "3.9"}
+    with pytest.raises(FleetUnavailable, match="box7 has other versions: Python 3.9, not 3"):
+        cluster.require_equal_versions(theirs, "box7")
+
+
+# -- what dies -------------------------------------------------------------------------------------
+
+USE_AND_WAIT = """
+with fleet.use("thirty") as model:
+    print(model.host, flush=True)
+    input()
+"""
+
+
+def pins(fleet: Any, host: str) -> int:
+    return int(fleet.host(host).leases()["pins"].sum())
+
+
+def test_the_pins_of_a_killed_driver_end(empty, hosts):
+    """Detached agents outlive their clients, so they watch Ray's table of jobs."""
+    driver = hosts.client(USE_AND_WAIT)
+    assert driver.stdout is not None
+    host = driver.stdout.readline().strip()
+    assert pins(empty, host) == 1
+    driver.kill()
+    driver.wait()
+    eventually(lambda: not pins(empty, host), "the pin of the dead driver ends")
+
+
+def test_a_killed_controller_loses_nothing(empty):
+    """It stores wishes only. Ray starts it again and repeats its calls."""
+    before = empty._ask_controller("wishes")
+    pid = empty._ask_controller("ready", cluster.versions())
+    for number in range(20):
+        if number == 5:
+            os.kill(pid, signal.SIGKILL)
+        with empty.use(("small", "thirty")[number % 2]) as model:
+            assert model(number) == number
+    assert empty.plan("small")[0].level is PlanLevel.HERE
+    assert empty._ask_controller("ready", cluster.versions()) != pid
+    assert empty._ask_controller("wishes") == before
+
+
+def test_a_drained_host_takes_no_model(empty):
+    empty.drain("box2")
+    try:
+        with empty.use("thirty") as model:
+            assert model.host == "box3"
+    finally:
+        empty.drain("box2", undo=True)
+
+
+def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
+    """Without `retry` the lost call is an error. With `retry` it runs again on another host."""
+    empty.drain("box2")
+    with empty.use("thirty") as model:
+        assert model.host == "box3"
+    empty.drain("box2", undo=True)
+    with empty.use("thirty", retry=True) as again, empty.use("thirty") as once:
+        assert (again.host, once.host) == ("box3", "box3")
+        hosts.kill("box3")
+        with pytest.raises(NodeLost) as lost:
+            once("first")
+        assert (lost.value.name, lost.value.host) == ("thirty", "box3")
+        assert again("second") == "second"
+        assert again.host == "box2"
+    eventually(lambda: empty.hosts() == ("box1", "box2"), "the dead host is no longer listed")

@@ -1,0 +1,75 @@
+"""Hosts are tried one after the other, in the order of their offers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from gpu_runtime import Busy, DoesNotFit
+from gpu_runtime.facts import Offer, PlanLevel
+from gpu_runtime.fleet.cluster import Gone
+from gpu_runtime.fleet.placing import attempts, refusal
+
+ROOM, NEVER = PlanLevel.ROOM, PlanLevel.NEVER
+
+
+def offer(host: str, level: PlanLevel = ROOM) -> Offer:
+    return Offer(host, "qwen", level, f"because of {host}", need_bytes=7)
+
+
+def answering(**answers: Any) -> Any:
+    """An attempt in which each host gives its answer, or raises it."""
+
+    def attempt(offer: Offer) -> Any:
+        answer = answers[offer.host]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return attempt
+
+
+BUSY = Busy("full\n  wait", name="qwen", waited_seconds=0, because="")
+
+
+def test_the_next_host_serves_after_a_lost_race(caplog):
+    with caplog.at_level(logging.INFO, "gpu_runtime"):
+        served = attempts(
+            "qwen", [offer("a"), offer("b"), offer("c", NEVER)], answering(a=BUSY, b="here")
+        )
+    assert (served.host, served.answer) == ("b", "here")
+    assert served.reasons == {"a": "full", "c": "because of c"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "qwen: attempt 1/2 on a (room)",
+        "qwen: attempt 2/2 on b (room)",
+    ]
+
+
+def test_a_dead_host_is_no_error_of_the_model():
+    served = attempts("qwen", [offer("a"), offer("b")], answering(a=Gone("dead"), b=1))
+    assert (served.host, served.gone) == ("b", ("a",))
+
+
+def test_an_error_of_the_code_is_not_hidden_by_another_host():
+    """Only answers about room let the next host try. A fault in the code is shown."""
+    with pytest.raises(ZeroDivisionError):
+        attempts("qwen", [offer("a"), offer("b")], answering(a=ZeroDivisionError(), b=1))
+
+
+def test_a_refusal_names_every_host_with_its_reason():
+    offers = [offer("a", NEVER), offer("b", NEVER)]
+    served = attempts("qwen", offers, answering())
+    error = refusal("qwen", offers, served.reasons, 0.0)
+    assert isinstance(error, DoesNotFit) and error.need_bytes == 7
+    assert str(error) == (
+        "qwen fits on no host of the fleet.\n  a: because of a\n  b: because of b"
+    )
+    offers = [offer("a"), offer("b", NEVER)]
+    error = refusal("qwen", offers, attempts("qwen", offers, answering(a=BUSY)).reasons, 3.0)
+    assert isinstance(error, Busy) and error.hosts == {"a": "full", "b": "because of b"}
+
+
+def test_a_fleet_without_hosts_says_how_to_join():
+    assert "gpu fleet join" in str(refusal("qwen", [], {}, 0.0))

@@ -1,0 +1,60 @@
+"""The wishes of the fleet: pure values, and the only state that the controller has."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime import UnknownModel
+from gpu_runtime.fleet.wishes import Wish, Wishes, applied, dump, load, with_drain, without
+
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+WISHES = st.lists(
+    st.builds(
+        Wish,
+        NAMES,
+        st.fixed_dictionaries({"x": st.integers(0, 2)}),
+        st.integers(0, 2),
+        st.booleans(),
+    ),
+    max_size=4,
+    unique_by=lambda wish: wish.name,
+)
+
+
+def wish(name: str, **fields: object) -> Wish:
+    return Wish(name, {}, **fields)  # type: ignore[arg-type]
+
+
+def test_the_dedicated_set_is_replaced_whole():
+    """A model that is no longer dedicated is no longer wished. Other wishes stay."""
+    before = applied(Wishes(), [wish("own")], dedicated=False)
+    before = applied(before, [wish("a", dedicated=True), wish("b", dedicated=True)], dedicated=True)
+    after = applied(before, [wish("b", dedicated=True), wish("c", dedicated=True)], dedicated=True)
+    assert after.names == ("b", "c", "own")
+
+
+def test_a_repeated_change_changes_nothing():
+    """Ray repeats a call after a restart of the controller."""
+    once = applied(Wishes(), [wish("a")], dedicated=False)
+    assert applied(once, [wish("a")], dedicated=False) is once
+    drained = with_drain(once, "box1", undo=False)
+    assert with_drain(drained, "box1", undo=False) is drained
+    assert with_drain(drained, "box1", undo=True).drained == ()
+
+
+def test_an_unknown_wish_cannot_be_removed():
+    with pytest.raises(UnknownModel, match="'b'"):
+        without(Wishes(models=(wish("a"),)), "b")
+
+
+@given(WISHES, WISHES, st.booleans())
+def test_every_change_raises_the_revision_and_survives_a_restart(first, second, dedicated):
+    before = applied(Wishes(), first, dedicated=False)
+    after = applied(before, second, dedicated=dedicated)
+    assert (after.revision > before.revision) == (after.models != before.models)
+    assert load(dump(after)) == after
+    assert list(after.names) == sorted(after.names)
+    assert {one.name for one in second} <= set(after.names)
+    assert load(None) == Wishes()
