@@ -77,6 +77,7 @@ OPTIONS: dict[str, Option] = {
     "trust_remote_code": Option(TRUTH),
     "runtime_args": Option(Rule("a list of words, such as ['--seed', '1']", words)),
     "fails": Option(TRUTH, ("fake",)),
+    "shadow": Option(TRUTH, ("fake",)),
     "start_seconds": Option(SECONDS, _SERVERS),
     "embedding": Option(TRUTH, _LLAMA),
     "split_mode": Option(WORD._replace(expected="layer or row"), _LLAMA),

@@ -175,6 +175,11 @@ class Settings(BaseSettings):
         description="With GPU_FRACTION_FACTOR: a model that would claim this part of a GPU or more claims "
         "the whole GPU.",
     )
+    gpu_shadows: Literal["auto", "never"] = Field(
+        "auto",
+        description="Whether an unchanged copy of a model on a GPU stays in RAM while RAM has room, so that "
+        "the model leaves its GPU without a copy: auto or never.",
+    )
     gpu_relief: Literal["auto", "always", "never"] = Field(
         "auto",
         description="When pressure evicts idle models: auto (while requests wait or unleased memory grows), "
@@ -446,6 +451,7 @@ _WORDS = {
     "gpu_split_margin_mb": "a whole number of MiB, such as 512",
     "gpu_fraction_factor": "a number above 0, such as 3",
     "gpu_relief": "auto, always or never",
+    "gpu_shadows": "auto or never",
     "gpu_prefetch": "auto or never",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
     "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",

@@ -309,7 +309,7 @@ FAULTS = [
     Fault(
         "spend host bytes twice",
         "scheduler/eviction_verdict",
-        "            self.host_room -= copied_bytes(step)\n",
+        "            self.host_room -= copied_bytes(lease, step)\n",
         "            pass\n",
     ),
     Fault(
@@ -322,7 +322,7 @@ FAULTS = [
     Fault(
         "a part without room in host memory",
         "scheduler/victims",
-        "            if part.leaving_bytes > (free if lease.droppable else most + reserved):\n",
+        "            if part.offload_bytes > (free if lease.droppable else most + reserved):\n",
         "            if False:\n",
         PARTS,
     ),

@@ -6,13 +6,14 @@ real card nothing is allocated.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..devices.probe import Probe
 from ..devices.process_memory import Block
-from ..errors import LoadFailed
-from ..facts import Evidence, ModelSpec, Shares, where
+from ..errors import LoadFailed, OutOfMemory
+from ..facts import HOST, Evidence, ModelSpec, Shares, where
 from .base import Progress
 
 Hook = Callable[[str], Any]
@@ -28,6 +29,12 @@ class FakeModel:
         """A model called `name`. Its `hook` is called with "load" or "move" during those steps."""
         self.name, self.hook = name, hook
         self.place: tuple[Shares, tuple[Block, ...]] = ((), ())
+        self.shadow: tuple[Block, ...] = ()  # its copy in host memory, while it is on a card
+
+    @property
+    def shadow_bytes(self) -> int:
+        """The bytes of its copy in host memory, while it is on a card."""
+        return sum(block.size for block in self.shadow)
 
     def __call__(self, *inputs: Any) -> Any:
         return inputs[0] if len(inputs) == 1 else inputs
@@ -41,7 +48,8 @@ class FakeBackend:
 
     For drills, `origin` may be a callable. It is called with "load" or "move" as soon as the bytes
     are held, before anything else happens. If it raises, the step fails with that error.
-    `options={"fails": True}` makes every load fail.
+    `options={"fails": True}` makes every load fail. With `options={"shadow": True}`, a copy of the
+    model stays in host memory, as that of a model from disk does (`GPU_SHADOWS`).
     """
 
     name = "fake"
@@ -72,11 +80,13 @@ class FakeBackend:
         *,
         progress: Progress | None = None,
         into: Any = None,
+        shadow: bool = False,
     ) -> FakeModel:
         """The fake model of `spec`, which holds the bytes of `shares`. If `into` is given, it is
         used again.
 
-        `progress` is called at 0, half and all of the bytes. Raises what a callable `origin`
+        `progress` is called at 0, half and all of the bytes. With `shadow`, a copy stays in host
+        memory. Raises what a callable `origin`
         raises, LoadFailed for `options={"fails": True}`, and OutOfMemory.
         """
         if isinstance(into, FakeModel):
@@ -99,21 +109,49 @@ class FakeBackend:
                 for done in (0, total // 2, total):
                     progress(done, total)
 
-        self._settle(model, shares, arrive)
+        _free(self._settle(model, shares, arrive))
+        if shadow:
+            with contextlib.suppress(OutOfMemory):
+                model.shadow = (self.probe.place(HOST).allocate(total),)
         return model
 
     def value(self, model: FakeModel) -> FakeModel:
         """The `model` itself."""
         return model
 
-    def move(self, model: FakeModel, shares: Shares) -> None:
-        """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes."""
-        self._settle(model, shares, lambda: model.hook and model.hook("move"))
+    def move(self, model: FakeModel, shares: Shares, shadow: bool = False) -> None:
+        """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes.
+
+        On the way to the host, the copy that is there becomes the model's bytes. On the way back, the
+        bytes on the host stay as a copy with `shadow`.
+        """
+        to_host = all(share.device == HOST for share in shares)
+        from_host = all(share.device == HOST for share in model.place[0])
+        if to_host and model.shadow_bytes != _total(shares):
+            self.free_shadow(model)
+        ready = model.shadow if to_host else ()
+        kept = self._settle(model, shares, lambda: model.hook and model.hook("move"), ready)
+        if shadow and from_host and not to_host:
+            model.shadow = kept
+        else:
+            _free(kept)
+            if to_host:
+                model.shadow = ()
+
+    def keeps_shadow(self, spec: ModelSpec) -> bool:
+        """Whether a copy of the model of `spec` stays in host memory: if its options require it."""
+        return bool(spec.options.get("shadow"))
+
+    def free_shadow(self, model: FakeModel) -> None:
+        """Frees the copy of `model` in host memory. Repeating is safe."""
+        shadow, model.shadow = model.shadow, ()
+        _free(shadow)
 
     def drop(self, model: FakeModel) -> None:
         """Frees the bytes of `model`. Repeating is safe."""
         (_, old), model.place = model.place, ((), ())
         _free(old)
+        self.free_shadow(model)
 
     def measure(self, model: FakeModel) -> Shares:
         """The shares that `model` holds."""
@@ -131,20 +169,33 @@ class FakeBackend:
         """Always True, because a fake `model` has no weights that could change."""
         return True
 
-    def _settle(self, model: FakeModel, shares: Shares, arrive: Callable[[], Any]) -> None:
-        """Allocates `shares`, calls `arrive`, then replaces and frees the old place of `model`."""
-        held: list[Block] = []
+    def _settle(
+        self,
+        model: FakeModel,
+        shares: Shares,
+        arrive: Callable[[], Any],
+        ready: tuple[Block, ...] = (),
+    ) -> tuple[Block, ...]:
+        """Allocates `shares`, calls `arrive`, and replaces the old place of `model`, which is returned.
+
+        The blocks `ready`, if there are any, hold the bytes of `shares` already.
+        """
+        held: list[Block] = list(ready)
         try:
-            for share in shares:
+            for share in () if ready else shares:
                 held.append(self.probe.place(share.device).allocate(share.bytes))
             arrive()
             (_, old), model.place = model.place, (shares, tuple(held))
         except BaseException:
             # A notebook keeps its last traceback, and so this frame. So free the blocks now.
-            if model.place[0] is not shares:
+            if model.place[0] is not shares and not ready:
                 _free(held)
             raise
-        _free(old)
+        return old
+
+
+def _total(shares: Shares) -> int:
+    return sum(share.bytes for share in shares)
 
 
 def _free(blocks: Iterable[Block]) -> None:

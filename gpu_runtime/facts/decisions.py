@@ -179,7 +179,17 @@ class Drop(Value, tag=True):
     by: str = ""  # who requested it, if another process did
 
 
-Step = Load | Move | Drop
+class Shed(Value, tag=True):
+    """Free the shadow of a model: the copy in host memory of bytes that stay on their card."""
+
+    lease: str
+    source: Shares
+    because: str = ""
+    reason: str = "request"
+    by: str = ""  # who requested it, if another process did
+
+
+Step = Load | Move | Drop | Shed
 
 
 class Grant(Value, tag=True):
@@ -200,6 +210,7 @@ class Wait(Value, tag=True):
     asked: tuple[str, ...] = ()  # lease ids that other owners were requested to evict
     asked_bytes: tuple[int, ...] = ()  # for each of `asked`, the bytes that should leave; 0: all
     silent: tuple[str, ...] = ()  # the leases in `asked` whose owner has not responded
+    shadows: tuple[str, ...] = ()  # ids of leases of other owners whose shadows should be freed
     blockers: tuple[str, ...] = ()  # lease ids in use that block the request
     ahead: int = 0  # how many requests are ahead in the queue
     retry_at: float | None = None  # time at which the verdict may change without any event

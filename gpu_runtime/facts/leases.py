@@ -112,6 +112,9 @@ class Lease(Value):
     piece_bytes: int = 0
     settled_at: float = 0.0
     away_since: float = 0.0  # when bytes of it last arrived in host memory; 0: none are there
+    # Bytes in host memory of an unchanged copy (a shadow) of bytes that are on a card. They count on
+    # the host. An offload turns the shadow into the lease's share there.
+    shadow_bytes: int = 0
     moves_again_at: float = 0.0  # after a failed move: the time before which it is not moved again
     measured_bytes: int | None = None  # for a block of code: its measured peak
     backend: str = ""
@@ -150,7 +153,8 @@ class Lease(Value):
         """
         settled = replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
         if any(share.device == HOST for share in measured):
-            return settled
+            on_card = any(share.device != HOST for share in measured)
+            return replace(settled, shadow_bytes=self.shadow_beyond_target if on_card else 0)
         claimed = self.target or self.shares
         claimed_bytes = sum(share.bytes for share in claimed)
         claims_more = claimed_bytes > self.own_bytes + self.working_bytes
@@ -252,9 +256,42 @@ class Lease(Value):
         return 0.0 if self.pins else max(0.0, now - self.last_used)
 
     def claims(self) -> Iterator[Share]:
-        """Every share that counts against a budget: where bytes are, then where they will be."""
+        """Every share that counts against a budget: where bytes are, then where they will be.
+
+        The last one is the shadow. During an offload the shadow is a part of the target, so it
+        counts once.
+        """
         yield from self.shares
         yield from self.target
+        if beyond := self.shadow_beyond_target:
+            yield Share(HOST, beyond)
+
+    @property
+    def offload_bytes(self) -> int:
+        """The host memory that an offload of `leaving_bytes` needs, beyond the shadow there.
+
+        A shadow of only some bytes on the card counts only if all bytes leave: it is not known
+        whether the others are those that it has.
+        """
+        size = self.leaving_bytes
+        if not self.shadow_bytes or not self._uses_shadow(size):
+            return size
+        return max(0, size - self.shadow_bytes)
+
+    @property
+    def shadow_beyond_target(self) -> int:
+        """The bytes of the shadow that an offload under way does not turn into the lease's share."""
+        if not self.shadow_bytes:
+            return 0
+        going = sum(share.bytes for share in self.target if share.device == HOST)
+        if not going or not self._uses_shadow(going):
+            return self.shadow_bytes
+        return max(0, self.shadow_bytes - going)
+
+    def _uses_shadow(self, leaving: int) -> bool:
+        """Whether an offload of `leaving` bytes turns the shadow, or a part of it, into a share."""
+        on_cards = self.card_bytes
+        return self.shadow_bytes >= on_cards or leaving >= on_cards
 
 
 class Section(Value):
@@ -301,6 +338,10 @@ class Section(Value):
             for share in lease.target:
                 claimed[share.device] = claimed.get(share.device, 0) + share.bytes
                 promised[share.device] = promised.get(share.device, 0) + share.bytes
+            if beyond := lease.shadow_beyond_target:
+                claimed[HOST] = claimed.get(HOST, 0) + beyond
+                if lease.phase is Phase.ARRIVING:
+                    promised[HOST] = promised.get(HOST, 0) + beyond
         if len(_known_sums) >= _MOST_SUMS:
             _known_sums.clear()
         found = _known_sums[id(self)] = self, claimed, promised
@@ -327,8 +368,8 @@ class Ticket(Value):
 
     key: str
     owner: str
-    # "use" for a waiting request. An order is one of evict, restore, preload, move, pin, unpin,
-    # defrag, who.
+    # "use" for a waiting request. An order is one of evict, shed, restore, preload, move, pin,
+    # unpin, defrag, who.
     verb: str
     name: str  # the model (use), or the id of the lease in question
     arrived: float
@@ -343,6 +384,8 @@ class Ticket(Value):
     recalls: tuple[str, ...] = ()  # ids of the leases that other owners should evict for it
     # For each lease in `recalls`, the bytes that should leave; 0, or no entry: all of them.
     recalled_bytes: tuple[int, ...] = ()
+    # Ids of the leases whose shadows (copies in host memory) other owners should free for it.
+    shadows: tuple[str, ...] = ()
     recalled_since: float = 0.0  # time since when exactly these leases are recalled
     held: tuple[str, ...] = ()  # lease ids that the requesting thread itself pins
     blocked_since: float = (

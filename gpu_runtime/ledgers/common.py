@@ -398,5 +398,5 @@ def _same_request(confirmed: Ticket | None, ticket: Ticket) -> bool:
     """
     if confirmed is None:
         return False
-    fields = ("owner", "verb", "name", "importance", "recalls", "places", "said_by")
+    fields = ("owner", "verb", "name", "importance", "recalls", "shadows", "places", "said_by")
     return all(getattr(confirmed, field) == getattr(ticket, field) for field in fields)

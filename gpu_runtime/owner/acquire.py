@@ -1,4 +1,4 @@
-"""Gets memory for a model or a block of code: requests it, waits, loads or restores, and settles.
+"""Gets memory for a model or a block of code: requests, waits, loads or restores, and settles.
 
 After any failure or interrupt, the book is as it was before the request.
 """
@@ -21,7 +21,6 @@ from ..errors import LoadFailed, NotResident
 from ..facts import (
     Book,
     Candidate,
-    Drop,
     Footprint,
     Grant,
     Lease,
@@ -38,8 +37,9 @@ from ..facts import (
 from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.admission import admit
+from ..scheduler.shadows import kept
 from ..units import parse_seconds
-from . import arrivals, demand, failures, interrupts, presence, release, requests
+from . import arrivals, demand, failures, interrupts, presence, release, requests, shadows
 from .pins import AnchorRef, Held
 from .resident import Place, Resident, held_by
 from .session import POLL_SECONDS, Key, Session
@@ -291,7 +291,7 @@ def perform(
     the restore raises, the grant is abandoned and the error is raised.
     """
     step = verdict.steps[0]
-    assert not isinstance(step, Drop)  # a grant's own step loads or moves
+    assert isinstance(step, (Load, Move))  # a grant's own step loads or moves
     with arrivals.shown(session, resident, step, progress) as progress:
         if isinstance(step, Load):
             _load(session, resident, verdict.lease, step, anchor, key, progress)
@@ -313,7 +313,8 @@ def _load(
     handle = None
     try:
         session.probe.watch_peaks()
-        handle, shares, seconds = resident.load(step.shares, progress)
+        shadow = shadows.reserve(session, resident, step.shares)
+        handle, shares, seconds = resident.load(step.shares, progress, shadow)
         settled = replace(
             lease.holding(shares),
             pins=0,
@@ -324,7 +325,7 @@ def _load(
         resident.install(handle, settled, anchor)
     except BaseException as error:
         if not isinstance(error, Exception):
-            # A notebook keeps the traceback of an interrupt. The traceback's frames keep the bytes.
+            # A notebook keeps the traceback of an interrupt, whose frames keep the bytes.
             traceback.clear_frames(error.__traceback__)
         installed = handle is not None and resident.handle is handle
         if not installed:
@@ -366,7 +367,7 @@ def _restore(
     """Moves the model back from host memory, and settles its lease with the measured bytes."""
     began = time.perf_counter()
     try:
-        shares = _move_back(resident, step)
+        shares = _move_back(resident, step, shadows.wanted(session, resident))
     except BaseException as error:
         _abandon(session, resident.spec.name, key, error)
         raise
@@ -390,14 +391,14 @@ def _restore(
     _settle(session, resident, step.because, restore_seconds=seconds)
 
 
-def _move_back(resident: Resident, step: Move) -> tuple[Share, ...]:
+def _move_back(resident: Resident, step: Move, shadow: bool) -> tuple[Share, ...]:
     if not resident.begin_moving():
         name = resident.spec.name
         raise LoadFailed(
             f"{name} is being moved by another thread.", name=name, source=resident.spec.source
         )
     try:
-        return resident.carry(step)
+        return resident.carry(step, shadow)
     except BaseException:
         resident.stay()
         raise
@@ -407,8 +408,8 @@ def _settle(session: Session, resident: Resident, because: str, **seconds: float
     """Writes the measured bytes of the arrived model, and its number of pins, into the book."""
     lease = resident.lease
 
-    def settle(book: Book, world: World) -> tuple[Book, None]:
-        """The book with the measured lease."""
+    def settle(book: Book, world: World) -> tuple[Book, bool]:
+        """The book with the measured lease. False if the host has no room for its shadow."""
         book = books.arrived(
             book,
             session.me,
@@ -420,9 +421,11 @@ def _settle(session: Session, resident: Resident, because: str, **seconds: float
             filled=lease.filled,
             **seconds,
         )
-        return books.publish(book, session.truth(), world), None
+        book = books.publish(book, session.truth(), world)
+        return kept(book, session.me, lease.name, world)
 
-    session.decide(settle, fresh=True)
+    if not session.decide(settle, fresh=True):
+        shadows.free(resident)
 
 
 def _abandon(session: Session, name: str, key: Key, error: BaseException) -> None:

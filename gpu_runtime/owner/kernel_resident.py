@@ -73,7 +73,7 @@ class KernelResident(Resident):
             self.claim({})
         self._moving = False
 
-    def carry(self, step: Any) -> Shares:
+    def carry(self, step: Any, shadow: bool = False) -> Shares:
         """Performs the step.
 
         Raises StillInUse if something runs, or if the kernel was used meanwhile.

@@ -8,7 +8,7 @@ from functools import partial
 
 from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
-from ..facts import Book, Drop, LeaseId, Level, Move, Outcome, World
+from ..facts import Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
 from ..scheduler import drain, explain, quotas, recall, relief
 from ..scheduler import transitions as books
 from ..scheduler.pressure import views
@@ -252,7 +252,7 @@ def obey(session: Session) -> tuple[Order, ...]:
 
     def decision(
         book: Book, world: World
-    ) -> tuple[Book, tuple[tuple[Move | Drop, ...], tuple[Order, ...]]]:
+    ) -> tuple[Book, tuple[tuple[Move | Drop | Shed, ...], tuple[Order, ...]]]:
         """The book with the recalled leases leaving, then the steps and the orders."""
         askers = permissions.askers(session, book)
         after, steps, orders = recall.obey(book, session.me, world, key.text, askers, session.rank)

@@ -38,7 +38,7 @@ def askers(session: Session, book: Book) -> dict[str, Asker]:
     """
     found = {}
     for ticket in book.tickets:
-        targets = (id.partition("/")[0] for id in (ticket.name, *ticket.recalls))
+        targets = (id.partition("/")[0] for id in (ticket.name, *ticket.recalls, *ticket.shadows))
         if ticket.owner == session.me or session.me not in targets:
             continue
         if user := session.ledger.user_of(book, ticket.owner, ticket):

@@ -7,11 +7,13 @@ import logging
 from msgspec.structs import replace
 
 from ..errors import DoesNotFit, GpuError, StillInUse
-from ..facts import HOST, Book, Drop, Lease, Move, Shares, Step, World
-from ..scheduler import eligibility, explain
+from ..facts import HOST, Book, Drop, Grant, Lease, LeaseId, Move, Shares, Shed, Step, World
+from ..scheduler import eligibility, explain, shadows
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import show_bytes
+from . import requests
+from . import shadows as own_shadows
 from .resident import Place, Resident, Stays
 from .session import Key, Session
 
@@ -19,32 +21,43 @@ log = logging.getLogger("gpu_runtime")
 
 FIRST_PAUSE_SECONDS = 1.0  # after a failed move, before the model is chosen again
 LONGEST_PAUSE_SECONDS = 60.0
+SHED_SECONDS = 5.0  # for another process to free the copy of a model in host memory
 
 
 def evict(
-    session: Session, resident: Resident, because: str, *, drop: bool = False, by: str = ""
+    session: Session,
+    resident: Resident,
+    because: str,
+    *,
+    drop: bool = False,
+    by: str = "",
+    kept: frozenset[str] = frozenset(),
 ) -> Move | Drop | None:
     """Evicts a model of this process now.
 
     Returns the step that was taken, or None if the model is on no device already. With `drop`, the
-    model is unloaded although host memory has room. `by` is the person who requested it. Raises
-    StillInUse, DoesNotFit, and the errors of the move.
+    model is unloaded although host memory has room. `by` is the person who requested it. `kept` are
+    the ids of leases whose shadows their owners do not free. Raises StillInUse, DoesNotFit, and the
+    errors of the move.
     """
     if resident.handle is None or (resident.place is Place.AWAY and not drop):
         return None
     try_again_now(resident)
     key = session.new_key(f"evict {resident.spec.name}")
 
-    def leave(book: Book, world: World) -> tuple[Book, Move | Drop | GpuError]:
-        return _leave(session, resident, key, book, world, because, drop)
+    def leave(book: Book, world: World) -> tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError]:
+        return _leave(session, resident, key, book, world, because, drop, kept)
 
     try:
         step = session.decide(leave)
         if isinstance(step, GpuError):
             raise step
+        if isinstance(step, tuple):
+            kept |= _free_shadows(session, step)
+            return evict(session, resident, because, drop=drop, by=by, kept=kept)
         if not carry_out(session, step, key, by):
             # The model was used meanwhile, or it may not be dropped: decide again.
-            return evict(session, resident, because, drop=drop, by=by)
+            return evict(session, resident, because, drop=drop, by=by, kept=kept)
         return step
     finally:
         session.done_with(key.note)
@@ -58,7 +71,8 @@ def _leave(
     world: World,
     because: str,
     drop: bool,
-) -> tuple[Book, Move | Drop | GpuError]:
+    kept: frozenset[str],
+) -> tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError]:
     """The book with the model leaving, and the step; or the unchanged book and an error."""
     name = resident.spec.name
     lease = book.lease(session.me, name)
@@ -70,9 +84,30 @@ def _leave(
     step = eligibility.eviction_step(
         lease, host_room, world, drop=drop, because=because, reason="evict"
     )
+    if not isinstance(step, Move) and not drop:
+        found = shadows.room_for(book, lease, host_room, world, session.rank, spared=kept)
+        if found:
+            return book, tuple([shadows.shed(other, because, "evict") for other in found[0]])
     if step is None:
         return book, _only_copy(lease)
     return eligibility.mark_leaving(book, step, key.text), step
+
+
+def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
+    """Frees the shadows of this process, and asks other processes to free theirs.
+
+    Returns the ids of the leases whose shadows were not freed in time.
+    """
+    kept = set()
+    for step in steps:
+        target = LeaseId(*step.lease.split("/", 1))
+        if target.owner == session.me:
+            own_shadows.obey(session, step)
+            continue
+        verdict = requests.request(session, "shed", target, timeout=SHED_SECONDS)
+        if not isinstance(verdict, Grant):
+            kept.add(step.lease)
+    return kept
 
 
 def _only_copy(lease: Lease) -> DoesNotFit:
@@ -104,6 +139,9 @@ def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
     A failed move is logged here and not raised, because it does not concern the requester. If the
     rules allow it, the model is dropped instead.
     """
+    if isinstance(step, Shed):
+        own_shadows.obey(session, step)
+        return True
     assert isinstance(step, (Move, Drop))
     relieves = step.reason == "memory_pressure"  # the level of pressure decides whether to drop
     return _leave_now(session, step, key, by, may_drop=not relieves) is None

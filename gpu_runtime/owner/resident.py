@@ -1,9 +1,7 @@
-"""One model of this process: its place, its pins, and its movements, of which only one runs at a
-time.
+"""One model of this process: its place, its pins, and its movements, one at a time.
 
 Nothing is decided in this module. A `Resident` holds this process's facts about one model: where
-the model is, which blocks pin it, and when it was last used. The session publishes these facts in
-the ledger.
+the model is, which blocks pin it, and when it was last used. The session publishes these facts.
 """
 
 from __future__ import annotations
@@ -51,9 +49,7 @@ _HERE = Place.HERE  # every use reads it: this name takes 10 ns, `Place.HERE` ta
 
 
 class Stays(Exception):
-    """A step must not be taken: the weights exist nowhere else, the model is in use, or it has
-    grown.
-    """
+    """A step must not be taken: the weights exist only here, the model is in use, or has grown."""
 
 
 def _ignore_loss(kind: str, because: str) -> None:
@@ -106,6 +102,7 @@ class Resident:
         self.failed_moves = 0  # in a row
         # It is no field of `lease`: a thread that replaces the lease could undo a move by another.
         self.moves_again_at = 0.0
+        self.shadow_bytes = 0  # of its copy in host memory, while it is on a card
         self.measured: Measurement | None = None  # an earlier load of live code, see footprints
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet
         self._was_pinned = False
@@ -125,9 +122,7 @@ class Resident:
     # -- using
 
     def enter(self, anchor: AnchorRef) -> bool:
-        """Pins the model while the anchor lives.
-
-        Returns False if the model is not on its device now.
+        """Pins the model while the anchor lives; False if the model is not on its device now.
 
         `anchor` is a weak reference to the anchor.
         """
@@ -149,9 +144,7 @@ class Resident:
         self.uses += 1
 
     def bases(self) -> list[Resident]:
-        """The models of this process that hold a part of this model's storages, and are used with
-        it.
-        """
+        """The models of this process that hold a part of this model's storages."""
         handles = getattr(self.handle, "bases", ())
         return [other for other in self.others() if other.handle in handles]
 
@@ -207,6 +200,7 @@ class Resident:
             recent_uses=self.recent_uses,
             source=self.content,
             moves_again_at=self.moves_again_at,
+            shadow_bytes=self.shadow_bytes,
             importance=self.lease.importance if pins else self.spec.importance,
         )
 
@@ -232,9 +226,7 @@ class Resident:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the lock `work`. This thread's calls of the model's methods then count as part of
-        the move.
-        """
+        """Holds the lock `work`. This thread's calls of the model then count as part of the move."""
         with self.work:
             self._worker = threading.get_ident()
             try:
@@ -242,20 +234,24 @@ class Resident:
             finally:
                 self._worker = 0
 
-    def load(self, shares: Shares, progress: Progress | None) -> tuple[Any, Shares, float]:
+    def load(
+        self, shares: Shares, progress: Progress | None, shadow: bool = False
+    ) -> tuple[Any, Shares, float]:
         """Loads the model.
 
         Returns the backend's handle, the measured shares, and the seconds it took.
 
-        The model is not installed yet. `shares` are the bytes reserved on each device.
+        The model is not installed yet. `shares` are the bytes reserved on each device. With `shadow`,
+        as many are reserved in host memory, and a copy of the model stays there.
         """
         with self._working():
             began = time.perf_counter()
             shell = self._shell()
             self._shell = _weakly(shell)  # an interrupted load must not keep its bytes
             try:
+                more = {"shadow": True} if shadow else {}  # only some backends keep shadows
                 handle = self.backend.load(
-                    self.spec, shares, self.origin, progress=progress, into=shell
+                    self.spec, shares, self.origin, progress=progress, into=shell, **more
                 )
                 return handle, self.backend.measure(handle), time.perf_counter() - began
             except Exception:
@@ -263,15 +259,14 @@ class Resident:
                 raise
 
     def install(self, handle: Any, lease: Lease, anchor: AnchorRef | None) -> None:
-        """Makes the loaded `handle` the model that `use` yields. If `anchor` is given, it pins the
-        model.
-        """
+        """Makes the loaded `handle` the model that `use` yields. `anchor`, if given, pins the model."""
         value = self.backend.value(handle)
         pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
         with self.gate:
             self.handle, self.value, self.lease, self._pieces = handle, value, lease, pieces
             self.shares_storages = bool(getattr(handle, "bases", ()))
+            self.shadow_bytes = getattr(handle, "shadow_bytes", 0)
             self.place = Place.HERE if lease.on_device else Place.AWAY
             self.last_used = (
                 self._clock()
@@ -289,9 +284,7 @@ class Resident:
         return getattr(self.handle, "pids", ())
 
     def _lost(self, of: Callable[[], Any], kind: str, because: str) -> None:
-        """Releases the model after its engine ended by itself. The book shows this before callers
-        see it.
-        """
+        """Releases the model after its engine ended. The book shows this before callers see it."""
         handle = of()
         with self.gate:
             if handle is None or self.handle is not handle:
@@ -329,8 +322,10 @@ class Resident:
             if self.handle is not None:
                 self.place = Place.HERE if self.lease.on_device else Place.AWAY
 
-    def carry(self, step: Move | Drop) -> Shares:
+    def carry(self, step: Move | Drop, shadow: bool = False) -> Shares:
         """Performs the step and returns the shares that are measured afterwards.
+
+        With `shadow`, the copy in host memory of a model that returns to its card stays there.
 
         If a drop would lose weights that exist nowhere else, this raises Stays and drops nothing.
         """
@@ -344,7 +339,11 @@ class Resident:
                 self._shell = lambda: value
                 govern_calls(value, self, dropped=True)
                 return ()
-            self.backend.move(self.handle, step.shares)
+            try:
+                more = {"shadow": True} if shadow else {}
+                self.backend.move(self.handle, step.shares, **more)
+            finally:
+                self.shadow_bytes = getattr(self.handle, "shadow_bytes", 0)
             return self.backend.measure(self.handle)
 
     def settle_at(self, lease: Lease, anchor: AnchorRef | None = None) -> None:
@@ -417,6 +416,7 @@ class Resident:
         handle, value = self.handle, self.value
         with self.gate:
             self.place, self.handle, self.value = Place.GONE, None, None
+            self.shadow_bytes = 0
         if handle is None:  # its engine has ended meanwhile
             return
         self.backend.drop(handle)

@@ -393,8 +393,8 @@ class Session:
             concerned |= waiting
         for ticket in after.tickets:
             if ticket.owner == self.me:
-                targets = (id for id in (*ticket.recalls, ticket.name) if "/" in id)
-                concerned.update(id.partition("/")[0] for id in targets)
+                ids = (*ticket.recalls, *ticket.shadows, ticket.name)
+                concerned.update(id.partition("/")[0] for id in ids if "/" in id)
         if concerned:
             self.ledger.ring(concerned)
 

@@ -123,6 +123,8 @@ def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
         arriving = _bytes_on(lease.target, view.device.id)
         if arriving:
             yield BarSegment(title, arriving, "arriving", lease.id)
+        if view.device.is_host and lease.shadow_beyond_target:
+            yield BarSegment(f"copy of {title}", lease.shadow_beyond_target, "settled", lease.id)
     if view.residue_bytes:
         yield BarSegment(RESIDUE, view.residue_bytes, "residue")
     unleased = strangers_bytes(view)

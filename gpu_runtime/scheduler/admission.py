@@ -380,10 +380,12 @@ def _ticket(
 ) -> Ticket:
     """The ticket of a waiting request; `old` is the earlier ticket of the same request, if any."""
     now = world.now
-    blocked = bool(wait.blockers) and not wait.asked and not wait.steps
+    recalls = (wait.asked, wait.shadows)
+    blocked = bool(wait.blockers) and not any(recalls) and not wait.steps
     blocked_since = ((old and old.blocked_since) or now) if blocked else 0.0
-    if wait.asked:
-        same = old and (old.recalls, old.recalled_bytes) == (wait.asked, wait.asked_bytes)
+    if any(recalls):
+        asked = (*recalls, wait.asked_bytes)
+        same = old is not None and (old.recalls, old.shadows, old.recalled_bytes) == asked
         recalled_since = old.recalled_since if old and same else now
     else:
         recalled_since = 0.0
@@ -406,6 +408,7 @@ def _ticket(
         layout=request.placement.layout if len(need) > 1 else "",
         recalls=wait.asked,
         recalled_bytes=wait.asked_bytes,
+        shadows=wait.shadows,
         recalled_since=recalled_since,
         held=request.held,
         blocked_since=blocked_since,

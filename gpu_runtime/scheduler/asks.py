@@ -37,7 +37,7 @@ from .eligibility import (
 from .eviction_policy import lru
 from .transitions import note
 
-ASKS = ("evict", "restore", "preload", "move", "pin", "unpin", "defrag", "who")
+ASKS = ("evict", "shed", "restore", "preload", "move", "pin", "unpin", "defrag", "who")
 PERSON = -1  # importance of a person's request; lower numbers are more important
 
 
@@ -99,6 +99,7 @@ def _new_ticket(asked: Ask, world: World) -> Ticket:
         refreshed=world.now,
         places=asked.places,
         recalls=(asked.target,) if asked.verb == "evict" else (),
+        shadows=(asked.target,) if asked.verb == "shed" else (),
         because=asked.by,
         said_by=asked.said_by,
     )
@@ -161,6 +162,11 @@ def _known_result(
         return _result_of_load(lease)
     if asked.verb in ("defrag", "who"):
         return None
+    if asked.verb == "shed":
+        if lease is not None and lease.shadow_bytes:
+            return None
+        free = lease or Lease(section.owner.id, name)
+        return Grant(free, (), f"{name} has no copy in host memory")
     if asked.verb == "evict":
         if lease is None:
             return Grant(Lease(section.owner.id, name), (), f"{name} is on no device")
@@ -231,9 +237,10 @@ def _why_not_moved(book: Book, lease: Lease) -> str:
 
 def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
     host_room = room(book, world).get(HOST, 0)
-    if eviction_step(lease, host_room, world) is not None:
+    copies = sum([other.shadow_bytes for other in book.leases() if other.id != lease.id])
+    if eviction_step(lease, host_room + copies, world) is not None:
         return True
-    return bool(host_victims(book, lease, host_room, world))
+    return bool(host_victims(book, lease, host_room + copies, world))
 
 
 def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
@@ -242,7 +249,7 @@ def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tupl
         return ()
     victims = warm_pool_victims(
         book,
-        lease.card_bytes - host_room,
+        lease.offload_bytes - host_room,
         world,
         lru,
         asker=lease.owner,
@@ -254,4 +261,8 @@ def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tupl
 
 def wish(verb: str, name: str) -> str:
     """The end of the sentence "the process was asked ...", such as `to evict qwen`."""
-    return "which variables hold memory" if verb == "who" else f"to {verb} {name}".rstrip()
+    if verb == "who":
+        return "which variables hold memory"
+    if verb == "shed":
+        return f"to free its copy of {name} in host memory"
+    return f"to {verb} {name}".rstrip()

@@ -174,7 +174,12 @@ def _add_section(
         for share in lease.target:
             device, size = share.device, share.bytes
             if device in taken_at:
+                if device == HOST:  # the shadow is there already
+                    size = max(0, size - lease.shadow_bytes + lease.shadow_beyond_target)
                 unseen[device] = unseen.get(device, 0) + size
+        if lease.shadow_bytes and HOST in taken_at:
+            if lease.phase is Phase.ARRIVING or lease.settled_at >= taken_at[HOST]:
+                unseen[HOST] = unseen.get(HOST, 0) + lease.shadow_bytes
 
 
 def freed_since(book: Book, world: World) -> dict[str, int]:

@@ -33,6 +33,7 @@ class Context(NamedTuple):
     own_left: int | None  # bytes left under this owner's own limit; None: no limit
     own_left_later: int | None  # the same once its leaving models have left
     silent: frozenset[str]  # ids of recalled idle leases whose owner does not answer
+    silent_shadows: frozenset[str]  # ids of leases whose recalled shadows their owners do not free
     cap_left: Bytes  # bytes left under the operator's cap on this user; empty: no cap
     cap_left_later: Bytes
     cap_owners: frozenset[str]  # ids of all processes that this cap counts together
@@ -69,6 +70,7 @@ class Context(NamedTuple):
             own_left=own_left,
             own_left_later=own_left_later,
             silent=_silent(book.ticket(request.key), leases, world),
+            silent_shadows=_silent_shadows(book.ticket(request.key), leases, world),
             cap_left=quotas.left(book, world),
             cap_left_later=quotas.left(book, world, leaving=False),
             cap_owners=_cap_owners(book, world),
@@ -170,9 +172,7 @@ def _silent(
     world: World,
 ) -> frozenset[str]:
     """Ids of the leases that are still idle `answer_seconds` after this ticket recalled them."""
-    if ticket is None or not ticket.recalls:
-        return frozenset()
-    if world.now - ticket.recalled_since < world.rules.answer_seconds:
+    if ticket is None or not ticket.recalls or not _answers_are_late(ticket, world):
         return frozenset()
     silent = []
     for lease in leases:
@@ -181,3 +181,19 @@ def _silent(
         if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins:
             silent.append(lease.id)
     return frozenset(silent)
+
+
+def _silent_shadows(
+    ticket: Ticket | None,
+    leases: Iterable[Lease],
+    world: World,
+) -> frozenset[str]:
+    """Ids of the leases that still have their shadow `answer_seconds` after the ticket recalled it."""
+    if ticket is None or not ticket.shadows or not _answers_are_late(ticket, world):
+        return frozenset()
+    late = [lease.id for lease in leases if lease.shadow_bytes and lease.id in ticket.shadows]
+    return frozenset(late)
+
+
+def _answers_are_late(ticket: Ticket, world: World) -> bool:
+    return world.now - ticket.recalled_since >= world.rules.answer_seconds

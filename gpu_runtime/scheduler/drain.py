@@ -24,9 +24,11 @@ from ..facts import (
     World,
 )
 from ..units import show_bytes, show_seconds
+from . import shadows
 from .asks import PERSON
 from .capacity import room
 from .eligibility import copied_bytes, eviction_step, mark_leaving, reason_to_stay
+from .eviction_policy import lru
 from .transitions import note
 
 
@@ -123,9 +125,15 @@ def vacate(
             because=f"{cards[card]}.",
             reason="drain",
         )
-        if step is None:
+        copies: tuple[Step, ...] = ()
+        if not isinstance(step, Move):  # the lease leaves at a later call
+            copies = shadows.steps_for(
+                book, lease, host_room, world, lru, f"{cards[card]}.", "drain"
+            )
+            steps += copies
+        if step is None or copies:
             continue
-        host_room -= copied_bytes(step)
+        host_room -= copied_bytes(lease, step)
         book = mark_leaving(book, step, key)
         steps.append(step)
     return book, tuple(steps)

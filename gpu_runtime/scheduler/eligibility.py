@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, World
+from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, Shed, World
 from .victims import victims
 
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
@@ -58,25 +58,25 @@ def eviction_step(
     """The step that evicts this `lease`: a Move to the host, or a Drop if it cannot be moved.
 
     The result is None if neither is possible: weights that exist nowhere else are never dropped.
-    `host_room` is in bytes. `part` is the bytes that leave in a Move if the others stay; 0 means
-    all. A Drop always drops all bytes. With `drop`, a Drop is preferred even if the host has room.
-    `because`
-    (a sentence) and `reason` (a word) are put into the step. `world` holds the devices and the
-    offload setting.
+    `host_room` is in bytes; the lease's shadow needs none. `part` is the bytes that leave in a Move
+    if the others stay; 0 means all. A Drop always drops all bytes. With `drop`, a Drop is preferred
+    even if the host has room. `because` (a sentence) and `reason` (a word) are put into the step.
+    `world` holds the devices and the offload setting.
     """
     size = min(part, lease.card_bytes) if part else lease.card_bytes
-    moves = can_move(lease, world) and size <= host_room and not lease.on_host
+    target = (Share(HOST, size),)
+    fits = replace(lease, target=target).offload_bytes <= host_room
+    moves = can_move(lease, world) and fits and not lease.on_host
     if lease.droppable and (drop or not moves):
         return Drop(lease.id, lease.shares, because, reason)
     if moves:
-        target = (Share(HOST, size),)
         return Move(lease.id, lease.freed_by(target), target, because, reason)
     return None
 
 
-def copied_bytes(step: Move | Drop | None) -> int:
-    """The bytes of host memory that `step` takes; 0 if it is no Move."""
-    return sum([share.bytes for share in step.shares]) if isinstance(step, Move) else 0
+def copied_bytes(lease: Lease, step: Move | Drop | Shed | None) -> int:
+    """The bytes of host memory that `step` takes beyond the shadow of `lease`; 0 if it is no Move."""
+    return replace(lease, target=step.shares).offload_bytes if isinstance(step, Move) else 0
 
 
 def can_move(lease: Lease, world: World) -> bool:
@@ -231,7 +231,7 @@ def worth_less(
     be. If `lease` has a target, only the bytes in the target must fit. `host_room` is in bytes. The
     other parameters are those of `warm`.
     """
-    shortage = lease.leaving_bytes - host_room
+    shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
     if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
         return ()
@@ -252,15 +252,15 @@ def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease
 
     With more than MOST_TRIED leases, the result may not be the best possible set.
     """
-    small = [lease for lease in leases if lease.card_bytes <= host_bytes]
-    small.sort(key=lambda lease: -lease.card_bytes)
-    if sum(lease.card_bytes for lease in small) <= host_bytes:
+    small = [lease for lease in leases if lease.offload_bytes <= host_bytes]
+    small.sort(key=lambda lease: -lease.offload_bytes)
+    if sum(lease.offload_bytes for lease in small) <= host_bytes:
         return tuple(small)
     sets: dict[int, tuple[Lease, ...]] = {0: ()}  # bytes -> a set of that many
     for tried, lease in enumerate(small):
         with_it = {}
         for size, chosen in sets.items():
-            total = size + lease.card_bytes
+            total = size + lease.offload_bytes
             if total <= host_bytes:
                 with_it[total] = (*chosen, lease)
         if tried < MOST_TRIED:

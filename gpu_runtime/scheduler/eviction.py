@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..facts import HOST, Book, Candidate, Lease, Policy, Request, Share, World
+from . import shadows
 from .capacity import limit_of
 from .context import Context
 from .drain import drained
@@ -32,7 +33,7 @@ Enough = Callable[[Bytes, Iterable[Lease], PartsRoom | None], tuple[Lease, ...] 
 
 
 class Way(NamedTuple):
-    """A way to make room: leases that leave the card, and those that first leave host memory.
+    """A way to make room: leases that leave the card, and what first leaves host memory.
 
     A lease of which only some pieces leave the card has these bytes as its `target`.
     """
@@ -40,6 +41,7 @@ class Way(NamedTuple):
     candidate: Candidate
     leaving: tuple[Lease, ...]
     warm: tuple[Lease, ...] = ()
+    shadows: tuple[Lease, ...] = ()  # leases whose shadows are freed for those that leave
     seconds: float = 0.0  # time to load the evicted leases again
     others: tuple[Way, ...] = ()  # ways that were not chosen, the cheapest first
 
@@ -105,7 +107,10 @@ def _cheapest(
     idle = eviction_order(_evictable(request, world, context, spared), world, rank)
     host_room = context.room_now.get(HOST, 0)
     host_later = host_room
+    able: list[Lease] = []
     if not all([lease.droppable for lease in idle]):
+        able = shadows.held(book, spared=context.silent_shadows)
+        host_later += shadows.total(able)
         pool = warm(book, world, asker=asker, importance=importance, wanted=request.lease.id)
         host_later += sum(lease.bytes_on(HOST) for lease in pool)
     host = PartsRoom(host_room, host_later) if _may_cut(idle, world) else None
@@ -134,10 +139,13 @@ def _cheapest(
         return None
     found.sort()
     best = found[0]
+    going = {lease.id for lease in best.leaving}
+    able = [lease for lease in able if lease.id not in going]
     shortage = _precious_bytes(best.leaving) - host_room
+    freed = shadows.enough(able, shortage, world, rank)
     from_warm_pool = warm_pool_victims(
         book,
-        shortage,
+        shortage - shadows.total(freed),
         world,
         rank,
         asker=asker,
@@ -149,8 +157,9 @@ def _cheapest(
         best.candidate,
         best.leaving,
         from_warm_pool or (),
+        tuple(freed),
         best.seconds,
-        tuple([Way(one.candidate, one.leaving, (), one.seconds) for one in others]),
+        tuple([Way(one.candidate, one.leaving, seconds=one.seconds) for one in others]),
     )
 
 
@@ -378,4 +387,4 @@ def _less_freed(need: Bytes, leaving: Iterable[Lease]) -> dict[str, int]:
 
 def _precious_bytes(leases: Iterable[Lease]) -> int:
     """Bytes of the leases that exist nowhere else, and that therefore need room in host memory."""
-    return sum([lease.leaving_bytes for lease in leases if not lease.droppable])
+    return sum([lease.offload_bytes for lease in leases if not lease.droppable])

@@ -91,7 +91,7 @@ def _victims_within_host(
 
 def _precious_bytes(leases: Iterable[Lease]) -> int:
     """Bytes of the leases that exist nowhere else, and that therefore need room in host memory."""
-    return sum([lease.leaving_bytes for lease in leases if not lease.droppable])
+    return sum([lease.offload_bytes for lease in leases if not lease.droppable])
 
 
 def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
@@ -254,9 +254,9 @@ def _without_needless_pieces(
         lease = leaving[index]
         room.let_go(lease, -1)
         part = _smallest_part(lease, room, enough)
-        reserved = 0 if lease.droppable else lease.card_bytes
-        if part.target and part.leaving_bytes <= host_bytes + reserved:
-            host_bytes += reserved - part.leaving_bytes
+        reserved = 0 if lease.droppable else lease.offload_bytes
+        if part.target and part.offload_bytes <= host_bytes + reserved:
+            host_bytes += reserved - part.offload_bytes
             leaving[index] = part
         room.let_go(leaving[index])
     room.take_back(leaving)

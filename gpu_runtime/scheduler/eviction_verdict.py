@@ -6,6 +6,8 @@ its ticket keeps its place in the queue.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..facts import (
     HOST,
     Book,
@@ -21,6 +23,7 @@ from ..facts import (
     where,
 )
 from ..units import show_bytes, show_seconds
+from . import shadows
 from .context import Context
 from .eligibility import copied_bytes, eviction_step, mark_leaving, worth_less
 from .eviction import Way
@@ -50,8 +53,10 @@ def make_room(
     head = f"{request.lease.name} needs {size}; {where(shares)} {has} {show_bytes(free)} free."
     if not way.leaving:
         return book, _wait_for_what_left(book, world, context, cards, head)
-    eviction = _Eviction(book, request, world, rank, context, where(shares))
+    eviction = _Eviction(book, request, world, rank, context, where(shares), way)
     unloaded = {lease.id for lease in way.warm}
+    for lease in way.shadows:
+        eviction.free_shadow(lease)
     for lease in way.warm:
         eviction.unload_from_warm_pool(lease)
     # Leases that need host memory are first, then those of which only a part leaves.
@@ -65,6 +70,7 @@ def make_room(
         tuple(eviction.recalled_bytes) if any(eviction.recalled_bytes) else (),
         considered=tuple([_with_cost(one) for one in (way, *way.others)]),
         silent=tuple(id for id in eviction.recalled if id in context.silent),
+        shadows=tuple(eviction.recalled_shadows),
     )
 
 
@@ -105,6 +111,7 @@ class _Eviction:
         rank: Policy,
         context: Context,
         at: str,
+        way: Way,
     ) -> None:
         self.book, self.request = book, request
         self.world, self.rank, self.context = world, rank, context
@@ -113,7 +120,25 @@ class _Eviction:
         self.steps: list[Step] = []
         self.recalled: list[str] = []  # lease ids of other owners
         self.recalled_bytes: list[int] = []  # the bytes that should leave of each; 0: all
+        self.recalled_shadows: list[str] = []
+        # Shadows that stay: those that are freed already, that become shares of leases that leave,
+        # or whose owner does not answer.
+        self.spared = {lease.id for lease in way.leaving} | context.silent_shadows
+        self.freed_soon = 0  # bytes of shadows that are freed, and that no lease has taken yet
         self.sentences: list[str] = []
+
+    def free_shadow(self, lease: Lease) -> None:
+        """Frees the shadow of a `lease`, or recalls it from its owner."""
+        self.spared.add(lease.id)
+        self.freed_soon += lease.shadow_bytes
+        copy = f"the copy of {lease.name} in host memory"
+        if lease.owner != self.request.lease.owner:
+            self.recalled_shadows.append(lease.id)
+            self.sentences.append(f"{self._owner(lease)} is asked to free {copy}.")
+            return
+        because = f"{self.request.lease.name} needs room on {self.at}."
+        self.steps.append(shadows.shed(lease, because))
+        self.sentences.append(f"{copy[0].upper()}{copy[1:]} is freed.")
 
     def unload_from_warm_pool(self, lease: Lease) -> None:
         """Drops a `lease` in host memory, or recalls it from its owner."""
@@ -139,8 +164,8 @@ class _Eviction:
             described = f"{show_bytes(part)} of {described}"
         step = eviction_step(lease, self.host_room, self.world, part=part, because=because)
         if isinstance(step, Move):
-            self.host_room -= copied_bytes(step)
-        elif self._renew_warm_pool(lease):
+            self.host_room -= copied_bytes(lease, step)
+        elif self._free_host_memory(lease):
             self.sentences.append(f"{described} is moved to the host in their place.")
             return
         if lease.owner != self.request.lease.owner:
@@ -152,26 +177,56 @@ class _Eviction:
             done = "offloaded to host" if isinstance(step, Move) else "unloaded"
             self.sentences.append(f"{described} is {done}.")
 
-    def _renew_warm_pool(self, lease: Lease) -> bool:
-        """Unloads leases that are worth less in host memory than this `lease`; False if none is."""
+    def _free_host_memory(self, lease: Lease) -> bool:
+        """Frees shadows, and unloads leases that are worth less in host memory than this `lease`.
+
+        Returns False, and does nothing, if `lease` would not fit there even then.
+        """
+        reach = self.host_room + self.freed_soon
+        part = lease.leaving_bytes if lease.target else 0
+        if isinstance(eviction_step(lease, reach, self.world, part=part), Move):
+            self._take(lease.offload_bytes)
+            return True
+        found = shadows.room_for(
+            self.book,
+            lease,
+            reach,
+            self.world,
+            self.rank,
+            spared=self.spared,
+            renewed=partial(self._worth_less, lease),
+        )
+        if found is None:
+            return False
+        for other in found[0]:
+            self.free_shadow(other)
+        for other in found[1]:
+            self.unload_from_warm_pool(other)
+        self._take(lease.offload_bytes - sum([other.bytes for other in found[1]]))
+        return True
+
+    def _take(self, size: int) -> None:
+        """Takes `size` bytes of the host for a lease: first those that shadows will free."""
+        freed = min(max(0, size), self.freed_soon)
+        self.freed_soon -= freed
+        self.host_room -= max(0, size) - freed
+
+    def _worth_less(self, lease: Lease, host_room: int) -> tuple[Lease, ...]:
+        """The leases to unload from host memory for this `lease`; none if that is not worth it."""
         asker = self.request.lease.owner
         if lease.owner != asker:  # its owner renews the warm pool
-            return False
+            return ()
         less = worth_less(
             self.book,
             lease,
-            self.host_room,
+            host_room,
             self.world,
             self.rank,
             asker=asker,
             importance=self.request.lease.importance,
             wanted=self.request.lease.id,
         )
-        if any([other.id in self.context.silent for other in less]):
-            return False
-        for other in less:
-            self.unload_from_warm_pool(other)
-        return bool(less)
+        return () if any([other.id in self.context.silent for other in less]) else less
 
     def _recall(self, lease: Lease, described: str) -> None:
         self.recalled.append(lease.id)

@@ -26,6 +26,7 @@ from ..facts import (
     cards_label,
     one_memory,
 )
+from . import shadows
 from .admission import admit
 from .capacity import room
 from .eligibility import copied_bytes, eviction_step
@@ -173,17 +174,21 @@ def _steps_of_others(
     verdict: Wait,
     world: World,
 ) -> list[Step]:
-    """The steps by which other owners would evict the leases that they are asked to evict."""
+    """The steps by which other owners would evict the leases, and free the shadows, of `verdict`."""
     host_room = room(book, world).get(HOST, 0)
     parts = dict(zip(verdict.asked, verdict.asked_bytes, strict=False))
     leases = [lease for id in verdict.asked if (lease := book.find(id))]
     leases.sort(key=lambda lease: lease.droppable)  # leases that need host memory are first
-    steps: list[Step] = []
+    steps: list[Step] = [
+        shadows.shed(lease, "Another model needs its place in host memory.")
+        for id in verdict.shadows
+        if (lease := book.find(id))
+    ]
     for lease in leases:
         step = eviction_step(lease, host_room, world, part=parts.get(lease.id, 0))
         if step is None:
             continue
-        host_room -= copied_bytes(step)
+        host_room -= copied_bytes(lease, step)
         steps.append(step)
     return steps
 

@@ -7,6 +7,7 @@ follows the same rules: a model in use is never moved, and a kept model is never
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -19,12 +20,15 @@ from ..facts import (
     Lease,
     Move,
     Owner,
+    Phase,
     Policy,
     Share,
+    Shed,
     Ticket,
     Value,
     World,
 )
+from . import shadows
 from .asks import ASKS, PERSON, host_victims, process_of, wish
 from .capacity import room
 from .eligibility import (
@@ -62,7 +66,7 @@ def obey(
     key: str,
     askers: Mapping[str, Asker] | None = None,
     rank: Policy = lru,
-) -> tuple[Book, tuple[Move | Drop, ...], tuple[Order, ...]]:
+) -> tuple[Book, tuple[Move | Drop | Shed, ...], tuple[Order, ...]]:
     """The book with the recalled leases of `owner` leaving, the steps for them, and the orders.
 
     A recalled lease leaves if its grace period is over and the rules allow its eviction for a
@@ -74,7 +78,7 @@ def obey(
     trusted. A ticket whose key is missing in `askers` was forged, and is ignored. A user without
     the right to command this owner can only have idle models evicted.
     """
-    steps: list[Move | Drop] = []
+    steps: list[Move | Drop | Shed] = []
     orders: list[Order] = []
     host_room = room(book, world).get(HOST, 0)
     # The ticket of an answered request stays in the book until the requester has read the answer.
@@ -90,17 +94,22 @@ def obey(
             orders.append(_order(book, owner, ticket, asker))
         if ticket.verb == "use" and not awake(ticket, world):
             continue  # the requesting process is stopped, so it could not take the room
+        for lease_id in ticket.shadows:
+            lease = book.find(lease_id)
+            if lease is not None and lease.owner == owner and lease.phase is Phase.SETTLED:
+                steps += _shed_for(book, lease, ticket, asker)
         for lease in _recalled(book, owner, ticket):
             for step in _steps_for(book, lease, ticket, host_room, world, asker, rank):
-                host_room -= copied_bytes(step)
-                book = mark_leaving(book, step, key)
+                host_room -= copied_bytes(lease, step)
+                if not isinstance(step, Shed):
+                    book = mark_leaving(book, step, key)
                 steps.append(step)
     return book, tuple(steps), tuple(orders)
 
 
 def _is_order_to(owner: str, ticket: Ticket) -> bool:
     """Whether the `ticket` requests something other than an eviction from the process `owner`."""
-    if ticket.verb not in ASKS or ticket.verb == "evict":
+    if ticket.verb not in ASKS or ticket.verb in ("evict", "shed"):
         return False
     target, _, _ = ticket.name.partition("/")
     return target == owner
@@ -153,7 +162,7 @@ def _steps_for(
     world: World,
     asker: Asker,
     rank: Policy,
-) -> tuple[Move | Drop, ...]:
+) -> tuple[Move | Drop | Shed, ...]:
     """The steps that evict this lease for the ticket; empty if the lease stays.
 
     If host memory is full, the steps unload other leases from there, and the lease follows later.
@@ -185,24 +194,42 @@ def _steps_for(
     step = eviction_step(lease, host_room, world, part=part, because=because, reason=reason)
     if isinstance(step, Move):
         return (replace(step, by=by),)
-    victims = host_victims(book, lease, host_room, world) if person and step is None else ()
-    if step is not None:
-        importance = PERSON if person else lease.importance
-        victims = worth_less(
+    importance = PERSON if person else lease.importance
+    going = replace(lease, target=(Share(HOST, part),) if part else ())
+    if step is None and not person:
+        renewed: shadows.Renewed = lambda host_room: ()
+    elif step is None:
+        renewed = partial(host_victims, book, lease, world=world)
+    else:
+        renewed = partial(
+            worth_less,
             book,
-            replace(lease, target=(Share(HOST, part),) if part else ()),
-            host_room,
-            world,
-            rank,
+            going,
+            world=world,
+            rank=rank,
             asker=lease.owner,
             importance=importance,
             owner=lease.owner,
         )
-    if not victims:
+    found = shadows.room_for(
+        book, going, host_room, world, rank, owner=lease.owner, renewed=renewed
+    )
+    if found is None:
         return (replace(step, by=by),) if step is not None else ()
-    # The lease itself is moved by a later call, once these leases have left host memory.
+    # The lease itself is moved by a later call, once these have left host memory.
     because = f"The warm pool is full; {because}"
-    return tuple(Drop(warm.id, warm.shares, because, reason, by) for warm in victims)
+    freed = [shadows.shed(other, because, reason, by) for other in found[0]]
+    return (*freed, *[Drop(warm.id, warm.shares, because, reason, by) for warm in found[1]])
+
+
+def _shed_for(book: Book, lease: Lease, ticket: Ticket, asker: Asker) -> list[Shed]:
+    """The step that frees the shadow of this lease for the ticket; empty if it has none."""
+    if not lease.shadow_bytes:
+        return []
+    owner = book.owner(ticket.owner)
+    who = attributed(ticket.said_by, owner.label if owner else "another process")
+    by = attributed(ticket.said_by, process_of(asker.user, owner))
+    return [shadows.shed(lease, f"{who} needs host memory.", "recall", by)]
 
 
 def answer(

@@ -17,9 +17,11 @@ from ..facts import (
     Move,
     Phase,
     Policy,
+    Shed,
     World,
 )
 from ..units import show_seconds
+from . import shadows
 from .capacity import room
 from .eligibility import copied_bytes, eviction_step, mark_leaving, reason_to_stay
 from .pressure import level, pressure, relief, views
@@ -30,7 +32,7 @@ KERNEL_IDLE_SECONDS = 1.0  # a kernel whose last cell ended this long ago may le
 
 def relieve(
     book: Book, owner: str, world: World, rank: Policy, key: str
-) -> tuple[Book, tuple[Move | Drop, ...]]:
+) -> tuple[Book, tuple[Move | Drop | Shed, ...]]:
     """The book with the idle models of `owner` leaving its overfull devices, and the steps.
 
     `rank` orders the leases of equal importance, the lowest first. `key` is stored in the leaving
@@ -47,7 +49,7 @@ def relieve(
     rules = world.rules
     if rules.relief == "never" or owner not in book.sections:
         return book, ()
-    steps: list[Move | Drop] = []
+    steps: list[Move | Drop | Shed] = []
     host_room = room(book, world).get(HOST, 0)
     for view in views(book, world):
         if view.device.is_host:
@@ -59,19 +61,19 @@ def relieve(
             at = _level_now(view, freed, world)
             if relief(at, rules) is None:
                 break
-            step = _step(lease, at, view, freed, host_room, world)
-            if step is None:
-                continue
-            host_room -= copied_bytes(step)
-            freed += sum(share.bytes for share in step.source if share.device == view.device.id)
-            book = mark_leaving(book, step, key)
-            steps.append(step)
+            for step in _steps(book, lease, at, view, freed, host_room, world, rank):
+                steps.append(step)
+                if isinstance(step, Shed):
+                    continue  # the lease itself leaves at a later call
+                host_room -= copied_bytes(lease, step)
+                freed += sum(share.bytes for share in step.source if share.device == view.device.id)
+                book = mark_leaving(book, step, key)
     return book, tuple(steps)
 
 
 def park_kernels(
     book: Book, owner: str, world: World, rank: Policy, key: str
-) -> tuple[Book, tuple[Move | Drop, ...]]:
+) -> tuple[Book, tuple[Move | Drop | Shed, ...]]:
     """The book with the kernel of `owner` leaving an overfull card, and the step for this.
 
     Plain code takes memory without a request to the ledger. So a card may hold more than its limit,
@@ -96,6 +98,9 @@ def park_kernels(
                 continue
             because = f"{view.device.id} holds more than its limit."
             step = eviction_step(lease, host_room, world, because=because, reason="memory_pressure")
+            copies = _shed_first(book, lease, step, host_room, world, rank, because)
+            if copies:
+                return book, copies
             if step is not None:
                 return mark_leaving(book, step, key), (step,)
     return book, ()
@@ -122,36 +127,63 @@ def _is_idle_kernel(lease: Lease, world: World) -> bool:
     return not why
 
 
-def _step(
-    lease: Lease, at: Level, view: DeviceView, freed: int, host_room: int, world: World
-) -> Move | Drop | None:
-    """The step by which this lease leaves the card at the level `at`; None if it stays."""
+def _steps(
+    book: Book,
+    lease: Lease,
+    at: Level,
+    view: DeviceView,
+    freed: int,
+    host_room: int,
+    world: World,
+    rank: Policy,
+) -> tuple[Move | Drop | Shed, ...]:
+    """The steps by which this lease leaves the card at the level `at`; empty if it stays."""
     demand = relief(at, world.rules)
     assert demand is not None
     # These evictions serve no request, so they respect the grace period and `keep_alive` of every
     # owner.
     if reason_to_stay(lease, world, asker="", importance=lease.importance):
-        return None
+        return ()
     idle = lease.idle_seconds(world.now)
     if idle <= demand.idle_seconds:
-        return None
+        return ()
     full = _pressure_after(view, freed)
     part = 0
     if world.rules.relief == "auto":
         leaving = part_of(lease, _excess_bytes(view, freed, world))
         part = leaving.leaving_bytes if leaving.target else 0
+    because = f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}."
+    drops = demand.drop and world.rules.relief == "always"
     step = eviction_step(
         lease,
         host_room,
         world,
         part=part,
-        drop=demand.drop and world.rules.relief == "always",
-        because=f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}.",
+        drop=drops,
+        because=because,
         reason="memory_pressure",
     )
-    if isinstance(step, Drop) and not demand.may_drop:
-        return None
-    return step
+    copies = () if drops else _shed_first(book, lease, step, host_room, world, rank, because)
+    if copies:
+        return copies
+    if step is None or (isinstance(step, Drop) and not demand.may_drop):
+        return ()
+    return (step,)
+
+
+def _shed_first(
+    book: Book,
+    lease: Lease,
+    step: Move | Drop | None,
+    host_room: int,
+    world: World,
+    rank: Policy,
+    because: str,
+) -> tuple[Shed, ...]:
+    """The owner's shadows to free, if the lease would move to the host then; else empty."""
+    if isinstance(step, Move):
+        return ()
+    return shadows.steps_for(book, lease, host_room, world, rank, because, "memory_pressure")
 
 
 def _excess_bytes(view: DeviceView, freed: int, world: World) -> int:

@@ -24,6 +24,7 @@ from ..facts import (
     Phase,
     Section,
     Shares,
+    Shed,
     Step,
     Value,
     World,
@@ -161,14 +162,16 @@ def _how_it_arrived(before: Lease) -> str:
     return "moved" if before.on_device else "loaded"
 
 
-def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = "") -> Book:
-    """The book after `step`: the lease is on `shares`, or is removed if it was dropped.
+def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by: str = "") -> Book:
+    """The book after `step`: the lease is on `shares`, or is removed, or has no shadow any more.
 
     `by` names the requester. A second call changes nothing, so that it is safe to report a step
     again after the first reply was lost.
     """
     owner, _, name = step.lease.partition("/")
     lease = book.lease(owner, name)
+    if isinstance(step, Shed):
+        return shadow_freed(book, step.lease)
     if lease is None or lease.phase is Phase.ARRIVING:
         return book
     if isinstance(step, Drop):
@@ -198,10 +201,21 @@ def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = 
     )
 
 
+def shadow_freed(book: Book, lease_id: str) -> Book:
+    """The book after the shadow of the lease `lease_id` was freed; the same book if it has none.
+
+    The shadow of a lease that is leaving stays, because it becomes the lease's share on the host.
+    """
+    lease = book.find(lease_id)
+    if lease is None or not lease.shadow_bytes or lease.phase is Phase.LEAVING:
+        return book
+    return book.with_lease(replace(lease, shadow_bytes=0))
+
+
 def perform(book: Book, step: Step, world: World) -> Book:
     """The book as if `step` had succeeded. Plans use it."""
     owner, _, name = step.lease.partition("/")
-    if isinstance(step, Drop):
+    if isinstance(step, (Drop, Shed)):
         return left(book, step, (), world)
     lease = book.lease(owner, name)
     shares = lease.after(step.shares) if lease else step.shares

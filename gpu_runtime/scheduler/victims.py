@@ -196,21 +196,21 @@ def _without_needless_pieces(chosen: Gains, surplus: Gain, host: PartsRoom) -> t
     pieces leave has these bytes as its `target`. It leaves as a whole if host memory cannot take
     these bytes.
     """
-    precious = sum([lease.card_bytes for lease, _ in chosen if not lease.droppable])
+    precious = sum([lease.offload_bytes for lease, _ in chosen if not lease.droppable])
     free, most = host.free - precious, host.most - precious
     leaving: list[Lease] = []
     for lease, gain in reversed(chosen):
         on_card = max(gain.values())
-        reserved = 0 if lease.droppable else lease.card_bytes
+        reserved = 0 if lease.droppable else lease.offload_bytes
         part = lease
         if _fits_in(gain, surplus):
             stays, size = on_card, 0
         else:
             spare = min([surplus[place] for place in gain])
             part = part_of(lease, on_card - spare)
-            if part.leaving_bytes > (free if lease.droppable else most + reserved):
+            if part.offload_bytes > (free if lease.droppable else most + reserved):
                 part = lease
-            size = part.leaving_bytes if part.target or reserved else 0
+            size = part.offload_bytes if part.target or reserved else 0
             stays = on_card - freed_bytes(part)
             leaving.append(part)
         free += reserved - size

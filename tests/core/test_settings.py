@@ -31,6 +31,7 @@ DEFAULTS = {
     "GPU_FRACTION_FACTOR": "unset",
     "FRACTION_LARGEST_POSSIBLE": "0.8",
     "GPU_RELIEF": "auto",
+    "GPU_SHADOWS": "auto",
     "GPU_PREFETCH": "auto",
     "GPU_PROGRESS_SECONDS": "0.5",
     "GPU_PARK": "asked",

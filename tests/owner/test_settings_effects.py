@@ -32,6 +32,7 @@ ELSEWHERE = {  # settings that are tested with real servers
     "gpu_serve_breaker_seconds": "serving/test_gateway.py",
     "gpu_prefetch": "owner/test_look_ahead.py",
     "gpu_progress_seconds": "faces/test_waiting.py",
+    "gpu_shadows": "owner/test_shadows.py",
     "gpu_park": "owner/test_kernel.py",
     "gpu_park_idle_seconds": "owner/test_kernel.py",
     "gpu_park_turn_seconds": "owner/test_kernel.py",

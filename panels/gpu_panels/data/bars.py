@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gpu_runtime.facts import (
+    HOST,
     Device,
     DeviceView,
     Lease,
@@ -199,6 +200,11 @@ def _lease_stretches(snapshot: Snapshot, device: str) -> list[Stretch]:
                 found.append(_lease_stretch(snapshot, section, lease, here, kind))
             if arriving:
                 found.append(_lease_stretch(snapshot, section, lease, arriving, "arriving"))
+            if device == HOST and lease.shadow_beyond_target:
+                copy = _lease_stretch(
+                    snapshot, section, lease, lease.shadow_beyond_target, "settled"
+                )
+                found.append(copy._replace(label=f"copy of {copy.label}"))
     return sorted(found, key=lambda stretch: (-stretch.bytes, stretch.label, stretch.kind))
 
 

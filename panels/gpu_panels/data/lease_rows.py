@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpu_runtime.facts import (
+    HOST,
     UNUSUAL,
     Event,
     Lease,
@@ -123,6 +124,9 @@ def _share_rows(
             Cell("arriving"),
         )
         yield Row(f"{lease.id}/{share.device}/to", process + cells)
+    if copied := lease.shadow_beyond_target:
+        sizes = (bytes_cell(copied, NOTHING), UNKNOWN)
+        yield Row(f"{lease.id}/copy", (*process, name, Cell(HOST), *sizes, Cell("a copy")))
 
 
 def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:

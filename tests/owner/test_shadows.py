@@ -1,0 +1,122 @@
+"""Copies in host memory of models that are on a card: kept, used and freed by their owner."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_runtime.facts import HOST
+from gpu_runtime.units import GIB
+
+from .conftest import claims, fakes, where
+
+
+def shadowed(rt, **sizes):
+    """Registers fake models of which a copy stays in host memory."""
+    for name, size in sizes.items():
+        rt.register(name, backend="fake", size=size, shadow=True)
+
+
+def held(rt):
+    """The bytes that this process really holds in host memory, in GiB."""
+    return rt._session.probe.place(HOST).held_bytes() / GIB
+
+
+def shadows(rt):
+    found = rt.status().sections[rt._session.me].leases
+    return {lease.name: lease.shadow_bytes / GIB for lease in found if lease.shadow_bytes}
+
+
+def leased(rt):
+    """The GiB that are claimed on each device."""
+    return {device: size / GIB for device, size in claims(rt).items() if size}
+
+
+def test_a_loaded_model_keeps_a_copy_and_leaves_without_another_one(runtime):
+    rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=1.0)
+    shadowed(rt, a="8GiB")
+    rt.preload("a")
+    assert (shadows(rt), leased(rt)) == ({"a": 8}, {"sim:0": 8, "host": 8})
+    model = rt._session.residents["a"].handle
+    copy = model.shadow
+    rt.evict("a")
+    assert model.place[1] == copy  # the same blocks: nothing was copied or allocated
+    assert (where(rt), leased(rt), held(rt)) == ({"a": "host"}, {"host": 8}, 8)
+    with rt.use("a"):
+        assert (shadows(rt), leased(rt)) == ({"a": 8}, {"sim:0": 8, "host": 8})
+    assert held(rt) == 8
+
+
+@pytest.mark.parametrize("more", [{"gpu_shadows": "never"}, {"enable_cpu_offload": False}])
+def test_no_copy_is_kept(runtime, more):
+    rt = runtime(devices="sim:24GiB,host:20GiB", **more)
+    shadowed(rt, a="8GiB")
+    rt.preload("a")
+    assert (shadows(rt), held(rt)) == ({}, 0)
+
+
+def test_no_copy_is_kept_without_room(runtime):
+    rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=0.5)
+    shadowed(rt, a="6GiB", b="6GiB")
+    rt.preload("a")
+    rt.preload("b")
+    assert (shadows(rt), held(rt)) == ({"a": 6}, 6)
+
+
+def test_the_copy_is_freed_for_another_model_of_the_process(runtime):
+    """The copied model is in use meanwhile."""
+    rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=0.5)
+    shadowed(rt, used="6GiB")
+    fakes(rt, idle="9GiB", new="14GiB")
+    rt.preload("idle")
+    with rt.use("used"):
+        rt.preload("new")
+        assert where(rt) == {"used": "sim:0", "idle": "host", "new": "sim:0"}
+        assert (shadows(rt), leased(rt)["host"], held(rt)) == ({}, 9, 9)
+
+
+def test_the_copy_is_freed_for_an_eviction_by_hand(runtime):
+    rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=0.5)
+    shadowed(rt, used="6GiB")
+    fakes(rt, idle="9GiB")
+    rt.preload("idle")
+    with rt.use("used"):
+        assert rt.evict("idle").where == "host"
+    assert leased(rt)["host"] == 9
+
+
+def test_another_process_frees_its_copy(runtime, tmp_path):
+    ledger = f"sqlite:///{tmp_path}/book.db"
+    more = dict(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=0.5, ledger=ledger)
+    first, second = runtime(**more), runtime(**more)
+    shadowed(first, theirs="6GiB")
+    fakes(second, mine="9GiB")
+    second.preload("mine")
+    with first.use("theirs"):
+        assert second.evict("mine").where == "host"
+        assert shadows(first) == {} and held(first) == 0
+
+
+def test_forgetting_a_model_frees_its_copy(runtime):
+    rt = runtime(devices="sim:24GiB,host:20GiB")
+    shadowed(rt, a="6GiB", b="6GiB")
+    rt.preload("a")
+    rt.forget("a")
+    rt.preload("b")
+    assert (shadows(rt), held(rt)) == ({"b": 6}, 6)
+    session = rt._session
+    rt.close()
+    assert session.probe.place(HOST).held_bytes() == 0
+
+
+def test_a_failed_move_leaves_the_copy_and_the_books_true(runtime):
+    rt = runtime(devices="sim:24GiB,host:20GiB")
+
+    def refuse(step):
+        if step == "move":
+            raise RuntimeError("no")
+
+    rt.register("a", refuse, backend="fake", size="6GiB", shadow=True)
+    rt.preload("a")
+    with pytest.raises(RuntimeError):
+        rt.evict("a")
+    assert (where(rt), shadows(rt), held(rt)) == ({"a": "sim:0"}, {"a": 6}, 6)

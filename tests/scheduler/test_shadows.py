@@ -1,0 +1,215 @@
+"""Shadows: unchanged copies in host memory of models on a card. They cost an eviction nothing, and
+they are the first host memory to be given back.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime.facts import HOST, Drop, Move, Phase, Share, Shed, Wait, overdrafts
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.asks import Ask, ask
+from gpu_runtime.scheduler.capacity import room
+from gpu_runtime.scheduler.drain import vacate
+from gpu_runtime.scheduler.eligibility import eviction_step, mark_leaving
+from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.scheduler.recall import obey
+from gpu_runtime.scheduler.relief import relieve
+from gpu_runtime.scheduler.shadows import enough, kept, reserve
+from gpu_runtime.units import GIB
+from tests.worlds import NOW, ask_until, at, book, decide, lease, owner, request, ticket, world
+
+THERE = world(sim0=20, host=10)
+
+
+def shadowed(name, gib, copy=None, **fields):
+    size = gib if copy is None else copy
+    fields = {"last_used": NOW - 60, **fields}
+    return lease(name, sim0=gib, shadow_bytes=int(size * GIB), **fields)
+
+
+def steps_of(verdict):
+    return [(type(step), step.lease.partition("/")[2]) for step in verdict.steps]
+
+
+def test_a_shadow_counts_on_the_host_and_becomes_the_share_there():
+    """Before the move, during it and after it, the host holds exactly the model's bytes."""
+    page = book(shadowed("llama", 8), limits=THERE.limits)
+    assert room(page, THERE)[HOST] == 2 * GIB
+    page, verdict = decide(page, request("qwen", 14), THERE)
+    [step] = verdict.steps
+    assert isinstance(step, Move) and page.claims() == {"sim:0": 8 * GIB, HOST: 8 * GIB}
+    page = books.left(page, step, step.shares, THERE)
+    [llama] = page.leases()
+    assert (llama.where, llama.shadow_bytes, page.claims()) == ("host", 0, {HOST: 8 * GIB})
+
+
+def test_a_failed_offload_leaves_the_shadow():
+    page = book(shadowed("llama", 8))
+    step = eviction_step(page.find(at(1, "llama")), 0, THERE)
+    leaving = mark_leaving(page, step, "k")
+    assert books.abandon(leaving, owner(1).id, "llama", "k", THERE).claims() == page.claims()
+
+
+def test_a_dropped_model_takes_its_shadow_along():
+    page = book(shadowed("llama", 8))
+    step = Drop(at(1, "llama"), page.find(at(1, "llama")).shares, "because")
+    assert books.left(page, step, (), THERE).claims() == {}
+
+
+def test_the_own_shadow_is_freed_for_a_victim_without_one():
+    """Without that, the victim would be dropped and loaded from disk again."""
+    page = book(shadowed("used", 6, pins=1), lease("victim", sim0=9, last_used=NOW - 60))
+    page, first = decide(page, request("qwen", 12), THERE)
+    assert steps_of(first) == [(Shed, "used")]
+    page = books.perform(page, first.steps[0], THERE)
+    assert page.find(at(1, "used")).on_device
+    _, second = decide(page, request("qwen", 12), THERE)
+    assert steps_of(second) == [(Move, "victim")]
+
+
+def test_weights_that_exist_nowhere_else_take_the_place_of_shadows():
+    page = book(shadowed("used", 6, pins=1), lease("mine", sim0=9, droppable=False))
+    page, first = decide(page, request("qwen", 12), THERE)
+    assert steps_of(first) == [(Shed, "used")]
+    page, _ = ask_until(page, request("qwen", 12), THERE)
+    assert {m.name: m.where for m in page.leases()} == {
+        "used": "sim:0",
+        "mine": "host",
+        "qwen": "arriving",
+    }
+
+
+def test_the_shadow_of_another_owner_is_recalled_on_the_ticket():
+    page = book(shadowed("theirs", 6, by=2, pins=1), lease("mine", sim0=9, droppable=False))
+    page, verdict = decide(page, request("qwen", 12), THERE)
+    assert isinstance(verdict, Wait) and verdict.shadows == (at(2, "theirs"),)
+    page, [step], _ = obey(page, owner(2).id, THERE, "k")
+    assert isinstance(step, Shed)  # although the model is in use
+    page = books.perform(page, step, THERE)
+    assert obey(page, owner(2).id, THERE, "k")[1] == ()
+    _, second = decide(page, request("qwen", 12), THERE)
+    assert steps_of(second) == [(Move, "mine")]
+
+
+def test_an_owner_that_does_not_free_its_shadow_holds_up_nobody():
+    page = book(shadowed("theirs", 6, by=2, pins=1), lease("mine", sim0=9, last_used=NOW - 60))
+    page, first = decide(page, request("qwen", 12), THERE)
+    assert first.shadows and not first.steps
+    later = world(sim0=20, host=10, now=NOW + 3)
+    _, second = decide(page, request("qwen", 12), later)
+    assert steps_of(second) == [(Drop, "mine")]
+
+
+def test_no_shadow_is_freed_if_the_victim_would_not_fit_then():
+    page = book(shadowed("used", 4, pins=1), lease("victim", sim0=12, last_used=NOW - 60))
+    _, verdict = decide(page, request("qwen", 14), THERE)
+    assert steps_of(verdict) == [(Drop, "victim")]
+
+
+def test_shadows_are_freed_before_models_are_unloaded_from_the_warm_pool():
+    page = book(
+        shadowed("used", 6, pins=1),
+        lease("stale", host=2, last_used=NOW - 900),
+        lease("victim", sim0=7, last_used=NOW - 60),
+    )
+    _, verdict = decide(page, request("qwen", 12), THERE)
+    assert steps_of(verdict) == [(Shed, "used")]
+
+
+def test_a_recalled_model_takes_the_place_of_its_owners_shadow():
+    recall = ticket("qwen", by=2, sim0=12, recalls=(at(1, "victim"),))
+    victim = lease("victim", sim0=9, last_used=NOW - 60)
+    page = book(shadowed("used", 6, pins=1), victim, tickets=[recall])
+    page, [step], _ = obey(page, owner(1).id, THERE, "k")
+    assert isinstance(step, Shed)
+    page = books.perform(page, step, THERE)
+    _, [step], _ = obey(page, owner(1).id, THERE, "k")
+    assert isinstance(step, Move)
+
+
+def test_relief_and_drain_free_shadows_first():
+    page = book(
+        shadowed("used", 6, pins=1), lease("idle", sim0=9, last_used=NOW - 900, droppable=False)
+    )
+    always = replace(THERE, rules=replace(THERE.rules, relief="always", moderate=0.1))
+    _, steps = relieve(page, owner(1).id, always, lru, "k")
+    assert [type(step) for step in steps] == [Shed]
+    card = THERE.devices[0]
+    page, _ = books_drained(page, card)
+    _, steps = vacate(page, owner(1).id, THERE, "k")
+    assert [type(step) for step in steps] == [Shed]
+
+
+def books_drained(page, card):
+    from gpu_runtime.facts import Drain
+
+    return replace(page, drained={card.key: Drain("ann", 0.0)}), card
+
+
+def test_a_person_asks_the_owner_of_a_shadow():
+    page = book(shadowed("theirs", 6, by=2), owners=(1, 2))
+    wanted = Ask("k", owner(1).id, "shed", at(2, "theirs"), NOW)
+    page, verdict = ask(page, wanted, THERE)
+    assert isinstance(verdict, Wait)
+    page, [step], orders = obey(page, owner(2).id, THERE, "o")
+    assert isinstance(step, Shed) and not orders
+    page = books.perform(page, step, THERE)
+    page, verdict = ask(page, wanted, THERE)
+    assert verdict.because == "theirs has no copy in host memory" and not page.tickets
+
+
+def test_the_plan_names_the_shadows_that_are_freed():
+    page = book(
+        shadowed("theirs", 6, by=2, pins=1), lease("mine", sim0=9, droppable=False), owners=(1, 2)
+    )
+    found = plan(page, request("qwen", 12), THERE, lru)
+    assert found.granted
+    assert [type(step).__name__ for step in found.steps] == ["Shed", "Move", "Load"]
+
+
+@pytest.mark.parametrize("host, fits", [(8, True), (7, False)])
+def test_a_shadow_is_reserved_only_while_the_host_has_room(host, fits):
+    there = world(sim0=20, host=host)
+    arriving = lease(
+        "new", phase=Phase.ARRIVING, key="k", target=(Share("sim:0", 8 * GIB),), pins=1
+    )
+    page = book(arriving, limits=there.limits)
+    after, reserved = reserve(page, owner(1).id, "new", 8 * GIB, there)
+    assert reserved is fits and (after.find(arriving.id).shadow_bytes > 0) is fits
+    assert overdrafts(page, after) == {}
+    assert books.abandon(after, owner(1).id, "new", "k", there).claims() == {}
+
+
+def test_no_shadow_is_reserved_while_a_request_waits_for_host_memory():
+    arriving = lease(
+        "new", phase=Phase.ARRIVING, key="k", target=(Share("sim:0", 8 * GIB),), pins=1
+    )
+    waiting = ticket("qwen", by=2, sim0=9, shadows=(at(1, "old"),))
+    page = book(arriving, tickets=[waiting])
+    assert reserve(page, owner(1).id, "new", 8 * GIB, world(sim0=20))[1] is False
+
+
+def test_a_shadow_without_room_is_not_kept():
+    """Examples are another program that took the memory, and a model larger than its estimate."""
+    page = book(shadowed("llama", 12))
+    after, fits = kept(page, owner(1).id, "llama", THERE)
+    assert not fits and after.find(at(1, "llama")).shadow_bytes == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 1)), max_size=6), st.integers(0, 30))
+def test_no_shadow_is_freed_without_need(sizes, shortage):
+    leases = [
+        lease(f"m{n}", sim0=1, shadow_bytes=size, pins=pins, last_used=NOW - n)
+        for n, (size, pins) in enumerate(sizes)
+    ]
+    chosen = enough(leases, shortage, THERE, lru)
+    freed = sum(one.shadow_bytes for one in chosen)
+    if freed < shortage:
+        assert len(chosen) == len(leases)
+    for one in chosen:
+        assert freed < shortage or freed - one.shadow_bytes < shortage
