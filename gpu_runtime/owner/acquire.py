@@ -189,8 +189,7 @@ def grants(
     """Yields grants that have steps to perform. Ends without a grant once `is_here()` is true.
 
     The caller performs the steps of each grant. If the caller takes the next item, the steps have
-    failed, and the request is decided again. Raises the errors of `explain.refusal`. Raises Busy
-    after `timeout` seconds.
+    failed, and the request is decided again. Raises what `explain.refusal` gives, and Busy.
     """
     reported = False
     try:
@@ -264,8 +263,7 @@ def _admit(
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
     """Notifies the owners of the blocking leases, so that they publish their pins now.
 
-    Each owner is notified at most once in POLL_SECONDS. Without a notification, an owner publishes
-    its pins within a second.
+    An owner is notified at most once in POLL_SECONDS. Otherwise it publishes within a second.
     """
     now = session.clock()
     owners = {id.partition("/")[0] for id in verdict.blockers}

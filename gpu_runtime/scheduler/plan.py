@@ -20,6 +20,7 @@ from ..facts import (
     Policy,
     Refuse,
     Request,
+    Shed,
     Step,
     Wait,
     World,
@@ -128,10 +129,12 @@ def _with_effort(
     `evictions` are the steps of other leases, which come first. `before` is the caller's book, and
     `after` the book with all steps and the grant.
     """
-    victims = tuple(dict.fromkeys(step.lease for step in evictions))
+    leaving = [step for step in evictions if not isinstance(step, Shed)]
+    victims = tuple(dict.fromkeys(step.lease for step in leaving))
     ranks = [lease.importance for id in victims if (lease := before.find(id))]
     own_seconds, measured = _own_seconds(grant)
-    offloaded = sum(_bytes(step) for step in evictions if isinstance(step, Move))
+    moves = [step for step in leaving if isinstance(step, Move)]
+    offloaded = sum(lease.offload_bytes for one in moves if (lease := before.find(one.lease)))
     free = room(after, world)
     return replace(
         granted,
@@ -165,7 +168,7 @@ def _own_seconds(grant: Grant) -> tuple[float, bool]:
 
 
 def _bytes(step: Step) -> int:
-    shares = step.source if isinstance(step, Drop) else step.shares
+    shares = step.source if isinstance(step, (Drop, Shed)) else step.shares
     return sum(share.bytes for share in shares)
 
 
