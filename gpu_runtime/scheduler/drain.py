@@ -17,6 +17,7 @@ from ..facts import (
     Device,
     Drain,
     Lease,
+    Move,
     Phase,
     Refuse,
     Request,
