@@ -440,9 +440,10 @@ def _load_ungoverned(
 ) -> None:
     """Loads the model onto the first allowed card. Evicts nothing (ENABLE_MEMORY_GOVERNOR=false)."""
     allowed = demand.allowed_devices(session, resident)
-    cards = [device for device in session.probe.devices if not device.is_host]
-    card = next(card for card in cards if not allowed or card.id in allowed)
-    share = Share(card.id, resident.footprint().bytes)
+    cards = [device.id for device in session.probe.devices if not device.is_host]
+    share = Share(
+        next(id for id in cards if not allowed or id in allowed), resident.footprint().bytes
+    )
     try:
         handle, shares, seconds = resident.load((share,), progress)
     except Exception as error:

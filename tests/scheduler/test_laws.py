@@ -99,7 +99,7 @@ def leases(draw: Any, quiet: bool = False) -> list[Lease]:
             )
         elif not quiet:
             fields |= dict(
-                pins=0 if place == "host" else draw(st.sampled_from([0, 0, 0, 1])),
+                pins=0 if place == "host" or in_parts else draw(st.sampled_from([0, 0, 0, 1])),
                 keep=draw(st.sampled_from([False, False, True])),
                 keep_alive=draw(st.sampled_from([0.0, 0.0, 500.0])),
             )
