@@ -19,6 +19,7 @@ from .lab import LabNotebook, serving_lab
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 IMAGES = NOTEBOOKS / "images"
 LAB_WIDTH, LAB_HEIGHT = 1180, 640  # pixels
+PANEL_WIDTH, PANEL_HEIGHT = 900, 560
 MENU_HEIGHT, SHOWN_HEIGHT = 28, 545  # the menu is left out, and the status line
 TRAINING = """import torch
 
@@ -80,6 +81,7 @@ def notebooks(browser, home: Path) -> None:
             one.close()
         for theme in ("light", "dark"):
             _side_by_side(browser, port, names, theme)
+            _panel(browser, port, names[1], theme)
 
 
 def _side_by_side(browser, port: int, names: tuple[str, str], theme: str) -> None:
@@ -96,6 +98,19 @@ def _side_by_side(browser, port: int, names: tuple[str, str], theme: str) -> Non
         seen.page.wait_for_timeout(SETTLED_MS)
     below_menu = {"x": 0, "y": MENU_HEIGHT, "width": LAB_WIDTH, "height": SHOWN_HEIGHT}
     seen.page.screenshot(path=IMAGES / f"two_notebooks_{theme}.png", clip=below_menu)
+    seen.close()
+
+
+def _panel(browser, port: int, name: str, theme: str) -> None:
+    """Takes the picture of the side panel and the status bar, beside the notebook `name`."""
+    size = {"width": PANEL_WIDTH, "height": PANEL_HEIGHT}
+    seen = LabNotebook(browser, port, name, viewport=size)
+    seen.command("apputils:change-theme", {"theme": f"JupyterLab {theme.title()}"})
+    seen.page.locator(".gpu-status").click()
+    seen.page.get_by_role("button", name="Variables of train.ipynb").click()
+    seen.page.get_by_role("cell", name="optimizer").first.wait_for()
+    seen.page.wait_for_timeout(SETTLED_MS)
+    seen.page.screenshot(path=IMAGES / f"lab_panel_{theme}.png")
     seen.close()
 
 

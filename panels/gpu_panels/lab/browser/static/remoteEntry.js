@@ -29,8 +29,9 @@
 .gpu-soft { color: var(--jp-ui-font-color2); font-size: var(--jp-ui-font-size0); font-weight: 400; }
 .gpu-size { margin-left: auto; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .gpu-block { padding: 8px 12px; border-bottom: 1px solid var(--jp-border-color2); }
-.gpu-line { display: flex; flex-wrap: wrap; align-items: baseline; column-gap: 8px; }
+.gpu-line { display: flex; align-items: baseline; column-gap: 8px; }
 .gpu-line > :first-child { min-width: 0; overflow-wrap: anywhere; }
+.gpu-line > .gpu-soft { flex: none; }
 .gpu-row { padding: 4px 0 4px 10px; border-left: 2px solid var(--jp-border-color2); margin: 6px 0; }
 .gpu-bar { height: 6px; margin: 3px 0 6px; border-radius: 3px; background: var(--jp-layout-color3); overflow: hidden; }
 .gpu-bar > div { height: 100%; background: var(--jp-ui-font-color3); }
@@ -72,6 +73,7 @@
 
   function duration(since) {
     const seconds = Math.max(0, Math.round(Date.now() / 1000 - since))
+    if (seconds < 5) return 'less than 5 s'
     if (seconds < 60) return `${5 * Math.floor(seconds / 5)} s`
     if (seconds < 3600) return `${Math.floor(seconds / 60)} min`
     if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor(seconds / 60) % 60} min`

@@ -1,0 +1,43 @@
+"""The files that JupyterLab loads into the browser."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import gpu_panels.lab
+import pytest
+
+from gpu_runtime import __version__
+
+BROWSER = Path(gpu_panels.lab.__file__).parent / "browser"
+SCRIPT = BROWSER / "static" / "remoteEntry.js"
+PACKAGE = json.loads((BROWSER / "package.json").read_text())
+MOST_SCRIPT_BYTES = 30_000
+
+
+def test_the_url_of_the_script_changes_with_its_content():
+    """Jupyter tells browsers to keep the script for a year. With an old URL they would not load a new version."""
+    digest = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]
+    load = PACKAGE["jupyterlab"]["_build"]["load"]
+    assert load == f"static/remoteEntry.js?v={digest}", "write this value into package.json"
+
+
+def test_the_script_is_small_and_makes_no_html_of_texts():
+    text = SCRIPT.read_text()
+    assert len(text.encode()) <= MOST_SCRIPT_BYTES
+    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+
+
+def test_the_script_loads_nothing_from_other_hosts():
+    urls = re.findall(r"https?://[^\s'\"`]+", SCRIPT.read_text())
+    assert urls == ["http://www.w3.org/2000/svg"], "the name of SVG, which nobody loads"
+
+
+@pytest.mark.parametrize("file", ["package.json", "install.json"])
+def test_the_extension_has_the_name_of_the_package(file):
+    found = json.loads((BROWSER / file).read_text())
+    assert found.get("name", found.get("packageName")) == "gpu-console"
+    assert found.get("version", __version__) == __version__
