@@ -263,6 +263,9 @@ class Settings(BaseSettings):
     gpu_serve_breaker_seconds: Annotated[Seconds, Field(gt=0)] = Field(
         30.0, description="How long an open breaker keeps calls away from its model."
     )
+    gpu_serve_grace_seconds: Annotated[Seconds, Field(ge=0)] = Field(
+        30.0, description="How long running answers may take when the server gets SIGTERM."
+    )
     model_boss_allow_cloud_fallback: bool = Field(
         True,
         description="Whether a cloud may answer in place of a local model, until changed over HTTP.",
@@ -457,6 +460,7 @@ _WORDS = {
     "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",
     "gpu_serve_queue": "a whole number of calls above 0, such as 256",
     "gpu_serve_breaker_failures": "a whole number of failures above 0, such as 5",
+    "gpu_serve_grace_seconds": "seconds, such as 30 or '1m'",
     "gpu_serve_breaker_seconds": "seconds above 0, such as 30 or '1m'",
     "inference_gpu_index": "the index of a GPU, such as 0",
     "inference_gpu_layers": "-1 (all), 0 (CPU only) or a number of layers",

@@ -32,17 +32,17 @@ class Choices:
     def __init__(
         self,
         rt: Runtime,
-        config: ServingConfig,
+        config: Callable[[], ServingConfig],
         guard: CloudGuard,
         costs: Costs,
         environment: Mapping[str, str],
     ) -> None:
-        """Looks up models in `rt` and in its catalogue. The rules come from `config`, `guard` and measured `costs`.
+        """Looks up models in `rt` and in its catalogue. The rules come from `config()`, `guard` and measured `costs`.
 
         `environment` has the clouds' addresses and keys.
         """
         self._rt = rt
-        self._config = config
+        self._config = config  # returns the content of tasks.yaml
         self._guard = guard
         self._costs = costs
         self._environment = environment
@@ -60,7 +60,7 @@ class Choices:
             return self._of_task(call, task), call
         if not self._known(call.model) and not is_configured_cloud(call.model, self._environment):
             raise self._unknown(call.model)
-        stand_ins = self._config.stand_ins(call.model)
+        stand_ins = self._config().stand_ins(call.model)
         choices = chain(call.model, stand_ins, self._context, self._known, self._guard.allowed)
         warm, cost = self._rt.here, self._cost_of(call)
         fitting = tuple(choice for choice in choices if fits(choice, call.budget, warm, cost))
@@ -75,7 +75,7 @@ class Choices:
         """
         if not name.startswith(TASK_PREFIX):
             return None
-        task = self._config.tasks.get(name.removeprefix(TASK_PREFIX))
+        task = self._config().tasks.get(name.removeprefix(TASK_PREFIX))
         if task is None:
             raise self._unknown(name)
         return task
@@ -89,7 +89,7 @@ class Choices:
         rows = [
             self._row(spec.name, self._facts_of(spec)) for spec in specs.values() if spec.enabled
         ]
-        for name, task in self._config.tasks.items():
+        for name, task in self._config().tasks.items():
             rows.append(self._row(TASK_PREFIX + name, {"candidates": list(task.candidates)}))
         return rows
 

@@ -66,7 +66,7 @@ FIELDS: dict[str, Field] = {
     "logprobs": Field(backends=(), neutral=(False,)),
     "top_logprobs": Field(("chat",), (), neutral=(0,)),
     "encoding_format": Field(("embeddings",)),
-    "dimensions": Field(("embeddings",), ()),
+    "dimensions": Field(("embeddings",)),
 }
 # These name the caller or the caller's records. They have no effect on an answer.
 WITHOUT_EFFECT = (

@@ -42,12 +42,14 @@ from .replies import Streamed, add_origin, count_refusals, server_ending, why_th
 from .requests import Call, Refused, Reply, read_call
 from .routing.fallback import Choice, CloudGuard, cloud_of
 from .routing.profiles import apply_profile, wants_thinking
-from .routing.tasks import ServingConfig, measured_parts, read_serving_config
+from .routing.tasks import ServingConfig, measured_parts
+from .routing.tasks_file import TasksFile
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
     from ..settings import Settings
 
+DRAIN_POLL_SECONDS = 0.05
 CLOSING_SECONDS = 5.0  # the longest wait until calls have released their models
 log = logging.getLogger("gpu_runtime")
 MakeAdapter = Callable[[Any, ModelSpec, Any], EngineAdapter]
@@ -95,15 +97,17 @@ class Gateway:
 
         `serving` replaces the content of `tasks.yaml`, and `guard` the cloud guard. `clock` returns monotonic
         seconds. `environment` has the clouds' addresses and keys. `make_adapter` makes the adapter of a pinned model.
+        Raises BadDocument for a mistake in `tasks.yaml`.
         """
         settings = settings or rt.settings
         self._rt = rt
         self._clock = clock
         self._make_adapter = make_adapter
         self._environment = os.environ if environment is None else environment
-        if serving is None:
-            serving = read_serving_config(settings.gpu_tasks or tasks_file())
-        self.serving = serving
+        self._tasks = (
+            TasksFile(settings.gpu_tasks or tasks_file(), clock) if serving is None else None
+        )
+        self._serving = serving or ServingConfig()
         self.guard = guard or CloudGuard(guard_file(), settings.model_boss_allow_cloud_fallback)
         self.breakers = Breakers(
             clock,
@@ -112,7 +116,7 @@ class Gateway:
         )
         self.clients = Clients()
         self.costs = Costs()
-        self._choices = Choices(rt, serving, self.guard, self.costs, self._environment)
+        self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)
         self._holds = Holds(rt, lambda: self.queue.advance(), self.costs.add_load, clock)
         self.keep_warm = KeepWarm(clock, self._evict)
         self.queue = Queue(
@@ -128,7 +132,7 @@ class Gateway:
         self._http_clients: dict[bool, httpx.AsyncClient] = {}  # by whether they use proxies
         self._calls: set[asyncio.Task[Any]] = set()
         self._streams: WeakSet[Streamed] = WeakSet()
-        self._closed = False
+        self._closed = self._draining = False
 
     async def answer(self, kind: str, body: Any, client: str = "") -> Reply:
         """The answer to a call of this `kind` with this `body`, for the visitor `client`. Raises Refused.
@@ -149,6 +153,16 @@ class Gateway:
         """The rows of `/v1/models`: models of this process, of the catalogue, and tasks."""
         return self._choices.models()
 
+    @property
+    def serving(self) -> ServingConfig:
+        """The tasks, clients and stand-ins that apply now."""
+        return self._tasks.content() if self._tasks else self._serving
+
+    def reload_tasks(self) -> None:
+        """Reads `tasks.yaml` again. After a mistake in it, the earlier content stays, and the log has the mistake."""
+        if self._tasks:
+            self._tasks.reload()
+
     def state(self) -> GatewayState:
         """The current figures of this gateway."""
         return GatewayState(
@@ -160,6 +174,21 @@ class Gateway:
             self.clients.patterns(),
             self.guard.allowed,
         )
+
+    async def drain(self, seconds: float) -> None:
+        """Refuses new calls from now on, and waits up to `seconds` until all accepted calls are answered."""
+        self._draining = True
+        until = asyncio.get_running_loop().time() + seconds
+        while self._is_answering() and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    def require_open(self) -> None:
+        """Raises Refused (503) if no new calls are accepted, because the server ends."""
+        if self._closed or self._draining:
+            raise server_ending()
+
+    def _is_answering(self) -> bool:
+        return bool(self._calls) or any(not stream.over for stream in self._streams)
 
     async def close(self) -> None:
         """Ends running calls with an error for their callers. From then on, no call is accepted and no load begins."""
@@ -183,8 +212,7 @@ class Gateway:
         """Refuses the call (503) if the gateway is closed while the call waits or runs."""
         task = asyncio.current_task()
         assert task is not None
-        if self._closed:
-            raise server_ending()
+        self.require_open()
         self._calls.add(task)
         try:
             yield

@@ -51,6 +51,11 @@ class Streamed:
             self._reader.cancel()
 
     @property
+    def over(self) -> bool:
+        """Whether the stream has ended and holds nothing."""
+        return self._over
+
+    @property
     def first(self) -> dict[str, Any]:
         """The first event; fields may still be added to it."""
         assert self._first is not None

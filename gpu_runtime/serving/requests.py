@@ -20,6 +20,7 @@ from .prompt_size import MOST_CHARACTERS, characters
 KINDS = ("chat", "completions", "embeddings", "images")
 MAX_TOKENS = 1_000_000  # a larger number for one answer is a mistake for any model
 MAX_MESSAGES = 10_000
+MAX_TEXTS = 2048  # of one call for embeddings
 MAX_SECONDS = 86_400.0  # largest duration that a client may set: a day
 MAX_NAME_LENGTH = 256
 MAX_CLIENT_LENGTH = 128
@@ -234,13 +235,32 @@ def _check_completions(body: Mapping[str, Any]) -> None:
 
 
 def _check_embeddings(body: Mapping[str, Any]) -> None:
-    texts = body.get("input")
-    is_list = isinstance(texts, list) and 0 < len(texts) <= 2048
-    is_list = is_list and all(isinstance(text, str) for text in texts)
-    if not is_list and not (isinstance(texts, str) and texts):
-        raise bad("input", texts, "text, or a list of 1 to 2048 texts")
+    texts_of_embeddings(body)
     if body.get("encoding_format") not in (None, "float", "base64"):
         raise bad("encoding_format", body["encoding_format"], "float or base64")
+
+
+def texts_of_embeddings(body: Mapping[str, Any]) -> list[str | list[int]]:
+    """The texts in the `input` of a call for embeddings. A text may also be given as a list of tokens.
+
+    >>> texts_of_embeddings({"input": "a"}), texts_of_embeddings({"input": [1, 2]})
+    (['a'], [[1, 2]])
+
+    Raises Refused (400).
+    """
+    given = body.get("input")
+    if isinstance(given, str) and given or _is_tokens(given):
+        return [given]  # type: ignore[list-item]
+    if isinstance(given, list) and 0 < len(given) <= MAX_TEXTS:
+        if all(isinstance(text, str) for text in given) or all(map(_is_tokens, given)):
+            return list(given)
+    expected = f"text, or a list of 1 to {MAX_TEXTS} texts, or of lists of token numbers"
+    raise bad("input", given, expected)
+
+
+def _is_tokens(value: Any) -> bool:
+    is_list = isinstance(value, list) and 0 < len(value) <= MAX_TOKENS
+    return is_list and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
 def _check_images(body: Mapping[str, Any]) -> None:

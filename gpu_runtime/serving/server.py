@@ -21,7 +21,8 @@ from ..web.auth import AccessRules
 from ..web.connections import Connections
 from ..web.http_server import Address, MakeServer, Service
 from .api.app import application
-from .gateway import Gateway
+from .gateway import Gateway, tasks_file
+from .routing.tasks_file import read_serving_config
 
 DEFAULT_PORT = 8210
 ROUTES = r"/(?:memory|v1|api|health|metrics|docs|openapi\.json|static-offline-docs)(?:/.*)?"
@@ -69,6 +70,15 @@ class _LazyGateway:
             self._gateway = Gateway(self._rt, self._rt.settings)
         return self._gateway
 
+    async def drain(self, seconds: float) -> None:
+        """See `Gateway.drain`."""
+        await self().drain(seconds)
+
+    def reload_tasks(self) -> None:
+        """See `Gateway.reload_tasks`. A gateway that was not made yet reads the file when it is made."""
+        if self._gateway is not None:
+            self._gateway.reload_tasks()
+
     async def close(self) -> None:
         if self._gateway is not None:
             await self._gateway.close()
@@ -83,12 +93,15 @@ def run(
     socket_path: str | None = None,
     read_only: bool = False,
 ) -> None:
-    """Serves until the process is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
+    """Serves until the process is interrupted, and prints the URL to open.
+
+    Raises GpuError if it cannot listen, and BadDocument for a mistake in `tasks.yaml`.
 
     If a model in the catalogue is called, the runtime `rt` of this process loads it. `console` makes a server
     that also has a console's page. Without `console` there is no page. The server listens on
     `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
     """
+    read_serving_config(rt.settings.gpu_tasks or tasks_file())  # a mistake is reported now
     gateway = _LazyGateway(rt)
     app = application(rt, gateway, version("gpu-console"))
 
@@ -108,6 +121,8 @@ def run(
         default_port=DEFAULT_PORT,
         routes=((ROUTES, Asgi, {"app": app}),),
         max_body_bytes=MAX_BODY_BYTES,
+        drain=lambda: gateway.drain(rt.settings.gpu_serve_grace_seconds),
+        reload=gateway.reload_tasks,
         close=close,
     )
     http_server.run(

@@ -48,6 +48,9 @@ class Service:
     ports_tried: int = 1  # ports that are tried, from the default one on; a port that the caller names is tried alone
     routes: tuple[Any, ...] = ()  # Tornado's routes
     max_body_bytes: int = 1 << 20  # limit of one request's body
+    # Runs after SIGTERM, in the server's event loop, while the server still listens. A second SIGTERM ends it.
+    drain: Callable[[], Awaitable[None]] | None = None
+    reload: Callable[[], None] | None = None  # runs after SIGHUP, in the server's event loop
     close: Callable[[], Awaitable[None]] | None = (
         None  # runs at the end, in the server's event loop
     )
@@ -111,7 +114,7 @@ def run(
         if browser and shown_url:
             secret_files.append(open_browser(shown_url))
         loop.asyncio_loop.set_exception_handler(_log_unless_browser_left)  # type: ignore[attr-defined]
-        signal.signal(signal.SIGTERM, lambda *_: loop.add_callback_from_signal(loop.stop))
+        _handle_signals(loop, service)
         server.start()
         loop.start()
     finally:
@@ -257,6 +260,28 @@ def _announce(service: Service, rules: AccessRules, address: Address) -> tuple[s
             file=sys.stderr,
         )
     return shown_url, file
+
+
+def _handle_signals(loop: IOLoop, service: Service) -> None:
+    """Ends the `loop` at SIGTERM, after `service.drain`, and at once at a second SIGTERM.
+
+    SIGHUP calls `service.reload`. On a terminal, SIGHUP ends the server as usual.
+    """
+    draining: list[asyncio.Task[None]] = []
+
+    def end() -> None:
+        """Begins to drain the service, or stops the loop."""
+        if service.drain is None or draining:
+            loop.stop()
+            return
+        task = asyncio.ensure_future(service.drain())
+        draining.append(task)
+        task.add_done_callback(lambda _: loop.stop())
+
+    signal.signal(signal.SIGTERM, lambda *_: loop.add_callback_from_signal(end))
+    if service.reload is not None and not sys.stdin.isatty():
+        reload = service.reload
+        signal.signal(signal.SIGHUP, lambda *_: loop.add_callback_from_signal(reload))
 
 
 async def _close(closing: Awaitable[None]) -> None:

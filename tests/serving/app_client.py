@@ -48,6 +48,9 @@ class Gateway:
     def models(self) -> list[dict[str, Any]]:
         return [{"id": "echo", "object": "model", "created": 0, "owned_by": "local"}]
 
+    def require_open(self) -> None:
+        pass
+
     def state(self) -> Any:
         return SimpleNamespace(
             waiting={"echo": 2},

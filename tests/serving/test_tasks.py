@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +18,9 @@ from gpu_runtime.serving.routing.tasks import (
     Task,
     candidates,
     expected_seconds,
-    read_serving_config,
 )
+from gpu_runtime.serving.routing.tasks_file import TasksFile, read_serving_config
+from tests.serving.harness import Clock
 
 LOCAL = ("a", "b", "c", "d:local")
 
@@ -211,32 +214,74 @@ fallback:
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "problem"),
+    ("text", "line", "field", "problem"),
     [
-        ("tasks: {a: {candidates: []}}", "tasks[...].candidates", "length >= 1"),
-        ("tasks: {a: {}}", "tasks[...]", "missing required field `candidates`"),
-        ("tasks: {a: {candidates: [x], budget_s: -1}}", "tasks[...].budget_s", "> 0"),
-        ("tasks: {a: {candidates: [x], pin: true}}", "tasks[...]", "unknown field `pin`"),
-        ("task: {}", "", "unknown field `task`"),
-        ("clients: {bot: {importance: supreme}}", "clients.bot.importance", "none of urgent"),
+        ("tasks:\n  a: {candidates: []}", 2, "tasks.a.candidates", "length >= 1"),
         (
-            "clients: {bot: {defaults: {temperature: 9}}}",
+            "tasks: {b: {candidates: [x]}, a: {}}",
+            1,
+            "tasks.a",
+            "missing required field `candidates`",
+        ),
+        ("tasks:\n  a:\n    candidates:\n    - x\n    - 7", 5, "tasks.a.candidates[1]", "`str`"),
+        ("tasks:\n a:\n  candidates: [x]\n  budget_s: -1", 4, "tasks.a.budget_s", "> 0"),
+        ("tasks:\n a:\n  candidates: [x]\n  pin: true", 2, "tasks.a", "unknown field `pin`"),
+        ("tasks: 7", 1, "tasks", "one entry for each name"),
+        ("clients: {}\ntask: {}", 2, "", "unknown field `task`; known: tasks"),
+        ("- tasks", 1, "", "sections such as tasks"),
+        ("fallback:\n  qwen: phi", 2, "fallback.qwen", "Expected `array`"),
+        ("clients: {bot: {importance: supreme}}", 1, "clients.bot.importance", "none of urgent"),
+        (
+            "clients:\n  bot:\n    defaults:\n      temperature: 9",
+            4,
             "clients.bot.defaults.temperature",
             "from 0 to 2",
         ),
         (
             "clients: {bot: {defaults: {messages: []}}}",
+            1,
             "clients.bot.defaults.messages",
             "only a call can set it",
         ),
-        ("tasks: [", "", "no YAML"),
-        ("!!python/object/apply:os.system [true]", "", "no YAML"),
+        ("\ntasks: [", 2, "", "no YAML"),
+        ("!!python/object/apply:os.system [true]", 1, "", "no YAML"),
     ],
 )
-def test_an_error_in_the_file_is_named(tmp_path, text, field, problem):
-    """The error names the file, the field and the problem."""
+def test_an_error_in_the_file_is_named(tmp_path, text, line, field, problem):
+    """The error names the file, the line, the task and the problem."""
     file = tmp_path / "tasks.yaml"
     file.write_text(text)
     with pytest.raises(BadDocument) as bad:
         read_serving_config(file)
-    assert bad.value.field == field and problem in bad.value.problem and str(file) in str(bad.value)
+    assert (bad.value.line, bad.value.field) == (line, field)
+    assert problem in bad.value.problem and str(file) in str(bad.value)
+
+
+def test_a_changed_file_is_read_again_and_a_mistake_changes_nothing(tmp_path, caplog):
+    """The file is looked at once a second. Its removal counts only when a reload is requested."""
+    file, clock = tmp_path / "tasks.yaml", Clock()
+
+    def write(name: str) -> None:
+        file.write_text(name)
+        stamp = int(clock.now) + len(name)
+        os.utime(file, (stamp, stamp))
+
+    write("tasks: {a: {candidates: [x]}}")
+    tasks = TasksFile(file, clock)
+    write("tasks: {b: {candidates: [x, y]}}")
+    assert set(tasks.content().tasks) == {"a"}
+    clock.now += 1
+    assert set(tasks.content().tasks) == {"b"}
+    write("tasks: {c: {candidates: []}}")
+    clock.now += 1
+    with caplog.at_level("WARNING", logger="gpu_runtime"):
+        assert set(tasks.content().tasks) == {"b"}
+        clock.now += 1
+        assert set(tasks.content().tasks) == {"b"}
+    [record] = caplog.records
+    assert "the earlier content stays" in record.getMessage() and "tasks.c" in record.getMessage()
+    file.unlink()
+    clock.now += 1
+    assert set(tasks.content().tasks) == {"b"}
+    tasks.reload()
+    assert tasks.content() == ServingConfig()

@@ -36,7 +36,7 @@ from .recipe import LaunchOrder, Recipe, SendRequest
 
 MOST_RESTARTS = 3
 MOST_PORTS = 5  # tried, if a process that makes no claims keeps taking the port first
-STOP_SECONDS = 5.0  # for an orderly end
+STOP_SECONDS = 3.0  # for an orderly end
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
 READY_STATUS = 200  # of the health check

@@ -213,6 +213,7 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
     )
     async def post_job(request: Request, actor: str = acts) -> JSONResponse:
         """Starts a call that continues without a connection. `endpoint` and `body` are those of a direct call."""
+        gateway().require_open()
         job = jobs.start(gateway(), await read_json(request), actor)
         return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
 

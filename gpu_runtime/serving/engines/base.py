@@ -7,6 +7,7 @@ its prompt.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from ...errors import GpuError
 from ...facts import ModelSpec
 from ..prompt_size import LONGEST_TOKEN, characters
-from ..requests import Call, Refused
+from ..requests import Call, Refused, texts_of_embeddings
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .openai_format import Header, TextPiece, embeddings, stream_chunks, whole_answer
@@ -136,16 +137,16 @@ class TextAdapter:
         """The texts of the tokens that begin and end a sequence: `bos_token`, `eos_token`."""
         return {}
 
-    async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        """An embedding of each of the `texts`, and the number of tokens read."""
+    async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
+        """An embedding of each of the `texts`, and the number of tokens read. A text may be a list of tokens."""
         raise no_embeddings(self.spec)
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
         if kind == "embeddings":
-            texts = body["input"]
-            texts = [texts] if isinstance(texts, str) else list(texts)
-            vectors, tokens = await self.vectors(texts)
+            vectors, tokens = await self.vectors(texts_of_embeddings(body))
+            if body.get("dimensions"):
+                vectors = self._shortened(vectors, body["dimensions"])
             return embeddings(vectors, self.spec.name, tokens, body.get("encoding_format"))
         self._require_text(kind, body)
         return await whole_answer(self.pieces(kind, body, think), self._header(kind))
@@ -159,6 +160,14 @@ class TextAdapter:
         async with aclosing(stream_chunks(pieces, self._header(kind), body)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    def _shortened(self, vectors: list[list[float]], size: int) -> list[list[float]]:
+        """The first `size` parts of each vector, scaled to length one. Raises Refused if a vector is shorter."""
+        if vectors and size > len(vectors[0]):
+            why = f"its embeddings have {len(vectors[0])} dimensions"
+            raise cannot(self.spec.name, why, "dimensions")
+        parts = (vector[:size] for vector in vectors)
+        return [[x / (math.hypot(*part) or 1.0) for x in part] for part in parts]
 
     def _header(self, kind: str) -> Header:
         is_chat = kind == "chat"

@@ -148,13 +148,20 @@ class LlamaCppAdapter(TextAdapter):
 
         return stream_from_thread(work)
 
-    async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
+    async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
         """The library's embeddings of the `texts`, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts)
-        answer = await in_thread_until(
-            lambda cancelled: self.value.create_embedding(texts, cancelled=cancelled)
-        )
+
+        def embed(cancelled: Cancellation) -> Any:
+            """Embeds the texts. The library takes no tokens, so they are turned into text."""
+            plain = [
+                text if isinstance(text, str) else _text(self.value.detokenize(text))
+                for text in texts
+            ]
+            return self.value.create_embedding(plain, cancelled=cancelled)
+
+        answer = await in_thread_until(embed)
         return [row["embedding"] for row in answer["data"]], answer["usage"]["prompt_tokens"]
 
 

@@ -37,9 +37,9 @@ class EchoAdapter(TextAdapter):
             completion_tokens=len(written),
         )
 
-    async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        """A vector [length, 1] for each of the `texts`, and the number of words in all of them."""
-        words = sum(len(text.split()) for text in texts)
+    async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
+        """A vector [length, 1] for each of the `texts`, and the number of words or tokens in all of them."""
+        words = sum(len(text.split() if isinstance(text, str) else text) for text in texts)
         return [[float(len(text)), 1.0] for text in texts], words
 
 

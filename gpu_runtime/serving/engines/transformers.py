@@ -15,6 +15,7 @@ from ..fields import sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
+from .embedding import embed_in_batches, pooling_of
 from .llama_cpp import too_long
 from .long_prompts import remember
 from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
@@ -139,44 +140,41 @@ class TransformersAdapter(TextAdapter):
             )
         )
 
-    async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
+    async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
         """The embeddings of the `texts`, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts)
         return await in_thread_until(lambda cancelled: self._embed(texts, cancelled))
 
-    def _embed(self, texts: list[str], cancelled: threading.Event) -> tuple[list[list[float]], int]:
-        """An embedding of each of the `texts`, and the number of tokens read.
+    def _embed(
+        self, texts: list[str | list[int]], cancelled: threading.Event
+    ) -> tuple[list[list[float]], int]:
+        """An embedding of each of the `texts`, and the number of tokens read. Ends early once `cancelled` is set."""
+        tokens: list[list[int]] = []
+        for text in texts:
+            if cancelled.is_set():
+                return [], 0
+            tokens.append(self._tokens_of(text))
+        rows = embed_in_batches(self.value, tokens, pooling_of(self.spec.source), cancelled.is_set)
+        return rows, sum(map(len, tokens))
 
-        An embedding is the mean of the last layer over the tokens of a text. It is scaled to length one, like OpenAI's
-        vectors. The computation ends early once `cancelled` is set.
-        """
-        import torch
-
-        rows = []
-        count = 0
+    def _tokens_of(self, text: str | list[int]) -> list[int]:
+        """The tokens of a `text`, cut off at the end of the context. Raises Refused."""
         limit = getattr(self.value.config, "max_position_embeddings", None)
-        with torch.inference_mode():
-            # The texts are read one by one: not every tokenizer can pad, and padding changes some models' output.
-            for text in texts:
-                if cancelled.is_set():
-                    break
-                # The end of a long text is cut off later anyway, so it is not tokenised.
-                kept_text = text if limit is None else text[: limit * LONGEST_TOKEN]
-                inputs = self.tokenizer(
-                    kept_text, return_tensors="pt", truncation=limit is not None, max_length=limit
-                )
-                tokens = int(inputs["input_ids"].numel())
-                if not tokens:
-                    raise cannot(self.spec.name, "one of the texts has no tokens", "input")
-                kept = {
-                    name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs
-                }
-                output = self.value(**self._on_device(kept))
-                mean = output.last_hidden_state[0].float().mean(dim=0)
-                rows.append(torch.nn.functional.normalize(mean, dim=0).tolist())
-                count += tokens
-        return rows, count
+        if isinstance(text, str):
+            # The end of a long text is cut off later anyway, so it is not tokenised.
+            kept = text if limit is None else text[: limit * LONGEST_TOKEN]
+            found = self.tokenizer(kept, truncation=limit is not None, max_length=limit)
+            tokens = list(found["input_ids"])
+        else:
+            size = self.value.config.vocab_size
+            if max(text) >= size:
+                why = f"the token {max(text)} is not in its vocabulary of {size}"
+                raise cannot(self.spec.name, why, "input")
+            tokens = text[:limit]
+        if not tokens:
+            raise cannot(self.spec.name, "one of the texts has no tokens", "input")
+        return tokens
 
     def _on_device(self, inputs: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
         device = self.value.device

@@ -1,4 +1,6 @@
-"""Reads `tasks.yaml`, and chooses the candidates of a task. The file has tasks, clients' profiles and stand-ins.
+"""The content of `tasks.yaml`, and the choice of the candidates of a task. `tasks_file` reads the file.
+
+It has tasks, clients' profiles and stand-ins:
 
     tasks:                                  # addressed as  model: "task:classify"
       classify:
@@ -12,27 +14,20 @@
       qwen-32b: [qwen-4b, claude:sonnet]
 
 The best candidate is chosen by which models are warm, and by how long their loads and answers have taken so far. This
-module is pure, except that it reads the file.
+module is pure.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
-import yaml
 from msgspec import Meta
 
-from ...errors import BadDocument
-from ...facts import IMPORTANCE, Value
-from ..requests import Refused, check_numbers
+from ...facts import Value
+from ..requests import Refused
 from .fallback import Choice, guarded, is_cloud
 
-MAX_FILE_BYTES = 1 << 20
-FIELDS_OF_CALLS = ("model", "messages", "prompt", "input", "stream")  # no profile may set them
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
@@ -74,57 +69,6 @@ class Cost(Value):
 
     load: float | None = None
     answer: float | None = None
-
-
-def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
-    """The content of the file `path`. If the file does not exist, the result has no tasks, clients and stand-ins.
-
-    Raises BadDocument, which names the file and the field.
-    """
-    if path is None or not os.path.exists(path):
-        return ServingConfig()
-    name = os.fspath(path)
-    try:
-        config = msgspec.convert(yaml.safe_load(_read(name)) or {}, ServingConfig)
-    except OSError as error:
-        raise BadDocument(name, 0, "", f"it cannot be read ({error.strerror or error})") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 0
-        problem = getattr(error, "problem", error)
-        raise BadDocument(name, line, "", f"it is no YAML: {problem}") from None
-    except msgspec.ValidationError as error:
-        problem, _, field = str(error).partition(" - at ")
-        raise BadDocument(name, 0, field.strip("`").removeprefix("$."), problem) from None
-    for client, profile in config.clients.items():
-        _check_profile(profile, name, f"clients.{client}")
-    return config
-
-
-def _read(name: str) -> bytes:
-    data = Path(name).read_bytes()[: MAX_FILE_BYTES + 1]
-    if len(data) > MAX_FILE_BYTES:
-        raise BadDocument(name, 0, "", f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
-    return data
-
-
-def _check_profile(profile: Profile, file: str, place: str) -> None:
-    """Checks the values of a `profile` by the rules for a request's body. Raises BadDocument."""
-    importance = profile.importance
-    unknown_word = isinstance(importance, str) and importance not in IMPORTANCE
-    out_of_range = isinstance(importance, int) and not 1 <= importance <= 100
-    if unknown_word or out_of_range:
-        problem = f"{importance!r} is none of {', '.join(IMPORTANCE)}, nor a number from 1 to 100"
-        raise BadDocument(file, 0, f"{place}.importance", problem)
-    for field in profile.defaults:
-        if field in FIELDS_OF_CALLS or field.startswith("x_"):
-            problem = "only a call can set it, not a profile"
-            raise BadDocument(file, 0, f"{place}.defaults.{field}", problem)
-    try:
-        check_numbers(profile.defaults)
-    except Refused as refused:
-        field = f"{place}.defaults.{refused.facts['param']}"
-        raise BadDocument(file, 0, field, refused.message) from None
 
 
 def candidates(

@@ -1,0 +1,133 @@
+"""The start and the end of `gpu serve`: mistakes in `tasks.yaml`, SIGHUP and SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from gpu_runtime.errors import BadDocument
+from gpu_runtime.serving import server
+from gpu_runtime.serving.requests import Refused
+from tests.faces.served import OPERATORS, free_port, serving
+from tests.serving.harness import harness, stream_text
+from tests.serving.loops import in_loop, settle, until
+
+# A server with a model that writes its last words only once the file `go` exists.
+SLOW_SERVER = """
+import asyncio, os, sys
+import gpu_runtime
+from gpu_runtime.serving import server
+from gpu_runtime.serving.engines.registry import EchoAdapter
+
+write = EchoAdapter.pieces
+
+async def pieces(self, kind, body, think):
+    async for piece in write(self, kind, body, think):
+        yield piece
+        while not os.path.exists("go"):
+            await asyncio.sleep(0.01)
+
+EchoAdapter.pieces = pieces
+rt = gpu_runtime.runtime()
+rt.register("slow", backend="fake", size="1GiB", model_type="llm")
+try:
+    server.run(rt, port=int(sys.argv[1]))
+finally:
+    rt.close()
+print("ended in order")
+"""
+CHAT = {"model": "slow", "messages": [{"role": "user", "content": "one two three"}]}
+
+
+def post(port: int, body: dict) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    headers = {"Authorization": f"Bearer {OPERATORS}", "Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    return connection.getresponse()
+
+
+def test_sigterm_lets_running_answers_end_and_sighup_reads_the_tasks_again(tmp_path):
+    """New calls get a 503 meanwhile, over new connections too. The server then ends in order."""
+    tasks = tmp_path / "tasks.yaml"
+    port = free_port()
+    environment = {
+        "GPU_CONSOLE_TOKEN": OPERATORS,
+        "GPU_CATALOG": str(tmp_path / "none"),
+        "GPU_TASKS": str(tasks),
+    }
+    command = [sys.executable, "-c", SLOW_SERVER, str(port)]
+    with serving(command, tmp_path, environment, port=port, path="/health") as served:
+        token = {"Authorization": f"Bearer {OPERATORS}", "Accept": "application/json"}
+
+        def models() -> set[str]:
+            rows = json.loads(served.get("/v1/models", **token).body)["data"]
+            return {row["id"] for row in rows}
+
+        assert models() == {"slow"}
+        tasks.write_text("tasks: {write: {candidates: [slow]}}")
+        os.kill(served.process.pid, signal.SIGHUP)
+        wait_for(lambda: models() == {"slow", "task:write"})
+        running = post(port, {**CHAT, "stream": True})
+        first = running.readline()
+        assert first.startswith(b"data: ")
+        os.kill(served.process.pid, signal.SIGTERM)
+        wait_for(lambda: post(port, CHAT).status == 503)
+        refused = post(port, CHAT)
+        assert refused.getheader("Retry-After")
+        assert json.loads(refused.read())["error"]["code"] == "ending"
+        (tmp_path / "go").touch()
+        assert running.read().endswith(b"data: [DONE]\n\n")
+        assert served.process.wait(30) == 0
+        assert "ended in order" in served.output
+
+
+def wait_for(condition) -> None:
+    """Returns when `condition()` is true. Raises TimeoutError after 30 s."""
+    pause = threading.Event()
+    for _ in range(600):
+        if condition():
+            return
+        pause.wait(0.05)
+    raise TimeoutError
+
+
+def test_a_mistake_in_the_tasks_stops_the_server_at_its_start(tmp_path):
+    """The first call used to report it."""
+    tasks = tmp_path / "tasks.yaml"
+    tasks.write_text("tasks:\n  classify:\n    candidates: []\n")
+    rt = SimpleNamespace(settings=SimpleNamespace(gpu_tasks=str(tasks)))
+    with pytest.raises(BadDocument) as bad:
+        server.run(rt)
+    assert (bad.value.line, bad.value.field) == (3, "tasks.classify.candidates")
+
+
+@in_loop
+async def test_accepted_calls_end_within_the_grace_time():
+    """A call that takes longer is ended by `close`."""
+    gate, never = asyncio.Event(), asyncio.Event()
+    async with harness(qwen=4, scripts={"qwen": [gate, never]}) as k:
+        reply = await k.chat("qwen", "one two", stream=True)
+        draining = asyncio.ensure_future(k.gateway.drain(30.0))
+        await settle()
+        with pytest.raises(Refused) as refused:
+            await k.chat("qwen")
+        assert (refused.value.status, refused.value.code) == (503, "ending")
+        assert refused.value.headers and not draining.done()
+        gate.set()
+        assert await stream_text(reply) == "one two"
+        await draining
+    async with harness(qwen=4, scripts={"qwen": [never]}) as k:
+        waiting = asyncio.ensure_future(k.chat("qwen"))
+        await until(lambda: k.log)
+        await k.gateway.drain(0.01)
+        await k.gateway.close()
+        with pytest.raises(Refused, match="the server is ending"):
+            await waiting
