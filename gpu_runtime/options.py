@@ -95,6 +95,18 @@ OPTIONS: dict[str, Option] = {
 }
 
 
+FLAGS = {  # keyword of `rt.load` and `rt.plan` -> the option of `%gpu load` and `%gpu plan`
+    "backend": "--backend",
+    "size": "--size",
+    "importance": "--importance",
+    "keep": "--keep",
+    "context_length": "--context",
+    "sequences": "--sequences",
+    "dtype": "--dtype",
+    "timeout": "--timeout",
+}
+
+
 def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
     """The options `given` for a `backend`, converted by their rules. An option that is None is left
     out.

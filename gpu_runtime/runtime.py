@@ -48,6 +48,7 @@ from .owner import (
     drain,
     holdings,
     kernel,
+    loading,
     maintenance,
     opening,
     operations,
@@ -247,17 +248,9 @@ class Runtime:
 
         Raises CannotGovern, AlreadyRegistered, NotAllowed, BadSetting.
         """
-        return registry.adopt(
-            self._session,
-            name,
-            module,
-            optimizer=optimizer,
-            importance=importance,
-            keep=keep,
-            keep_alive=keep_alive,
-            model_type=model_type,
-            restore_on_call=restore_on_call,
-        )
+        given: dict[str, Any] = {"optimizer": optimizer, "importance": importance, "keep": keep}
+        given |= {"keep_alive": keep_alive, "model_type": model_type}
+        return registry.adopt(self._session, name, module, restore_on_call=restore_on_call, **given)
 
     @checked
     def forget(self, name: str) -> None:
@@ -340,6 +333,26 @@ class Runtime:
         The name is only for display. Permissions still depend on this process's user.
         """
         return attribution.on_behalf_of(name)
+
+    @checked
+    def load(
+        self,
+        name: str,
+        source: Any = None,
+        *,
+        progress: Progress | None = None,
+        timeout: str | float | None = None,
+        **options: Any,
+    ) -> Outcome:
+        """Registers the model `name` if it is new, and loads it.
+
+        `source` and `options` are those of `register`, `progress` and `timeout` those of `preload`.
+        A registered model that is not loaded gets these options. Raises as both methods do.
+        """
+        given = {option: value for option, value in options.items() if value is not None}
+        return loading.load(
+            self._session, self.register, name, source, given, progress=progress, timeout=timeout
+        )
 
     @checked
     def preload(
@@ -551,22 +564,22 @@ class Runtime:
     def plan(
         self,
         name_or_size: str | int,
+        source: Any = None,
         *,
-        context_length: int | None = None,
-        sequences: int | None = None,
-        dtype: str | None = None,
+        timeout: str | float | None = None,
+        **options: Any,
     ) -> Plan:
-        """A dry run of using a model, or of leasing a size: what would happen now, and why.
+        """A dry run of `load`, or of leasing a size: what would happen now, and why.
 
         `name_or_size` may also be an unregistered path, a hub id, or a name that contains its size
-        (`llama-7B-Q4_K_M`). `context_length` (tokens) and `sequences` add the room for such a use.
-        With `dtype`, the size of the converted weights is used.
+        (`llama-7B-Q4_K_M`). `source`, `timeout` and `options` are those of `load`: for example,
+        `context_length` (tokens) and `sequences` add the room for such a use. `command` of the
+        result does what was planned.
 
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
-        options = {"context_length": context_length, "sequences": sequences, "dtype": dtype}
         given = {option: value for option, value in options.items() if value is not None}
-        return status.plan(self._session, name_or_size, given)
+        return status.plan(self._session, name_or_size, source, given, timeout)
 
     @checked
     def why(self, name: str) -> tuple[Event, ...]:
@@ -592,16 +605,9 @@ class Runtime:
         `device` and `host` are sizes such as "80GB", or percents of the bytes of all models. Raises
         BadSetting.
         """
-        return backtests.backtest(
-            self._session,
-            requests,
-            models,
-            days=days,
-            policy=policy,
-            engine=engine,
-            device=device,
-            host=host,
-        )
+        choices: dict[str, Any] = {"days": days, "policy": policy, "engine": engine}
+        choices |= {"device": device, "host": host}
+        return backtests.backtest(self._session, requests, models, **choices)
 
     def schedule(self) -> Schedule:
         """The waiting cells of this notebook, the models they use, and what was loaded ahead."""

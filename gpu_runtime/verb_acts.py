@@ -11,46 +11,43 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .errors import AlreadyRegistered, GpuError, LoadFailed
+from .errors import GpuError
 from .facts import Outcome
-from .units import is_source
+from .options import FLAGS
 from .verb_arguments import given
 
 
 def plan(rt: Any, args: argparse.Namespace) -> Any:
-    """`rt.plan` for the name in `args`, with its context length, sequences and dtype."""
-    options = given(args, "sequences", "dtype")
-    if args.context:
-        options["context_length"] = args.context
-    return rt.plan(args.name, **options)
+    """`rt.plan` for the name, the source and the options in `args`."""
+    return rt.plan(args.name, args.source, **_wanted(args))
 
 
 def load(rt: Any, args: argparse.Namespace) -> Outcome:
-    """Loads the model in `args` and returns the outcome. A new model is registered with `rt` first.
+    """Loads the model in `args` and returns the outcome. A new model is registered with `rt` first."""
+    return rt.load(args.name, args.source, **_wanted(args))
 
-    Raises AlreadyRegistered if options are given for a model that the catalogue describes.
-    """
-    catalogued = set(rt.catalog_names())
-    known = catalogued | {spec.name for spec in rt.specs()}
-    options = given(args, "backend", "size", "importance", "keep")
-    source = args.source
-    if source is None and options and args.name in catalogued:
-        raise AlreadyRegistered(
-            args.name,
-            f"{args.name} is in the catalogue, which sets these options.\n"
-            f"  Change it there:  %gpu apply -f FILE      or give its SOURCE here too",
-        )
-    if source is None and args.name not in known and is_source(args.name):
-        source = args.name
-    if source is not None or options:
-        rt.register(args.name, source, **options)
-    try:
-        loaded = rt.preload(args.name, **given(args, "timeout"))
-    except LoadFailed:
-        if args.name not in known:
-            rt.forget(args.name)  # frees the name for the next try, with the right path
-        raise
-    return replace(loaded, verb="load")
+
+def register(rt: Any, args: argparse.Namespace) -> Outcome:
+    """Registers the model in `args` with `rt`, and returns the outcome."""
+    spec = rt.register(args.name, args.source, **_wanted(args))
+    because = f"{spec}; load it with  %gpu preload {spec.name}"
+    return Outcome(verb="register", name=spec.name, done=True, because=because)
+
+
+def forget(rt: Any, args: argparse.Namespace) -> Outcome:
+    """Frees the model in `args` and its name, and returns the outcome."""
+    rt.forget(args.name)
+    because = f"{args.name} is no longer registered here, and holds no memory"
+    return Outcome(verb="forget", name=args.name, done=True, because=because)
+
+
+def _wanted(args: argparse.Namespace) -> dict[str, Any]:
+    """The options in `args`, as keywords of `rt.load`."""
+    names = {name: flag.lstrip("-") for name, flag in FLAGS.items()}
+    values = {name: getattr(args, attribute, None) for name, attribute in names.items()}
+    return {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }
 
 
 def restore(rt: Any, args: argparse.Namespace) -> Outcome:

@@ -207,6 +207,19 @@ IMPORTANCE_OPTION = option(
     "importances",
     type=importance,
 )
+NEW_NAME = positional("name", "NAME", "the name to give it", "models")
+SOURCE = positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")
+DESCRIPTION = (  # a model, as `plan`, `load` and `register` take it
+    option(
+        "--backend", "B", "torch, transformers or fake; else derived from the source", "backends"
+    ),
+    option("--size", "SIZE", "bytes, such as 8GiB"),
+    IMPORTANCE_OPTION,
+    switch("--keep", "never evict it"),
+    option("--context", "TOKENS", "with memory for a context of that length", type=count),
+    option("--sequences", "N", "… and for that many sequences at once", type=count),
+    option("--dtype", "D", "converted, such as to bfloat16"),
+)
 HOST = option(
     "--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1"
 )

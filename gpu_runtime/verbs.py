@@ -17,15 +17,17 @@ from .verb_arguments import (
     BY_DRIVER,
     CATALOG_NAME,
     CLI,
+    DESCRIPTION,
     HOST,
     IMPORTANCE_OPTION,
     MAGIC,
     NAME,
+    NEW_NAME,
     SOCKET,
+    SOURCE,
     TIMEOUT,
     WHO,
     Verb,
-    count,
     days,
     given,
     option,
@@ -77,9 +79,9 @@ _TABLE = (
                 "a model, a size such as 8GiB, a directory, a .gguf file, or a hub id",
                 "models",
             ),
-            option("--context", "TOKENS", "with memory for a context of that length", type=count),
-            option("--sequences", "N", "… and for that many sequences at once", type=count),
-            option("--dtype", "D", "as if converted, such as to bfloat16"),
+            SOURCE,
+            *DESCRIPTION,
+            TIMEOUT,
         ),
     ),
     Verb(
@@ -107,20 +109,21 @@ _TABLE = (
         "load",
         "registers a model and loads it",
         verb_acts.load,
-        (
-            positional("name", "NAME", "the name to give it", "models"),
-            positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?"),
-            option(
-                "--backend",
-                "B",
-                "torch, transformers or fake; else derived from the source",
-                "backends",
-            ),
-            option("--size", "SIZE", "bytes, such as 8GiB"),
-            IMPORTANCE_OPTION,
-            switch("--keep", "never evict it"),
-            TIMEOUT,
-        ),
+        (NEW_NAME, SOURCE, *DESCRIPTION, TIMEOUT),
+        places=(MAGIC,),
+    ),
+    Verb(
+        "register",
+        "makes a model known by a name; nothing is loaded",
+        verb_acts.register,
+        (NEW_NAME, SOURCE, *DESCRIPTION),
+        places=(MAGIC,),
+    ),
+    Verb(
+        "forget",
+        "frees a model of this notebook, and its name",
+        verb_acts.forget,
+        (NAME,),
         places=(MAGIC,),
     ),
     Verb(
@@ -381,8 +384,30 @@ def verbs(place: str) -> Iterator[Verb]:
     return (verb for verb in VERBS.values() if place in verb.places)
 
 
+# Words that other tools use for a verb -> the verbs with that meaning, the likeliest first.
+_MEANINGS = {
+    **dict.fromkeys(("unload", "release", "offload", "drop", "eject", "stop"), ("evict", "free")),
+    **dict.fromkeys(("remove", "rm", "del", "unregister", "unadopt"), ("forget", "evict")),
+    **dict.fromkeys(("clear", "clean", "empty", "gc", "flush"), ("free", "defrag")),
+    **dict.fromkeys(("add", "adopt", "create"), ("register", "load")),
+    **dict.fromkeys(("use", "get", "open", "fetch", "wake"), ("preload", "restore")),
+    **dict.fromkeys(("ps", "top", "info", "show", "smi", "list", "ls"), ("status", "models")),
+    **dict.fromkeys(("log", "logs", "history", "explain"), ("why", "evictions")),
+    **dict.fromkeys(("keep", "lock"), ("pin",)),
+    **dict.fromkeys(("unlock", "unkeep"), ("unpin",)),
+    **dict.fromkeys(("suspend", "sleep", "hibernate", "pause"), ("park", "evict")),
+    **dict.fromkeys(("resume", "unsuspend"), ("unpark", "restore")),
+    **dict.fromkeys(("estimate", "fit", "fits", "dryrun"), ("plan",)),
+    **dict.fromkeys(("vars", "variables", "memory", "mem"), ("who", "leases")),
+    **dict.fromkeys(("settings", "env"), ("config",)),
+}
+
+
 def find(name: str, place: str) -> Verb:
-    """The verb called `name` that works in `place`. Raises UnknownVerb with the nearest name."""
+    """The verb called `name` that works in `place`.
+
+    Raises UnknownVerb with the verbs of that meaning, or with the nearest name.
+    """
     verb = VERBS.get(name)
     if verb is not None and place in verb.places:
         return verb
@@ -391,15 +416,21 @@ def find(name: str, place: str) -> Verb:
         raise UnknownVerb(
             f"{name} works in {where} only:  {verb.synopsis(prompt)}", verb=name, nearest=""
         )
-    names = [verb.name for verb in verbs(place)]
-    close = difflib.get_close_matches(name[:MOST_QUOTED].lower(), names, n=1, cutoff=0.5)
-    nearest = close[0] if close else ""
-    hint = f"Did you mean {nearest}? " if nearest else ""
+    found = _suggested(name, place)
+    hint = f"Did you mean {' or '.join(found)}? " if found else ""
+    lines = [f"\n  {place} {one:10}{VERBS[one].doc}" for one in found] if len(found) > 1 else []
     raise UnknownVerb(
-        f"no verb is called {quoted(name)}. {hint}All of them:  {place} help",
+        f"no verb is called {quoted(name)}. {hint}All of them:  {place} help{''.join(lines)}",
         verb=name,
-        nearest=nearest,
+        nearest=found[0] if found else "",
     )
+
+
+def _suggested(name: str, place: str) -> list[str]:
+    """The verbs of `place` that a person who typed `name` probably means."""
+    known = [verb.name for verb in verbs(place)]
+    meant = [verb for verb in _MEANINGS.get(name.lower(), ()) if verb in known]
+    return meant or difflib.get_close_matches(name[:MOST_QUOTED].lower(), known, n=1, cutoff=0.5)
 
 
 def typed_in(place: str, text: str) -> str:

@@ -276,6 +276,9 @@ class Plan(Value):
     # The importance of the most important victim; lower is more important. Without victims: 0.
     victims_importance: int = 0
     left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
+    # What carries the plan out: words after `%gpu`, as `load qwen --context 256`; after `%%gpu` for a
+    # size; or a call of `rt.load`.
+    command: str = ""
 
     def __str__(self) -> str:
         if not self.obstacle:

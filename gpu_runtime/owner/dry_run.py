@@ -8,14 +8,16 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..arguments import RULES, read
 from ..backends.missing import AbsentBackend
 from ..backends.registry import open_backend
 from ..catalog.entries import obstacle
-from ..errors import BadSize, NotAModel, UnknownModel, UnknownSize
+from ..errors import BadSetting, BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
-from ..facts import Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
+from ..facts import NORMAL, Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
 from ..units import parse_room, show_bytes
-from . import demand
+from . import demand, loading
+from .loading import Described
 from .resident import Resident
 from .session import Session
 
@@ -45,20 +47,31 @@ def size_in(words: str | int) -> int | None:
         return None
 
 
-def of_bytes(size: int, session: Session) -> Subject:
-    """The request for a lease of `size` bytes for the user's code."""
-    wanted = Lease(session.me, f"a lease of {show_bytes(size)}", kind="block")
+def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
+    """The request for a lease of `size` bytes for the user's code.
+
+    Raises BadSetting if an option other than the importance is `given`.
+    """
+    for name, value in given.items():
+        if name != "importance":
+            raise BadSetting(name, value, "left out: a size has no such option")
+    rank = read("importance", given.get("importance", NORMAL), RULES["importance"])
+    name = f"a lease of {show_bytes(size)}"
+    wanted = Lease(session.me, name, kind="block", importance=rank)
     rules = PlacementRules(policy=session.settings.gpu_placement)
     return Subject(wanted, Footprint.of(size), rules)
 
 
-def of_resident(resident: Resident, session: Session, options: dict[str, Any]) -> Subject:
-    """A model of this process, with `options` instead of the model's own options.
+def of_described(model: Described, session: Session) -> Subject:
+    """A model as `load` would register it. Raises UnknownSize, BadSetting, LoadFailed."""
+    found = of_resident(model.resident, session)
+    return found._replace(obstacle=model.obstacle) if model.obstacle else found
 
-    Raises UnknownSize, BadSetting, LoadFailed.
-    """
+
+def of_resident(resident: Resident, session: Session) -> Subject:
+    """A model of this process. Raises UnknownSize, BadSetting, LoadFailed."""
     rules = demand.placement(session, resident)
-    footprint = session.sizing.footprint(resident, rules.devices, options)
+    footprint = session.sizing.footprint(resident, rules.devices)
     wanted = demand.wanted_lease(session, resident)
     return Subject(wanted, footprint, rules, obstacle(resident.spec))
 
@@ -67,7 +80,7 @@ def of_nobody(resident: Resident, session: Session) -> Subject:
     """A source that is not registered. Raises NotAModel if nothing shows its size."""
     name = resident.spec.name
     try:
-        found = of_resident(resident, session, {})
+        found = of_resident(resident, session)
     except UnknownSize as error:
         raise NotAModel(f"{error.facts['why']}.", name=name, source=name) from None
     guessed = any(part.source == "name" for part in found.footprint.parts)
@@ -76,8 +89,8 @@ def of_nobody(resident: Resident, session: Session) -> Subject:
     return found
 
 
-def of_lease(lease: Lease, owner: Owner) -> Subject:
-    """A model of another owner. Its size is what that owner measured.
+def of_lease(lease: Lease, owner: Owner, given: dict[str, Any]) -> Subject:
+    """A model of another owner. Its size is what that owner measured. `given` are options.
 
     Raises UnknownSize if that owner has registered the model and not loaded it.
     """
@@ -85,17 +98,18 @@ def of_lease(lease: Lease, owner: Owner) -> Subject:
         why = f"{owner.label} has registered it and not loaded it, so only that process knows"
         raise UnknownSize(lease.name, why)
     footprint = Footprint((Part("all", lease.bytes, "measured", f"by {owner.label}"),))
-    return Subject(lease, footprint, PlacementRules())
+    obstacle = f"{owner.label} sets the options of {lease.name}" if given else ""
+    return Subject(lease, footprint, PlacementRules(), obstacle)
 
 
 def unregistered(
-    words: str, known: Iterable[str], session: Session, options: dict[str, Any]
+    words: str, known: Iterable[str], session: Session, given: dict[str, Any]
 ) -> Resident:
     """A path, a hub id or a name that contains a size, as a model that is never loaded.
 
-    `known` are the names of known models. If `words` are close to a known name, they are a typing
-    mistake, whatever size they contain. Raises UnknownModel for a mistake, and for words that give
-    no size.
+    `given` are its options. `known` are the names of known models. If `words` are close to a known
+    name, they are a typing mistake, whatever size they contain. Raises UnknownModel for a mistake,
+    and for words that give no size.
     """
     known = tuple(known)
     if not _is_path(words):
@@ -104,7 +118,8 @@ def unregistered(
             raise UnknownModel(words, known)
     is_gguf = words.endswith(".gguf")
     kind = "llama_cpp" if is_gguf else "transformers"
-    spec = ModelSpec(words, kind, source=words, options=options)
+    wishes, options = loading.split(given)
+    spec = ModelSpec(words, kind, source=words, options=options, **wishes)
     backend = open_backend(kind, session.probe) if is_gguf else AbsentBackend(kind)
     return Resident(spec, backend, session.me, session.clock)  # type: ignore[arg-type]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -33,21 +32,13 @@ class Sizing:
         self.measurements, self.probe, self.wall = measurements, probe, wall
         self._contexts: dict[str, int] = {}  # device -> bytes of the CUDA context, as last seen
 
-    def footprint(
-        self,
-        resident: Resident,
-        places: tuple[str, ...] = (),
-        options: dict[str, Any] | None = None,
-    ) -> Footprint:
+    def footprint(self, resident: Resident, places: tuple[str, ...] = ()) -> Footprint:
         """The bytes that the model needs on a device: measured if it is loaded, else estimated.
 
-        `places` are ids of the cards on which it may be placed; empty means any card. For a dry
-        run, `options` replace the model's own options. Raises UnknownSize, NotAModel, LoadFailed,
-        BadSetting.
+        `places` are ids of the cards on which it may be placed; empty means any card. Raises
+        UnknownSize, NotAModel, LoadFailed, BadSetting.
         """
         spec = resident.spec
-        if options:
-            spec = replace(spec, options={**spec.options, **options})
         loaded = resident.handle is not None
         evidence = self._require_evidence(resident, spec)
         if loaded:

@@ -33,16 +33,17 @@ from .resident import Place, Resident
 from .session import Session
 from .training import watch_zero_grad
 
-# The keywords of Runtime.register. They are suggested for a misspelled option.
-_KEYWORDS = (
-    "backend", "size", "importance", "keep", "keep_alive", "layout", "model_type", "quantization",
-    "devices", "restore_on_call",
-)  # fmt: skip
+# The keywords of Runtime.register that are fields of the specification, with their defaults.
+DEFAULTS: dict[str, Any] = {
+    "backend": "auto", "size": None, "importance": "normal", "keep": False, "keep_alive": 0.0,
+    "layout": "auto", "model_type": "", "quantization": "", "devices": (),
+}  # fmt: skip
+_KEYWORDS = (*DEFAULTS, "restore_on_call")  # suggested for a misspelled option
 
 # -- registering
 
 
-def register(
+def specified(
     session: Session,
     name: str,
     source: Any,
@@ -56,10 +57,9 @@ def register(
     model_type: str,
     quantization: str,
     devices: str | tuple[str, ...],
-    restore_on_call: bool,
     options: dict[str, Any],
-) -> ModelSpec:
-    """Makes a model known by name; see Runtime.register."""
+) -> tuple[ModelSpec, Any]:
+    """The specification that `register` makes of its arguments, and the factory or None."""
     chosen = backend_for(source, backend)
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     spec = ModelSpec(
@@ -76,7 +76,14 @@ def register(
         devices=_known_devices(session, devices),
         options=_with_defaults(session, chosen, read_options(chosen, options, _KEYWORDS)),
     )
-    factory = source if callable(source) and not text else None
+    return spec, source if callable(source) and not text else None
+
+
+def register(
+    session: Session, name: str, source: Any, *, restore_on_call: bool, **wishes: Any
+) -> ModelSpec:
+    """Makes a model known by name; see Runtime.register. `wishes` are those of `specified`."""
+    spec, factory = specified(session, name, source, **wishes)
     known = session.residents.get(name)
     if known is not None:
         if known.spec == spec and _same_code(known.origin, factory):

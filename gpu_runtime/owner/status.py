@@ -35,7 +35,7 @@ from ..scheduler.queue import queue
 from ..scheduler.unmanaged import stranger_bytes, strangers
 from ..telemetry.moments import moments_of
 from ..units import parse_seconds
-from . import dry_run, permissions, presence, registry
+from . import dry_run, loading, permissions, presence, registry
 from .history import recorded_events
 from .session import Session
 
@@ -283,35 +283,49 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
 # -- dry runs
 
 
-def plan(session: Session, name_or_size: str | int, options: dict[str, Any]) -> Plan:
+def plan(
+    session: Session,
+    name_or_size: str | int,
+    source: Any,
+    given: dict[str, Any],
+    timeout: float | None,
+) -> Plan:
     """A dry run of a request, which changes nothing; see Runtime.plan."""
-    subject = _subject(session, name_or_size, options)
+    subject = _subject(session, name_or_size, source, given)
     book, world = session.read_book(), session.world()
     book = books.publish(book, session.truth(), world)
     request = Request(
         "plan", subject.wanted, subject.footprint, world.now, subject.rules, wait=False
     )
     found = plan_request(book, request, world, session.rank)
-    return replace(found, obstacle=subject.obstacle)
+    typed = given if timeout is None else {**given, "timeout": timeout}
+    if subject.wanted.kind == "block":
+        size = name_or_size if isinstance(name_or_size, str) else f"{name_or_size}B"
+        command = " ".join(["".join(size.split()), *loading.flags(typed)])
+    else:
+        command = loading.command(str(name_or_size), source, typed)
+    return replace(found, obstacle=subject.obstacle, command=command)
 
 
-def _subject(session: Session, words: str | int, options: dict[str, Any]) -> dry_run.Subject:
+def _subject(
+    session: Session, words: str | int, source: Any, given: dict[str, Any]
+) -> dry_run.Subject:
     """What `words` name: a model of this process, a size, another owner's model, or a source."""
     name = str(words)
-    resident = registry.by_key(session, name) or registry.from_catalogue(session, name)
-    if resident is not None:
-        return dry_run.of_resident(resident, session, options)
+    described = loading.described(session, name, source, given)
+    if described is not None:
+        return dry_run.of_described(described, session)
     size = dry_run.size_in(words)
     if size is not None:
-        return dry_run.of_bytes(size, session)
+        return dry_run.of_bytes(size, session, given)
     try:
         target = registry.resolve(session, name, loadable=True)
         section = session.ledger.read().sections[target.owner]
         lease = section.lease(target.name) or Lease(*target)
-        return dry_run.of_lease(lease, section.owner)
+        return dry_run.of_lease(lease, section.owner, given)
     except (UnknownModel, KeyError):  # the answer lists the known names
         known = registry.known_names(session)
-        return dry_run.of_nobody(dry_run.unregistered(name, known, session, options), session)
+        return dry_run.of_nobody(dry_run.unregistered(name, known, session, given), session)
 
 
 # -- the catalogue

@@ -147,10 +147,10 @@ def applied(done: Applied) -> str:
     )
 
 
-def plan(found: Plan, snapshot: Snapshot, subject: str = "") -> str:
+def plan(found: Plan, snapshot: Snapshot) -> str:
     """The plan `found`: its verdict, its reason, its steps, and the devices after them.
 
-    `snapshot` is the status that the plan was made for, `subject` the text it was requested for.
+    `snapshot` is the status that the plan was made for.
     """
     mark = "✓" if found.granted else "✗"
     head = (
@@ -158,8 +158,8 @@ def plan(found: Plan, snapshot: Snapshot, subject: str = "") -> str:
         f"</span> {simulated(snapshot)}</div>"
     )
     done = ""
-    if found.steps:
-        command = with_code(words.how_to_do_it(found, subject, "%gpu"))
+    if found.steps or found.obstacle:
+        command = with_code(words.how_to_do_it(found, "%gpu"))
         done = line("Nothing was done.", command, soft=True)
     return page(
         head,

@@ -77,8 +77,8 @@ def shown(
     if isinstance(value, Plan) and around is not None:
         return Shown(
             value,
-            lambda: text.plan(value, around, subject, prompt),
-            lambda: html.plan(value, around, subject),
+            lambda: text.plan(value, around, prompt),
+            lambda: html.plan(value, around),
         )
     by_type = _shown_by_type(value, prompt)
     return by_type if by_type is not None else _shown_by_verb(verb, value, subject, prompt)

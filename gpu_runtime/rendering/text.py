@@ -280,11 +280,10 @@ def block(used: Any) -> str:
     return f"peak {size(used.peak_bytes)} · {leased} · delta {sign}{size(used.delta_bytes)}"
 
 
-def plan(found: Plan, snapshot: Snapshot, subject: str = "", prompt: str = "%gpu") -> str:
+def plan(found: Plan, snapshot: Snapshot, prompt: str = "%gpu") -> str:
     """The plan `found`: its verdict, its reason, its steps, and the bars after them.
 
-    `snapshot` is the status that the plan was made for, `subject` the text it was requested for.
-    Commands begin with `prompt`.
+    `snapshot` is the status that the plan was made for. Commands begin with `prompt`.
     """
     lines = [
         f"{clean(words.verdict(found))}{' · simulated' if snapshot.simulated else ''}",
@@ -296,8 +295,8 @@ def plan(found: Plan, snapshot: Snapshot, subject: str = "", prompt: str = "%gpu
     if others:
         lines.append("Also considered:" if found.granted else "Considered:")
         lines += [f"  {place} {clean(because)}" for place, because in others]
-    if found.steps:
-        lines.append(f"Nothing was done. {words.how_to_do_it(found, subject, prompt)}")
+    if found.steps or found.obstacle:
+        lines.append(f"Nothing was done. {words.how_to_do_it(found, prompt)}")
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 

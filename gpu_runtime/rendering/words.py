@@ -18,7 +18,7 @@ from gpu_runtime.facts import (
     Ticket,
     importance_name,
 )
-from gpu_runtime.units import is_source, show_bytes, show_seconds
+from gpu_runtime.units import show_bytes, show_seconds
 
 from .views import clean, holder, lease_name
 
@@ -185,20 +185,23 @@ def _is_size(plan: Plan) -> bool:
     return plan.name.startswith("a lease")
 
 
-def how_to_do_it(plan: Plan, subject: str, prompt: str) -> str:
-    """A sentence with the command that carries out the `plan`, or the reason why it would fail.
+def how_to_do_it(plan: Plan, prompt: str) -> str:
+    """A sentence with the command that does exactly what was planned, or why it would fail.
 
-    The command begins with `prompt`. `subject` is the text that the plan was requested for. The
-    result is empty if no command can carry out the plan.
+    The command begins with `prompt`. The result is empty if no command can carry out the plan.
     """
     if plan.obstacle:
         return f"It would not be loaded: {clean(plan.obstacle)}."
+    command = clean(plan.command)
+    if not command:
+        return ""
+    if command.startswith("rt."):
+        return f"Do it in Python:  {command}"
     if _is_size(plan):
-        return f"Do it for a cell:  %{prompt} {subject}" if subject and prompt == "%gpu" else ""
-    if is_source(plan.name):  # it is not registered
-        place = "" if prompt == "%gpu" else ", in a notebook"
-        return f"Do it{place}:  %gpu load {clean(plan.name)}"
-    return f"Do it:  {prompt} preload {clean(plan.name)}" if plan.name else ""
+        return f"Do it for a cell:  %%gpu {command}" if prompt == "%gpu" else ""
+    if command.startswith("load ") and prompt != "%gpu":  # a command cannot hold a model
+        return f"Do it, in a notebook:  %gpu {command}"
+    return f"Do it:  {prompt} {command}"
 
 
 def step_sentence(snapshot: Snapshot, step: Step) -> str:

@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-METHODS = ("use", "preload", "restore")  # methods of the runtime that bring a model onto its device
+METHODS = (
+    "use",
+    "load",
+    "preload",
+    "restore",
+)  # methods of the runtime that bring a model onto its device
 VERBS = ("load", "preload", "restore")  # the verbs of `%gpu` that do the same
 MAGICS = ("gpu", "gpuctl")
 RUN_THEIR_TEXT = ("time", "timeit", "prun", "capture")  # magics whose text is Python

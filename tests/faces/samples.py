@@ -267,6 +267,7 @@ fits = Plan(
     (),
     Footprint((Part("weights", 11 * GIB, "header"), Part("activations", GIB, "declared"))),
     "gemma",
+    command="preload gemma",
 )
 refused = Plan(
     False,

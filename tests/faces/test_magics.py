@@ -14,6 +14,7 @@ from IPython.utils.capture import capture_output
 
 import gpu_runtime
 from gpu_runtime import errors, facts, verbs
+from gpu_runtime.options import FLAGS
 from gpu_runtime.rendering import render
 
 pytestmark = pytest.mark.filterwarnings(
@@ -84,6 +85,9 @@ SHOWN = {
     "inspect phi:4b --format json": '"memory": "4GiB"',
     "delete phi:4b": "delete phi:4b: phi:4b is no longer in the catalogue",
     "load phi:4b": "load phi:4b: phi:4b is on sim:0",
+    "register small --backend fake --size 2 GiB": "small: fake, 2.0 GiB; load it with  %gpu preload small",
+    "forget llama": "forget llama: llama is no longer registered here",
+    "plan 2 GiB": "A lease of 2.0 GiB fits in the free memory",
 }
 FRAMES = {
     "models": "name backend where bytes idle_seconds uses importance keep owner",
@@ -106,6 +110,55 @@ def test_a_verb_returns_a_value_that_displays_itself(shell, models, words):
     answer = run(shell, f"%gpu {words}")
     assert SHOWN[words] in repr(answer)
     assert set(answer._repr_mimebundle_()) == {"text/plain", "text/html"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "qwen",
+        "llama",
+        "unloaded --importance high",
+        "small --backend fake --size 2 GiB --keep",
+        "small --backend fake --size 2GiB --context 4096 --sequences 2 --timeout 30s",
+        "models/small --backend fake --size 2.5GiB",
+        "unloaded --size 5GiB --importance low",
+        "'a b' --backend fake --size 1GiB",
+    ],
+)
+def test_the_command_of_a_plan_does_what_was_planned(shell, models, words):
+    """The command is read from the text of the plan, as a person does. It leads to the shares of the
+    plan, and to a model that needs no further step for the same plan.
+    """
+    models.register("unloaded", backend="fake", size="1GiB")
+    planned = run(shell, f"%gpu plan {words}")
+    command = repr(planned).partition("Do it:  ")[2] or f"%gpu {planned.value.command}"
+    run(shell, command)
+    (lease,) = [one for one in models.status().leases() if one.name == planned.value.name]
+    assert planned.value.shares == lease.shares
+    again = run(shell, f"%gpu plan {words}").value
+    assert (again.steps, again.obstacle) == ((), "")
+    asked = models.spec(lease.name)
+    assert (lease.importance, lease.keep) == (asked.importance, asked.keep)
+    assert lease.keep == ("--keep" in words) and (lease.importance < 10) == ("high" in words)
+
+
+def test_every_option_of_plan_is_one_of_load():
+    """So the same words can be typed after both."""
+    plan, load, register = (
+        {flag for one in verbs.VERBS[verb].arguments if one.is_option for flag in one.flags}
+        for verb in ("plan", "load", "register")
+    )
+    assert plan == load == register | {"--timeout"} == set(FLAGS.values())
+
+
+def test_load_gives_other_options_only_to_a_model_that_is_not_loaded(shell, models):
+    with pytest.raises(errors.AlreadyRegistered, match="loaded with other options"):
+        run(shell, "%gpu load qwen --size 15GiB")
+    planned = run(shell, "%gpu plan qwen --size 15GiB")
+    assert "It would not be loaded: qwen is loaded with other options" in repr(planned)
+    run(shell, "%gpu forget qwen")
+    run(shell, "%gpu load qwen --backend fake --size 15GiB")
+    assert models.spec("qwen").size == 15 * GIB
 
 
 @pytest.mark.parametrize("words", FRAMES)
@@ -230,6 +283,28 @@ def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
         run(shell, f"%gpu {typed}")
     assert caught.value.nearest == nearest
     assert (f"Did you mean {nearest}?" in str(caught.value)) == bool(nearest)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("unload qwen", "evict or free"),
+        ("release", "evict or free"),
+        ("rm qwen", "forget or evict"),
+        ("ps", "status or models"),
+    ],
+)
+def test_a_word_of_another_tool_suggests_the_verbs_of_that_meaning(shell, rt, typed, meant):
+    """Each suggestion has a line that says what the verb does."""
+    with pytest.raises(errors.UnknownVerb) as caught:
+        run(shell, f"%gpu {typed}")
+    assert f"Did you mean {meant}?" in str(caught.value)
+    assert all(verbs.VERBS[name].doc in str(caught.value) for name in meant.split(" or "))
+
+
+def test_the_suggested_verbs_exist_and_no_verb_is_taken_for_another():
+    assert {name for meant in verbs._MEANINGS.values() for name in meant} <= verbs.VERBS.keys()
+    assert not verbs._MEANINGS.keys() & verbs.VERBS.keys()
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_unknown_is_never_shown_as_zero():
 
 def test_a_plan_shows_its_verdict_its_steps_and_the_devices_after_them():
     assert (
-        text.plan(samples.fits, samples.busy, "gemma")
+        text.plan(samples.fits, samples.busy)
         == """\
 gemma fits once 1 other is evicted · simulated
 qwen was used least recently. gemma needs 12.0 GiB; sim:0 has 17.6 GiB free.
@@ -121,19 +121,32 @@ Nothing was done. Do it:  %gpu preload gemma"""
     )
 
 
-@pytest.mark.parametrize("path", ["models/gemma", "gemma.Q4_K_M.gguf"])
-def test_a_plan_for_a_path_says_how_to_load_it(path):
-    """The model of a path is not registered, so it cannot be preloaded by name. The plan says how
-    to load it.
-    """
-    assert text.plan(replace(samples.fits, name=path), samples.busy, path).endswith(
-        f"Do it:  %gpu load {path}"
-    )
+@pytest.mark.parametrize(
+    ("command", "in_notebook", "in_terminal"),
+    [
+        (
+            "load models/gemma",
+            "Do it:  %gpu load models/gemma",
+            "Do it, in a notebook:  %gpu load models/gemma",
+        ),
+        ("preload gemma", "Do it:  %gpu preload gemma", "Do it:  gpu preload gemma"),
+        (
+            "rt.load('gemma', seed=3)",
+            "Do it in Python:  rt.load('gemma', seed=3)",
+            "rt.load('gemma', seed=3)",
+        ),
+    ],
+)
+def test_a_plan_says_how_to_do_it(command, in_notebook, in_terminal):
+    """A model that is not registered cannot be preloaded by name, and a command cannot hold it."""
+    planned = replace(samples.fits, command=command)
+    assert text.plan(planned, samples.busy).endswith(in_notebook)
+    assert text.plan(planned, samples.busy, "gpu").endswith(in_terminal)
 
 
 def test_a_refusal_is_a_plan_too():
     assert (
-        text.plan(samples.refused, samples.busy, "gemma")
+        text.plan(samples.refused, samples.busy)
         == """\
 gemma does not fit now · simulated
 gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)
@@ -270,8 +283,8 @@ def test_more_rows_than_fit_are_counted():
 
 
 def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
-    shown = render.shown("plan", rt.plan("4GiB"), subject="4GiB", around=rt.status())
-    assert repr(shown).endswith("Nothing was done. Do it for a cell:  %%gpu 4GiB")
+    shown = render.shown("plan", rt.plan("4 GiB", importance="low"), around=rt.status())
+    assert repr(shown).endswith("Nothing was done. Do it for a cell:  %%gpu 4GiB --importance low")
 
 
 def test_the_bars_after_a_plan_conserve_bytes():

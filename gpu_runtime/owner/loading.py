@@ -1,0 +1,174 @@
+"""`load` registers a model if it is new, and loads it. `plan` plans exactly that.
+
+Both take the keywords of `register` and the options of backends, and describe the model with the same
+functions. So a plan and the load that follows cannot differ.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from ..arguments import RULES, read
+from ..backends.base import Progress
+from ..errors import AlreadyRegistered, LoadFailed
+from ..facts import ModelSpec, Outcome
+from ..options import FLAGS
+from ..units import is_source
+from . import operations, registry
+from .resident import Place, Resident
+from .session import Session
+
+Given = dict[str, Any]  # keywords of `register`, and options of a backend
+_CATALOGUE = "is in the catalogue, which sets these options"
+_LOADED = "is loaded with other options"
+
+
+class Described(NamedTuple):
+    """A model as `load` would register it."""
+
+    resident: Resident  # the registered one, or another one that is only planned
+    obstacle: str = ""  # why `load` refuses these options
+
+
+def load(
+    session: Session,
+    register: Callable[..., ModelSpec],
+    name: str,
+    source: Any,
+    given: Given,
+    *,
+    progress: Progress | None,
+    timeout: str | float | None,
+) -> Outcome:
+    """Registers the model with `register` if it is new, and loads it; see Runtime.load."""
+    is_new = name not in registry.known_names(session)
+    if source is None and is_new and is_source(name):
+        source = name
+    known = session.residents.get(name)
+    if known is not None and known.catalogued is None and source in (None, known.spec.source):
+        _revise(session, known, given)
+    elif source is None and given and not is_new:
+        raise AlreadyRegistered(
+            name,
+            f"{name} {_CATALOGUE}.\n"
+            "  Change it there:  %gpu apply -f FILE      or give its SOURCE here too",
+        )
+    elif source is not None or given:
+        register(name, source, **given)
+    try:
+        loaded = operations.preload(session, name, progress=progress, timeout=timeout)
+    except LoadFailed:
+        if is_new:
+            registry.forget(session, name)  # frees the name for the next try, with the right path
+        raise
+    return replace(loaded, verb="load")
+
+
+def _revise(session: Session, resident: Resident, given: Given) -> None:
+    """Gives the model the options `given`. Raises AlreadyRegistered if it is loaded with others."""
+    spec = _revised(session, resident, given)
+    if spec == resident.spec:
+        return
+    name, work = spec.name, resident.work
+    if resident.place is not Place.GONE or not work.acquire(blocking=False):
+        raise AlreadyRegistered(
+            name,
+            f"{name} {_LOADED}.\n"
+            f"  Forget it first:  %gpu forget {name}      or choose another name.",
+        )
+    try:
+        resident.spec, resident.backend = spec, session.backend(spec.backend)
+    finally:
+        work.release()
+
+
+def described(session: Session, name: str, source: Any, given: Given) -> Described | None:
+    """The model `name` as `load` would register it. Nothing is registered.
+
+    The result is None if neither the name nor `source` nor the options `given` describe a model of
+    this process. Raises the errors of `register`.
+    """
+    known = registry.by_key(session, name) or registry.from_catalogue(session, name)
+    if known is not None and source not in (None, known.spec.source):
+        return Described(known, f"{name} is registered already, from another source")
+    if known is not None:
+        return _with_options(session, known, given)
+    if source is None and not {"backend", "size"} & given.keys():
+        return None
+    wishes, options = split(given)
+    wishes = {**registry.DEFAULTS, **wishes}
+    source = name if source is None and is_source(name) else source
+    spec, factory = registry.specified(session, name, source, **wishes, options=options)
+    return Described(registry.new_resident(session, spec, factory, True))
+
+
+def _with_options(session: Session, known: Resident, given: Given) -> Described:
+    """The model `known`, with the options `given` instead of its own."""
+    spec = _revised(session, known, given)
+    if spec == known.spec:
+        return Described(known)
+    planned = registry.new_resident(session, spec, known.origin, True)
+    planned.measured = known.measured
+    if known.catalogued is not None:
+        return Described(planned, f"{spec.name} {_CATALOGUE}")
+    if known.place is not Place.GONE:
+        return Described(planned, f"{spec.name} {_LOADED}; forget it first")
+    return Described(planned)
+
+
+def _revised(session: Session, known: Resident, given: Given) -> ModelSpec:
+    """The specification of the model `known`, with the options `given` instead of its own."""
+    old = known.spec
+    if not given:
+        return old
+    wishes, options = split(given)
+    own = {name: getattr(old, name) for name in registry.DEFAULTS}
+    spec, _ = registry.specified(
+        session,
+        old.name,
+        known.origin or old.source or None,
+        **{**own, **wishes},
+        options={**old.options, **options},
+    )
+    return replace(spec, placement=old.placement, enabled=old.enabled)
+
+
+def split(given: Given) -> tuple[Given, Given]:
+    """The keywords of `register` among those `given`, converted, and the options of the backend."""
+    wishes = {name: value for name, value in given.items() if name in registry.DEFAULTS}
+    options = {name: value for name, value in given.items() if name not in registry.DEFAULTS}
+    rules = {name: RULES.get(f"register.{name}") or RULES[name] for name in wishes}
+    return {name: read(name, value, rules[name]) for name, value in wishes.items()}, options
+
+
+def command(name: str, source: Any, given: Given) -> str:
+    """What to type to load what was planned: words after `%gpu`, or a call in Python.
+
+    >>> command("models/writer", None, {"context_length": 256}), command("qwen", None, {})
+    ('load models/writer --context 256', 'preload qwen')
+    >>> command("qwen", None, {"gpu_layers": 3})
+    "rt.load('qwen', gpu_layers=3)"
+    """
+    if not (source is None or isinstance(source, str)) or not given.keys() <= FLAGS.keys():
+        words = [repr(name), *([] if source is None else [repr(source)])]
+        return f"rt.load({', '.join([*words, *(f'{key}={given[key]!r}' for key in given)])})"
+    verb = "load" if source or given.keys() - {"timeout"} or is_source(name) else "preload"
+    words = [verb, name, *([source] if source else [])]
+    return " ".join([*map(shlex.quote, words), *flags(given)])
+
+
+def flags(given: Given) -> list[str]:
+    """The options `given` as they are typed: `--size 8GiB --keep`."""
+    typed: list[str] = []
+    for name, value in given.items():
+        if value is not False:
+            typed.append(FLAGS[name])
+        if not isinstance(value, bool):
+            is_bytes = name == "size" and isinstance(value, int)
+            text = f"{value}B" if is_bytes else str(value)
+            typed.append(shlex.quote("".join(text.split())))
+    return typed
