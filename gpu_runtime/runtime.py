@@ -50,6 +50,7 @@ from .owner import (
     kernel,
     loading,
     maintenance,
+    notebooks,
     opening,
     operations,
     registry,
@@ -385,7 +386,8 @@ class Runtime:
     ) -> Outcome:
         """Evicts the model to host memory. If host memory has no room, the model is unloaded.
 
-        `qwen@4121` or a LeaseId names another process's model. That process gets a request and
+        `qwen@4121` or a LeaseId names another process's model. `train.ipynb` names all that a
+        notebook holds, also its own memory. That process gets a request and
         `timeout` seconds. Without `wait` the request is only written. With `lost`, `name` is the
         pid of a process that nothing proves alive or dead. The outcome says what it holds; `force`
         ends its leases, for a person who knows that it has ended.
@@ -394,7 +396,7 @@ class Runtime:
         """
         if lost:
             return unproven_owners.evict(self._session, str(name), force=force)
-        return operations.evict(self._session, name, timeout=timeout, wait=wait)
+        return notebooks.evict(self._session, name, timeout=timeout, wait=wait)
 
     @checked
     def move(

@@ -190,6 +190,12 @@ def usage_error(message: str) -> str:
 # -- arguments that several verbs share ----------------------------------------------------------
 
 NAME = positional("name", "NAME", "a model; another process's as NAME@PID", "models")
+HELD = positional(
+    "name",
+    "NAME",
+    "a model; another process's as NAME@PID; or all of a notebook: FILE.ipynb",
+    "held",
+)
 CATALOG_NAME = positional("name", "NAME", "a model of the catalogue", "catalog")
 WHO = positional(
     "who",
@@ -239,6 +245,25 @@ def with_sizes_joined(words: Iterable[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+# Words that other tools use for a verb -> the verbs with that meaning, the likeliest first.
+MEANINGS = {
+    **dict.fromkeys(("unload", "release", "offload", "drop", "eject", "stop"), ("evict", "free")),
+    **dict.fromkeys(("remove", "rm", "del", "unregister", "unadopt"), ("forget", "evict")),
+    **dict.fromkeys(("clear", "clean", "empty", "gc", "flush"), ("free", "defrag")),
+    **dict.fromkeys(("add", "adopt", "create"), ("register", "load")),
+    **dict.fromkeys(("use", "get", "open", "fetch", "wake"), ("preload", "restore")),
+    **dict.fromkeys(("ps", "top", "info", "show", "smi", "list", "ls"), ("status", "models")),
+    **dict.fromkeys(("log", "logs", "history", "explain"), ("why", "evictions")),
+    **dict.fromkeys(("keep", "lock"), ("pin",)),
+    **dict.fromkeys(("unlock", "unkeep"), ("unpin",)),
+    **dict.fromkeys(("suspend", "sleep", "hibernate", "pause"), ("park", "evict")),
+    **dict.fromkeys(("resume", "unsuspend"), ("unpark", "restore")),
+    **dict.fromkeys(("estimate", "fit", "fits", "dryrun"), ("plan",)),
+    **dict.fromkeys(("vars", "variables", "memory", "mem"), ("who", "leases")),
+    **dict.fromkeys(("settings", "env"), ("config",)),
+}
 
 
 # -- reading -------------------------------------------------------------------------------------

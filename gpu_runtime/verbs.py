@@ -18,9 +18,11 @@ from .verb_arguments import (
     CATALOG_NAME,
     CLI,
     DESCRIPTION,
+    HELD,
     HOST,
     IMPORTANCE_OPTION,
     MAGIC,
+    MEANINGS,
     NAME,
     NEW_NAME,
     SOCKET,
@@ -137,7 +139,7 @@ _TABLE = (
         "moves an idle model off its device, to RAM if there is space",
         lambda rt, args: rt.evict(args.name, **given(args, "timeout", "lost", "force")),
         (
-            NAME,
+            HELD,
             TIMEOUT,
             switch(
                 "--lost", "NAME is the pid of a process that may have ended: show what it holds"
@@ -384,25 +386,6 @@ def verbs(place: str) -> Iterator[Verb]:
     return (verb for verb in VERBS.values() if place in verb.places)
 
 
-# Words that other tools use for a verb -> the verbs with that meaning, the likeliest first.
-_MEANINGS = {
-    **dict.fromkeys(("unload", "release", "offload", "drop", "eject", "stop"), ("evict", "free")),
-    **dict.fromkeys(("remove", "rm", "del", "unregister", "unadopt"), ("forget", "evict")),
-    **dict.fromkeys(("clear", "clean", "empty", "gc", "flush"), ("free", "defrag")),
-    **dict.fromkeys(("add", "adopt", "create"), ("register", "load")),
-    **dict.fromkeys(("use", "get", "open", "fetch", "wake"), ("preload", "restore")),
-    **dict.fromkeys(("ps", "top", "info", "show", "smi", "list", "ls"), ("status", "models")),
-    **dict.fromkeys(("log", "logs", "history", "explain"), ("why", "evictions")),
-    **dict.fromkeys(("keep", "lock"), ("pin",)),
-    **dict.fromkeys(("unlock", "unkeep"), ("unpin",)),
-    **dict.fromkeys(("suspend", "sleep", "hibernate", "pause"), ("park", "evict")),
-    **dict.fromkeys(("resume", "unsuspend"), ("unpark", "restore")),
-    **dict.fromkeys(("estimate", "fit", "fits", "dryrun"), ("plan",)),
-    **dict.fromkeys(("vars", "variables", "memory", "mem"), ("who", "leases")),
-    **dict.fromkeys(("settings", "env"), ("config",)),
-}
-
-
 def find(name: str, place: str) -> Verb:
     """The verb called `name` that works in `place`.
 
@@ -429,7 +412,7 @@ def find(name: str, place: str) -> Verb:
 def _suggested(name: str, place: str) -> list[str]:
     """The verbs of `place` that a person who typed `name` probably means."""
     known = [verb.name for verb in verbs(place)]
-    meant = [verb for verb in _MEANINGS.get(name.lower(), ()) if verb in known]
+    meant = [verb for verb in MEANINGS.get(name.lower(), ()) if verb in known]
     return meant or difflib.get_close_matches(name[:MOST_QUOTED].lower(), known, n=1, cutoff=0.5)
 
 

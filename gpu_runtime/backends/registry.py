@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..devices.probe import Probe
 from ..errors import BadSetting, NotAModel
 from ..facts import ModelSpec
+from ..safe_text import quoted
 from .base import Backend, looks_like_hub_id
 from .engines.registry import RECIPES, recipe
 
@@ -102,7 +103,7 @@ def _not_a_model(source: Any, text: str) -> NotAModel:
     else:
         found = "no such file or directory"
     return NotAModel(
-        f"{text or repr(source)} cannot be loaded ({found}).\n"
+        f"{text or quoted(source)} cannot be loaded ({found}).\n"
         f"  Supported: a Hugging Face directory (config.json and *.safetensors), a GGUF file,\n"
         f"  the hub id (org/name) of a downloaded model, an nn.Module, or a callable that returns one.",
         name=text,

@@ -21,7 +21,17 @@ def find(session: Session, who: str) -> LeaseId:
     those = f"Kernels with memory of their own: {', '.join(sorted(known)) or 'none'}."
     if found:
         raise GpuError(f"{who} is the name of {len(found)} kernels. {those}\n  Use a process id.")
+    models = _models_of(book, who)
+    if models:
+        those = f"It holds models: {', '.join(models)}. Evict them:  %gpu evict {who}"
+        raise GpuError(f"{who} has no memory of its own to park. {those}", process=who)
     raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
+
+
+def _models_of(book: Book, who: str) -> list[str]:
+    """The names of the models that the notebook `who` holds."""
+    sections = [one for one in book.sections.values() if one.owner.notebook.endswith(who)]
+    return [lease.name for one in sections for lease in one.leases if lease.kind == "model"]
 
 
 def _names_of(book: Book, id: str) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def load(
     if source is None and is_new and is_source(name):
         source = name
     known = session.residents.get(name)
-    if known is not None and known.catalogued is None and source in (None, known.spec.source):
+    if known is not None and known.catalogued is None and _is_source_of(known, source):
         _revise(session, known, given)
     elif source is None and given and not is_new:
         raise AlreadyRegistered(
@@ -93,7 +93,7 @@ def described(session: Session, name: str, source: Any, given: Given) -> Describ
     this process. Raises the errors of `register`.
     """
     known = registry.by_key(session, name) or registry.from_catalogue(session, name)
-    if known is not None and source not in (None, known.spec.source):
+    if known is not None and not _is_source_of(known, source):
         return Described(known, f"{name} is registered already, from another source")
     if known is not None:
         return _with_options(session, known, given)
@@ -101,9 +101,19 @@ def described(session: Session, name: str, source: Any, given: Given) -> Describ
         return None
     wishes, options = split(given)
     wishes = {**registry.DEFAULTS, **wishes}
-    source = name if source is None and is_source(name) else source
+    if source is None and is_source(name):
+        source = name
     spec, factory = registry.specified(session, name, source, **wishes, options=options)
     return Described(registry.new_resident(session, spec, factory, True))
+
+
+def _is_source_of(known: Resident, source: Any) -> bool:
+    """Whether the model `known` was registered from `source`, which is None if it was not given."""
+    if source is None:
+        return True
+    if isinstance(source, str):
+        return source == known.spec.source
+    return known.origin is not None and registry.same_code(known.origin, source)
 
 
 def _with_options(session: Session, known: Resident, given: Given) -> Described:

@@ -86,7 +86,7 @@ def register(
     spec, factory = specified(session, name, source, **wishes)
     known = session.residents.get(name)
     if known is not None:
-        if known.spec == spec and _same_code(known.origin, factory):
+        if known.spec == spec and same_code(known.origin, factory):
             return spec
         if known.catalogued is None or known.place is not Place.GONE:
             raise AlreadyRegistered(name)
@@ -347,13 +347,14 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
 
 
 def split_address(name: str) -> tuple[str, str]:
-    """The model's name and the process id of an address such as `qwen@4121`.
+    """The model's name and the process of an address such as `qwen@4121` or `qwen@train.ipynb`.
 
-    The id is empty if `name` has none. An owner's id, as in `qwen@4121.88.1`, selects one of
+    The process is empty if `name` has none. An owner's id, as in `qwen@4121.88.1`, selects one of
     several runtimes in a process.
     """
-    bare, at, pid = name.rpartition("@")
-    return (bare, pid) if at and pid.replace(".", "").isdigit() else (name, "")
+    bare, at, process = name.rpartition("@")
+    is_address = at and (process.replace(".", "").isdigit() or process.endswith(".ipynb"))
+    return (bare, process) if is_address else (name, "")
 
 
 def _exact(session: Session, id: LeaseId) -> LeaseId:
@@ -376,14 +377,16 @@ def _holders(
 ) -> list[Owner]:
     """The owners that hold the model `name` or can load it.
 
-    `pid` is a process id, the id of an owner, or empty for all owners. `loadable` has the names
+    `pid` is a process id, the id of an owner, a notebook, or empty for all owners. `loadable` has the names
     that each owner can load.
     """
     found = []
     for id, section in book.sections.items():
         holds = section.lease(name) or name in loadable.get(id, ())
-        if holds and pid in ("", str(section.owner.pid), id):
-            found.append(section.owner)
+        owner = section.owner
+        file = owner.notebook.rsplit("/", 1)[-1]
+        if holds and pid in ("", str(owner.pid), id, *filter(None, (owner.notebook, file))):
+            found.append(owner)
     return found
 
 
@@ -428,7 +431,7 @@ def _known_devices(session: Session, devices: str | tuple[str, ...]) -> tuple[st
     return wanted
 
 
-def _same_code(one: Any, other: Any) -> bool:
+def same_code(one: Any, other: Any) -> bool:
     """Whether two factories have the same code. A cell that runs twice defines its function again."""
     if one is other:
         return True

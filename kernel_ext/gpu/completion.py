@@ -1,4 +1,4 @@
-"""Tab completion for `%gpu`, `%%gpu` and `df = %gpu`: verbs, options, and names of models."""
+"""Tab completion for `%gpu`, `%%gpu`, `df = %gpu` and `rt.use("`: verbs, options, names of models."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from gpu_runtime.verb_arguments import Argument
 _LINE = re.compile(
     r"^\s*(?:[\w.\[\]'\", ]+=\s*)?(?P<magic>%%?)(?:gpu|gpuctl)\s(?P<typed>.*)$", re.DOTALL
 )
+# A call on `rt` with an open string: `rt.use("` and the like.
+_CALL = re.compile(
+    r"""\brt\.(?:use|load|preload|restore|evict|move|pin|unpin|plan|why|forget|spec|here)\(\s*"""
+    r"""(?:name(?:_or_size)?\s*=\s*)?["'](?P<typed>[^"'\n]*)$"""
+)
 _EVERYWHERE = ("--json", "-o")
 _NOTHING: SimpleMatcherResult = {"completions": [], "suppress": False}
 
@@ -30,7 +35,13 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
 
     @context_matcher(identifier="gpu_matcher")
     def gpu_matcher(context: CompletionContext) -> SimpleMatcherResult:
-        """The completions of a line with one of the magics. Any other line has no completions."""
+        """The completions of a line with one of the magics, and of a model's name in `rt.use("`.
+
+        Any other line has no completions.
+        """
+        call = _CALL.search(context.text_until_cursor.rpartition("\n")[2])
+        if call is not None:
+            return _completed(call["typed"], model_names(runtime()))
         found = _LINE.match(context.text_until_cursor)
         is_cell = found is not None and found["magic"] == "%%"
         if found is None or (is_cell and context.cursor_line > 0):
@@ -39,16 +50,23 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
         offered = candidates(before, fragment, is_cell, runtime)
         if offered is None:
             return _NOTHING
-        matching = [word for word in offered if word.startswith(fragment)]
-        # Other matchers are suppressed even without a match, since files and Python names are wrong here.
-        return {
-            "completions": [SimpleCompletion(text=word, type="magic") for word in matching],
-            "matched_fragment": fragment,
-            "suppress": True,
-            "ordered": True,
-        }
+        return _completed(fragment, offered)
 
     return gpu_matcher
+
+
+def _completed(fragment: str, offered: Iterable[str]) -> SimpleMatcherResult:
+    """The words `offered` that begin with the `fragment`.
+
+    Other matchers are suppressed even without a match, since files and Python names are wrong here.
+    """
+    matching = [word for word in offered if word.startswith(fragment)]
+    return {
+        "completions": [SimpleCompletion(text=word, type="magic") for word in matching],
+        "matched_fragment": fragment,
+        "suppress": True,
+        "ordered": True,
+    }
 
 
 def candidates(
@@ -98,6 +116,10 @@ def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | No
         return None
     if argument.completes == "models":
         return model_names(runtime())
+    if argument.completes == "held":
+        return [*model_names(runtime()), *notebook_names(runtime())]
+    if argument.completes == "kernels":
+        return notebook_names(runtime())
     if argument.completes == "catalog":
         return runtime().catalog_names()
     if argument.completes == "variables":
@@ -127,3 +149,9 @@ def model_names(rt: Any) -> list[str]:
             else:
                 others.add(f"{lease.name}@{section.owner.pid}")
     return [*sorted(mine), *sorted(others)]
+
+
+def notebook_names(rt: Any) -> list[str]:
+    """The file names of the notebooks that hold memory."""
+    sections = rt.status().sections.values()
+    return sorted({section.owner.notebook.rsplit("/", 1)[-1] for section in sections} - {""})

@@ -303,8 +303,8 @@ def test_a_word_of_another_tool_suggests_the_verbs_of_that_meaning(shell, rt, ty
 
 
 def test_the_suggested_verbs_exist_and_no_verb_is_taken_for_another():
-    assert {name for meant in verbs._MEANINGS.values() for name in meant} <= verbs.VERBS.keys()
-    assert not verbs._MEANINGS.keys() & verbs.VERBS.keys()
+    assert {name for meant in verbs.MEANINGS.values() for name in meant} <= verbs.VERBS.keys()
+    assert not verbs.MEANINGS.keys() & verbs.VERBS.keys()
 
 
 @pytest.mark.parametrize(
@@ -505,9 +505,6 @@ def test_a_cell_whose_lease_is_refused_does_not_run(shell, models, line, kind):
     assert "ran" not in shell.user_ns
 
 
-# -- progress --------------------------------------------------------------------------------------
-
-
 # -- completion ------------------------------------------------------------------------------------
 
 
@@ -534,6 +531,9 @@ def test_a_cell_whose_lease_is_refused_does_not_run(shell, models, line, kind):
         ("%gpu load phi:", {"phi:4b"}),
         ("%gpu plan org/", {"org/far"}),
         ("%gpu inspect phi:4b --format y", {"yaml"}),
+        ('rt.use("', {"llama", "qwen", "phi:4b", "org/far"}),
+        ("with rt.use('q", {"qwen"}),
+        ("x = 1\nrt.plan(name_or_size='l", {"llama"}),
     ],
 )
 def test_tab_offers_verbs_options_and_models(shell, models, text, offered):
@@ -546,7 +546,7 @@ def test_tab_offers_verbs_options_and_models(shell, models, text, offered):
 
 
 def test_tab_offers_other_processes_models_with_their_pid(shell, models, monkeypatch):
-    from gpu.completion import model_names
+    from gpu.completion import model_names, notebook_names
 
     from . import samples
 
@@ -555,6 +555,7 @@ def test_tab_offers_other_processes_models_with_their_pid(shell, models, monkeyp
         catalog_names = staticmethod(lambda: ("llama",))
 
     assert model_names(Other()) == ["llama", "qwen", "reranker@4121"]
+    assert notebook_names(Other()) == ["analysis.ipynb", "train.ipynb"]
 
 
 def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):

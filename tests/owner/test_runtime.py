@@ -23,6 +23,7 @@ from gpu_runtime import (
     Busy,
     Deadlock,
     DoesNotFit,
+    GpuError,
     LedgerUnavailable,
     LoadFailed,
     MemoryLimitExceeded,
@@ -764,6 +765,57 @@ def test_a_name_that_two_runtimes_of_one_process_hold_is_named_by_the_owner(runt
     assert c.preload(address, timeout=20).done
     assert (where(a)["qwen"], where(b)["qwen"]) == ("sim:0", "sim:0")
     assert [lease.owner for lease in c.status().leases()] == [b._session.me]
+
+
+@pytest.fixture
+def notebook(runtime, shared_book):
+    """A function that makes a runtime of the notebook with this path."""
+
+    def make(path):
+        rt = runtime(ledger=shared_book, eviction_grace_seconds=0)
+        rt._session.notebook = path
+        return rt
+
+    return make
+
+
+def test_a_notebooks_name_is_an_address(notebook, runtime, shared_book):
+    """Everything that it holds and does not use leaves."""
+    train, asker = notebook("/work/train.ipynb"), runtime(ledger=shared_book)
+    fakes(train, qwen="3GiB", phi="2GiB", llama="4GiB")
+    for name in ("qwen", "phi", "llama"):
+        train.preload(name)
+    with train.use("llama"):
+        done = asker.evict("train.ipynb", timeout=20)
+    assert (done.done, done.bytes) == (False, 5 * GIB)
+    assert done.because.startswith("qwen, phi left; 5.0 GiB came free. llama ")
+    assert claims(asker)["sim:0"] == 4 * GIB
+    assert asker.evict("llama@train.ipynb", timeout=20).done
+    assert asker.evict("/work/train.ipynb", timeout=20).bytes == 0
+    with pytest.raises(GpuError, match="memory: train.ipynb"):
+        asker.evict("other.ipynb")
+
+
+def test_two_notebooks_of_one_name_are_told_apart_by_their_path(notebook, runtime, shared_book):
+    for folder in ("a", "b"):
+        rt = notebook(f"/{folder}/train.ipynb")
+        fakes(rt, qwen="3GiB")
+        rt.preload("qwen")
+    asker = runtime(ledger=shared_book)
+    with pytest.raises(AmbiguousName) as error:
+        asker.evict("train.ipynb")
+    assert error.value.choices == ("/a/train.ipynb", "/b/train.ipynb")
+    assert asker.evict("/a/train.ipynb", timeout=20).bytes == 3 * GIB
+
+
+def test_a_notebook_that_holds_only_models_is_not_parked_but_evicted(
+    notebook, runtime, shared_book
+):
+    train = notebook("/work/train.ipynb")
+    fakes(train, qwen="3GiB")
+    train.preload("qwen")
+    with pytest.raises(GpuError, match="It holds models: qwen.*%gpu evict train.ipynb"):
+        runtime(ledger=shared_book).park("train.ipynb")
 
 
 def test_who_only_looks_leaves_no_trace(runtime, shared_book):
