@@ -89,6 +89,7 @@ from .models import (
     Part,
 )
 from .offers import HostRoom, Offer
+from .problems import Problem, ProblemKind, problems
 from .recent_uses import MOST_USES, decode_uses, encode_uses, expected_use, merged_uses
 from .schedule import CellModels, Schedule, ScheduledModel
 from .snapshot import (
@@ -150,6 +151,8 @@ __all__ = [
     "Offer",
     "Outcome",
     "Presence",
+    "Problem",
+    "ProblemKind",
     "ProcessState",
     "UNUSUAL",
     "Owner",
@@ -199,5 +202,6 @@ __all__ = [
     "one_memory",
     "overdrafts",
     "parse_importance",
+    "problems",
     "where",
 ]

@@ -79,9 +79,9 @@ class Applied(Value):
 
 
 class Health(Value):
-    """The state of the fullest device, in one line."""
+    """Whether the host has a problem, and how full its fullest device is, in one line."""
 
-    healthy: bool  # False at CRITICAL
+    healthy: bool  # False if there is a problem; a full card is none
     pressure: Level
     used_percent: float | None  # measured, all cards together; None: unknown
     message: str

@@ -25,6 +25,7 @@ from ..facts import (
     Section,
     Snapshot,
     World,
+    problems,
 )
 from ..scheduler import transitions as books
 from ..scheduler import unresponsive
@@ -48,7 +49,7 @@ HEALTH_MESSAGES = {
     Level.LOW: "Memory usage normal",
     Level.MODERATE: "Memory usage moderate",
     Level.HIGH: "Memory pressure high; idle models are evicted when others need the room",
-    Level.CRITICAL: "Memory pressure critical",
+    Level.CRITICAL: "The card is full; idle models are evicted when others need the room",
     Level.UNKNOWN: "The memory governor is off",
 }
 
@@ -161,7 +162,7 @@ def _of_page(session: Session, page: HostPage) -> Snapshot:
 
 
 def health(found: Snapshot) -> Health:
-    """One line on the card with the highest pressure in the snapshot `found`."""
+    """One line on the gravest problem in the snapshot `found`, else on its fullest card."""
     cards = [view for view in found.devices if not view.device.is_host]
     fullest = max(cards, key=lambda view: view.pressure)
     used = [view.measured_bytes for view in cards]
@@ -169,8 +170,10 @@ def health(found: Snapshot) -> Health:
     unknown = None in used or not total
     percent = None if unknown else round(100 * sum(used) / total, 1)  # type: ignore[arg-type]
     level = fullest.level if found.governed else Level.UNKNOWN
-    healthy = level is not Level.CRITICAL and not found.degraded
-    return Health(healthy, level, percent, found.degraded or HEALTH_MESSAGES[level])
+    wrong = [str(problem) for problem in problems(found)]
+    more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    message = f"{wrong[0]}{more}" if wrong else HEALTH_MESSAGES[level]
+    return Health(not wrong, level, percent, message)
 
 
 def specs(session: Session) -> tuple[Any, ...]:

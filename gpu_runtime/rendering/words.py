@@ -23,6 +23,7 @@ from gpu_runtime.units import show_bytes, show_seconds
 from .views import clean, holder, lease_name
 
 QUIET_SECONDS = 10.0  # a host is shown as quiet after so long without an update by any owner
+GOVERNOR_OFF = "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without a grant."
 MOST_CONSIDERED = 8  # alternatives that a plan lists
 
 # -- the queue and the past ----------------------------------------------------------------------
@@ -122,9 +123,7 @@ def alarms(snapshot: Snapshot) -> list[str]:
     """
     found = []
     if not snapshot.governed:
-        found.append(
-            "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without a grant."
-        )
+        found.append(GOVERNOR_OFF)
     found += [clean(str(unread)) for unread in snapshot.quarantined]
     if snapshot.degraded:
         found.append(f"The monitor cannot see: {snapshot.degraded}")

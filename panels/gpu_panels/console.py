@@ -20,13 +20,16 @@ from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.views import clock
 
 from .actions import Actions
+from .data.cells import encoded
+from .data.problem_rows import PROBLEMS, pressed, problem_rows
 from .poller import Poller, PollResult
 from .tabs import registry
 from .tabs.base import Tab
 
 # Every widget is imported before the first page. A page in a notebook contains the definitions of the
 # components that exist when it is shown. Its browser cannot show a component that is defined later.
-from .widgets import confirmation, header, prose, table  # noqa: F401
+from .widgets import confirmation, header, prose  # noqa: F401
+from .widgets.table import Table
 
 log = logging.getLogger("gpu_runtime")
 
@@ -78,6 +81,13 @@ class Console:
         )
         self.status_bar.wanted = self._theme_wanted
         self._banner = _alarm("", visible=False)
+        self._problems = Table(
+            PROBLEMS,
+            lambda button, _: self.actions.propose(*pressed(button)),
+            filters=False,
+            visible=False,
+            margin=(10, 0, 0, 0),
+        )
         self._tabs = pmui.Tabs(*self._holders.items(), sizing_mode="stretch_width")
         self._tabs.param.watch(self._tab_changed, "active")
         self.page = self._make_page(theme_toggle)
@@ -86,7 +96,12 @@ class Console:
 
     def _make_page(self, theme_toggle: bool) -> pmui.Page:
         body = pn.Column(
-            self._banner, self.actions.panel, self._tabs, sizing_mode="stretch_width", margin=MARGIN
+            self._banner,
+            self.actions.panel,
+            self._problems,
+            self._tabs,
+            sizing_mode="stretch_width",
+            margin=MARGIN,
         )
         # The title is in the status bar. The page's own title would link to the root of the
         # server, which is another application if there is a proxy.
@@ -144,7 +159,18 @@ class Console:
             status["beat"] = result.revision
         self.status_bar.param.update(**status)
         self.actions.update(snapshot)
+        self._show_problems(snapshot)
         self._update(snapshot)
+
+    def _show_problems(self, snapshot: Snapshot) -> None:
+        may_act, first_seen = self.actions.may_act, self.poller.first_seen
+        rows = self.poller.once(
+            f"problems {may_act}",
+            snapshot,
+            lambda seen: encoded(problem_rows(seen, first_seen), may_act),
+        )
+        if rows != self._problems.rows:
+            self._problems.param.update(rows=rows, visible=rows != "[]")
 
     def _update(self, snapshot: Snapshot) -> None:
         """Updates the tab in front, and makes it if it was just opened for the first time.

@@ -76,6 +76,8 @@ class Poller:
         """`rt` is the runtime; `clock` and `wall` return seconds; `start` starts a thread."""
         self.rt = rt
         self.result = PollResult()
+        # When a problem was first seen, in epoch seconds by its key; all sessions show the same time.
+        self.first_seen: dict[str, float] = {}
         self._clock, self._wall, self._start = clock, wall, start
         # The references are weak, so a session that was not closed properly is dropped too.
         self._sessions: weakref.WeakSet[Any] = weakref.WeakSet()

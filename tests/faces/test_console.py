@@ -20,6 +20,7 @@ from gpu_panels import console
 from gpu_panels.actions import DONE_SECONDS, MOST_REPORTS
 from gpu_panels.console import Console
 from gpu_panels.data.confirmations import propose
+from gpu_panels.data.problem_rows import problem_rows
 from gpu_panels.poller import Poller
 from gpu_panels.tabs import registry
 from gpu_panels.tabs.base import Tab
@@ -30,7 +31,7 @@ from panel.io.state import set_curdoc, state
 from tornado.ioloop import IOLoop
 
 from gpu_runtime import Runtime
-from gpu_runtime.errors import LedgerUnavailable
+from gpu_runtime.errors import DoesNotFit, LedgerUnavailable
 from gpu_runtime.web.auth import Visitor
 
 from . import samples
@@ -266,14 +267,50 @@ def test_a_tick_changes_nothing_while_the_browser_still_draws_the_page(two_tabs,
 # -- the status bar and the banner -----------------------------------------------------------------
 
 
-def test_the_status_bar_shows_level_devices_ledger_and_visitor():
+def test_the_status_bar_shows_problems_devices_ledger_and_visitor():
     text = header.status_html(samples.busy, OPERATOR)
-    for words in ("HIGH", "1 simulated GPU", "memory:", "ann · operator"):
+    for words in ("No problems", "1 simulated GPU", "memory:", "ann · operator"):
         assert words in text
     assert "viewer, read only" in header.status_html(samples.busy, VIEWER)
     assert ">viewer, read only<" in header.status_html(samples.busy, Visitor("viewer", False)), (
         "the role is not written twice"
     )
+
+
+def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
+    """Its row has the time since when, the bytes, and buttons that open the dialog as in a table."""
+    assert not page._problems.visible
+    rt.register("giant", backend="fake", size="80GiB")
+    with pytest.raises(DoesNotFit):
+        rt.preload("giant")
+    poller.poll()
+    page.tick()
+    assert page._problems.visible and "giant was refused" in page._problems.rows
+    assert "1 problem" in page.status_bar.words
+    rt.forget("giant")
+    poller.result = poller.result._replace(snapshot=samples.busy, revision=99)
+    page.tick()
+    assert not page._problems.visible
+
+
+def test_a_button_of_a_problem_opens_the_dialog_of_its_lease(page, poller):
+    """The button names verb and lease. A browser may send any text."""
+    page._problems._handle_msg({"verb": f"pin {target(poller)}", "id": "swapping sim:0"})
+    assert page.actions.dialog.open and page.actions.dialog.title == "Pin qwen?"
+    page.actions.dialog.open = False
+    for forged in ("", "exec x", f"drop {target(poller)}"):
+        page._problems._handle_msg({"verb": forged, "id": "x"})
+    assert not page.actions.dialog.open
+
+
+def test_a_problem_without_a_known_begin_is_shown_since_it_was_first_seen():
+    seen = samples.overdraft
+    first: dict[str, float] = {}
+    rows = problem_rows(seen, first)
+    later = problem_rows(replace(seen, wall=seen.wall + 60), first)
+    assert [row.cells[1].value for row in rows] == [row.cells[1].value for row in later]
+    problem_rows(samples.empty, first)
+    assert first == {}, "a problem that is over is forgotten"
 
 
 def test_names_in_the_status_bar_are_escaped():

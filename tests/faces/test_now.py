@@ -45,10 +45,9 @@ def test_a_machine_without_leases_shows_what_to_do():
     assert now.notices_html(samples.busy) == ""
 
 
-def test_an_alarm_is_shown_first():
-    assert "The monitor cannot see: cuda:0 did not answer 5 times" in now.notices_html(
-        samples.overdraft
-    )
+def test_a_governor_that_is_off_is_noted():
+    text = now.notices_html(replace(samples.busy, governed=False))
+    assert "The governor is off" in text
 
 
 def test_every_device_has_a_card_and_the_first_ones_history_is_shown():

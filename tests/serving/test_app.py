@@ -8,6 +8,8 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpu_runtime.errors import DoesNotFit
+from gpu_runtime.facts import ProblemKind
 from gpu_runtime.serving.api.app import READS, application
 from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
 
@@ -274,6 +276,20 @@ def test_metrics_contain_devices_book_and_queue(rt):
     assert not any(name == "gpu_device_power_watts" for name, *_ in figures), (
         "what no driver tells has no sample"
     )
+
+
+def test_metrics_count_the_problems_of_each_kind(rt):
+    """They are the problems of `/memory/health` and of the console. A kind without any is 0."""
+    http = client(rt)
+    assert samples(http.get("/metrics").text)["gpu_problems", "refused"] == 0
+    rt.register("giant", backend="fake", size="80GiB")
+    with pytest.raises(DoesNotFit):
+        rt.preload("giant")
+    figures = samples(http.get("/metrics").text)
+    assert figures["gpu_problems", "refused"] == 1
+    assert figures["gpu_problem_bytes", "refused"] == 80 * 2**30
+    assert {labels[0] for name, *labels in figures if name == "gpu_problems"} == set(ProblemKind)
+    assert http.get("/memory/health").json()["healthy"] is False
 
 
 def test_counters_include_all_events_between_two_scrapes(rt):

@@ -356,7 +356,7 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
     @routes.get("/health")
     def get_health() -> dict[str, Any]:
-        """Whether the server is healthy. The value is false at the pressure level CRITICAL."""
+        """Whether the host is without a problem. With `GPU_RELIEF=always`, the level CRITICAL is a problem."""
         return health(rt.health())
 
 

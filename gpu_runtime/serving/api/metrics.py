@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 
-from ...facts import Event, Snapshot
+from ...facts import Event, ProblemKind, Snapshot, problems
 
 SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EVICTION_ACTIONS = ("offloaded", "unloaded", "lost")
@@ -76,6 +76,7 @@ class Metrics:
         waiting = len(snapshot.tickets)
         yield GaugeMetricFamily("gpu_waiting_requests", "Requests for memory that wait", waiting)
         yield GaugeMetricFamily("gpu_processes", "Processes that take part", len(snapshot.sections))
+        yield from _problems(snapshot)
         yield from _calls(self._state())
 
     def describe(self) -> list[Any]:
@@ -110,6 +111,16 @@ class Metrics:
     def _newest(snapshot: Snapshot) -> tuple[float, int]:
         events = ((event.wall, event.seq) for event in snapshot.events)
         return max(events, default=(snapshot.wall, 0))
+
+
+def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
+    """Yields the problems of each kind, and the bytes that they concern. A kind without any has the value 0."""
+    counts, sizes = dict.fromkeys(ProblemKind, 0), dict.fromkeys(ProblemKind, 0)
+    for problem in problems(snapshot):
+        counts[problem.kind] += 1
+        sizes[problem.kind] += problem.bytes
+    yield _gauge("gpu_problems", "Problems of the host", ["kind"], counts.items())
+    yield _gauge("gpu_problem_bytes", "Memory in these problems", ["kind"], sizes.items())
 
 
 def _calls(state: Any) -> Iterator[Any]:

@@ -13,12 +13,11 @@ from gpu_runtime.facts import (
     UNUSUAL,
     DeviceView,
     Lease,
-    Presence,
-    ProcessState,
     Section,
     Snapshot,
     Ticket,
     lease_state,
+    problems,
 )
 from gpu_runtime.rendering.views import RESIDUE, cards, clean, fill, strangers_bytes
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
@@ -31,7 +30,6 @@ from ..data.names import KERNEL, notebook_name
 from ..data.row_parts import place
 
 MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
-LONG_WAIT_SECONDS = 300.0  # a request that waits longer is a problem
 PANEL_VERBS = ("evict", "restore", "park", "unpark")
 
 
@@ -63,7 +61,7 @@ def shown(
     active ledgers, and `tile` is the ledger that the console's tile opens (None: the same).
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
-    found = problems(snapshot)
+    found = [clean(problem) for problem in problems(snapshot)]
     is_tile_elsewhere = tile is not None and tile.key != ledger.key
     several = f"{len(others) + 1} ledgers are active" if is_tile_elsewhere and others else ""
     waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
@@ -127,34 +125,6 @@ def _of(used: int, limit: int) -> str:
 def _rounded(value: float) -> str:
     text = f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
     return text.removesuffix(".0")
-
-
-# -- problems
-
-
-def problems(snapshot: Snapshot) -> list[str]:
-    """A sentence for each condition in `snapshot` that a person should act on. A full card is none."""
-    found = [clean(snapshot.degraded)] if snapshot.degraded else []
-    for section in snapshot.sections.values():
-        found += _process_problem(section, snapshot)
-    for one in snapshot.quarantined:
-        found.append(f"What {clean(one.owner.label)} wrote into the ledger cannot be read.")
-    found += [f"{card_name(view)}: {clean(view.blind)}" for view in cards(snapshot) if view.blind]
-    for ticket in snapshot.tickets:
-        seconds = snapshot.now - ticket.arrived
-        if ticket.verb == "use" and seconds > LONG_WAIT_SECONDS:
-            minutes = int(seconds // 60)
-            found.append(f"{clean(ticket.name)} has waited for more than {minutes} min.")
-    return found
-
-
-def _process_problem(section: Section, snapshot: Snapshot) -> list[str]:
-    """A sentence on a process that does not run and holds memory."""
-    presence = snapshot.presences.get(section.owner.id, Presence(ProcessState.RUNNING))
-    held = sum(lease.bytes for lease in section.leases if not lease.on_host)
-    if presence.state not in UNUSUAL or presence.state is ProcessState.ENDED or not held:
-        return []
-    return [f"{clean(section.owner.label)} is {presence.state.value} and holds {show_bytes(held)}."]
 
 
 # -- the side panel

@@ -10,7 +10,7 @@ import panel_material_ui as pmui
 
 from gpu_runtime.facts import DeviceView, History, Snapshot
 from gpu_runtime.rendering.elements import esc
-from gpu_runtime.rendering.words import alarms
+from gpu_runtime.rendering.words import GOVERNOR_OFF
 
 from ..actions import Actions
 from ..charts.bar_chart import BarChart
@@ -70,8 +70,8 @@ def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, BarColumns]]:
 
 
 def notices_html(snapshot: Snapshot) -> str:
-    """The alarms of `snapshot` as HTML, and a hint if there is no GPU or no model."""
-    parts = [f'<div class="alarm">{esc(alarm)}</div>' for alarm in alarms(snapshot)]
+    """A note that the governor of `snapshot` is off, and a hint if there is no GPU or no model, as HTML."""
+    parts = [] if snapshot.governed else [f'<div class="alarm">{esc(GOVERNOR_OFF)}</div>']
     has_card = any(not view.device.is_host for view in snapshot.devices)
     if not has_card:
         parts.append(

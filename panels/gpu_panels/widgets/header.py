@@ -1,4 +1,4 @@
-"""The status bar above the tabs: pressure, host, ledger, visitor, and the age of the figures.
+"""The status bar above the tabs: problems, host, ledger, visitor, and the age of the figures.
 
 `status_html` is pure. The browser computes the age by its own clock.
 """
@@ -13,9 +13,9 @@ import param
 from panel.custom import JSComponent
 
 from gpu_runtime.facts import Snapshot
-from gpu_runtime.rendering.views import clean, device_title, worst_level
+from gpu_runtime.rendering.views import clean, device_title
 
-from ..palette import LEVELS, level_word
+from ..data.problem_rows import NO_PROBLEMS, summary
 
 
 class StatusBar(JSComponent):
@@ -47,16 +47,14 @@ class StatusBar(JSComponent):
 
 
 def status_html(snapshot: Snapshot, visitor: Any) -> str:
-    """The worst level, devices, host and ledger of `snapshot`, and the `visitor`, as HTML."""
-    level = worst_level(snapshot)
-    style = LEVELS[level]
+    """The number of problems, devices, host and ledger of `snapshot`, and the `visitor`, as HTML."""
+    problems = summary(snapshot)
     host = snapshot.host or snapshot.owner.host or "this host"
     simulated = snapshot.simulated
     return "".join(
         (
             '<span class="title">GPU console</span>',
-            f'<span class="level" style="background:{style.colour};color:{style.ink}" '
-            f'title="The worst pressure of any device">{_esc(level_word(level))}</span>',
+            f'<span class="problems{"" if problems == NO_PROBLEMS else " some"}">{_esc(problems)}</span>',
             _span(
                 device_title(snapshot),
                 "badge" if simulated else "",

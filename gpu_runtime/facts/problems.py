@@ -1,0 +1,307 @@
+"""The problems of a host: what is wrong, since when, and how much memory it concerns.
+
+Pure: the input is a snapshot. A card that is full of idle models is no problem, because these leave
+when others need the room. The console, `%gpu health`, `/memory/health`, `/metrics` and JupyterLab
+all use this list.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+
+from ..safe_text import lines
+from ..units import show_bytes
+from .base import HOST, Value
+from .book import Event
+from .labels import lease_title
+from .leases import Lease, Phase, Ticket
+from .snapshot import DeviceView, Level, ProcessState, Snapshot
+
+LONG_WAIT_SECONDS = 300.0  # a request that waits longer is a problem
+REFUSED_SECONDS = 600.0  # a refusal is shown for so long, unless the model is granted room before
+SWAPPING_SECONDS = 300.0  # the time within which two models evict one another
+LEAST_TURNS = 4  # evictions in turn of the same two models, from which on they are a problem
+UNLEASED_BYTES = 2**30  # less memory without a lease is normal, for example of a desktop
+LOW_HOST_PART = 0.05  # the host's memory is low if a smaller part of it is free
+MOST_BUTTONS = 2
+
+
+class ProblemKind(enum.StrEnum):
+    """The kinds of problems, the gravest first. `/metrics` has one figure for each."""
+
+    DRIVER_FAULT = "driver_fault"
+    UNREADABLE = "unreadable"
+    STOPPED = "stopped"
+    SILENT = "silent"
+    HOST_MEMORY_LOW = "host_memory_low"
+    PRESSURE = "pressure"
+    LONG_WAIT = "long_wait"
+    SWAPPING = "swapping"
+    REFUSED = "refused"
+    UNLEASED = "unleased"
+
+
+class Problem(Value):
+    """One thing that is wrong, until it is no longer true."""
+
+    kind: ProblemKind
+    subject: str  # the device, process, model or request, as an id that stays the same
+    text: str  # what is wrong, and what a person can do
+    bytes: int = 0  # the memory that the problem holds or needs; 0: none, or unknown
+    wall: float = 0.0  # since when, in epoch seconds; 0: unknown
+    # Actions that may help: the verb, and the lease's id.
+    actions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def key(self) -> str:
+        """A text that is the same as long as the problem lasts."""
+        return f"{self.kind} {self.subject}"
+
+    def __str__(self) -> str:
+        return lines(self.text)
+
+
+def problems(seen: Snapshot) -> tuple[Problem, ...]:
+    """Everything that is wrong on the host of the snapshot `seen`, the gravest first."""
+    found = [
+        *_driver_faults(seen),
+        *_unreadable(seen),
+        *_processes(seen),
+        *_low_host_memory(seen),
+        *_pressure(seen),
+        *_long_waits(seen),
+        *_swapping(seen),
+        *_refusals(seen),
+        *_unleased(seen),
+    ]
+    order = list(ProblemKind)
+    return tuple(sorted(found, key=lambda problem: order.index(problem.kind)))
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+def _driver_faults(seen: Snapshot) -> Iterator[Problem]:
+    if seen.degraded:
+        yield Problem(ProblemKind.DRIVER_FAULT, "", f"The monitor cannot see: {seen.degraded}")
+        return
+    for view in seen.devices:
+        if view.blind:
+            text = f"Nothing is granted on {view.device.id}: {view.blind}"
+            yield Problem(ProblemKind.DRIVER_FAULT, view.device.id, text, view.claimed_bytes)
+
+
+def _unreadable(seen: Snapshot) -> Iterator[Problem]:
+    for unread in seen.quarantined:
+        size = sum(unread.held.values())
+        yield Problem(ProblemKind.UNREADABLE, unread.owner.id, str(unread), size)
+
+
+def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:
+    for view in seen.devices:
+        if not view.device.is_host or view.measured_bytes is None:
+            continue
+        free = view.device.total_bytes - view.measured_bytes
+        if free < LOW_HOST_PART * view.device.total_bytes:
+            text = (
+                f"The host has {show_bytes(max(0, free))} of RAM free. Evicted models do not fit "
+                "there and are loaded from disk again. End programs that hold RAM."
+            )
+            yield Problem(ProblemKind.HOST_MEMORY_LOW, HOST, text, view.measured_bytes)
+
+
+def _pressure(seen: Snapshot) -> Iterator[Problem]:
+    """With `GPU_RELIEF=always`, the level CRITICAL is a problem, and else an overdraft is."""
+    for view in seen.devices:
+        id, over = view.device.id, view.claimed_bytes - view.limit_bytes
+        if view.device.is_host or not seen.governed:
+            continue
+        if over > 0:
+            text = f"{id} is over its budget by {show_bytes(over)}. Nothing is granted on it."
+            yield Problem(ProblemKind.PRESSURE, id, text, over, actions=_idle(seen, id))
+        elif seen.rules.relief == "always" and view.level is Level.CRITICAL:
+            text = f"Memory pressure critical on {id}. Idle models are evicted (GPU_RELIEF=always)."
+            yield Problem(ProblemKind.PRESSURE, id, text, view.claimed_bytes)
+
+
+def _unleased(seen: Snapshot) -> Iterator[Problem]:
+    for view in seen.devices:
+        size = view.stranger_bytes or 0
+        if view.device.is_host or size < UNLEASED_BYTES:
+            continue
+        text = f"{show_bytes(size)} on {view.device.id} are in use without a lease"
+        programs = _programs(seen, view)
+        by = f" by {programs}" if programs else ""
+        yield Problem(ProblemKind.UNLEASED, view.device.id, f"{text}{by}.", size)
+
+
+def _programs(seen: Snapshot, view: DeviceView) -> str:
+    found = [
+        ", ".join(part for part in (one.command, one.user, f"pid {one.pid}") if part)
+        for one in seen.strangers
+        if one.device == view.device.id
+    ]
+    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+    return "; ".join(found[:2]) + more
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+_STATES = {
+    ProcessState.STOPPED: (
+        ProblemKind.STOPPED,
+        "{who} is stopped and holds {size}. To continue it: kill -CONT {pid}. To end it: kill {pid}.",
+    ),
+    ProcessState.DUMPING: (
+        ProblemKind.STOPPED,
+        "{who} has crashed and holds {size} until its core dump is written.",
+    ),
+    ProcessState.SILENT: (
+        ProblemKind.SILENT,
+        "{who} does not answer and holds {size}. Its interpreter is blocked, or it is gone.",
+    ),
+}
+
+
+def _processes(seen: Snapshot) -> Iterator[Problem]:
+    """Stopped and silent processes that hold memory. No other process can move their memory."""
+    for id, section in seen.sections.items():
+        presence = seen.presences.get(id)
+        size = sum(section.claims().values())
+        if presence is None or presence.state not in _STATES or not size:
+            continue
+        kind, text = _STATES[presence.state]
+        owner = section.owner
+        words = text.format(who=owner.label, size=show_bytes(size), pid=owner.pid)
+        yield Problem(kind, id, words, size, _wall(seen, presence.since))
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+def _long_waits(seen: Snapshot) -> Iterator[Problem]:
+    for ticket in seen.tickets:
+        if ticket.verb != "use" or seen.now - ticket.arrived < LONG_WAIT_SECONDS:
+            continue
+        size = sum(share.bytes for share in ticket.need)
+        need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
+        because = f": {ticket.because}" if ticket.because else "."
+        minutes = int(LONG_WAIT_SECONDS // 60)
+        text = (
+            f"{_requested(seen, ticket)} waits for {need or 'memory'}, over {minutes} min{because}"
+        )
+        kept = _kept(seen, {share.device for share in ticket.need})
+        wall = _wall(seen, ticket.arrived)
+        yield Problem(ProblemKind.LONG_WAIT, ticket.key, text, size, wall, kept)
+
+
+def _requested(seen: Snapshot, ticket: Ticket) -> str:
+    section = seen.sections.get(ticket.owner)
+    if section is None:
+        return ticket.name
+    lease = section.lease(ticket.name)
+    title = lease_title(lease, section.owner) if lease else ticket.name
+    return f"{title} of {section.owner.label}"
+
+
+_LEFT = ("offloaded", "unloaded")
+_ARRIVED = ("granted", "loaded", "restored")
+
+
+def _swapping(seen: Snapshot) -> Iterator[Problem]:
+    """Two models that have left the same card in turn, at least four times in five minutes."""
+    recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
+    for view in seen.devices:
+        if view.device.is_host:
+            continue
+        left = [event for event in recent if _was_evicted(event, view.device.id)]
+        turns = _turns(left)
+        if len(turns) < LEAST_TURNS:
+            continue
+        one, other = turns[-2], turns[-1]
+        text = (
+            f"{one.model} and {other.model} evict one another on {view.device.id}: {len(turns)} × in "
+            "turn. Move one to another card, or pin one."
+        )
+        subject = f"{view.device.id} {' '.join(sorted((one.model, other.model)))}"
+        pins = tuple(
+            ("pin", f"{event.owner}/{event.model}")
+            for event in (one, other)
+            if _settled(seen, event) is not None
+        )
+        size = one.bytes + other.bytes
+        yield Problem(ProblemKind.SWAPPING, subject, text, size, turns[0].wall, pins)
+
+
+def _was_evicted(event: Event, device: str) -> bool:
+    """Whether a model left the `device` for another one, and not because a person asked for it."""
+    return (
+        event.action in _LEFT and event.device == device and event.reason not in ("evict", "owner")
+    )
+
+
+def _turns(left: list[Event]) -> list[Event]:
+    """The newest of the events `left` in which the same two models took turns."""
+    turns: list[Event] = []
+    for event in left:
+        if turns and event.model == turns[-1].model:
+            turns = turns[-1:]
+        elif len(turns) >= 2 and event.model != turns[-2].model:
+            turns = turns[-1:]
+        turns.append(event)
+    return turns
+
+
+def _settled(seen: Snapshot, event: Event) -> Lease | None:
+    section = seen.sections.get(event.owner)
+    lease = section.lease(event.model) if section else None
+    return lease if lease and lease.phase is Phase.SETTLED and not lease.keep else None
+
+
+def _refusals(seen: Snapshot) -> Iterator[Problem]:
+    """The newest refusal of each model that has been granted nothing since."""
+    latest: dict[tuple[str, str], Event] = {}
+    for event in seen.events:
+        if event.action == "refused":
+            latest[event.owner, event.model] = event
+        elif event.action in _ARRIVED:
+            latest.pop((event.owner, event.model), None)
+    for event in latest.values():
+        if seen.wall - event.wall > REFUSED_SECONDS or event.owner not in seen.sections:
+            continue
+        subject = f"{event.owner}/{event.model}"
+        text = f"{event.model} was refused: {event.because}"
+        yield Problem(ProblemKind.REFUSED, subject, text, event.bytes, event.wall)
+
+
+# -- actions -------------------------------------------------------------------------------------
+
+
+def _idle(seen: Snapshot, device: str) -> tuple[tuple[str, str], ...]:
+    """An eviction of each of the largest idle models on the `device`."""
+    found = [lease for lease in _unused(seen) if not lease.keep and lease.bytes_on(device)]
+    found.sort(key=lambda lease: -lease.bytes_on(device))
+    return tuple(("evict", lease.id) for lease in found[:MOST_BUTTONS])
+
+
+def _kept(seen: Snapshot, devices: set[str]) -> tuple[tuple[str, str], ...]:
+    """The pinned models on the `devices` that nobody uses; unpinned, they would leave."""
+    found = [
+        lease
+        for lease in _unused(seen)
+        if lease.keep and any(share.device in devices for share in lease.shares)
+    ]
+    found.sort(key=lambda lease: -lease.bytes)
+    return tuple(("unpin", lease.id) for lease in found[:MOST_BUTTONS])
+
+
+def _unused(seen: Snapshot) -> Iterator[Lease]:
+    for lease in seen.leases():
+        if lease.kind == "model" and lease.phase is Phase.SETTLED and not lease.pins:
+            yield lease
+
+
+def _wall(seen: Snapshot, stamp: float) -> float:
+    """The time of day of the snapshot's clock `stamp`, in epoch seconds; 0 if it is unknown."""
+    return seen.wall - (seen.now - stamp) if stamp else 0.0

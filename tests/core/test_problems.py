@@ -1,0 +1,136 @@
+"""The problems of a host: which conditions are problems, and which are not."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime import Runtime
+from gpu_runtime.facts import (
+    Level,
+    Presence,
+    ProblemKind,
+    ProcessState,
+    Rules,
+    Share,
+    Ticket,
+    problems,
+)
+from gpu_runtime.owner.status import health
+from tests.faces.samples import BOB, GIB, ME, NOW, WALL, event, lease, snapshot
+
+
+def kinds(seen) -> list[str]:
+    return [str(problem.kind) for problem in problems(seen)]
+
+
+def with_views(seen, **changes):
+    """The snapshot `seen`, with changed first device."""
+    first, *rest = seen.devices
+    return replace(seen, devices=(replace(first, **changes), *rest))
+
+
+def test_a_full_card_is_no_problem_unless_relief_always_empties_it():
+    """The Semantik document's rule holds with GPU_RELIEF=always: false at CRITICAL."""
+    full = with_views(snapshot(lease("qwen", 21.6)), level=Level.CRITICAL)
+    assert kinds(full) == [] and health(full).healthy
+    always = replace(full, rules=Rules(relief="always"))
+    assert kinds(always) == ["pressure"] and not health(always).healthy
+    assert health(always).message.startswith("Memory pressure critical")
+
+
+def test_a_stopped_process_is_a_problem_while_it_holds_memory():
+    stopped = {
+        ME.id: Presence(ProcessState.STOPPED),
+        BOB.id: Presence(ProcessState.SILENT, NOW - 9),
+    }
+    found = problems(
+        replace(snapshot(lease("qwen", 14), lease("b", 2, owner=BOB)), presences=stopped)
+    )
+    assert [(p.kind, p.subject, p.bytes, p.wall) for p in found] == [
+        (ProblemKind.STOPPED, ME.id, 14 * GIB, 0.0),
+        (ProblemKind.SILENT, BOB.id, 2 * GIB, WALL - 9),
+    ]
+    assert "kill -CONT 4000" in found[0].text
+    assert kinds(replace(snapshot(), presences=stopped)) == []
+
+
+@pytest.mark.parametrize("waited, expected", [(299, []), (300, ["long_wait"])])
+def test_a_long_wait_offers_to_unpin_what_is_in_the_way(waited, expected):
+    need = (Share("sim:0", 8 * GIB),)
+    ticket = Ticket("k", BOB.id, "use", "llama", NOW - waited, NOW, need=need, because="no room")
+    seen = snapshot(
+        lease("qwen", 14, keep=True), lease("used", 4, pins=1, keep=True), tickets=[ticket]
+    )
+    found = problems(seen)
+    assert [str(problem.kind) for problem in found] == expected
+    for problem in found:
+        assert problem.actions == (("unpin", f"{ME.id}/qwen"),)
+        assert (problem.bytes, problem.wall) == (8 * GIB, WALL - waited)
+
+
+def left(*models, reason="request"):
+    return [event(n, model, "offloaded", "room", 8) for n, model in enumerate(models)]
+
+
+def test_two_models_that_evict_one_another_in_turn_are_a_problem():
+    found = problems(snapshot(lease("a", 8), events=left("c", "a", "b", "a", "b")))
+    assert [problem.subject for problem in found] == ["sim:0 a b"]
+    assert "4 × in turn" in found[0].text and found[0].actions == (("pin", f"{ME.id}/a"),)
+    for harmless in (left("a", "b", "a"), left("a", "b", "c", "a"), left("a", "a", "b", "b")):
+        assert problems(snapshot(events=harmless)) == ()
+    asked = [replace(one, reason="evict") for one in left("a", "b", "a", "b")]
+    assert problems(snapshot(events=asked)) == (), "a person asked for it"
+
+
+def test_a_refusal_is_a_problem_until_the_model_is_granted_room():
+    refused = event(1, "giant", "refused", "it needs 80.0 GiB", 80)
+    assert kinds(snapshot(events=[refused])) == ["refused"]
+    assert kinds(snapshot(events=[refused, event(2, "giant", "granted", "", 8)])) == []
+    assert kinds(snapshot(events=[replace(refused, wall=WALL - 601)])) == []
+
+
+def test_memory_without_a_lease_names_its_programs():
+    seen = snapshot(simulated=False, strangers=2.0, processes={999: 2 * GIB})
+    [found] = problems(with_views(seen, stranger_bytes=2 * GIB))
+    assert (found.kind, found.bytes) == (ProblemKind.UNLEASED, 2 * GIB)
+    assert "python3, carol, pid 999" in found.text
+    assert kinds(with_views(seen, stranger_bytes=GIB - 1)) == []
+
+
+def test_a_driver_that_cannot_measure_is_the_first_problem():
+    seen = with_views(snapshot(events=[event(1, "x", "refused", "y")]), blind="no recent sample")
+    assert kinds(seen) == ["driver_fault", "refused"]
+    assert kinds(replace(seen, degraded="the driver is gone"))[0] == "driver_fault"
+
+
+def test_host_memory_is_low_below_a_twentieth():
+    seen = snapshot(host=100)
+    card, host = seen.devices
+    for used, expected in ((95, []), (96, ["host_memory_low"])):
+        views = (card, replace(host, measured_bytes=used * GIB))
+        assert kinds(replace(seen, devices=views)) == expected
+
+
+def test_an_overdraft_offers_to_evict_the_largest_idle_models():
+    seen = snapshot(lease("a", 14), lease("b", 9), lease("used", 1, pins=1))
+    [found] = problems(seen)
+    assert found.kind is ProblemKind.PRESSURE
+    assert found.actions == (("evict", f"{ME.id}/a"), ("evict", f"{ME.id}/b"))
+
+
+def test_a_real_runtime_that_swaps_two_models_has_that_problem():
+    """The words of real events fit: each model left for the other one twice."""
+    rt = Runtime(
+        devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False, eviction_grace_seconds=0
+    )
+    for name in "ab":
+        rt.register(name, backend="fake", size="14GiB")
+    for name in "ababa":
+        assert rt.health().healthy
+        with rt.use(name):
+            pass
+    [found] = problems(rt.status())
+    assert (found.kind, found.subject) == (ProblemKind.SWAPPING, "sim:0 a b")
+    assert rt.health().message == found.text
+    rt.close()
