@@ -78,6 +78,7 @@ OPTIONS: dict[str, Option] = {
     "runtime_args": Option(Rule("a list of words, such as ['--seed', '1']", words)),
     "fails": Option(TRUTH, ("fake",)),
     "shadow": Option(TRUTH, ("fake",)),
+    "pieces": Option(_COUNT, ("fake",)),
     "start_seconds": Option(SECONDS, _SERVERS),
     "embedding": Option(TRUTH, _LLAMA),
     "split_mode": Option(WORD._replace(expected="layer or row"), _LLAMA),

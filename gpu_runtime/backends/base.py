@@ -53,6 +53,10 @@ class Backend(Protocol):
     name: str
     can_move: bool  # False: a Move becomes Drop + Load
     can_split: bool  # False: a model stays on one device, whatever its layout says
+    # A backend may have `piece_bytes(model) -> int`: bytes of the largest piece of the model that
+    # can leave a card while the others stay. Without it, or with 0, the model moves as a whole.
+    # `move` to shares on the model's card and on the host copies whole pieces to the host, as many
+    # as fit into that share.
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """What the source of `spec` shows about the model's size. Nothing is loaded.

@@ -7,7 +7,7 @@ real card nothing is allocated.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..devices.probe import Probe
@@ -29,6 +29,7 @@ class FakeModel:
         """A model called `name`. Its `hook` is called with "load" or "move" during those steps."""
         self.name, self.hook = name, hook
         self.place: tuple[Shares, tuple[Block, ...]] = ((), ())
+        self.pieces = 0  # equal pieces that can leave a card alone; 0: it leaves as a whole
         self.shadow: tuple[Block, ...] = ()  # its copy in host memory, while it is on a card
 
     @property
@@ -49,7 +50,8 @@ class FakeBackend:
     For drills, `origin` may be a callable. It is called with "load" or "move" as soon as the bytes
     are held, before anything else happens. If it raises, the step fails with that error.
     `options={"fails": True}` makes every load fail. With `options={"shadow": True}`, a copy of the
-    model stays in host memory, as that of a model from disk does (`GPU_SHADOWS`).
+    model stays in host memory, as that of a model from disk does (`GPU_SHADOWS`). With
+    `options={"pieces": 40}`, the model has 40 equal pieces, and a part of them can leave a card.
     """
 
     name = "fake"
@@ -93,6 +95,7 @@ class FakeBackend:
             model = into
         else:
             model = FakeModel(spec.name, origin if callable(origin) else None)
+        model.pieces = spec.options.get("pieces", 0)
         total = sum(share.bytes for share in shares)
 
         def arrive() -> None:
@@ -119,12 +122,24 @@ class FakeBackend:
         """The `model` itself."""
         return model
 
+    def piece_bytes(self, model: FakeModel) -> int:
+        """Bytes of a piece of `model` that can leave its card alone; 0: it leaves as a whole."""
+        cards = {share.device for share in model.place[0]} - {HOST}
+        if not model.pieces or len(cards) > 1:
+            return 0
+        return -(-sum(share.bytes for share in model.place[0]) // model.pieces)
+
     def move(self, model: FakeModel, shares: Shares, shadow: bool = False) -> None:
         """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes.
 
         On the way to the host, the copy that is there becomes the model's bytes. On the way back, the
-        bytes on the host stay as a copy with `shadow`.
+        bytes on the host stay as a copy with `shadow`. If some bytes stay where they are, only the
+        missing bytes are allocated.
         """
+        in_parts = [one for one in (model.place[0], shares) if len(one) == 2]
+        if model.pieces and any(one[1].device == HOST for one in in_parts):
+            self._shift(model, shares, shadow)
+            return
         to_host = all(share.device == HOST for share in shares)
         from_host = all(share.device == HOST for share in model.place[0])
         if to_host and model.shadow_bytes != _total(shares):
@@ -137,6 +152,33 @@ class FakeBackend:
             _free(kept)
             if to_host:
                 model.shadow = ()
+
+    def _shift(self, model: FakeModel, shares: Shares, shadow: bool) -> None:
+        """Allocates what is missing of `shares`, calls the hook, then frees what is too much."""
+        old, blocks = model.place
+        before = {share.device: share.bytes for share in old}
+        after = {share.device: share.bytes for share in shares}
+        copy = _copy_after(model, before, after, shadow)
+        held = {**before, HOST: before.get(HOST, 0) + model.shadow_bytes}
+        wanted = {**after, HOST: after.get(HOST, 0) + copy}
+        more: list[Block] = []
+        try:
+            for device, size in wanted.items():
+                missing = size - held.get(device, 0)
+                if missing > 0:
+                    more.append(self.probe.place(device).allocate(missing))
+            if model.hook:
+                model.hook("move")
+            # No device gets more than it has now, so its capacity cannot be exceeded.
+            _free((*blocks, *model.shadow, *more))
+            kept = [self.probe.place(one).allocate(after[one], force=True) for one in after]
+            host = self.probe.place(HOST)
+            model.shadow = (host.allocate(copy, force=True),) if copy else ()
+            model.place = shares, tuple(kept)
+        except BaseException:
+            if model.place[0] is not shares:
+                _free(more)
+            raise
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
         """Whether a copy of the model of `spec` stays in host memory: if its options require it."""
@@ -192,6 +234,24 @@ class FakeBackend:
                 _free(held)
             raise
         return old
+
+
+def _copy_after(
+    model: FakeModel, before: Mapping[str, int], after: Mapping[str, int], keep: bool
+) -> int:
+    """The bytes of the copy in host memory after a move of a part of `model`.
+
+    `before` and `after` are the bytes on each device. With `keep`, bytes that return to the card
+    stay in host memory as a copy. A copy of all bytes on the card becomes the host's share.
+    """
+    copy = model.shadow_bytes
+    going = after.get(HOST, 0) - before.get(HOST, 0)
+    if going < 0:
+        return copy - going if keep else copy
+    on_card = sum(before.values()) - before.get(HOST, 0)
+    if copy >= on_card or going >= on_card:
+        return max(0, copy - going) if going < on_card else 0
+    return copy
 
 
 def _total(shares: Shares) -> int:

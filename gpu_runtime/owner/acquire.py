@@ -39,7 +39,7 @@ from ..scheduler import transitions as books
 from ..scheduler.admission import admit
 from ..scheduler.shadows import kept
 from ..units import parse_seconds
-from . import arrivals, demand, failures, interrupts, presence, release, requests, shadows
+from . import arrivals, demand, failures, interrupts, parts, presence, release, requests, shadows
 from .pins import AnchorRef, Held
 from .resident import Place, Resident, held_by
 from .session import POLL_SECONDS, Key, Session
@@ -369,7 +369,7 @@ def _restore(
     except BaseException as error:
         _abandon(session, resident.spec.name, key, error)
         raise
-    seconds = time.perf_counter() - began
+    seconds = parts.restore_seconds(resident.lease, time.perf_counter() - began)
     arriving = replace(
         resident.lease,
         target=lease.target,

@@ -94,7 +94,7 @@ def of_leases(session: Session) -> Holdings:
         elif resident.place is Place.HERE and lease.kind == "kernel":
             row = replace(_of_lease(resident), name="its own code", kind=VARIABLE, what="")
             rows.append(replace(row, alone_bytes=0))
-        elif resident.place is Place.HERE and lease.kind == "model":
+        elif lease.kind == "model" and (resident.place is Place.HERE or lease.in_parts):
             rows.append(_of_lease(resident))
     size = sum(row.bytes for row in rows)
     rows.sort(key=lambda row: -row.bytes)
@@ -191,7 +191,11 @@ def _devices(ids: Iterable[str]) -> str:
 def _on_devices(session: Session) -> list[Resident]:
     """The governed models on a device, without the kernel's own lease, which other rows explain."""
     residents = list(session.residents.values())
-    here = [resident for resident in residents if resident.place is Place.HERE]
+    here = [
+        resident
+        for resident in residents
+        if resident.place is Place.HERE or resident.lease.in_parts
+    ]
     return [resident for resident in here if resident.lease.kind == "model"]
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ..backends.base import NotStill
 from ..errors import StillInUse
-from ..facts import Footprint, Lease, ModelSpec, Part, Share, Shares
+from ..facts import HOST, Footprint, Lease, ModelSpec, Part, Share, Shares
 from .resident import Place, Resident
 from .session import Session
 
@@ -172,6 +172,8 @@ def governed_shares(session: Session) -> Iterator[Share]:
     20 models of 20 tensors each take 3 ms to measure.
     """
     for resident in list(session.residents.values()):
+        if resident.lease.in_parts and resident.handle is not None:
+            yield from (share for share in resident.lease.shares if share.device != HOST)
         if resident.place is not Place.HERE or not hasattr(resident.handle, "groups"):
             continue
         if resident.uses == resident.uses_counted or resident.postpones_measuring():

@@ -40,7 +40,8 @@ def evict(
     the ids of leases whose shadows their owners do not free. Raises StillInUse, DoesNotFit, and the
     errors of the move.
     """
-    if resident.handle is None or (resident.place is Place.AWAY and not drop):
+    away = resident.place is Place.AWAY and not resident.lease.in_parts
+    if resident.handle is None or (away and not drop):
         return None
     try_again_now(resident)
     key = session.new_key(f"evict {resident.spec.name}")
@@ -180,7 +181,7 @@ def _leave_now(
     if isinstance(step, Move):
         moved = replace(resident.lease, target=step.shares).holding(shares)
         now = session.clock()
-        away_since = 0.0 if moved.on_device else now
+        away_since = 0.0 if moved.all_on_device else now
         resident.settle_at(replace(moved, settled_at=now, away_since=away_since))
     session.probe.empty_cache()
     session.probe.watch_peaks()  # bytes that have left must not count in later peaks

@@ -30,6 +30,7 @@ from ..facts import (
     merged_uses,
 )
 from .governed_calls import govern_calls, release_calls
+from .parts import piece_bytes
 from .pins import AnchorRef, Held, called_by, thread_of
 from .training import Training
 
@@ -159,7 +160,7 @@ class Resident:
 
     def kept_by_training(self) -> bool:
         """Whether training keeps the model on its device, also if no block or graph pins it."""
-        return self.lease.on_device and self.training.holds(self.handle)
+        return self.lease.all_on_device and self.training.holds(self.handle)
 
     def called_by(self, thread: int) -> bool:
         """Whether the thread with the identifier `thread` calls the model, or moves or loads it."""
@@ -237,9 +238,7 @@ class Resident:
     def load(
         self, shares: Shares, progress: Progress | None, shadow: bool = False
     ) -> tuple[Any, Shares, float]:
-        """Loads the model.
-
-        Returns the backend's handle, the measured shares, and the seconds it took.
+        """Loads the model. Returns the backend's handle, the measured shares, and the seconds.
 
         The model is not installed yet. `shares` are the bytes reserved on each device. With `shadow`,
         as many are reserved in host memory, and a copy of the model stays there.
@@ -264,10 +263,11 @@ class Resident:
         pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
         with self.gate:
+            lease = replace(lease, piece_bytes=piece_bytes(self.backend, self.spec, handle, lease))
             self.handle, self.value, self.lease, self._pieces = handle, value, lease, pieces
             self.shares_storages = bool(getattr(handle, "bases", ()))
             self.shadow_bytes = getattr(handle, "shadow_bytes", 0)
-            self.place = Place.HERE if lease.on_device else Place.AWAY
+            self.place = Place.HERE if lease.all_on_device else Place.AWAY
             self.last_used = (
                 self._clock()
             )  # loaded ahead of its use, it has not been idle since the machine started
@@ -302,7 +302,7 @@ class Resident:
             if self.handle is None or self.place is Place.MOVING or self.training.blocks():
                 return False
             # A model in host memory may return to its device while a graph of it still exists.
-            if self.lease.on_device and self.in_use():
+            if self.lease.all_on_device and self.in_use():
                 return False
             self.place = Place.MOVING
         return True
@@ -320,7 +320,7 @@ class Resident:
         """Allows uses again after a move that was not made."""
         with self.gate:
             if self.handle is not None:
-                self.place = Place.HERE if self.lease.on_device else Place.AWAY
+                self.place = Place.HERE if self.lease.all_on_device else Place.AWAY
 
     def carry(self, step: Move | Drop, shadow: bool = False) -> Shares:
         """Performs the step and returns the shares that are measured afterwards.
@@ -341,7 +341,7 @@ class Resident:
                 return ()
             try:
                 more = {"shadow": True} if shadow else {}
-                self.backend.move(self.handle, step.shares, **more)
+                self.backend.move(self.handle, self.lease.after(step.shares), **more)
             finally:
                 self.shadow_bytes = getattr(self.handle, "shadow_bytes", 0)
             return self.backend.measure(self.handle)
@@ -350,7 +350,7 @@ class Resident:
         """Records where the model is now. `anchor` pins it before another thread can move it."""
         with self.gate:
             self.lease = lease
-            self.place = Place.HERE if lease.on_device else Place.AWAY
+            self.place = Place.HERE if lease.all_on_device else Place.AWAY
             if anchor is not None:
                 self._pin(anchor)
 
@@ -387,7 +387,9 @@ class Resident:
         shares = self.backend.measure(self.handle)
         if shares == (self.lease.filled or self.lease.shares):
             return False
-        self.lease = self.lease.holding(shares)
+        lease = self.lease.holding(shares)
+        piece = piece_bytes(self.backend, self.spec, self.handle, lease)
+        self.lease = replace(lease, piece_bytes=piece)
         return True
 
     def take_over(self) -> None:

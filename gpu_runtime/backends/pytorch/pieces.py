@@ -48,12 +48,13 @@ class _Sets:
         self._parents[high] = low
 
 
-def pieces(module: nn.Module, groups: Sequence[Group]) -> tuple[Piece, ...]:
+def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> tuple[Piece, ...]:
     """The pieces of `module`, in order, each with its storages of `groups`.
 
-    A single piece means that the module cannot be cut.
+    A single piece means that the module cannot be cut. With `runs=False`, the pieces are those of a
+    module that is not used while it is cut.
     """
-    leaves = list(_leaves(module)) if _may_be_cut(module) else []
+    leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
     if not leaves:
         leaves = [("", module)]
     sets = _Sets(len(leaves))

@@ -157,6 +157,10 @@ class TorchBackend:
             raise
         release_cached(left)
 
+    def piece_bytes(self, model: TorchModel) -> int:
+        """Bytes of the largest piece of `model` that can leave its card alone; 0: none can."""
+        return model.piece_bytes()
+
     def drop(self, model: TorchModel) -> None:
         """Releases the module. Its bytes exist nowhere else, so they are freed when the module is.
 
@@ -335,7 +339,8 @@ class TorchBackend:
         for share in shares:
             memory = self.probe.place(share.device)
             wanted[memory] = wanted.get(memory, 0) + share.bytes
-        return destination(model, groups, wanted)
+        now = [model.place_of(group, self._by_torch_device) for group in groups if model.memories]
+        return destination(model, groups, wanted, now)
 
     def _commit(self, model: TorchModel, move: Move, goal: Destination) -> None:
         """Makes the copies the model's bytes. On a failure the model has its old bytes again."""

@@ -15,10 +15,14 @@ from torch import nn
 from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, ModelSpec
+from ...units import MIB, show_bytes
 from . import storages as st
 from .device_hooks import Dispatch
 from .pieces import cut, holder, pieces
 from .swap import can_guard
+
+# A smaller model leaves as a whole: what a move costs beside the copy is more than the copy.
+LEAST_BYTES_IN_PARTS = 256 * MIB
 
 
 class TorchModel:
@@ -113,6 +117,21 @@ class TorchModel:
         away = self.away.get(group.storage._cdata)
         return group.bytes if away is None else away
 
+    def piece_bytes(self) -> int:
+        """Bytes of the largest piece that can leave the model's card alone.
+
+        The result is 0 for a model on several cards, for one that shares storages with another
+        model, and for one that is too small.
+        """
+        cards = [memory for memory in self.memories if memory.device != HOST]
+        if len(cards) > 1 or self.bases or self.is_shared:
+            return 0
+        groups = self.groups()
+        if st.nbytes(groups) < LEAST_BYTES_IN_PARTS:
+            return 0
+        found = pieces(self.module, groups, runs=False)
+        return max((piece.bytes for piece in found), default=0) if len(found) > 1 else 0
+
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
         parts = self.module.modules()
@@ -164,22 +183,22 @@ class Destination(NamedTuple):
 
 
 def destination(
-    model: TorchModel, groups: Sequence[st.Group], wanted: Mapping[Memory, int]
+    model: TorchModel,
+    groups: Sequence[st.Group],
+    wanted: Mapping[Memory, int],
+    now: Sequence[Memory] = (),
 ) -> Destination:
     """Where the storages `groups` of `model` go, if each memory gets its bytes in `wanted`.
 
-    Raises CannotGovern if the module cannot be cut that often, or would be partly in host memory.
+    `now` are the memories in which the storages are. Raises CannotGovern if the module cannot be
+    cut that often or in that way.
     """
     memories = tuple(wanted)
     if len(memories) == 1:
         return Destination(memories, [memories[0]] * len(groups), {})
-    name, found = model.spec.name, pieces(model.module, groups)
     if any(memory.device == HOST for memory in memories):
-        raise CannotGovern(
-            f"{name} cannot be partly in host memory: this backend runs a model where its weights are.",
-            name=name,
-            why="partly in host memory",
-        )
+        return _in_parts(model, groups, wanted, now)
+    name, found = model.spec.name, pieces(model.module, groups)
     if len(found) < len(memories):
         limit = "it must stay whole"
         if len(found) > 1:
@@ -197,3 +216,39 @@ def destination(
         layout |= dict.fromkeys(piece.modules, memories[number])
         by_storage |= {group.storage._cdata: memories[number] for group in piece.groups}
     return Destination(memories, [by_storage[group.storage._cdata] for group in groups], layout)
+
+
+def _in_parts(
+    model: TorchModel,
+    groups: Sequence[st.Group],
+    wanted: Mapping[Memory, int],
+    now: Sequence[Memory],
+) -> Destination:
+    """The destination of a model of which whole pieces leave its card for host memory.
+
+    As many pieces leave as fit into the bytes of the host in `wanted`, the last ones first. The
+    others stay where they are.
+    """
+    [host] = [memory for memory in wanted if memory.device == HOST]
+    cards = [memory for memory in wanted if memory is not host]
+    places = dict(zip((group.storage._cdata for group in groups), now, strict=False))
+    left = wanted[host]
+    left -= sum(group.nbytes for group in groups if places.get(group.storage._cdata) is host)
+    moved = False
+    for piece in reversed(pieces(model.module, groups, runs=False)):
+        going = [group for group in piece.groups if places.get(group.storage._cdata) is cards[0]]
+        size = sum(group.nbytes for group in going)
+        if 0 < size <= left:
+            places |= {group.storage._cdata: host for group in going}
+            left -= size
+            moved = True
+    at_home = set(places.values()) <= {host, cards[0]} and len(cards) == 1
+    if not (moved and at_home):
+        name, why = model.spec.name, "partly in host memory"
+        raise CannotGovern(
+            f"{name} cannot be {why}: no piece of it on {cards[0].device} fits into "
+            f"{show_bytes(max(0, left))}.",
+            name=name,
+            why=why,
+        )
+    return Destination((cards[0], host), [places[group.storage._cdata] for group in groups], {})

@@ -1,0 +1,32 @@
+"""What this process knows about models that leave in parts: the size of their pieces, and times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..backends.base import Backend
+from ..facts import HOST, Lease, ModelSpec
+
+
+def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) -> int:
+    """Bytes of the largest piece of the model `handle` that can leave its card alone; 0: none can.
+
+    A model that claims more than its own bytes and its working memory, such as a whole card, leaves
+    as a whole. A `lease` in parts keeps its size.
+    """
+    found = getattr(backend, "piece_bytes", None)
+    claims_more = lease.bytes > lease.own_bytes + lease.working_bytes
+    if found is None or not backend.can_move or claims_more or spec.layout == "whole":
+        return 0
+    return found(handle) or (lease.piece_bytes if lease.in_parts else 0)
+
+
+def restore_seconds(before: Lease, seconds: float) -> float:
+    """Seconds that a restore of the whole lease takes, if its last restore took `seconds`.
+
+    `before` is the lease before that restore. A part is copied in a part of the time, so an earlier
+    time of the whole is kept.
+    """
+    if not before.in_parts:
+        return seconds
+    return before.restore_seconds or seconds * before.bytes / max(1, before.bytes_on(HOST))

@@ -1,0 +1,241 @@
+"""Pieces of a module leave its card, and come back: values, objects and training stay the same."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gpu_runtime.backends.pytorch import storages, torch_model
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.errors import CannotGovern, OutOfMemory
+from gpu_runtime.facts import HOST, ModelSpec, Share
+from tests import simgpu
+
+SPEC = ModelSpec("net", "torch")
+LAYER = 32 * 32 * 4 + 32 * 4
+
+
+@pytest.fixture(autouse=True)
+def small_models_have_pieces(monkeypatch):
+    monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
+
+
+class Net(nn.Module):
+    """Six layers, of which the first and the last share their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        self.layers[5].weight = self.layers[0].weight
+        self.register_buffer("offset", torch.randn(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.offset
+
+
+def opened(kind: str) -> tuple[Any, str]:
+    if kind == "sim":
+        return open_backend("torch", open_probe("sim:2x64MiB,host:64MiB")), "sim"
+    return open_backend("torch", simgpu.SimProbe()), "simgpu"
+
+
+@pytest.fixture(params=["sim", "simgpu"])
+def backend(request):
+    return opened(request.param)
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+
+def same(module: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(before[name], value) for name, value in values(module).items())
+
+
+def total(backend: Any, model: Any) -> int:
+    return sum(share.bytes for share in backend.measure(model))
+
+
+def move(backend: Any, model: Any, card: str, in_host: int) -> None:
+    """Moves the model to `card`, but for `in_host` bytes of its pieces."""
+    whole = total(backend, model)
+    if in_host >= whole:
+        backend.move(model, (Share(HOST, whole),))
+    elif in_host:
+        backend.move(model, (Share(card, whole - in_host), Share(HOST, in_host)))
+    else:
+        backend.move(model, (Share(card, whole),))
+
+
+def on(backend: Any, model: Any, device: str) -> int:
+    return sum(share.bytes for share in backend.measure(model) if share.device == device)
+
+
+def test_the_pieces_of_a_module(backend):
+    """Layers that share storage are one piece, the largest."""
+    backend, kind = backend
+    model = backend.adopt(SPEC, Net().eval())
+    move(backend, model, f"{kind}:0", 0)
+    assert backend.piece_bytes(model) == LAYER + 2 * 32 * 4
+
+
+def test_as_many_pieces_leave_as_fit_and_the_others_stay_where_they_are(backend):
+    backend, kind = backend
+    card = f"{kind}:0"
+    module = Net().eval()
+    model = backend.adopt(SPEC, module)
+    move(backend, model, card, 0)
+    before, held = values(module), total(backend, model)
+    stays = module.layers[1].weight.untyped_storage().data_ptr()
+    move(backend, model, card, 2 * LAYER + 5)
+    assert on(backend, model, HOST) == 2 * LAYER and on(backend, model, card) == held - 2 * LAYER
+    assert module.layers[1].weight.untyped_storage().data_ptr() == stays, "it was not copied"
+    move(backend, model, card, 3 * LAYER)
+    assert on(backend, model, HOST) == 3 * LAYER
+    move(backend, model, card, 0)
+    assert backend.measure(model) == (Share(card, held),)
+    assert same(module, before)
+
+
+def test_a_part_may_leave_for_the_host_or_return_to_another_card(backend):
+    backend, kind = backend
+    module = Net().eval()
+    model = backend.adopt(SPEC, module)
+    move(backend, model, f"{kind}:0", 0)
+    before = values(module)
+    move(backend, model, f"{kind}:0", LAYER)
+    move(backend, model, f"{kind}:1", 0)
+    assert [share.device for share in backend.measure(model)] == [f"{kind}:1"]
+    move(backend, model, f"{kind}:1", LAYER)
+    move(backend, model, f"{kind}:1", total(backend, model))
+    assert [share.device for share in backend.measure(model)] == [HOST]
+    move(backend, model, f"{kind}:0", 0)
+    assert same(module, before)
+
+
+def test_a_part_that_is_smaller_than_every_piece_does_not_leave(backend):
+    backend, kind = backend
+    model = backend.adopt(SPEC, Net().eval())
+    move(backend, model, f"{kind}:0", 0)
+    held = backend.measure(model)
+    with pytest.raises(CannotGovern, match="partly in host memory"):
+        move(backend, model, f"{kind}:0", 100)
+    assert backend.measure(model) == held
+
+
+def test_where_the_host_is_full_nothing_has_moved():
+    backend = open_backend("torch", probe := open_probe("sim:64MiB,host:64MiB"))
+    model = backend.adopt(SPEC, Net().eval())
+    move(backend, model, "sim:0", 0)
+    held = backend.measure(model)
+    probe.place(HOST).squeeze(64 * 2**20)
+    with pytest.raises(OutOfMemory):
+        move(backend, model, "sim:0", LAYER)
+    assert backend.measure(model) == held
+
+
+def test_a_model_in_parts_is_dropped_whole(backend):
+    """Its bytes exist nowhere else, so the user's module keeps them."""
+    backend, kind = backend
+    module = Net().eval()
+    model = backend.adopt(SPEC, module)
+    move(backend, model, f"{kind}:0", 0)
+    before = values(module)
+    move(backend, model, f"{kind}:0", 2 * LAYER)
+    backend.drop(model)
+    assert backend.measure(model) == ()
+    assert same(module, before)
+
+
+@pytest.mark.parametrize("kind", ["sim", "simgpu"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 12))
+def test_random_journeys_of_pieces_change_no_bit(kind, seed, steps):
+    """Weights and outputs are those of a copy that never moved. On the package's simulated cards
+    the model is trained between the moves, too.
+    """
+    choice = random.Random(seed)
+    torch.manual_seed(seed)
+    backend, _ = opened(kind)
+    module = Net()
+    twin = copy.deepcopy(module)
+    trains = kind == "sim"
+    module.train(trains), twin.train(trains)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (module, twin)]
+    model = backend.adopt(SPEC, module, optimizers[0] if trains else None)
+    card = f"{kind}:0"
+    move(backend, model, card, 0)
+    for _ in range(steps):
+        held = total(backend, model)
+        part = choice.choice([0, 0, choice.randrange(backend.piece_bytes(model), held + 1)])
+        if choice.random() < 0.2:
+            card = f"{kind}:{choice.randrange(2)}"
+            part = 0
+        if part and on(backend, model, card) == 0:
+            part = 0
+        if part and part < on(backend, model, HOST) + backend.piece_bytes(model):
+            part = 0
+        move(backend, model, card, part)
+        assert total(backend, model) == held
+        if part == 0 and trains:
+            x = torch.randn(4, 32)
+            for one, optimizer in zip((module, twin), optimizers, strict=True):
+                optimizer.zero_grad()
+                one(x).square().mean().backward()
+                optimizer.step()
+    move(backend, model, card, 0)
+    assert same(module, values(twin))
+
+
+@pytest.mark.parametrize("at", ["_copy", "_empty"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_in_the_middle_leaves_every_byte_where_it_was(backend, monkeypatch, at, error):
+    backend, kind = backend
+    module = Net().eval()
+    model = backend.adopt(SPEC, module)
+    move(backend, model, f"{kind}:0", 0)
+    before = values(module)
+    for part in (2 * LAYER, 0):  # on its way out, then on its way back
+        held = backend.measure(model)
+        with monkeypatch.context() as broken:
+            broken.setattr(storages, at, _raising(error))
+            with pytest.raises(error):
+                move(backend, model, f"{kind}:0", part)
+        assert backend.measure(model) == held
+        move(backend, model, f"{kind}:0", part)
+    assert same(module, before)
+
+
+def _raising(error: type[BaseException]) -> Any:
+    def fail(*_: Any) -> Any:
+        raise error("in the middle")
+
+    return fail
+
+
+def test_a_model_from_disk_in_parts_is_proven_unchanged_and_dropped_whole(probe, llama):
+    backend = open_backend("transformers", probe)
+    spec = ModelSpec("m", "transformers", source=str(llama))
+    model = backend.load(spec, (Share("sim:0", 1),))
+    ids = torch.arange(3, 20).unsqueeze(0)
+    with torch.no_grad():
+        before = backend.value(model)(ids).logits.clone()
+    held, piece = total(backend, model), backend.piece_bytes(model)
+    assert 0 < piece < held
+    move(backend, model, "sim:0", piece)
+    assert 0 < on(backend, model, HOST) <= piece and total(backend, model) == held
+    assert backend.unchanged(model)
+    move(backend, model, "sim:0", 0)
+    with torch.no_grad():
+        assert torch.equal(backend.value(model)(ids).logits, before)
+    move(backend, model, "sim:0", piece)
+    backend.drop(model)
+    assert probe.place("sim:0").held_bytes() == probe.place(HOST).held_bytes() == 0
