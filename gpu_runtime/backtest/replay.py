@@ -45,6 +45,8 @@ from .histories import History, HistoryRequest
 CARD = "card"
 LEAST_IMPORTANT = max(IMPORTANCE.values())
 OWNER = Owner("replay", "replay", 1, 1)
+MOST_PIECES = 40  # of a model: about its layers
+LEAST_PIECE_BYTES = 300_000_000
 
 
 class Engine(NamedTuple):
@@ -53,11 +55,12 @@ class Engine(NamedTuple):
     name: str
     two_lanes: bool  # loads from disk and restores from host memory do not wait for one another
     patience_seconds: float  # 0: loads in the order of arrival
+    parts: bool  # a part of a model can leave the card
 
 
 ENGINES = {
-    "plain": Engine("plain", two_lanes=False, patience_seconds=0.0),
-    "full": Engine("full", two_lanes=True, patience_seconds=Rules().patience_seconds),
+    "plain": Engine("plain", two_lanes=False, patience_seconds=0.0, parts=False),
+    "full": Engine("full", two_lanes=True, patience_seconds=Rules().patience_seconds, parts=True),
 }
 
 
@@ -144,7 +147,7 @@ class _Replay:
     def _arrive(self, request: HistoryRequest) -> None:
         """Starts the `request` at once if its model is on the card; otherwise the request waits."""
         lease = self.book.lease(OWNER.id, request.model)
-        if lease and lease.on_device and lease.phase is Phase.SETTLED:
+        if lease and lease.all_on_device and lease.phase is Phase.SETTLED:
             self._start(request)
             return
         waiting = self.waiting.setdefault(request.model, [])
@@ -240,7 +243,7 @@ class _Replay:
         if not self.engine.two_lanes:
             return "any"
         lease = self.book.lease(OWNER.id, model)
-        return "host" if lease is not None and lease.on_host else "disk"
+        return "disk" if lease is None else "host"
 
     def _request(self, model: str) -> Request:
         """One request for `model` on behalf of all its waiting users.
@@ -256,23 +259,33 @@ class _Replay:
             reload_seconds=costs.load_seconds,
             restore_seconds=costs.restore_seconds,
             droppable=True,
+            piece_bytes=self._piece_bytes(costs.bytes),
         )
         footprint = Footprint.of(costs.bytes)
         return Request(model, wanted, footprint, waiting[0].seconds, users=len(waiting))
 
+    def _piece_bytes(self, size: int) -> int:
+        """The bytes of a piece of a model of `size` bytes; 0 if it leaves as a whole."""
+        return max(LEAST_PIECE_BYTES, -(-size // MOST_PIECES)) if self.engine.parts else 0
+
     def _seconds(self, step: Step) -> float:
-        """The seconds that `step` takes. The step is also added to the counters of the result."""
+        """The seconds that `step` takes. The step is also added to the counters of the result.
+
+        A part is copied in a part of the time.
+        """
         costs = self.models[step.lease.partition("/")[2]]
         if isinstance(step, Drop):
             return 0.0
-        self.moved_bytes += costs.bytes
+        moved = sum(share.bytes for share in step.shares)
+        self.moved_bytes += moved
         if isinstance(step, Load):
             self.loads += 1
             return costs.load_seconds
+        part = moved / costs.bytes
         if step.shares[0].device == HOST:
-            return costs.offload_seconds
+            return costs.offload_seconds * part
         self.restores += 1
-        return costs.restore_seconds
+        return costs.restore_seconds * part
 
     def _done(self, lane: str, steps: tuple[Step, ...]) -> None:
         """Ends the `steps` of the transfer in `lane`.
@@ -284,7 +297,7 @@ class _Replay:
             self.book = perform(self.book, step, self.world)
             name = step.lease.partition("/")[2]
             lease = self.book.lease(OWNER.id, name)
-            if lease is None or not lease.on_device:
+            if lease is None or not lease.all_on_device:
                 continue
             idle = replace(lease, pins=0, importance=LEAST_IMPORTANT, droppable=True)
             self.book = self.book.with_lease(idle)

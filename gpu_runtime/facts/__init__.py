@@ -67,11 +67,13 @@ from .labels import (
     TENSOR_PARALLEL,
     THIS_PROCESS,
     LeaseState,
+    bytes_label,
     cards_label,
     ended_label,
     holder_label,
     lease_state,
     lease_title,
+    place_label,
 )
 from .leases import (
     Lease,
@@ -197,7 +199,9 @@ __all__ = [
     "expected_use",
     "importance_name",
     "lease_state",
+    "bytes_label",
     "lease_title",
+    "place_label",
     "merged_uses",
     "one_memory",
     "overdrafts",

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..units import show_seconds
+from ..units import show_bytes, show_seconds
 from .base import HOST
-from .devices import Shares
+from .devices import Shares, where
 from .leases import Lease, Owner, Phase
 
 THIS_PROCESS = "this process"
@@ -97,6 +97,30 @@ def cards_label(shares: Shares, backend: str = "") -> str:
         return f"GPU: {numbers[0]}" if numbers else ""
     parallel = f" (TP:{len(numbers)})" if backend in TENSOR_PARALLEL else ""
     return f"GPUs: {','.join(numbers)}{parallel}"
+
+
+def place_label(lease: Lease) -> str:
+    """The place of `lease`: `cuda:0`, or its bytes on the card and in host memory if it is in parts.
+
+    >>> from gpu_runtime.facts import Share
+    >>> parts = (Share("cuda:0", 24 * 2**30), Share("host", 16 * 2**30))
+    >>> place_label(Lease("1", "big", shares=parts))
+    '24.0 of 40.0 GiB on cuda:0, 16.0 GiB in RAM'
+    """
+    if not lease.in_parts:
+        return lease.where
+    in_ram = lease.bytes_on(HOST)
+    here, whole = show_bytes(lease.bytes - in_ram), show_bytes(lease.bytes)
+    number, _, unit = here.partition(" ")
+    if whole.endswith(f" {unit}"):
+        here = number
+    cards = where(tuple(share for share in lease.shares if share.device != HOST))
+    return f"{here} of {whole} on {cards}, {show_bytes(in_ram)} in RAM"
+
+
+def bytes_label(lease: Lease) -> str:
+    """The bytes and the place of `lease`: `40.0 GiB on cuda:0`, or `place_label` if it is in parts."""
+    return place_label(lease) if lease.in_parts else f"{show_bytes(lease.bytes)} on {lease.where}"
 
 
 def lease_title(lease: Lease, owner: Owner | None) -> str:

@@ -11,6 +11,7 @@ from .base import NEVER, Value
 from .book import Drain, Event, Quarantined
 from .decisions import Rules
 from .devices import Device, Sample
+from .labels import bytes_label
 from .leases import Lease, Owner, Section, Ticket
 from .models import ModelSpec
 
@@ -220,5 +221,5 @@ class Snapshot(Value):
             shown.append(f"{view.device.id}: {claimed} of {limit} claimed, pressure {view.level}")
         for lease in self.leases():
             in_use = ", in use" if lease.pins else ""
-            shown.append(f"  {lease.name}: {show_bytes(lease.bytes)} on {lease.where}{in_use}")
+            shown.append(f"  {lease.name}: {bytes_label(lease)}{in_use}")
         return lines("\n".join(shown))

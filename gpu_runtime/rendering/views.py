@@ -29,6 +29,7 @@ from gpu_runtime.facts import (
     importance_name,
     lease_state,
     lease_title,
+    place_label,
 )
 from gpu_runtime.units import show_bytes
 
@@ -298,7 +299,7 @@ def _program(stranger: Stranger) -> str:
 def _where(lease: Lease) -> str:
     if lease.target and not lease.shares:
         return " + ".join(dict.fromkeys(share.device for share in lease.target))
-    return lease.where
+    return place_label(lease)
 
 
 def _marks(lease: Lease) -> Iterator[str]:

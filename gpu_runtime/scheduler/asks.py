@@ -25,8 +25,9 @@ from ..facts import (
     Verdict,
     Wait,
     World,
+    bytes_label,
 )
-from ..units import show_bytes, show_seconds
+from ..units import show_seconds
 from .capacity import room
 from .eligibility import (
     MOVE_FAILED,
@@ -200,7 +201,7 @@ def _result_of_pin(lease: Lease, *, keep: bool) -> Verdict | None:
 def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
     """Why the lease cannot be moved or evicted, even for a person; None if it can."""
     why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
-    holding = f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where})"
+    holding = f"{lease.name} ({bytes_label(lease)})"
     holders = (lease.id,)
     if why == "in use":
         because = f"{holding} is in use by {owner.label}"

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..facts import Book, Candidate, Lease, Phase, Request, Shares, Ticket, Wait, World, where
+from ..facts import (
+    Book,
+    Candidate,
+    Lease,
+    Phase,
+    Request,
+    Shares,
+    Ticket,
+    Wait,
+    World,
+    bytes_label,
+    where,
+)
 from ..units import show_bytes, show_seconds
 from .context import Context
 from .eligibility import MOVE_FAILED, reason_to_stay
@@ -123,7 +135,9 @@ def _leases_in_the_way(
             blockers.append(lease.id)
         if why or not lease.droppable:
             leased = True
-        place = lease.where if lease.shares else first_card
+        held = f"{show_bytes(lease.bytes)} on {first_card}"
+        if lease.shares:
+            held = bytes_label(lease)
         words = _in_words(
             book,
             lease,
@@ -132,7 +146,7 @@ def _leases_in_the_way(
             world,
             context,
         )
-        sentences.append(f"{lease.name} ({show_bytes(lease.bytes)} on {place}) {words}")
+        sentences.append(f"{lease.name} ({held}) {words}")
     return _InTheWay(blockers, sentences, retry, leased)
 
 

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
 from ...errors import GpuError, StillInUse
-from ...facts import AllocatorMap, Health, Lease, Level, ModelSpec, Snapshot
+from ...facts import HOST, AllocatorMap, Health, Lease, Level, ModelSpec, Snapshot
 from ...units import MIB
 from ..queue.thread_stream import in_thread
 
@@ -66,8 +66,8 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
         "cpu_budget_total_mb": sum(view.device.total_bytes for view in host) // MIB,
         "cpu_budget_usable_mb": sum(view.limit_bytes for view in host) // MIB,
         "cpu_used_mb": sum(view.claimed_bytes for view in host) // MIB,
-        "models_loaded": sum(lease.on_device for lease in models),
-        "models_offloaded": sum(lease.on_host for lease in models),
+        "models_loaded": sum(lease.all_on_device for lease in models),
+        "models_offloaded": sum(lease.on_host or lease.in_parts for lease in models),
         "pressure_level": str(level),
         "total_evictions": snapshot.totals.get("evictions", 0),
         "total_offloads": snapshot.totals.get("offloads", 0),
@@ -114,6 +114,7 @@ def _model_row(lease: Lease, owner: str, now: float) -> dict[str, Any]:
         "idle_seconds": round(lease.idle_seconds(now), 1),
         "use_count": lease.uses,
         "device": lease.where,
+        "shares_mb": {share.device: share.bytes // MIB for share in lease.shares},
         "in_use": bool(lease.pins),
         "importance": lease.importance,
         "keep": lease.keep,
@@ -185,7 +186,7 @@ def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[dict[str, Any]]:
             devices[event.owner, event.model] = event.device
     rows = []
     for lease in snapshot.leases():
-        if lease.kind != "model" or not lease.on_host:
+        if lease.kind != "model" or not (lease.on_host or lease.in_parts):
             continue
         seconds = max(0.0, snapshot.now - lease.away_since) if lease.away_since else 0.0
         rows.append(
@@ -194,7 +195,7 @@ def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[dict[str, Any]]:
                 "original_device": devices.get((lease.owner, lease.name)),
                 "offload_time": round(snapshot.wall - seconds, 3),
                 "seconds_offloaded": round(seconds, 1),
-                "memory_mb": lease.bytes // MIB,
+                "memory_mb": lease.bytes_on(HOST) // MIB,
             }
         )
     return rows

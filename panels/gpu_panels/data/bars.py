@@ -21,6 +21,7 @@ from gpu_runtime.facts import (
     importance_name,
     lease_state,
     lease_title,
+    place_label,
 )
 from gpu_runtime.rendering.views import (
     RESIDUE,
@@ -195,9 +196,14 @@ def _lease_stretches(snapshot: Snapshot, device: str) -> list[Stretch]:
         for lease in section.leases:
             here = sum(share.bytes for share in lease.shares if share.device == device)
             arriving = sum(share.bytes for share in lease.target if share.device == device)
-            if here:
-                kind = "leaving" if lease.phase is Phase.LEAVING else "settled"
-                found.append(_lease_stretch(snapshot, section, lease, here, kind))
+            leaving = 0
+            if lease.phase is Phase.LEAVING:
+                freed = lease.freed_by(lease.target)
+                leaving = sum(share.bytes for share in freed if share.device == device)
+            if here > leaving:
+                found.append(_lease_stretch(snapshot, section, lease, here - leaving, "settled"))
+            if leaving:
+                found.append(_lease_stretch(snapshot, section, lease, leaving, "leaving"))
             if arriving:
                 found.append(_lease_stretch(snapshot, section, lease, arriving, "arriving"))
             if device == HOST and lease.shadow_beyond_target:
@@ -231,6 +237,8 @@ def lease_tooltip(
     moving = f", {kind}" if kind in ("arriving", "leaving") else ""
     is_part = size != lease.bytes and not moving
     whole = f" of {show_bytes(lease.bytes)} on {lease.where}" if is_part else ""
+    if lease.in_parts and not moving:
+        whole = f": {place_label(lease)}"
     lines = [
         f"{show_bytes(size)}{moving}{whole}",
         f"held by {process_name(section)}",

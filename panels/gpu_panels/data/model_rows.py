@@ -108,9 +108,11 @@ def _held_row(
 def buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
     """The buttons of a model's `lease`. A button that cannot be pressed now shows the reason."""
     pin = Button("unpin", "Unpin") if lease.keep else Button("pin", "Pin")
+    restore = Button("restore", "Restore", _moving(lease))
     if lease.on_host:
-        return Button("restore", "Restore", _moving(lease)), pin
-    return Button("evict", "Evict", _why_not_evict(lease, owner)), pin
+        return restore, pin
+    evict = Button("evict", "Evict", _why_not_evict(lease, owner))
+    return (restore, evict, pin) if lease.in_parts else (evict, pin)
 
 
 def _moving(lease: Lease) -> str:

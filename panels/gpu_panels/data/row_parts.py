@@ -18,6 +18,7 @@ from gpu_runtime.facts import (
     holder_label,
     importance_name,
     lease_state,
+    place_label,
 )
 from gpu_runtime.rendering.views import clean, clock, holder
 from gpu_runtime.units import show_bytes, show_seconds
@@ -34,7 +35,12 @@ NO_ANSWER = (
 
 
 def place(lease: Lease) -> str:
-    """The place of `lease`: its cards, such as `GPU: 0`, or `host` if it is on no card."""
+    """The place of `lease`: its cards, such as `GPU: 0`, or `host` if it is on no card.
+
+    For a lease in parts, it is the bytes on the card and in host memory.
+    """
+    if lease.in_parts:
+        return place_label(lease)
     return cards_label(lease.shares or lease.target, lease.backend) or lease.where
 
 

@@ -85,7 +85,10 @@ def _after_step(lease: Lease, step: Step) -> Lease | None:
         return None
     is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
     if is_to_host:
-        return replace(lease, shares=step.shares, target=(), phase=Phase.SETTLED)
+        after = lease.after(step.shares)
+        return replace(lease, shares=after, target=(), filled=(), phase=Phase.SETTLED)
+    if lease.in_parts:
+        return replace(lease, target=step.shares, phase=Phase.ARRIVING)
     return replace(lease, shares=(), target=step.shares, phase=Phase.ARRIVING)
 
 
@@ -143,6 +146,8 @@ def _eviction_words(snapshot: Snapshot, step: Move | Drop, is_asked: bool) -> st
     asked = "; its process is asked to do it" if is_asked else ""
     size = show_bytes(sum(share.bytes for share in step.source))
     lease = section.lease(name) if section else None
+    if lease and isinstance(step, Move) and lease.after(step.shares) != step.shares:
+        size = f"{size} of {show_bytes(lease.bytes)}"
     return f"{clean(name)} ({size}) of {process} {moves}{asked}{_return_words(lease, step)}"
 
 

@@ -1,0 +1,71 @@
+"""A model in parts is shown with its bytes on the card and in host memory, by the same words everywhere."""
+
+from __future__ import annotations
+
+from gpu_panels.data import bars, whatif
+from gpu_panels.data.model_rows import models
+from msgspec.structs import replace
+
+from gpu_runtime.facts import HOST, Lease, Move, Phase, Share
+from gpu_runtime.rendering import plain, text
+from gpu_runtime.serving.api import memory
+from gpu_runtime.units import GIB
+
+from . import samples
+
+SHARES = (Share("sim:0", 24 * GIB), Share(HOST, 16 * GIB))
+BIG = Lease(
+    samples.ME.id, "big", shares=SHARES, piece_bytes=GIB, last_used=samples.NOW - 60, uses=1
+)
+SHOWN = samples.snapshot(BIG, gib=40.0)
+WORDS = "24.0 of 40.0 GiB on sim:0, 16.0 GiB in RAM"
+
+
+def test_the_status_says_how_many_bytes_are_where():
+    assert WORDS in text.status(SHOWN)
+    assert WORDS in str(SHOWN)
+
+
+def test_json_and_rest_have_the_bytes_of_each_device():
+    [found] = plain.status(SHOWN)["leases"]
+    assert found["shares"] == {"sim:0": 24 * GIB, HOST: 16 * GIB}
+    [row] = memory.models(SHOWN)
+    assert row["shares_mb"] == {"sim:0": 24 * 1024, HOST: 16 * 1024}
+    assert (row["location"], row["device"], row["memory_mb"]) == ("gpu", "sim:0 + host", 40 * 1024)
+
+
+def test_the_console_shows_the_parts_and_offers_both_ways():
+    [row] = models(SHOWN)
+    assert row.cells[1].text == WORDS
+    assert [button.label for button in row.buttons] == ["Restore", "Evict", "Pin"]
+
+
+def test_the_bars_show_each_part_on_its_device():
+    [card, host] = bars.bars(SHOWN)
+    assert [(one.title, one.bytes) for one in card.stretches] == [("big", 24 * GIB)]
+    assert [(one.title, one.bytes) for one in host.stretches] == [("big", 16 * GIB)]
+    assert f"24.0 GiB: {WORDS}" in card.stretches[0].tooltip
+
+
+def test_only_the_part_that_leaves_is_hatched():
+    going = replace(
+        BIG,
+        shares=(Share("sim:0", 40 * GIB),),
+        target=(Share(HOST, 3 * GIB),),
+        phase=Phase.LEAVING,
+    )
+    [card, _] = bars.bars(samples.snapshot(going, gib=40.0))
+    assert [(one.bytes, one.kind) for one in card.stretches] == [
+        (37 * GIB, "settled"),
+        (3 * GIB, "leaving"),
+    ]
+
+
+def test_what_if_shows_the_part_that_would_leave():
+    whole = samples.snapshot(replace(BIG, shares=(Share("sim:0", 40 * GIB),)), gib=40.0)
+    out = Move(BIG.id, (Share("sim:0", 3 * GIB),), (Share(HOST, 3 * GIB),))
+    plan = replace(samples.fits, steps=(out,), name="new")
+    then = whatif.after(whole, plan.steps)
+    [lease] = then.leases()
+    assert lease.shares == (Share("sim:0", 37 * GIB), Share(HOST, 3 * GIB))
+    assert "big (3.0 GiB of 40.0 GiB)" in whatif.evicted(plan, whole)[0]
