@@ -249,3 +249,27 @@ def test_a_small_model_leaves_whole(runtime):
     rt.adopt("net", Net().eval())
     rt.preload("net")
     assert rt._session.residents["net"].lease.piece_bytes == 0 < MIB
+
+
+# -- with a copy in host memory
+
+
+def test_a_part_of_a_model_with_a_copy_in_host_memory_leaves_and_returns(runtime):
+    """The part of the copy becomes the model's share, so host memory holds the same bytes throughout."""
+    rt = runtime(**BOX)
+    rt.register("big", backend="fake", size="40GiB", pieces=40, shadow=True)
+    rt.preload("big")
+    resident = rt._session.residents["big"]
+    host = rt._session.probe.place(HOST)
+    assert resident.shadow_bytes == host.held_bytes() == 40 * GIB
+    fakes(rt, small="3GiB")
+    with rt.use("small"):
+        assert [share.bytes for share in resident.lease.shares] == [37 * GIB, 3 * GIB]
+        assert (resident.shadow_bytes, host.held_bytes()) == (37 * GIB, 40 * GIB)
+        assert rt._session.ledger.read().claims()[HOST] == 40 * GIB
+    rt.forget("small")
+    with rt.use("big"):
+        assert (resident.shadow_bytes, host.held_bytes()) == (40 * GIB, 40 * GIB)
+        assert rt._session.ledger.read().claims()[HOST] == 40 * GIB
+    rt.evict("big")
+    assert (resident.shadow_bytes, host.held_bytes()) == (0, 40 * GIB)
