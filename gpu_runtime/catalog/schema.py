@@ -27,7 +27,7 @@ from ..arguments import (
     WORD,
     Rule,
 )
-from ..backends.engines.arguments import group_flags
+from ..backends.engines.arguments import group_flags, is_placeholder
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, parse_importance
 from ..safe_text import quoted
@@ -432,7 +432,7 @@ def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
     Raises ValueError if a value is missing or cannot be read.
     """
     for flag, value, _ in group_flags(words):
-        field, read = _ARGUMENTS.get(flag, ("", str))
+        field, read = _ARGUMENTS.get("" if is_placeholder(value) else flag, ("", str))
         if field and value is None:
             raise ValueError(f"{flag} needs a value")
         try:

@@ -112,6 +112,18 @@ def test_user_arguments_are_passed_on_except_those_that_the_lease_decides(instal
     assert words[-4:] == ("--max-model-len", "32768", "--limit-mm-per-prompt", '{"image":10}')
 
 
+@pytest.mark.parametrize("backend", ["vllm", "llama_server"])
+def test_placeholders_get_the_values_of_the_placement(installed, backend):
+    """The number of cards and the part of each are known only once the model is placed."""
+    own = ["--pp={tensor_parallel}", "--part", "{gpu_memory_utilization}", "--side", "{port}1"]
+    own += ["--json", '{"port": 1}']
+    ordered = order(backend, gib=(20, 20), runtime_args=own, source="/models/a.gguf")
+    words = recipe(backend).command(ordered).words
+    assert words[-7:] == (
+        "--pp=2", "--part", "0.25", "--side", "83001", "--json", '{"port": 1}',
+    )  # fmt: skip
+
+
 def test_ollama_gets_its_options_from_the_environment(installed):
     """Ollama takes no flags. Each model has a server of its own, which keeps the model loaded."""
     command = recipe("ollama").command(

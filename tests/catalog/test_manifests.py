@@ -383,6 +383,13 @@ def test_layers_and_backend_default_to_the_settings():
     assert (own.options["gpu_layers"], own.backend) == (20, "vllm")
 
 
+def test_a_placeholder_is_no_value_of_a_field():
+    """Its value is known once the model has its cards, so no field is read from it."""
+    made = spec("runtime_args: [--tensor-parallel-size, '{tensor_parallel}', --seed=1]")
+    assert "most_cards" not in made.placement
+    assert made.options["runtime_args"][1] == "{tensor_parallel}"
+
+
 def test_trust_needs_both_the_file_and_the_setting():
     """A file from another author cannot make this process run code, unless the setting allows it too."""
     words = "runtime_args: [--trust-remote-code, --seed, '1']"

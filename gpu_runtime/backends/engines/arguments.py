@@ -7,7 +7,7 @@ parser.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ...facts import ModelSpec
 
@@ -21,6 +21,7 @@ RESERVED_FLAGS = (  # the lease decides these
     "-mg",
     "-sm",
 )
+_PLACEHOLDER = re.compile(r"\{(tensor_parallel|gpu_memory_utilization|port)\}")
 _VALUE = re.compile(r"(?!-)|-\d")  # the next word is a value unless it looks like a flag
 
 
@@ -48,9 +49,24 @@ def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple
             index += 1
 
 
-def user_arguments(spec: ModelSpec) -> tuple[str, ...]:
+def is_placeholder(value: str | None) -> bool:
+    """Whether the `value` of a flag is known only once the model has its cards.
+
+    >>> is_placeholder("{tensor_parallel}"), is_placeholder('{"image": 10}')
+    (True, False)
+    """
+    return value is not None and _PLACEHOLDER.search(value) is not None
+
+
+def user_arguments(spec: ModelSpec, values: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """The `runtime_args` of `spec` without the flags that the lease decides.
 
+    Placeholders are replaced by their `values`: `{tensor_parallel}` (the number of cards),
+    `{gpu_memory_utilization}` (the part of each card) and `{port}`.
+
+    >>> words = ["--tp={tensor_parallel}"]
+    >>> user_arguments(ModelSpec("a", "vllm", options={"runtime_args": words}), {"tensor_parallel": "2"})
+    ('--tp=2',)
     >>> words = ["--seed", "1", "--gpu-memory-utilization", "1"]
     >>> user_arguments(ModelSpec("a", "vllm", options={"runtime_args": words}))
     ('--seed', '1')
@@ -60,7 +76,10 @@ def user_arguments(spec: ModelSpec) -> tuple[str, ...]:
     for flag, _, flag_words in group_flags(words):
         if flag not in RESERVED_FLAGS:
             kept += flag_words
-    return tuple(kept)
+    known = values or {}
+    return tuple(
+        _PLACEHOLDER.sub(lambda found: known.get(found[1], found[0]), word) for word in kept
+    )
 
 
 def has_flag(words: tuple[str, ...], *flags: str) -> bool:

@@ -31,6 +31,7 @@ from .recipe import (
     custom_template,
     nothing_to_prepare,
     placed_as_ordered,
+    placeholders,
 )
 
 INHERITS_SOCKET = False
@@ -97,7 +98,7 @@ def _llama_arguments(order: LaunchOrder) -> dict[str, Any]:
 
 def _native(order: LaunchOrder, executable: str) -> Command:
     """The command of `llama-server`. Flags that the user's own arguments set are left out."""
-    spec, own = order.spec, user_arguments(order.spec)
+    spec, own = order.spec, user_arguments(order.spec, placeholders(order))
     layers = gpu_layers(spec)
     words = ["--model", order.source, "--alias", spec.name]
     words += ["--host", "127.0.0.1", "--port", str(order.port)]

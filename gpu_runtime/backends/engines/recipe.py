@@ -8,6 +8,7 @@ logs and the end.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,8 @@ from ...facts import Evidence, ModelSpec, Shares
 from ..missing import AbsentBackend
 
 USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
+
+LEAST, MOST = 0.01, 0.99  # bounds of the part of a card that an engine may take
 
 # Sends a request with method, path and JSON body. Returns the status (0: no answer) and the JSON.
 SendRequest = Callable[[str, str, Any], tuple[int, Any]]
@@ -114,6 +117,26 @@ class Recipe(Protocol):
         `send` sends a request to the server.
         """
         ...
+
+
+def utilization(order: LaunchOrder) -> float:
+    """The part of each card of `order` that an engine may take, from 0.01 to 0.99.
+
+    vLLM takes the same part of every card, so the smallest share decides. The part is rounded down,
+    so that vLLM stays within its share.
+    """
+    part = min(share.bytes / order.totals[share.device] for share in order.shares)
+    rounded_down = math.floor(part * 10_000) / 10_000
+    return min(MOST, max(LEAST, rounded_down))
+
+
+def placeholders(order: LaunchOrder) -> dict[str, str]:
+    """The values of the placeholders in `runtime_args` that are known once `order` is placed."""
+    return {
+        "tensor_parallel": str(len(order.shares)),
+        "gpu_memory_utilization": f"{utilization(order):g}",
+        "port": str(order.port),
+    }
 
 
 def evidence_from_files(spec: ModelSpec) -> Evidence:

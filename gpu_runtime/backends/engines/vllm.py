@@ -8,7 +8,6 @@ Source: vLLM, CLI reference, `vllm serve`.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -21,14 +20,15 @@ from .recipe import (
     nothing_to_prepare,
     path_or_name,
     placed_as_ordered,
+    placeholders,
     usual_health_path,
+    utilization,
 )
 
 INHERITS_SOCKET = False
 BASE = "/v1"
 LAYOUT = "balanced"  # tensor parallelism: equal parts
 KEYED = True
-LEAST, MOST = 0.01, 0.99
 _OPTION_FLAGS = {
     "context_length": "--max-model-len",
     "dtype": "--dtype",
@@ -54,20 +54,9 @@ def model(order: LaunchOrder) -> str:
     return order.spec.name
 
 
-def utilization(order: LaunchOrder) -> float:
-    """The part of each card of `order` that vLLM may take, from 0.01 to 0.99.
-
-    vLLM takes the same part of every card, so the smallest share decides. The part is rounded down,
-    so that vLLM stays within its share.
-    """
-    part = min(share.bytes / order.totals[share.device] for share in order.shares)
-    rounded_down = math.floor(part * 10_000) / 10_000
-    return min(MOST, max(LEAST, rounded_down))
-
-
 def command(order: LaunchOrder) -> Command:
     """The command line for `order`. Flags that the user's own arguments set are left out."""
-    own = user_arguments(order.spec)
+    own = user_arguments(order.spec, placeholders(order))
     options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
     words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port)]
     words += ["--served-model-name", order.spec.name]
