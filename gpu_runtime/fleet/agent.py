@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import FleetUnavailable, GpuError, NotAllowed, UnknownModel
+from ..errors import FleetUnavailable, GpuError, NotAllowed
 from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
 from ..runtime import Runtime
 from ..scheduler.offers import offer_of
@@ -30,6 +31,7 @@ log = logging.getLogger("gpu_runtime")
 # Threads of each kind of call. A client that waits for a model occupies one of the loads.
 GROUPS = {"offers": 8, "loads": 64, "calls": 64, "verbs": 8}
 WATCH_SECONDS = 0.3  # how often the jobs of clients are checked
+NODE_TURNS = 3  # every so many of these checks, the own node is checked too
 VERBS = (  # methods of Runtime that others may call through the agent
     "status models leases events evictions history decisions fragmentation health plan why doctor "
     "schedule preload evict restore move pin unpin drain defrag specs"
@@ -49,6 +51,7 @@ class HostAgent:
         """
         self.host = host
         self._revision = -1
+        self._drained = False
         self._learning = threading.Lock()
         self._trouble: GpuError | None = None
         try:
@@ -73,7 +76,7 @@ class HostAgent:
                 why="no card",
             )
         self.holds = Holds(self.rt, self.host)
-        start(self._watch_jobs)
+        start(self._watch)
 
     def ready(self) -> dict[str, Any]:
         """The process id and the versions of this agent. Raises the error of its start."""
@@ -100,8 +103,7 @@ class HostAgent:
 
     def _drain_if_wished(self, wished: bool) -> None:
         """Drains this host's cards, or opens them, if the wishes changed that."""
-        drained = getattr(self, "_drained", False)
-        if wished == drained:
+        if wished == self._drained:
             return
         for view in self.rt.status().devices:
             if not view.device.is_host:
@@ -185,7 +187,7 @@ class HostAgent:
         self.learn(revision)
         if only_here and not self.rt.here(name):
             return False
-        if getattr(self, "_drained", False):
+        if self._drained:
             raise NotAllowed(
                 f"{self.host} is drained.", name=name, user="", because="it is drained"
             )
@@ -203,7 +205,7 @@ class HostAgent:
     def load(self, name: str, revision: int, timeout: float) -> str:
         """Loads the model `name` and returns its devices. Raises as `rt.preload` does."""
         self.learn(revision)
-        if getattr(self, "_drained", False):
+        if self._drained:
             raise NotAllowed(f"{self.host} is drained.", name=name, user="", because="drained")
         self.rt.preload(name, timeout=timeout)
         lease = self._leases().get(name)
@@ -212,26 +214,40 @@ class HostAgent:
     def verb(self, name: str, args: Any, kwargs: Any) -> Any:
         """The result of the runtime's method `name`, one of VERBS."""
         if name not in VERBS:
-            raise UnknownModel(name, tuple(VERBS), none="", advice="That is no verb of a host.")
+            raise GpuError(f"{name} is no verb of a host; these are: {', '.join(VERBS)}.")
         return getattr(self.rt, name)(*args, **kwargs)
 
     def stop(self) -> None:
         """Ends all holds and frees all models. The actor is then removed by its caller."""
         if self._trouble is None:
             self.rt.close()
+            shutil.rmtree(self._catalogue, ignore_errors=True)
 
-    # -- clients that ended ------------------------------------------------------------------------
+    # -- clients and nodes that ended --------------------------------------------------------------
 
-    def _watch_jobs(self) -> None:
-        """Ends the holds of clients that have ended. Detached actors outlive them."""
+    def _watch(self) -> None:
+        """Ends the holds of clients that have ended, and this process if its node was given up."""
+        turn = 0
         while not self.rt._closed:
             time.sleep(WATCH_SECONDS)
-            if not len(self.holds):
-                continue
+            turn += 1
             try:
-                ended = cluster.ended_jobs()
+                if len(self.holds):
+                    self._end_holds_of_the_dead()
+                if turn % NODE_TURNS == 0 and cluster.is_given_up():
+                    self._end()
             except Exception as error:  # noqa: BLE001 - the head restarts: ask again
-                log.debug("the table of jobs cannot be read: %s", error)
-                continue
-            if count := self.holds.release_jobs(ended):
-                log.info("%s: ended %d uses of clients that have ended", self.host, count)
+                log.debug("the head does not answer: %s", error)
+
+    def _end_holds_of_the_dead(self) -> None:
+        """Detached actors outlive their clients, so the holds of ended jobs are ended here."""
+        if count := self.holds.release_jobs(cluster.ended_jobs()):
+            log.info("%s: ended %d uses of clients that have ended", self.host, count)
+
+    def _end(self) -> None:
+        """Ends this process, because its node was declared dead while it was frozen.
+
+        Its clients use other hosts by now. Its leases end with it, as those of any dead process.
+        """
+        log.warning("%s was declared dead, and ends", self.host)
+        os._exit(1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..catalog.store import Catalog
 from ..errors import AmbiguousName, Busy, FleetUnavailable, GpuError, NodeLost, UnknownModel
 from ..facts import Offer, Outcome, PlanLevel, Snapshot
+from ..safe_text import quoted
 from ..scheduler.offers import ranked
 from ..settings import Settings
 from ..units import parse_seconds
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpu_runtime")
 
 RACE_SECONDS = 2.0  # how long an offered host may need to make the room that it offered
+BELIEVED_SECONDS = 2.0  # how long a model is used where it was, before all hosts are asked again
+_COPIES = (PlanLevel.HERE, PlanLevel.RESTORE)  # levels of a host that has the model
 SLICE_SECONDS = 5.0  # how long one host is waited for before all are asked again
 
 
@@ -39,7 +42,8 @@ class Fleet:
         self._controller = joining.controller()
         cluster.answer(self._controller.ready.remote(cluster.versions()))
         self._hosts = Hosts()
-        self._last: dict[str, str] = {}  # model -> the host that served it last
+        # Model -> the host that has its only copy, and until when that is believed.
+        self._last: dict[str, tuple[str, float]] = {}
 
     # -- using -------------------------------------------------------------------------------------
 
@@ -91,19 +95,30 @@ class Fleet:
 
             served = placing.attempts(name, offers, enter)
             if served.host:
-                self._last[name] = served.host
+                self._remember(name, served.host, offers)
                 return served.host, self._agent(served.host)
             for host in served.gone:
                 self._forget(host)
             waited = time.monotonic() - began
-            error = placing.refusal(name, offers, served.reasons, waited)
+            error = placing.refusal(name, offers, served, waited)
             if not isinstance(error, Busy) or (timeout is not None and waited >= timeout):
                 raise error
 
+    def _remember(self, name: str, host: str, offers: tuple[Offer, ...]) -> None:
+        """Uses the model on `host` next time too, unless it has copies on other hosts.
+
+        With copies, every use asks which of them has the fewest users.
+        """
+        copies = [offer for offer in offers if offer.level in _COPIES and offer.host != host]
+        if copies:
+            self._last.pop(name, None)
+        else:
+            self._last[name] = host, time.monotonic() + BELIEVED_SECONDS
+
     def _where_it_was(self, hold: str, name: str, importance: Any) -> tuple[str, Any] | None:
         """Enters the model where it was used last, if it is still on its device there."""
-        host = self._last.get(name)
-        if host is None:
+        host, until = self._last.get(name, ("", 0.0))
+        if time.monotonic() >= until:
             return None
         try:
             agent = self._agent(host)
@@ -153,7 +168,7 @@ class Fleet:
     def _forget(self, host: str) -> None:
         """Uses the `host` no longer, until the controller offers it again."""
         self._hosts.forget(host)
-        for name, last in list(self._last.items()):
+        for name, (last, _) in list(self._last.items()):
             if last == host:
                 self._last.pop(name, None)
 
@@ -185,6 +200,7 @@ class Fleet:
                 for entry in catalog.entries().values()
                 if entry.name in names
             ]
+        self._last.clear()  # a model may have more copies now
         return self._ask_controller("apply", tuple(bodies), copies, dedicated)
 
     def delete(self, name: str) -> Outcome:
@@ -220,11 +236,21 @@ class Fleet:
     def drain(self, host: str, *, undo: bool = False) -> Outcome:
         """Closes `host` to models, and loads its wished models elsewhere. `undo` opens it again.
 
-        Models in use stay until their blocks end. Raises UnknownModel for an unknown host.
+        Models in use stay until their blocks end. Raises FleetUnavailable for an unknown host.
         """
+        self._require_host(host)
         self._ask_controller("drain", host, undo)
         words = "takes models again" if undo else "takes no more models"
         return Outcome("drain", host, True, f"{host} {words}")
+
+    def _require_host(self, name: str) -> None:
+        """Raises FleetUnavailable if no living host has this `name`."""
+        hosts = self.hosts()
+        if name not in hosts:
+            raise FleetUnavailable(
+                f"no host is called {quoted(name)}. The fleet has {', '.join(hosts) or 'none'}.",
+                why="unknown host",
+            )
 
     def host(self, name: str) -> FarRuntime:
         """The runtime of the host `name`: its verbs, as those of `rt`. Raises NodeLost."""
@@ -307,6 +333,7 @@ class FarRuntime:
                 return cluster.answer(on(agent, "verb", "verbs", verb, args, kwargs), None)
             except (cluster.Gone, cluster.Unreachable) as error:
                 self._fleet._forget(self.host)
+                self._fleet._require_host(self.host)
                 raise NodeLost("", self.host, str(error)) from None
 
         far.__name__ = verb

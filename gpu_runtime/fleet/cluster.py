@@ -162,6 +162,12 @@ def living_nodes() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in ray().nodes() if node["Alive"]}
 
 
+def is_given_up() -> bool:
+    """Whether the head has declared the node of this process dead. It never comes back."""
+    own = ray().get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own and not node["Alive"] for node in ray().nodes())
+
+
 def ended_jobs() -> set[str]:
     """The ids of the jobs whose driver has ended."""
     worker = ray()._private.worker.global_worker

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from ..errors import GpuError, UnknownModel
+from ..errors import GpuError
 from ..facts import Offer, PlanLevel
 from ..scheduler.offers import MOST_PLANNED, largest_first, ranked, shortlist
 from ..threads import start
@@ -76,20 +76,10 @@ class Controller:
 
     def drain(self, host: str, undo: bool) -> None:
         """Closes `host` to models, or opens it again, and loads its wished models elsewhere."""
-        self._require_host(host)
+        self._hosts.refresh()
         self._change(lambda old: wishes.with_drain(old, host, undo=undo))
         self._hosts.ask("learn", self._wishes.revision, hosts=[host])
         self._fill_all_later()
-
-    def _require_host(self, host: str) -> None:
-        self._hosts.refresh()
-        if host not in self._hosts.names():
-            raise UnknownModel(
-                host,
-                self._hosts.names(),
-                none="No host has joined yet.",
-                advice="The hosts:  gpu fleet status",
-            )
 
     def _change(self, change: Any) -> None:
         with self._lock:
@@ -173,6 +163,8 @@ class Controller:
         """Loads one more copy of a wished model on a host that does not have it."""
         offers, revision = self.choose(name, has)
         allowed = [offer for offer in offers if self._may_evict(offer, dedicated)]
+        if has:  # copies are spread: the most free host of a level is first
+            allowed.sort(key=lambda offer: (offer.level.order, -offer.left_bytes))
 
         def load(offer: Offer) -> str:
             """Loads the model on the host of this offer."""

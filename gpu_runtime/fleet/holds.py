@@ -10,13 +10,14 @@ import _thread
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import NodeLost
 from ..threads import start
 
-ENDING_SECONDS = 10.0
+MOST_RELEASED = 1000  # early releases that are remembered
 
 
 class _Released(BaseException):
@@ -58,6 +59,8 @@ class Holds:
         """`rt` is the runtime of this host, and `host` its name."""
         self._rt, self._host = rt, host
         self._all: dict[str, Hold] = {}
+        # Ids that were released before their hold began: the release may arrive first.
+        self._released_early: deque[str] = deque(maxlen=MOST_RELEASED)
         self._by_thread: dict[int, Hold] = {}
         rt.tell_waits(self._on_wait)
 
@@ -67,6 +70,8 @@ class Holds:
         Raises as `rt.use` does.
         """
         self._all[hold.id] = hold
+        if hold.id in self._released_early:
+            self.release(hold.id)
         start(lambda: self._run(hold, timeout, importance))
         error = hold.ready.get()
         if error is not None:
@@ -93,6 +98,8 @@ class Holds:
         """Ends the hold `id`. Without such a hold, nothing happens."""
         if hold := self._all.pop(id, None):
             hold.release()
+        else:
+            self._released_early.append(id)
 
     def release_jobs(self, ended: set[str]) -> int:
         """Ends all holds of the jobs that have `ended`. Returns their number."""

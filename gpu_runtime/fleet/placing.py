@@ -6,7 +6,7 @@ Nothing here knows Ray: `attempt` is the call that a host answers or refuses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 from ..errors import Busy, Deadlock, DoesNotFit, LoadFailed, NotAllowed, OutOfMemory, UnknownModel
@@ -25,6 +25,7 @@ NEXT_HOST = (  # after such an answer, the next host is tried
     OutOfMemory,
     UnknownModel,
 )
+_PASSING = (Busy, Deadlock, OutOfMemory)  # a later attempt may succeed
 
 
 class Served(NamedTuple):
@@ -34,6 +35,7 @@ class Served(NamedTuple):
     answer: object
     reasons: dict[str, str]  # host -> why it did not serve the model
     gone: tuple[str, ...]  # hosts that died or did not answer meanwhile
+    errors: tuple[Exception, ...] = ()  # what the hosts that were tried answered
 
 
 def attempts(
@@ -50,26 +52,27 @@ def attempts(
     able = [offer for offer in listed if offer.level is not PlanLevel.NEVER]
     reasons = {offer.host: offer.because for offer in listed if offer.level is PlanLevel.NEVER}
     gone: list[str] = []
+    errors: list[Exception] = []
     for number, offer in enumerate(able, start=1):
         log.info("%s: attempt %d/%d on %s (%s)", name, number, len(able), offer.host, offer.level)
         try:
             return Served(offer.host, attempt(offer), reasons, tuple(gone))
         except NEXT_HOST as error:
             reasons[offer.host] = str(error).partition("\n")[0]
+            errors.append(error)
         except (Gone, Unreachable) as error:
             reasons[offer.host] = f"it does not answer ({error})"
             gone.append(offer.host)
-    return Served("", None, reasons, tuple(gone))
+    return Served("", None, reasons, tuple(gone), tuple(errors))
 
 
-def refusal(
-    name: str, offers: Iterable[Offer], reasons: Mapping[str, str], waited: float
-) -> Exception:
+def refusal(name: str, offers: Iterable[Offer], served: Served, waited: float) -> Exception:
     """The error for a model that no host served. It names every host with its reason.
 
-    It is DoesNotFit if no host can ever serve the model as things are, and else Busy.
+    It is Busy if a later attempt may succeed. Otherwise it is DoesNotFit, or LoadFailed if hosts
+    had room and could not load the model.
     """
-    listed = list(offers)
+    listed, reasons = list(offers), served.reasons
     each = "\n".join(f"  {host}: {reason}" for host, reason in sorted(reasons.items()))
     if not reasons:
         return DoesNotFit(
@@ -78,6 +81,16 @@ def refusal(
             **_facts(name, listed),
         )
     if all(offer.level is PlanLevel.NEVER for offer in listed):
+        return DoesNotFit(f"{name} fits on no host of the fleet.\n{each}", **_facts(name, listed))
+    if (
+        served.errors
+        and not served.gone
+        and not any(isinstance(e, _PASSING) for e in served.errors)
+    ):
+        if any(isinstance(error, LoadFailed) for error in served.errors):
+            return LoadFailed(
+                f"{name} was loaded by no host of the fleet.\n{each}", name=name, source=""
+            )
         return DoesNotFit(f"{name} fits on no host of the fleet.\n{each}", **_facts(name, listed))
     return Busy(
         f"{name} was not served by any host within {waited:.0f} s.\n{each}",

@@ -110,13 +110,30 @@ class Hosts:
 
     def kill(self, name: str) -> None:
         """Kills the node and its agent at once, as a power cut would."""
+        pid = self.agent_pid(name)
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+        os.kill(pid, signal.SIGKILL)
+
+    def agent_pid(self, name: str) -> int:
+        """The process id of the host's agent."""
         from gpu_runtime.fleet import cluster
 
-        node = self.nodes.pop(name)
-        agent = cluster.actor(cluster.AGENT + node.node_id)
-        pid = cluster.answer(agent.ready.remote())["pid"]
-        self.cluster.remove_node(node, allow_graceful=False)
-        os.kill(pid, signal.SIGKILL)
+        agent = cluster.actor(cluster.AGENT + self.nodes[name].node_id)
+        return cluster.answer(agent.ready.remote())["pid"]
+
+    def freeze(self, name: str) -> Callable[[], None]:
+        """Stops all processes of the node, as a virtual machine that is paused. Returns the end."""
+        [raylet] = self.nodes[name].all_processes["raylet"]
+        pids = [self.agent_pid(name), raylet.process.pid]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+
+        def wake() -> None:
+            """Lets the processes continue."""
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+        return wake
 
     def client(self, code: str) -> subprocess.Popen[str]:
         """A driver of its own: a process that runs `code` with `fleet` open."""
@@ -128,6 +145,17 @@ class Hosts:
             text=True,
             env=os.environ | ENVIRONMENT,
         )
+
+
+def write_models(file: Path, sizes: dict[str, int]) -> Path:
+    """Writes fake models of these sizes in GiB into `file`, as `apply` reads them."""
+    documents = [
+        f"apiVersion: model.aispec.org/v1alpha1\nkind: Model\nmetadata: {{name: {name}}}\n"
+        f"spec: {{runtime: fake, memory: {size}GiB, layout: single}}"
+        for name, size in sizes.items()
+    ]
+    file.write_text("\n---\n".join(documents))
+    return file
 
 
 @contextmanager

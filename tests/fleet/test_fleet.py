@@ -17,7 +17,7 @@ import gpu_runtime
 from gpu_runtime import DoesNotFit, FleetUnavailable, NodeLost, Runtime, UnknownModel, cli
 from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import cluster, joining
-from tests.fleet.ray_cluster import Hosts, eventually, started
+from tests.fleet.ray_cluster import Hosts, eventually, started, write_models
 
 MODELS = {"seventy": 70, "thirty": 30, "small": 4, "colossus": 500}
 HOSTS = {
@@ -36,13 +36,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 @pytest.fixture(scope="module")
 def fleet(hosts: Hosts) -> Any:
     found = gpu_runtime.fleet(hosts.cluster.address)
-    documents = "\n---\n".join(
-        f"apiVersion: model.aispec.org/v1alpha1\nkind: Model\nmetadata: {{name: {name}}}\n"
-        f"spec: {{runtime: fake, memory: {size}GiB, layout: single}}"
-        for name, size in MODELS.items()
-    )
-    file = hosts.directory / "models.yaml"
-    file.write_text(documents)
+    file = write_models(hosts.directory / "models.yaml", MODELS)
     assert found.apply(file, copies=0) == dict.fromkeys(MODELS, "on request")
     return found
 
@@ -146,6 +140,37 @@ def test_a_notebook_changes_the_offers_of_its_host_and_recalls_the_idle_model(em
     assert recalled[0].reason == "recall" and "needs room for b" in recalled[0].because
 
 
+# -- wishes ----------------------------------------------------------------------------------------
+
+
+def where(fleet: Any, name: str) -> list[str]:
+    """The hosts that have the model on a card or in memory."""
+    return [host for host in fleet.hosts() if name in fleet.host(host).leases()["model"].values]
+
+
+def apply(fleet: Any, hosts: Hosts, *names: str, **how: Any) -> dict[str, str]:
+    file = write_models(hosts.directory / "some.yaml", {name: MODELS[name] for name in names})
+    return fleet.apply(file, **how)
+
+
+def test_copies_are_spread_over_hosts_and_calls_over_copies(empty, hosts):
+    assert apply(empty, hosts, "small", copies=2) == {"small": ", ".join(where(empty, "small"))}
+    assert len(where(empty, "small")) == 2
+    with empty.use("small") as one, empty.use("small") as other:
+        assert sorted((one.host, other.host)) == where(empty, "small")
+    apply(empty, hosts, "small", copies=0)
+
+
+def test_a_dedicated_set_is_replaced_and_the_largest_model_is_placed_first(empty, hosts):
+    told = apply(empty, hosts, "small", "seventy", dedicated=True)
+    assert list(told) == ["seventy", "small"] and told["seventy"] == "box1"
+    assert apply(empty, hosts, "thirty", dedicated=True) == {"thirty": "box2"}
+    assert where(empty, "seventy") == where(empty, "small") == []
+    apply(empty, hosts, *MODELS, copies=0)
+    with empty.use("seventy"), pytest.raises(UnknownModel):
+        empty.delete("nobody")
+
+
 # -- the verbs -------------------------------------------------------------------------------------
 
 
@@ -181,7 +206,7 @@ def test_a_host_leaves_and_joins_again(empty, hosts, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("drain", "nobox"), "no model is called"),
+        (("drain", "nobox"), "no host is called 'nobox'. The fleet has box1, box2, box3"),
         (("drain",), "needs the name of a host"),
     ],
 )
@@ -266,3 +291,20 @@ def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
         assert again("second") == "second"
         assert again.host == "box2"
     eventually(lambda: empty.hosts() == ("box1", "box2"), "the dead host is no longer listed")
+
+
+def test_a_frozen_host_is_replaced_and_holds_nothing_when_it_wakes(empty, hosts):
+    """Its wished model is loaded elsewhere, too. A node that was declared dead ends when it wakes."""
+    assert apply(empty, hosts, "small", copies=1) == {"small": "box2"}
+    with empty.use("thirty", retry=True) as model:
+        assert model.host == "box2"
+        wake = hosts.freeze("box2")
+        try:
+            assert model("words") == "words"
+            assert model.host == "box1"
+            eventually(lambda: where(empty, "small") == ["box1"], "the wished model moves")
+        finally:
+            wake()
+    with Runtime(devices=HOSTS["box2"][0], ledger=hosts.ledger("box2")) as notebook:
+        with notebook.lease("36 GiB", timeout=30), notebook.lease("36 GiB", timeout=30):
+            assert {lease.kind for lease in notebook.status().leases()} == {"block"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime import Busy, DoesNotFit
+from gpu_runtime import Busy, DoesNotFit, LoadFailed
 from gpu_runtime.facts import Offer, PlanLevel
 from gpu_runtime.fleet.cluster import Gone
 from gpu_runtime.fleet.placing import attempts, refusal
@@ -61,15 +61,28 @@ def test_an_error_of_the_code_is_not_hidden_by_another_host():
 def test_a_refusal_names_every_host_with_its_reason():
     offers = [offer("a", NEVER), offer("b", NEVER)]
     served = attempts("qwen", offers, answering())
-    error = refusal("qwen", offers, served.reasons, 0.0)
+    error = refusal("qwen", offers, served, 0.0)
     assert isinstance(error, DoesNotFit) and error.need_bytes == 7
     assert str(error) == (
         "qwen fits on no host of the fleet.\n  a: because of a\n  b: because of b"
     )
     offers = [offer("a"), offer("b", NEVER)]
-    error = refusal("qwen", offers, attempts("qwen", offers, answering(a=BUSY)).reasons, 3.0)
+    error = refusal("qwen", offers, attempts("qwen", offers, answering(a=BUSY)), 3.0)
     assert isinstance(error, Busy) and error.hosts == {"a": "full", "b": "because of b"}
 
 
+def test_a_model_that_no_host_can_load_is_not_tried_for_ever():
+    """A damaged source is an error at once. Only a full host is worth another attempt."""
+    damaged = LoadFailed("the file is cut", name="qwen", source="/x")
+    offers = [offer("a"), offer("b")]
+    served = attempts("qwen", offers, answering(a=damaged, b=damaged))
+    error = refusal("qwen", offers, served, 0.0)
+    assert isinstance(error, LoadFailed) and "a: the file is cut" in str(error)
+    served = attempts("qwen", offers, answering(a=damaged, b=BUSY))
+    assert isinstance(refusal("qwen", offers, served, 0.0), Busy)
+    served = attempts("qwen", offers, answering(a=damaged, b=Gone("dead")))
+    assert isinstance(refusal("qwen", offers, served, 0.0), Busy)
+
+
 def test_a_fleet_without_hosts_says_how_to_join():
-    assert "gpu fleet join" in str(refusal("qwen", [], {}, 0.0))
+    assert "gpu fleet join" in str(refusal("qwen", [], attempts("qwen", [], answering()), 0.0))

@@ -1,0 +1,96 @@
+"""Holds: one thread for each use of a model by a client of the fleet."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gpu_runtime import Busy, NodeLost, Runtime, UnknownModel
+from gpu_runtime.fleet.holds import Hold, Holds
+from gpu_runtime.threads import start
+
+
+@pytest.fixture
+def rt():
+    with Runtime(devices="sim:24GiB,host:1GiB", ledger="memory:") as found:
+        found.register("qwen", backend="fake", size="14GiB")
+        found.register("llama", backend="fake", size="14GiB")
+        yield found
+
+
+@pytest.fixture
+def holds(rt):
+    return Holds(rt, "box1")
+
+
+def pins(rt: Runtime) -> dict[str, int]:
+    rt.tick()
+    return {lease.name: lease.pins for lease in rt.status().leases()}
+
+
+def until(condition) -> None:
+    """Waits until `condition` is true, for 30 s at most."""
+    done = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return
+        done.wait(0.01)
+    raise AssertionError("the condition is not true after 30 s")
+
+
+def test_a_hold_pins_its_model_until_it_is_released(rt, holds):
+    holds.enter(Hold("h1", "job1", "qwen"), None, None)
+    assert pins(rt) == {"qwen": 1} and holds.users("qwen") == 1
+    assert holds.call("h1", (), ("words",), {}) == "words"
+    holds.release("h1")
+    until(lambda: pins(rt) == {"qwen": 0})
+    with pytest.raises(NodeLost, match="restarted"):
+        holds.call("h1", (), (), {})
+
+
+def test_a_call_raises_its_error_and_the_hold_goes_on(holds):
+    holds.enter(Hold("h1", "job1", "qwen"), None, None)
+    with pytest.raises(AttributeError):
+        holds.call("h1", ("nothing",), (), {})
+    assert holds.call("h1", (), (1,), {}) == 1
+    holds.release("h1")
+
+
+def test_an_error_before_the_model_is_there_is_raised_where_the_client_waits(rt, holds):
+    with pytest.raises(UnknownModel):
+        holds.enter(Hold("h1", "job1", "nobody"), None, None)
+    holds.enter(Hold("h2", "job1", "qwen"), None, None)
+    with pytest.raises(Busy):
+        holds.enter(Hold("h3", "job1", "llama"), 0.0, None)
+    assert len(holds) == 1
+    holds.release("h2")
+
+
+def test_a_client_that_ended_frees_its_models_and_its_waits(rt, holds):
+    """The wait of a dead client must not take the card from the living."""
+    holds.enter(Hold("h1", "job1", "qwen"), None, None)
+    waited: list[BaseException] = []
+
+    def wait_for_room() -> None:
+        """Waits for the card that h1 occupies."""
+        try:
+            holds.enter(Hold("h2", "job2", "llama"), None, None)
+        except NodeLost as error:
+            waited.append(error)
+
+    thread = start(wait_for_room)
+    until(lambda: rt.status().tickets)
+    assert holds.release_jobs({"job2"}) == 1
+    assert thread.wait(30) and waited
+    until(lambda: not rt.status().tickets)
+    assert holds.release_jobs({"job1"}) == 1
+    until(lambda: pins(rt) == {"qwen": 0})
+
+
+def test_a_release_that_arrives_before_its_hold_is_not_lost(rt, holds):
+    """An interrupted client withdraws its request, which may overtake the request itself."""
+    holds.release("h1")
+    holds.enter(Hold("h1", "job1", "qwen"), None, None)
+    until(lambda: pins(rt) == {"qwen": 0})
+    assert len(holds) == 0
