@@ -112,7 +112,7 @@ def test_user_arguments_are_passed_on_except_those_that_the_lease_decides(instal
     assert words[-4:] == ("--max-model-len", "32768", "--limit-mm-per-prompt", '{"image":10}')
 
 
-@pytest.mark.parametrize("backend", ["vllm", "llama_server"])
+@pytest.mark.parametrize("backend", ["vllm", "llama-server"])
 def test_placeholders_get_the_values_of_the_placement(installed, backend):
     """The number of cards and the part of each are known only once the model is placed."""
     own = ["--pp={tensor_parallel}", "--part", "{gpu_memory_utilization}", "--side", "{port}1"]
