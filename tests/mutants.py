@@ -315,15 +315,15 @@ FAULTS = [
     Fault(
         "a needless piece leaves",
         "scheduler/victims",
-        "    size = max(1, -(-(need - (on_cards - own)) // piece)) * piece\n",
-        "    size = max(1, -(-(need - (on_cards - own)) // piece) + 1) * piece\n",
+        "    size = max(1, -(-need // piece)) * piece\n",
+        "    size = max(1, -(-need // piece) + 1) * piece\n",
         PARTS,
     ),
     Fault(
         "a part without room in host memory",
         "scheduler/victims",
-        "            if part.offload_bytes > (free if lease.droppable else most + reserved):\n",
-        "            if False:\n",
+        "                if size <= (free if lease.droppable else most + reserved):\n",
+        "                if True:\n",
         PARTS,
     ),
     Fault(

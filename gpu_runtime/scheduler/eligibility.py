@@ -76,7 +76,11 @@ def eviction_step(
 
 def copied_bytes(lease: Lease, step: Move | Drop | Shed | None) -> int:
     """The bytes of host memory that `step` takes beyond the shadow of `lease`; 0 if it is no Move."""
-    return replace(lease, target=step.shares).offload_bytes if isinstance(step, Move) else 0
+    if not isinstance(step, Move):
+        return 0
+    if lease.shadow_bytes:
+        return replace(lease, target=step.shares).offload_bytes
+    return sum([share.bytes for share in step.shares])
 
 
 def can_move(lease: Lease, world: World) -> bool:

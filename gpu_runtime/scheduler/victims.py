@@ -202,23 +202,29 @@ def _without_needless_pieces(chosen: Gains, surplus: Gain, host: PartsRoom) -> t
     for lease, gain in reversed(chosen):
         on_card = max(gain.values())
         reserved = 0 if lease.droppable else lease.offload_bytes
-        part = lease
         if _fits_in(gain, surplus):
-            stays, size = on_card, 0
+            stays, taken = on_card, 0
         else:
-            spare = min([surplus[place] for place in gain])
+            stays, taken = 0, reserved
+            spare = min(surplus.values()) if len(gain) == len(surplus) else _least(gain, surplus)
             part = part_of(lease, on_card - spare)
-            if part.offload_bytes > (free if lease.droppable else most + reserved):
-                part = lease
-            size = part.offload_bytes if part.target or reserved else 0
-            stays = on_card - freed_bytes(part)
-            leaving.append(part)
-        free += reserved - size
-        most += reserved - (size if reserved else 0)
+            if part is not lease:
+                size = part.offload_bytes if lease.shadow_bytes else part.target[0].bytes
+                if size <= (free if lease.droppable else most + reserved):
+                    stays, taken = lease.card_bytes - part.target[0].bytes, size
+                    lease = part
+            leaving.append(lease)
+        free += reserved - taken
+        if reserved:
+            most += reserved - taken
         for place in gain:
             surplus[place] -= stays
     leaving.reverse()
     return tuple(leaving)
+
+
+def _least(gain: Gain, surplus: Gain) -> int:
+    return min([surplus[place] for place in gain])
 
 
 def freed_bytes(leaving: Lease) -> int:
@@ -230,14 +236,16 @@ def freed_bytes(leaving: Lease) -> int:
 def part_of(lease: Lease, need: int) -> Lease:
     """The `lease` with the fewest pieces as its `target` that free `need` bytes of its card.
 
-    The target is empty if the lease cannot be cut, or if all its pieces must leave. At least one
+    The same lease is returned if it cannot be cut, or if all its pieces must leave. At least one
     piece leaves, because a lease with bytes in host memory claims no working memory.
     """
-    piece, own = lease.piece_bytes, lease.card_bytes
+    piece = lease.piece_bytes
     if not piece or lease.on_host:
         return lease
-    on_cards = sum([share.bytes for share in lease.shares if share.device != HOST])
-    size = max(1, -(-(need - (on_cards - own)) // piece)) * piece
+    own = lease.card_bytes
+    if lease.filled:  # its working memory is freed without a copy
+        need -= sum([share.bytes for share in lease.shares]) - own
+    size = max(1, -(-need // piece)) * piece
     if size >= own:
         return lease
     return replace(lease, target=(Share(HOST, size),))
