@@ -75,7 +75,9 @@ def victims_in_order(
         return None
     surplus = {place: -size for place, size in missing.items()}
     if host is not None and any([lease.piece_bytes for lease, _ in chosen]):
-        return _without_needless_pieces(chosen, surplus, host)
+        leaving = _without_needless_pieces(chosen, dict(surplus), host)
+        if any([lease.target for lease in leaving]):
+            return leaving
     if len(chosen) == 1:
         return (chosen[0][0],)
     spared = _spared(chosen, surplus)

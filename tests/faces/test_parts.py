@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_panels.data import bars, whatif
+from gpu_panels.data import bars, confirmations, whatif
 from gpu_panels.data.model_rows import models
 from msgspec.structs import replace
 
@@ -38,6 +38,14 @@ def test_the_console_shows_the_parts_and_offers_both_ways():
     [row] = models(SHOWN)
     assert row.cells[1].text == WORDS
     assert [button.label for button in row.buttons] == ["Restore", "Evict", "Pin"]
+
+
+def test_the_question_before_an_eviction_names_only_the_bytes_on_the_card():
+    proposal = confirmations.propose("evict", BIG.id, SHOWN)
+    asked = confirmations.question(proposal, SHOWN)
+    assert asked.lines[0] == "This frees 24.0 GiB on sim:0."
+    proposal = confirmations.propose("restore", BIG.id, SHOWN)
+    assert confirmations.question(proposal, SHOWN).lines[0] == f"It has {WORDS}."
 
 
 def test_the_bars_show_each_part_on_its_device():

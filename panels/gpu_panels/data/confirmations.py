@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpu_runtime.facts import HOST, Lease, LeaseId, Phase, Snapshot, lease_title
+from gpu_runtime.facts import (
+    HOST,
+    Lease,
+    LeaseId,
+    Phase,
+    Snapshot,
+    lease_title,
+    place_label,
+    where,
+)
 from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -95,7 +104,7 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
     if proposal.verb == "evict":
         return _question_evict(proposal, process, snapshot)
     if proposal.verb in ("restore", "preload"):
-        return _question_load(proposal, process)
+        return _question_load(proposal, process, _lease(proposal, snapshot))
     name, size = clean(proposal.name), show_bytes(proposal.bytes)
     label = VERBS[proposal.verb]
     held_by = f"Held by {process}."
@@ -121,9 +130,12 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
 
 def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
     lease = _lease(proposal, snapshot)
-    size = show_bytes(proposal.bytes)
+    size, place = show_bytes(proposal.bytes), proposal.where
+    if lease is not None and lease.in_parts:  # the rest of it is in host memory already
+        size = show_bytes(lease.card_bytes)
+        place = where(tuple(share for share in lease.shares if share.device != HOST))
     lines = (
-        f"This frees {size} on {proposal.where}.",
+        f"This frees {size} on {place}.",
         _use(lease, process, snapshot),
         _after_eviction(lease),
     )
@@ -155,12 +167,15 @@ def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Ques
     return Question(f"Park {title}?", lines, f"Park, freeing {size}", grave=True)
 
 
-def _question_load(proposal: Proposal, process: str) -> Question:
+def _question_load(proposal: Proposal, process: str, lease: Lease | None) -> Question:
     label = VERBS[proposal.verb]
     loader = process if proposal.pid else "a process that can load it"
     done = "loaded" if proposal.where == "disk" else "moved"
+    place = _whereabouts(proposal)
+    if lease is not None and lease.in_parts:
+        place = f"It has {place_label(lease)}."
     lines = (
-        _whereabouts(proposal),
+        place,
         f"It is {done} to a device by {loader}.",
         "Idle models are evicted if it needs their memory. It waits for models that are in use.",
     )
