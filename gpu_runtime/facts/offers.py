@@ -30,9 +30,9 @@ class HostRoom(Value):
     here: bool = False  # whether the model is on a device of the host
     warm: bool = False  # whether it is in the host's memory
     drained: bool = False  # whether the host takes no new models
-    free_bytes: int = 0  # the largest free room of a card
-    free_bytes_together: int = 0  # the sum over the cards
-    budget_bytes: int = 0  # the largest budget of a card
-    budget_bytes_together: int = 0  # the sum over the cards
     need_bytes: int = 0  # of the model; 0: unknown
     may_split: bool = False  # whether the model may use several cards
+    free_bytes: tuple[int, ...] = ()  # of each card
+    budget_bytes: tuple[int, ...] = ()  # of each card
+    # Importance -> bytes of idle leases on each card that are of this importance, and may leave.
+    idle_bytes: dict[int, tuple[int, ...]] = {}

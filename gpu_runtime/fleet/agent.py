@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import FleetUnavailable, GpuError, NotAllowed
 from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
 from ..runtime import Runtime
-from ..scheduler.offers import offer_of
+from ..scheduler.offers import offer_of, room_of
 from ..threads import start
 from . import cluster, wishes
 from .holds import Hold, Holds
@@ -125,23 +125,16 @@ class HostAgent:
     def room(self, name: str, revision: int) -> HostRoom:
         """The room of this host, and whether it has the model `name`."""
         self.learn(revision)
-        found = self.rt.status()
-        cards = [view for view in found.devices if not view.device.is_host]
-        free = [max(0, view.room_bytes or 0) for view in cards]
-        limits = [view.limit_bytes for view in cards]
-        lease = self._leases().get(name)
+        book, world = self.rt._session.look()
         need, may_split = self._need(name)
-        return HostRoom(
+        return room_of(
             self.host,
-            here=lease is not None and lease.on_device,
-            warm=lease is not None and lease.on_host,
-            drained=any(view.drained for view in cards),
-            free_bytes=max(free, default=0),
-            free_bytes_together=sum(free),
-            budget_bytes=max(limits, default=0),
-            budget_bytes_together=sum(limits),
+            book,
+            world,
             need_bytes=need,
             may_split=may_split,
+            name=name,
+            owner=self.rt._session.me,
         )
 
     def _need(self, name: str) -> tuple[int, bool]:

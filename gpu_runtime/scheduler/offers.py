@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..facts import HostRoom, Offer, Plan, PlanLevel
+from ..facts import Book, HostRoom, Offer, Plan, PlanLevel, World
+from .capacity import limit_of, room
+from .drain import drained
+from .eligibility import reason_to_stay
 
 MOST_PLANNED = 8  # hosts that make a plan for one decision
 
@@ -54,30 +57,70 @@ def _cost(offer: Offer) -> tuple[int, int, int, float, int, str]:
     return offer.level.order, offer.users, victims, seconds, offer.left_bytes, offer.host
 
 
+def room_of(
+    host: str, book: Book, world: World, *, need_bytes: int, may_split: bool, name: str, owner: str
+) -> HostRoom:
+    """The room of `host` for a model of `need_bytes`, from its `book` and its `world`.
+
+    `name` is the model, and `owner` the id of the owner that would hold it.
+    """
+    cards = [device.id for device in world.devices if not device.is_host]
+    free = room(book, world)
+    idle: dict[int, dict[str, int]] = {}
+    own = None
+    for lease in book.leases():
+        if lease.name == name and lease.owner == owner:
+            own = lease
+        elif not reason_to_stay(lease, world, asker=owner, importance=lease.importance):
+            by_card = idle.setdefault(lease.importance, {})
+            for share in lease.shares:
+                by_card[share.device] = by_card.get(share.device, 0) + share.bytes
+    return HostRoom(
+        host,
+        here=own is not None and own.on_device,
+        warm=own is not None and own.on_host,
+        drained=set(drained(book, world)) >= set(cards),
+        need_bytes=need_bytes,
+        may_split=may_split,
+        free_bytes=tuple(max(0, free[card]) for card in cards),
+        budget_bytes=tuple(limit_of(book, world, card) for card in cards),
+        idle_bytes={rank: tuple(by.get(card, 0) for card in cards) for rank, by in idle.items()},
+    )
+
+
 def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str, ...]:
     """The names of the `most` hosts that are worth a plan, the likeliest first.
 
     Hosts that have the model come first, then hosts that have it in memory. Then follow hosts with
-    free room, the best fit first. Last are hosts that would have to evict, the most free first. If
-    the model may be split, the sum over the cards counts. Hosts whose budget is too small, and
-    drained hosts, are last, so that a refusal can name them.
+    free room, the best fit first. Next are hosts that would have to evict, those with the least
+    important idle models first. Last are hosts that are too small or drained, so that a refusal can
+    name them.
     """
-    ordered = sorted(rooms, key=_promise)
-    return tuple(room.host for room in ordered[:most])
+    return tuple(room.host for room in sorted(rooms, key=_promise)[:most])
 
 
-def _promise(room: HostRoom) -> tuple[int, int, str]:
-    free = room.free_bytes_together if room.may_split else room.free_bytes
-    budget = room.budget_bytes_together if room.may_split else room.budget_bytes
+def _promise(room: HostRoom) -> tuple[int, int, int, str]:
+    most_free = _most(room, room.free_bytes)
     if room.here:
-        return 0, -free, room.host
-    if room.drained or budget < room.need_bytes:
-        return 4, -free, room.host
+        return 0, 0, -most_free, room.host
+    if room.drained or _most(room, room.budget_bytes) < room.need_bytes:
+        return 5, 0, -most_free, room.host
     if room.warm:
-        return 1, -free, room.host
-    if room.need_bytes and free >= room.need_bytes:
-        return 2, free, room.host
-    return 3, -free, room.host
+        return 1, 0, -most_free, room.host
+    fitting = [size for size in room.free_bytes if size >= room.need_bytes]
+    if fitting or most_free >= room.need_bytes:
+        return 2, 0, min(fitting, default=most_free), room.host
+    together = list(room.free_bytes)
+    for importance in sorted(room.idle_bytes, reverse=True):
+        together = [a + b for a, b in zip(together, room.idle_bytes[importance], strict=True)]
+        if _most(room, together) >= room.need_bytes:
+            return 3, -importance, -most_free, room.host
+    return 4, 0, -most_free, room.host
+
+
+def _most(room: HostRoom, sizes: Iterable[int]) -> int:
+    """The bytes that the model could use: of one card, or of all together if it may be split."""
+    return sum(sizes) if room.may_split else max(sizes, default=0)
 
 
 def largest_first(sizes: Iterable[tuple[str, int]]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import gpu_runtime
 from gpu_runtime import DoesNotFit, FleetUnavailable, NodeLost, Runtime, UnknownModel, cli
 from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import cluster, joining
+from gpu_runtime.scheduler.offers import shortlist
 from tests.fleet.ray_cluster import Hosts, eventually, started, write_models
 
 MODELS = {"seventy": 70, "thirty": 30, "small": 4, "colossus": 500}
@@ -75,6 +76,15 @@ def test_the_best_fit_is_chosen(empty):
     with empty.use("thirty") as model:
         assert model.host == "box2"
         assert [offer.host for offer in empty.plan("thirty")][0] == "box2"
+
+
+def test_every_host_tells_its_room(empty):
+    """With more than eight hosts, the room of all is asked before the best eight make a plan."""
+    rooms, missing = empty._hosts.ask("room", "thirty", 0, group="offers", hosts=empty.hosts())
+    assert not missing and sorted(rooms) == ["box1", "box2", "box3"]
+    assert [len(rooms[host].free_bytes) for host in sorted(rooms)] == [2, 2, 1]
+    assert all(room.need_bytes == 30 << 30 and not room.here for room in rooms.values())
+    assert shortlist(rooms.values()) == ("box2", "box3", "box1")
 
 
 def test_a_host_that_became_busy_is_passed_over(empty, hosts, monkeypatch, caplog):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import HostRoom, Offer, Plan, PlanLevel
 from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.offers import largest_first, offer_of, ranked, shortlist
+from gpu_runtime.scheduler.offers import largest_first, offer_of, ranked, room_of, shortlist
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.units import GIB
-from tests.worlds import Book, book, lease, request, world
+from tests.worlds import Book, book, lease, owner, request, world
 
+ME = owner(1).id
 HOSTS = [f"box{n}" for n in range(1, 7)]
 
 
@@ -143,37 +146,86 @@ ROOMS = st.lists(
         here=st.booleans(),
         warm=st.booleans(),
         drained=st.booleans(),
-        free_bytes=st.integers(0, 80),
-        free_bytes_together=st.integers(80, 160),
-        budget_bytes=st.just(80),
-        budget_bytes_together=st.just(160),
         need_bytes=st.just(50),
         may_split=st.booleans(),
+        free_bytes=st.tuples(st.integers(0, 80), st.integers(0, 80)),
+        budget_bytes=st.just((80, 80)),
+        idle_bytes=st.dictionaries(
+            st.sampled_from([10, 20]), st.tuples(st.integers(0, 40), st.integers(0, 40))
+        ),
     ),
     max_size=30,
     unique_by=lambda one: one.host,
 )
 
 
-@given(ROOMS)
-def test_a_host_that_has_the_model_is_always_asked(rooms):
+@given(ROOMS, st.randoms())
+def test_a_host_that_has_the_model_is_always_asked(rooms, random):
     chosen = shortlist(rooms)
     assert len(chosen) == min(8, len(rooms)) == len(set(chosen))
     here = [room.host for room in rooms if room.here]
     assert len(here) > 8 or set(here) <= set(chosen)
+    random.shuffle(rooms)
+    assert shortlist(rooms) == chosen
+
+
+def host(name: str, *free: int, need: int = 50, budget: int = 80, **fields: Any) -> HostRoom:
+    budgets = tuple(budget for _ in free)
+    return HostRoom(name, need_bytes=need, free_bytes=free, budget_bytes=budgets, **fields)
 
 
 def test_the_best_fit_is_asked_before_hosts_that_would_evict():
     rooms = [
-        HostRoom("full", free_bytes=10, budget_bytes=80, need_bytes=50),
-        HostRoom("empty", free_bytes=80, budget_bytes=80, need_bytes=50),
-        HostRoom("tight", free_bytes=55, budget_bytes=80, need_bytes=50),
-        HostRoom("small", free_bytes=40, budget_bytes=40, need_bytes=50),
-        HostRoom("two", free_bytes=40, free_bytes_together=80, budget_bytes=40,
-                 budget_bytes_together=80, need_bytes=50, may_split=True),
-    ]  # fmt: skip
-    assert shortlist(rooms) == ("tight", "empty", "two", "full", "small")
+        host("busy", 10),
+        host("normal", 10, idle_bytes={10: (60,)}),
+        host("batch", 0, idle_bytes={30: (60,)}),
+        host("empty", 80, 80),
+        host("tight", 55, 80),
+        host("small", 40, budget=40),
+        host("two", 40, 35, budget=40, may_split=True),
+        host("drained", 80, drained=True),
+    ]
+    assert shortlist(rooms) == (
+        "tight", "two", "empty", "batch", "normal", "busy", "drained", "small",
+    )  # fmt: skip
     assert shortlist(rooms, most=1) == ("tight",)
+
+
+GIBS = st.integers(1, 20)
+
+
+@given(
+    st.lists(
+        st.tuples(GIBS, st.lists(st.tuples(GIBS, st.sampled_from([10, 20, 30])), max_size=3)),
+        min_size=9,
+        max_size=14,
+    ),
+    GIBS,
+)
+def test_the_best_eight_have_the_best_level_of_all(boxes, need):
+    """A plan of every host would find no host with less effort, and no less important victims."""
+    wanted = request("qwen", need, wait=False)
+    offers, rooms = {}, []
+    for number, (gib, models) in enumerate(boxes):
+        there = world(sim0=gib)
+        kept, left = [], gib
+        for n, (size, importance) in enumerate(models):
+            if size <= left:
+                kept.append(lease(f"m{n}", by=2, sim0=size, importance=importance))
+                left -= size
+        page, name = book(*kept), f"box{number:02}"
+        offers[name] = offer_of(plan(page, wanted, there, lru), name)
+        rooms.append(
+            room_of(
+                name, page, there, need_bytes=need << 30, may_split=False, name="qwen", owner=ME
+            )
+        )
+    best = ranked(offers.values())[0]
+    best_of_eight = ranked(offers[name] for name in shortlist(rooms))[0]
+    assert best_of_eight.level == best.level
+    assert best_of_eight.victims_importance == best.victims_importance
+    if best.level is PlanLevel.ROOM:
+        assert best_of_eight.left_bytes == best.left_bytes
 
 
 def test_the_largest_model_is_placed_first():

@@ -1,0 +1,116 @@
+"""Measures a decision of the fleet over 200 hosts, without Ray: the rooms of all, and the plans of eight.
+
+    python -m tests.bench.bench_fleet
+
+Each host has a book of eight cards and 40 leases. The decision is compared with one that lets every host make a plan.
+"""
+
+from __future__ import annotations
+
+import time
+from random import Random
+
+from msgspec.structs import replace
+
+from gpu_runtime.facts import Book, HostRoom, Offer, PlanLevel, Request, World
+from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.offers import offer_of, ranked, room_of, shortlist
+from gpu_runtime.scheduler.plan import plan
+from tests.worlds import NOW, book, lease, request, world
+
+HOSTS, CARDS, LEASES = 200, 8, 40
+CARD = 80
+Host = tuple[Book, World]
+
+
+def hosts(random: Random, count: int = HOSTS) -> dict[str, Host]:
+    """Hosts of which every third has free cards, and the others are full with idle and busy models."""
+    found = {}
+    for number in range(count):
+        free_cards = random.randrange(CARDS) if number % 3 == 0 else 0
+        models = []
+        for n in range(LEASES):
+            card = f"cuda{random.randrange(CARDS - free_cards)}"
+            models.append(
+                lease(
+                    f"m{n}",
+                    by=1 + n % 4,
+                    last_used=NOW - 10 - random.randrange(900),
+                    reload_seconds=random.uniform(1, 9),
+                    importance=random.choice((10, 20)),
+                    pins=int(random.random() < 0.2),
+                    **{card.replace("cuda", "sim"): random.uniform(2, 14)},
+                )
+            )
+        page = _within(book(*models), CARD)
+        found[f"host{number:03}"] = page, world(**{f"sim{n}": CARD for n in range(CARDS)})
+    return found
+
+
+def _within(page: Book, gib: int) -> Book:
+    """The book without the leases that would take a card over its budget."""
+    used: dict[str, int] = {}
+    for one in list(page.leases()):
+        [share] = one.shares
+        size = used.get(share.device, 0) + share.bytes
+        if size > gib << 30:
+            page = page.without_lease(one.owner, one.name)
+        else:
+            used[share.device] = size
+    return page
+
+
+def host_room(name: str, host: Host, wanted: Request) -> HostRoom:
+    """The answer of a host about its room."""
+    page, there = host
+    return room_of(
+        name,
+        page,
+        there,
+        need_bytes=wanted.footprint.bytes,
+        may_split=False,
+        name=wanted.lease.name,
+        owner=wanted.lease.owner,
+    )
+
+
+def offer(name: str, host: Host, wanted: Request) -> Offer:
+    page, there = host
+    return offer_of(plan(page, replace(wanted, wait=False), there, lru), name)
+
+
+def decide(all_hosts: dict[str, Host], wanted: Request) -> tuple[Offer, Offer, float]:
+    """The best of eight offers, the best of all, and the seconds of the first decision.
+
+    The rooms are asked of all hosts at once, so their time on a host is not that of the decision.
+    """
+    rooms = [host_room(name, host, wanted) for name, host in all_hosts.items()]
+    began = time.perf_counter()
+    asked = shortlist(rooms)
+    best = ranked(offer(name, all_hosts[name], wanted) for name in asked)[0]
+    seconds = time.perf_counter() - began
+    everything = ranked(offer(name, host, wanted) for name, host in all_hosts.items())
+    return best, everything[0], seconds
+
+
+def figures(decisions: int = 40) -> dict[str, float]:
+    """The median milliseconds of a decision, and the parts of decisions with the same host and level."""
+    random = Random(0)
+    there = hosts(random)
+    taken, same_host, same_level = [], 0, 0
+    for number in range(decisions):
+        wanted = request(f"new{number}", random.choice((4, 20, 40, 70)))
+        best, best_of_all, seconds = decide(there, wanted)
+        taken.append(seconds)
+        same_host += best.host == best_of_all.host
+        same_level += best.level == best_of_all.level
+        assert best_of_all.level is not PlanLevel.NEVER
+    return {
+        "p50 ms": sorted(taken)[decisions // 2] * 1e3,
+        "same host": same_host / decisions,
+        "same level": same_level / decisions,
+    }
+
+
+if __name__ == "__main__":
+    print(figures())
