@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 import panel as pn
+from bokeh.resources import Resources
 from bokeh.server.server import BaseServer
 from panel.io.server import get_server
 from tornado.ioloop import IOLoop
@@ -34,6 +35,10 @@ from .panel_gate import PanelGate
 TITLE = "GPU console"
 # Fifty ports are tried, since on a shared machine the consoles of other users use the first ports.
 CONSOLE = Service("The GPU console", command="gpu console", default_port=8211, ports_tried=50)
+
+# No chart uses WebGL, so the page does not load Bokeh's 200 kB for it.
+if "bokeh-gl" in Resources._default_components:
+    Resources._default_components.remove("bokeh-gl")
 
 Page = Callable[[Visitor], Any]  # makes the page of one visitor
 _guarded: WeakSet[Any] = WeakSet()  # Bokeh's application contexts whose server has the gate

@@ -120,6 +120,19 @@ def test_every_tab_renders_without_an_error_or_a_foreign_request(opened, kernel)
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
+def test_a_first_load_is_small(opened, served, kernel):
+    """Every text answer is compressed. Without compression it had 4.6 MB."""
+    seen = opened()
+    sizes: list[int] = []
+    tools = seen.context.new_cdp_session(seen.page)
+    tools.send("Network.enable")
+    tools.send("Network.setCacheDisabled", {"cacheDisabled": True})
+    tools.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+    seen.page.reload()
+    seen.ready()
+    assert 500_000 < sum(sizes) < 1_450_000
+
+
 def background(seen) -> str:
     """The background colour of the page."""
     return seen.page.evaluate(BACKGROUND)

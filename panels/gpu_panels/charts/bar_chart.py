@@ -25,7 +25,7 @@ from bokeh.models import (
 )
 
 from ..data.bar_columns import MARK_COLUMNS, REGION_COLUMNS, STRETCH_COLUMNS, BarColumns
-from ..palette import EDGE, LEVELS
+from ..palette import EDGE
 from .data_sources import bring
 
 HEIGHT = 76
@@ -59,8 +59,6 @@ for (let n = 0; n < left.length; n++) {
 }
 if (changed) source.change.emit();
 """
-
-_SIGNS = {level.lower(): style.mark for level, style in LEVELS.items()} | {"budget": "budget"}
 
 
 class BarChart:
@@ -187,7 +185,7 @@ class BarChart:
         self._interval.update(interval=interval(columns.length))
         self._format.update(format=f"%d {columns.unit}")
         marks = zip(columns.marks["x"], columns.marks["kind"], strict=True)
-        signs = {x: _SIGNS[kind] for x, kind in marks}
+        signs = {x: kind for x, kind in marks if kind == "budget"}
         if self._thresholds.ticks != list(signs):
             self._above.major_label_overrides = signs
             self._thresholds.ticks = list(signs)

@@ -19,7 +19,7 @@ from ..data import device_words, history
 from ..data.bar_columns import BarColumns, bar_columns, labels
 from ..data.bars import DeviceBar, bars
 from ..data.history import HistoryColumns
-from ..palette import LEVELS, SHARED, LeaseStyle, level_word
+from ..palette import SHARED, LeaseStyle
 from ..poller import Poller
 from ..widgets.prose import Prose
 from .base import Tab
@@ -39,13 +39,8 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
 
     Screen readers read this description. `snapshot` gives the leases.
     """
-    style = LEVELS[view.level]
     name = "" if view.device.simulated else view.device.name
     card = f'<span class="soft">{esc(name)}</span>' if name else ""
-    level = (
-        f'<span class="pill" style="background:{style.colour};color:{style.ink}">'
-        f"{esc(level_word(view.level))}</span>"
-    )
     free, *rest = device_words.facts(snapshot, view)
     notices = ""
     for n, notice in enumerate(device_words.notices(snapshot, view)):
@@ -53,7 +48,7 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
         kind = "badge drained" if is_drained else "badge"
         notices += f'<span class="{kind}">{esc(notice)}</span>'
     return (
-        f'<div class="head"><span class="name">{esc(view.device.id)}</span>{card}{level}'
+        f'<div class="head"><span class="name">{esc(view.device.id)}</span>{card}'
         f'<span class="free">{esc(free)}</span><span class="soft">{esc(" · ".join(rest))}</span>'
         f'{notices}<span class="unread" role="img">{esc(bar.description)}</span></div>'
     )
