@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ..arguments import RULES, read
+from ..arguments import RULES, plain, read
 from ..backends.base import Progress
 from ..errors import AlreadyRegistered, LoadFailed
 from ..facts import ModelSpec, Outcome
 from ..options import FLAGS
+from ..safe_text import MOST_QUOTED, printable, quoted
 from ..units import is_source
 from . import operations, registry
 from .resident import Place, Resident
@@ -164,8 +165,8 @@ def command(name: str, source: Any, given: Given) -> str:
     "rt.load('qwen', gpu_layers=3)"
     """
     if not (source is None or isinstance(source, str)) or not given.keys() <= FLAGS.keys():
-        words = [repr(name), *([] if source is None else [repr(source)])]
-        return f"rt.load({', '.join([*words, *(f'{key}={given[key]!r}' for key in given)])})"
+        words = [repr(name), *([] if source is None else [quoted(source)])]
+        return f"rt.load({', '.join([*words, *(f'{key}={quoted(given[key])}' for key in given)])})"
     verb = "load" if source or given.keys() - {"timeout"} or is_source(name) else "preload"
     words = [verb, name, *([source] if source else [])]
     return " ".join([*map(shlex.quote, words), *flags(given)])
@@ -179,6 +180,6 @@ def flags(given: Given) -> list[str]:
             typed.append(FLAGS[name])
         if not isinstance(value, bool):
             is_bytes = name == "size" and isinstance(value, int)
-            text = f"{value}B" if is_bytes else str(value)
+            text = f"{value}B" if is_bytes else printable(str(plain(value)), MOST_QUOTED)
             typed.append(shlex.quote("".join(text.split())))
     return typed
