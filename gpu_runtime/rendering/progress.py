@@ -10,8 +10,8 @@ from gpu_runtime.units import show_bytes, show_rate, show_seconds
 
 from . import html, text
 from .views import clean
+from .words import KERNEL
 
-KERNEL = "kernel"
 STOP_IN_NOTEBOOK, STOP_IN_TERMINAL = "■ stops it", "Ctrl-C stops it"
 
 

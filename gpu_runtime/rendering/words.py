@@ -22,6 +22,7 @@ from gpu_runtime.units import show_bytes, show_seconds
 
 from .views import clean, holder, lease_name
 
+KERNEL = "kernel"  # the name of the lease for a notebook's own memory
 QUIET_SECONDS = 10.0  # a host is shown as quiet after so long without an update by any owner
 GOVERNOR_OFF = "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without a grant."
 MOST_CONSIDERED = 8  # alternatives that a plan lists
@@ -45,7 +46,10 @@ def _ticket_sentence(snapshot: Snapshot, ticket: Ticket) -> str:
     level = "" if ticket.importance == NORMAL else f" ({importance_name(ticket.importance)})"
     because = f": {ticket.because}" if ticket.because else ""
     size = f", {need}" if need else ""
-    return f"{ticket.name}{level}{size}, for {requester}, waiting {waited}{because}"
+    who = f"{ticket.name}{level}{size}, for {requester}"
+    if ticket.name == KERNEL:  # a notebook's own memory, whose name says nothing
+        who = f"{requester}{level}{size}"
+    return f"{who}, waiting {waited}{because}"
 
 
 _EVENT_PHRASES = {
@@ -210,6 +214,8 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
     """
     owner_id, _, name = step.lease.partition("/")
     of_holder = "" if owner_id == snapshot.owner.id else f" of {holder(snapshot, owner_id)}"
+    if name == KERNEL:
+        name, of_holder = f"the own memory of {holder(snapshot, owner_id)}", ""
     before = getattr(step, "source", ())
     after = getattr(step, "shares", ())
     size = show_bytes(sum(share.bytes for share in after or before))

@@ -26,6 +26,7 @@ from ..facts import (
     Wait,
     World,
     bytes_label,
+    lease_title,
 )
 from ..units import show_seconds
 from .capacity import room
@@ -201,10 +202,11 @@ def _result_of_pin(lease: Lease, *, keep: bool) -> Verdict | None:
 def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
     """Why the lease cannot be moved or evicted, even for a person; None if it can."""
     why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
-    holding = f"{lease.name} ({bytes_label(lease)})"
+    holding = f"{lease_title(lease, owner)} ({bytes_label(lease)})"
     holders = (lease.id,)
     if why == "in use":
-        because = f"{holding} is in use by {owner.label}"
+        by = "" if lease.kind == "kernel" else f" by {owner.label}"
+        because = f"{holding} is in use{by}"
         if lease.pinned_since:
             because += f" for {show_seconds(world.now - lease.pinned_since)}"
         return Refuse(because, kind="in use", holders=holders)

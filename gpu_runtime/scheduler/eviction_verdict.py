@@ -20,6 +20,7 @@ from ..facts import (
     Step,
     Wait,
     World,
+    lease_title,
     where,
 )
 from ..units import show_bytes, show_seconds
@@ -50,7 +51,8 @@ def make_room(
     free = sum(max(0, context.room_now[card]) for card in cards)
     has = "has" if len(cards) == 1 else "have"
     size = show_bytes(request.footprint.bytes)
-    head = f"{request.lease.name} needs {size}; {where(shares)} {has} {show_bytes(free)} free."
+    name = lease_title(request.lease, book.owner(request.lease.owner))
+    head = f"{name} needs {size}; {where(shares)} {has} {show_bytes(free)} free."
     if not way.leaving:
         return book, _wait_for_what_left(book, world, context, cards, head)
     eviction = _Eviction(book, request, world, rank, context, where(shares), way)
@@ -140,25 +142,32 @@ class _Eviction:
         self.steps.append(shadows.shed(lease, because))
         self.sentences.append(f"{copy[0].upper()}{copy[1:]} is freed.")
 
+    def _title(self, lease: Lease) -> str:
+        """The name of `lease` for people: that of its notebook, if it is a kernel's own memory."""
+        return lease_title(lease, self.book.owner(lease.owner))
+
     def unload_from_warm_pool(self, lease: Lease) -> None:
         """Drops a `lease` in host memory, or recalls it from its owner."""
         if lease.owner != self.request.lease.owner:
             self.recalled.append(lease.id)
             self.recalled_bytes.append(0)
             self.sentences.append(
-                f"{self._owner(lease)} is asked to unload {lease.name} from the warm pool."
+                f"{self._owner(lease)} is asked to unload {self._title(lease)} from the warm pool."
             )
             return
-        because = f"The warm pool is full; {self.request.lease.name} needs room on {self.at}."
+        because = (
+            f"The warm pool is full; {self._title(self.request.lease)} needs room on {self.at}."
+        )
         self._leave(Drop(lease.id, lease.shares, because))
-        self.sentences.append(f"{lease.name} is unloaded from the warm pool.")
+        self.sentences.append(f"{self._title(lease)} is unloaded from the warm pool.")
 
     def evict(self, lease: Lease) -> None:
         """Moves or drops a `lease` on a device, or recalls it from its owner."""
-        name, size = self.request.lease.name, show_bytes(self.request.footprint.bytes)
+        name, title = self._title(self.request.lease), self._title(lease)
+        size = show_bytes(self.request.footprint.bytes)
         idle = show_seconds(lease.idle_seconds(self.world.now))
-        because = f"{name} needs {size} on {self.at}; {lease.name} was idle for {idle}."
-        described = f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle})"
+        because = f"{name} needs {size} on {self.at}; {title} was idle for {idle}."
+        described = f"{title} ({show_bytes(lease.bytes)}, idle {idle})"
         part = lease.leaving_bytes if lease.target else 0
         if part:
             described = f"{show_bytes(part)} of {described}"
@@ -171,7 +180,7 @@ class _Eviction:
         if lease.owner != self.request.lease.owner:
             self._recall(lease, described)
         elif step is None:
-            self.sentences.append(f"{lease.name} is evicted once the host has room.")
+            self.sentences.append(f"{title} is evicted once the host has room.")
         else:
             self._leave(step)
             done = "offloaded to host" if isinstance(step, Move) else "unloaded"

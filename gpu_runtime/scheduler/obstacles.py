@@ -18,6 +18,7 @@ from ..facts import (
     Wait,
     World,
     bytes_label,
+    lease_title,
     where,
 )
 from ..units import show_bytes, show_seconds
@@ -146,7 +147,8 @@ def _leases_in_the_way(
             world,
             context,
         )
-        sentences.append(f"{lease.name} ({held}) {words}")
+        title = lease_title(lease, book.owner(lease.owner))
+        sentences.append(f"{title} ({held}) {words}")
     return _InTheWay(blockers, sentences, retry, leased)
 
 
@@ -170,9 +172,8 @@ def reserved_for_elders(context: Context, shares: Shares) -> str:
     if not first or reserved <= 0:
         return ""
     more = len(first) - 1
-    waiting = (
-        f"{first[0].name} and {more} more, which are" if more else f"{first[0].name}, which is"
-    )
+    name = "a notebook" if first[0].name == "kernel" else first[0].name
+    waiting = f"{name} and {more} more, which are" if more else f"{name}, which is"
     return f"{show_bytes(reserved)} is reserved for {waiting} ahead in the queue"
 
 
@@ -212,7 +213,10 @@ def _in_words(
     if in_use:
         return in_use + _by(book, lease, wanted.owner, world)
     if why == "just used":
-        return f"was used {show_seconds(lease.idle_seconds(world.now))} ago"
+        idle = lease.idle_seconds(world.now)
+        left = max(0.0, _quiet_seconds(lease, wanted, world) - idle)
+        used = f"was used {show_seconds(idle)} ago{_by(book, lease, wanted.owner, world)}"
+        return f"{used}, and becomes evictable in {show_seconds(left)}"
     if why == "kept alive":
         left = lease.last_used + lease.keep_alive - world.now
         return f"is kept alive for {show_seconds(left)} more"
@@ -246,7 +250,7 @@ def _by(
     owner = book.owner(lease.owner)
     if owner is None or lease.owner == asker:
         return ""
-    by = f" by {owner.label}"
+    by = f" by {owner.label}" if lease.kind != "kernel" else ""
     if lease.pinned_since:
         by += f" for {show_seconds(world.now - lease.pinned_since)}"
     return by

@@ -35,7 +35,7 @@ from .completion import matcher_for
 from .look_ahead import LookAhead
 from .namespace import NotebookNames
 from .parking import Parking
-from .waiting import WaitLine, quiet_line
+from .waiting import OthersWait, WaitLine, quiet_line
 
 # The rendering modules are imported with the first answer, so that loading the extension is fast.
 
@@ -289,6 +289,7 @@ class _Loaded:
         if self.rt is not None:
             shell.user_ns["rt"] = self.rt
         self.look_ahead = LookAhead(shell)
+        self.others_wait = OthersWait()
         shell.events.register("pre_run_cell", self.before_cell)
         shell.events.register("post_run_cell", self.after_cell)
         kernel = getattr(shell, "kernel", None)
@@ -341,8 +342,19 @@ class _Loaded:
         activity.ended(result.info)
         self.names.after_cell(result.execution_count)
         self.look_ahead.after_cell(result)
+        self._tell_of_waits()
         if self.parking is not None and result.error_in_exec is not None:
             self.parking.after_error(result.error_in_exec)
+
+    def _tell_of_waits(self) -> None:
+        """Shows one quiet line if another process waits for memory that this notebook holds."""
+        rt = self.opened
+        if rt is None or not hasattr(self.shell, "kernel"):
+            return
+        with contextlib.suppress(GpuError):  # the next cell looks again
+            news = self.others_wait.news(rt.status())
+            if news:
+                quiet_line(news)
 
     def remove(self) -> None:
         """Removes everything that was added, and restores what it replaced."""

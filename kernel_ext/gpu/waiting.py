@@ -16,25 +16,37 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_runtime import threads
-from gpu_runtime.facts import Wait
+from gpu_runtime.facts import Lease, Snapshot, Ticket, Wait, holder_label, lease_title
 from gpu_runtime.safe_text import lines
-from gpu_runtime.units import show_bytes
+from gpu_runtime.units import show_bytes, show_seconds
 
 QUIET_SECONDS = 1.0
 REDRAW_SECONDS = 0.2
+TOLD_AFTER_SECONDS = 5.0  # the holder of the memory does not hear of shorter waits
 
 
-def sentence(name: str, wait: Wait) -> str:
-    """The `wait` of the model `name` in words.
+def sentence(name: str, wait: Wait, seconds: float) -> str:
+    """The `wait` of the model `name` in words, after `seconds`: for what, why, the place, what to type.
 
-    For example `qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by
-    train.ipynb; 2 ahead of you`.
+    For example `You have waited 7 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use
+    by train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. Why:  %gpu why qwen`.
     """
     place = next((candidate.shares[0] for candidate in wait.considered), None)
-    name = "this notebook" if name == "kernel" else name
-    need = f" for {show_bytes(place.bytes)} on {place.device}" if place else ""
-    ahead = f"; {wait.ahead} ahead of you" if wait.ahead else ""
-    return lines(f"{name} waits{need}: {wait.because}{ahead}").replace("\n", " ")
+    need = f" ({show_bytes(place.bytes)} on {place.device})" if place else ""
+    wanted = "this notebook's own memory" if name == "kernel" else name.partition("#")[0]
+    turn = f" You are {_ordinal(wait.ahead + 1)} in the queue." if wait.ahead else ""
+    why = "%gpu status" if "#" in name else f"%gpu why {name}"
+    because = wait.because.rstrip(".")
+    text = (
+        f"You have waited {show_seconds(seconds)} for {wanted}{need}. {because}.{turn} Why:  {why}"
+    )
+    return lines(text).replace("\n", " ")
+
+
+def _ordinal(number: int) -> str:
+    """2 as `2nd`."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if 10 < number % 100 < 14 else ending}"
 
 
 class Line:
@@ -115,7 +127,7 @@ class WaitLine:
             self._waited = ("", 0.0)
             self._line = Line(self._notebook)
         elif now - self._began >= QUIET_SECONDS:
-            self._line.show(sentence(name, wait))
+            self._line.show(sentence(name, wait, now - self._began))
 
     def arrival(self, arrival: Any) -> None:
         """Shows that a load or a restore has begun, or has ended; see `owner/arrivals.py`."""
@@ -180,6 +192,45 @@ class _Redrawing:
         stop = progress.STOP_IN_NOTEBOOK if self._notebook else progress.STOP_IN_TERMINAL
         picture = progress.running_html(self._arrival, seconds, stop) if self._notebook else ""
         self._line.show(progress.running(self._arrival, seconds, stop), picture)
+
+
+class OthersWait:
+    """Tells the holder of memory, once for each request, that another process waits for it."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()  # keys of the requests
+
+    def news(self, snapshot: Snapshot) -> str:
+        """A sentence about the requests in `snapshot` that wait for this process's cards; or empty."""
+        me = snapshot.owner.id
+        held = [one for one in snapshot.leases() if one.owner == me and one.on_device]
+        cards = {share.device for lease in held for share in lease.shares}
+        new = [
+            ticket
+            for ticket in snapshot.tickets
+            if ticket.verb == "use" and ticket.owner != me and ticket.key not in self._told
+            if snapshot.now - ticket.arrived >= TOLD_AFTER_SECONDS
+            if any(share.device in cards for share in ticket.need)
+        ]
+        self._told |= {ticket.key for ticket in new}
+        return _of_request(snapshot, new[0], held, len(new) - 1) if new else ""
+
+
+def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int) -> str:
+    """Which process waits for the memory of the leases `held`, and what to type to let it in."""
+    section = snapshot.sections.get(ticket.owner)
+    waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"
+    waited = show_seconds(snapshot.now - ticket.arrived)
+    need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
+    there = {share.device for share in ticket.need}
+    ours = [one for one in held if any(share.device in there for share in one.shares)]
+    largest = max(ours, key=lambda lease: lease.bytes)
+    act = "park" if largest.kind == "kernel" else f"evict {largest.name}"
+    title = lease_title(largest, None) if largest.kind != "kernel" else "this notebook's code"
+    others = f" and {more} more" if more else ""
+    holding = f"{title} holds {show_bytes(largest.bytes)} there"
+    free = "" if largest.kind == "block" else f" To let it in:  %gpu {act}"
+    return lines(f"{waiting}{others} has waited {waited} for {need}; {holding}.{free}")
 
 
 def quiet_line(line: str) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import threading
 import time
 
 import pytest
-from gpu.waiting import Line, WaitLine, sentence
+from gpu.waiting import Line, OthersWait, WaitLine, sentence
 
 import gpu_runtime
-from gpu_runtime import LoadFailed, Runtime
+from gpu_runtime import Busy, LoadFailed, Runtime
 from gpu_runtime.facts import Candidate, Share, Wait
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
 from gpu_runtime.rendering import progress
@@ -22,11 +24,19 @@ WAIT = Wait(
 )
 
 
-def test_the_line_has_the_need_the_holder_and_the_requests_ahead():
-    assert sentence("qwen", WAIT) == (
-        "qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min; "
-        "2 ahead of you"
+def test_the_line_has_the_need_the_holder_the_place_in_the_queue_and_what_to_type():
+    assert sentence("qwen", WAIT, 7.0) == (
+        "You have waited 7.0 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use by "
+        "train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. Why:  %gpu why qwen"
     )
+
+
+def test_the_line_of_a_notebook_and_of_a_block_name_neither_kernel_nor_number():
+    wait = Wait("llama is in use")
+    assert sentence("kernel", wait, 90.0).startswith(
+        "You have waited 90 s for this notebook's own memory. llama is in use. "
+    )
+    assert sentence("cell#3", wait, 2.0).endswith("for cell. llama is in use. Why:  %gpu status")
 
 
 class Shown(list):
@@ -84,7 +94,7 @@ def test_a_short_wait_shows_nothing(line, now, shown):
 
 def test_the_line_of_a_long_wait_is_removed(line, now, shown):
     wait(line, now, "qwen", 1.5)
-    assert shown == [sentence("qwen", WAIT), ""]
+    assert shown == [sentence("qwen", WAIT, 1.5), ""]
 
 
 def test_the_line_of_a_wait_becomes_the_line_of_the_load(line, now, shown):
@@ -164,6 +174,35 @@ def test_a_runtime_tells_of_loads_and_restores_but_not_beside_a_callers_own_func
         (LOADING, False, False),
         (LOADING, True, True),
     ]
+
+
+@pytest.fixture
+def runtimes():
+    """Two runtimes of one ledger. Their clock moves with each look at it, so no wait takes long."""
+    ticks = itertools.count(1000.0, 2.0)
+    book = {"devices": "sim:24GiB,host:64GiB", "ledger": "memory:waiting", "monitor": False}
+    made = [Runtime(**book, clock=lambda: next(ticks)) for _ in "ab"]
+    yield made
+    for rt in made:
+        rt.close()
+
+
+def test_the_holder_hears_once_that_another_process_waits(runtimes):
+    """The line names who waits, for how long and for what, what is in the way, and what to type."""
+    holder, asker = runtimes
+    holder.register("llama", backend="fake", size="14GiB")
+    holder.preload("llama")
+    asker._session.notebook = "/work/analysis.ipynb"
+    others, heard = OthersWait(), []
+    asker.tell_waits(lambda name, wait: heard.append(others.news(holder.status())))
+    with holder.use("llama"), pytest.raises(Busy), asker.lease("12GiB", timeout=40):
+        pass
+    (line,) = filter(None, heard)
+    assert re.fullmatch(
+        r"analysis.ipynb \(pid \d+\) has waited [\d.]+ s for 12.0 GiB on sim:0; "
+        r"llama holds 14.0 GiB there. To let it in:  %gpu evict llama",
+        line,
+    )
 
 
 @pytest.mark.parametrize(("gpu_progress_seconds", "lines"), [("0s", 1), ("10m", 0)])

@@ -399,7 +399,9 @@ def test_leases_of_other_owners_have_five_seconds_of_grace_and_own_ones_none():
         book(lease("theirs", by=2, **just_used)), request("qwen", 14), world(sim0=20)
     )
     assert (verdict.asked, verdict.retry_at) == ((), NOW + 1)
-    assert verdict.because == "theirs (14.0 GiB on sim:0) was used 4.0 s ago"
+    assert verdict.because == (
+        "theirs (14.0 GiB on sim:0) was used 4.0 s ago by pid 2, and becomes evictable in 1.0 s"
+    )
     _, verdict = decide(book(lease("mine", **just_used)), request("qwen", 14), world(sim0=20))
     assert len(verdict.steps) == 1
 
