@@ -7,6 +7,8 @@ from typing import Any, dataclass_transform
 import msgspec
 from msgspec import Struct
 
+from ..safe_text import lines
+
 HOST = "host"
 SCHEMA = 2
 MOST_ENTRIES = 1024  # leases and tickets in one page
@@ -27,7 +29,7 @@ class Value(Struct, frozen=True, omit_defaults=True, gc=False):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Shows the value in IPython as `print` does. `repr` has every field."""
-        printer.text(str(self))
+        printer.text(lines(str(self)))
 
 
 def encode(value: Value) -> bytes:

@@ -13,7 +13,7 @@ from gpu_runtime.facts import Applied, Health, Outcome, Plan, Schedule, Snapshot
 from gpu_runtime.owner.doctor import Report
 from gpu_runtime.safe_text import lines
 
-from . import allocator_map, elements, fleet, holders, html, schedule, text
+from . import allocator_map, elements, frames, holders, html, schedule, text
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -128,10 +128,12 @@ def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
     """The `value` that a `verb` returned, prepared for display.
 
-    Allocator maps get their titles from `rt`. The DataFrame of `who` gets sizes for people.
+    Allocator maps get their titles from `rt`. DataFrames show sizes and times for people.
     """
     if verb == "who":
         return holders.table(value)
+    if is_frame(value):
+        return frames.for_people(value)
     if verb == "fragmentation" and isinstance(value, tuple):
         return allocator_map.mapped(value, rt.status())
     return value

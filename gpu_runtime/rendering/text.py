@@ -5,11 +5,20 @@ This module is pure.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gpu_runtime.facts import Applied, Event, Health, Outcome, Plan, Snapshot
+from gpu_runtime.facts import (
+    Applied,
+    Event,
+    Health,
+    Outcome,
+    Plan,
+    Snapshot,
+    importance_name,
+)
 from gpu_runtime.units import show_bytes, show_seconds
 
 from . import views, words
@@ -19,6 +28,7 @@ BAR_CELLS = 32
 _LEASES = "█▓"  # neighbours alternate, so that their border is visible
 _MARKS = {"arriving": "▒", "leaving": "▒", "residue": "░", "strangers": "░"}
 _FREE, _LIMIT = "·", "│"
+_OWNER_ID = re.compile(r"\d+(\.\d+)+")
 LONGEST = 44  # characters of a cell; a longer text is shortened in the middle
 LONGEST_LEGEND = 28  # characters of a model's name in a bar's legend
 MOST_LEGEND = 8  # entries of a bar's legend
@@ -214,23 +224,32 @@ def frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
     Sizes, durations and times are written for people.
     """
-    counted = ("bytes", "_seconds", "uses", "pins", "importance")
-    numbers = [n for n, name in enumerate(columns) if name.endswith(counted)]
+    numbers = [n for n, name in enumerate(columns) if is_number(name)]
     headers = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
     rows = [[cell(name, record[name]) for name in columns] for record in records]
     return "\n".join(table(rows, headers, numbers))
 
 
+def is_number(column: str) -> bool:
+    """Whether the values of the DataFrame's `column` are aligned to the right."""
+    return column.endswith(("bytes", "_seconds", "uses", "pins", "pid", "percent", "_s"))
+
+
 def cell(column: str, value: Any) -> str:
     """The text for a `value` of a DataFrame. The name of the `column` gives the unit of the value."""
-    if value is None or value != value:  # NaN or NaT: they differ from themselves
+    is_missing = value is None or type(value).__name__ in ("NAType", "NaTType")
+    if is_missing or value != value:  # NaN differs from itself
         return "unknown" if column.endswith("bytes") else ""
     if column.endswith("bytes"):
         return show_bytes(int(value))
     if column.endswith("_seconds"):
         return show_seconds(value)
-    if hasattr(value, "strftime"):
-        return value.strftime("%Y-%m-%d %H:%M:%S")
+    if hasattr(value, "to_pydatetime"):
+        return value.floor("s").to_pydatetime().astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    if column == "importance" and isinstance(value, int):
+        return importance_name(value).removeprefix("importance ")
+    if column == "owner" and _OWNER_ID.fullmatch(str(value)):
+        return f"pid {str(value).partition('.')[0]}"
     if isinstance(value, bool) or type(value).__name__ == "bool":  # also NumPy's bool
         return "yes" if value else ""
     return str(value)

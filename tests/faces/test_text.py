@@ -253,7 +253,7 @@ def test_no_text_face_can_control_the_terminal():
         repr(render.shown("why", (event,), subject=_spoiled("qwen"))),
         *(str(value) for value in (found, event, done, health)),
         *(plain.as_json(value) for value in (found, event, done)),
-        waiting.sentence(_spoiled("qwen"), wait),
+        waiting.sentence(_spoiled("qwen"), wait, 2.0),
     ):
         assert shown.replace("\n", "").isprintable(), shown
     assert json.loads(plain.as_json(done))["name"] == _spoiled("qwen")

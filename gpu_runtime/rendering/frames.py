@@ -1,0 +1,82 @@
+"""The tables of `%gpu models` and other verbs: DataFrames that people see in GiB and local times.
+
+The columns keep the raw numbers for code. This module is pure.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from . import elements, text
+
+MOST_SHOWN = 60  # rows; of a longer table the first and the last rows are shown
+
+
+def for_people(frame: Any) -> Any:
+    """The DataFrame `frame`, which shows itself in units for people.
+
+    Selections and sorted copies of it are plain DataFrames.
+    """
+    shown = _frame_class()(frame)
+    shown.attrs = dict(frame.attrs)
+    return shown
+
+
+@functools.cache
+def _frame_class() -> type:
+    import pandas
+
+    class Table(pandas.DataFrame):
+        """A table that shows itself."""
+
+        def __repr__(self) -> str:
+            return as_text(self)
+
+        def _repr_html_(self) -> str:
+            return as_html(self)
+
+    return Table
+
+
+def as_text(frame: Any) -> str:
+    """The table as aligned text, under the names of its columns."""
+    columns, rows, more = _rows(frame)
+    if not rows:
+        return "(no rows)"
+    numbers = [place for place, name in enumerate(columns) if text.is_number(name)]
+    lines = text.table(rows, columns, numbers)
+    if more:
+        middle = 1 + MOST_SHOWN // 2
+        lines[middle:middle] = [f"… {more} more rows …"]
+    return "\n".join(lines)
+
+
+def as_html(frame: Any) -> str:
+    """The table as HTML in the notebook's own style of tables."""
+    columns, rows, more = _rows(frame)
+    align = ["" if text.is_number(name) else ' style="text-align:left"' for name in columns]
+    head = "".join(f"<th>{elements.esc(name)}</th>" for name in columns)
+    lines = [
+        "<tr>"
+        + "".join(
+            f"<td{one}>{elements.esc(cell)}</td>" for one, cell in zip(align, row, strict=True)
+        )
+        for row in rows
+    ]
+    if more:
+        note = f'<tr><td colspan="{len(columns)}">… {more} more rows …</td>'
+        lines.insert(MOST_SHOWN // 2, note)
+    return f'<table class="dataframe"><thead><tr>{head}</thead>{"".join(lines)}</table>'
+
+
+def _rows(frame: Any) -> tuple[list[str], list[list[str]], int]:
+    """The names of the columns, the cells of the rows that are shown, and how many are not."""
+    columns = list(frame.columns)
+    more = max(0, len(frame) - MOST_SHOWN)
+    records = frame.to_dict("records")
+    if more:
+        half = MOST_SHOWN // 2
+        records = [*records[:half], *records[-half:]]
+    rows = [[text.cell(name, record[name]) for name in columns] for record in records]
+    return columns, rows, more

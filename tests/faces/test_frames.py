@@ -1,0 +1,70 @@
+"""The tables of verbs show units for people. Their columns keep the raw numbers for code."""
+
+from __future__ import annotations
+
+import os
+
+import pandas
+import pytest
+
+from gpu_runtime.rendering import frames, render
+from gpu_runtime.units import GIB
+
+
+@pytest.fixture
+def models(rt):
+    rt.register("qwen", backend="fake", size="14 GiB", importance="high", keep=True)
+    rt.register("phi", backend="fake", size="2 GiB", importance=7)
+    rt.preload("qwen")
+    return rt
+
+
+def cells(frame):
+    """The words of each line of the shown table."""
+    return [line.split() for line in repr(frame).splitlines()]
+
+
+def test_people_see_sizes_and_importance_by_name_and_code_sees_numbers(models):
+    frame = render.with_titles("models", models.models(), models)
+    head, qwen, phi = cells(frame)
+    assert head == list(models.models().columns)
+    assert qwen[:5] == ["qwen", "fake", "sim:0", "14.0", "GiB"] and "high" in qwen and "yes" in qwen
+    assert phi[:5] == ["phi", "fake", "disk", "2.0", "GiB"] and "7" in phi
+    assert list(frame.bytes) == [14 * GIB, 2 * GIB] and list(frame.importance) == [5, 7]
+    assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == head
+    assert "14.0 GiB" in frame._repr_html_() and len(frame._repr_html_()) < 1000
+
+
+def test_a_selection_is_a_plain_frame(models):
+    frame = render.with_titles("models", models.models(), models)
+    assert type(frame[frame.bytes > 3 * GIB]) is pandas.DataFrame
+
+
+def test_times_are_local_to_the_second_and_owners_are_short(models, monkeypatch):
+    frame = render.with_titles("evictions", models.events(), models)
+    moment = frame.time[0].floor("s").to_pydatetime()
+    row = repr(frame).splitlines()[1]
+    assert row.startswith(moment.astimezone().strftime("%Y-%m-%d %H:%M:%S  "))
+    assert row.endswith(f"pid {os.getpid()}") and frame.time.dt.tz is not None
+
+
+def test_unknown_values_are_no_numbers():
+    frame = frames.for_people(
+        pandas.DataFrame({"bytes": [None], "idle_seconds": [None], "name": [None]}).astype(
+            {"bytes": "Int64", "idle_seconds": "float64"}
+        )
+    )
+    assert cells(frame)[1] == ["unknown"]
+
+
+def test_the_middle_of_a_long_table_is_counted(models):
+    frame = frames.for_people(pandas.DataFrame({"name": [f"<m{n}>" for n in range(100)]}))
+    shown = repr(frame).splitlines()
+    assert len(shown) == 1 + frames.MOST_SHOWN + 1 and "… 40 more rows …" in shown
+    assert shown[1] == "<m0>" and shown[-1] == "<m99>"
+    page = frame._repr_html_()
+    assert "… 40 more rows …" in page and "<m0>" not in page and "&lt;m0&gt;" in page
+
+
+def test_an_empty_table_says_so():
+    assert repr(frames.for_people(pandas.DataFrame({"name": []}))) == "(no rows)"
