@@ -37,15 +37,32 @@ _LABEL_FROM = 0.09  # a segment narrower than this fraction of its bar has no la
 
 
 @functools.cache
-def style() -> str:
-    """The style sheet as one line of HTML."""
-    lines = Path(__file__).with_name("style.css").read_text().splitlines()
+def style(body: str | None = None) -> str:
+    """The style sheet as one line of HTML: all rules, or those that apply to the HTML `body`.
+
+    A notebook keeps the rules with every output, so rules without effect are left out.
+    """
+    lines = _rules() if body is None else [line for line in _rules() if _applies(line, body)]
     return f"<style>{''.join(lines)}</style>"
+
+
+@functools.cache
+def _rules() -> list[str]:
+    return Path(__file__).with_name("style.css").read_text().splitlines()
+
+
+def _applies(rule: str, body: str) -> bool:
+    """Whether a `rule` of the style sheet has an effect on the HTML `body`."""
+    names = set(re.findall(r"gpuc-\w[\w-]*", rule))
+    if names:
+        return any(name in body for name in names)
+    return ".gpuc code" not in rule or "<code" in body
 
 
 def page(*parts: str) -> str:
     """The HTML `parts` together with the style sheet, whose rules apply inside these parts only."""
-    return f'{style()}<div class="gpuc">{"".join(parts)}</div>'
+    body = "".join(parts)
+    return f'{style(body)}<div class="gpuc">{body}</div>'
 
 
 def esc(text: object) -> str:
@@ -165,10 +182,12 @@ def stretch(
 
     `title` is shown on hover; `classes` are those of style.css.
     """
+    hover = f' title="{esc(title)}"' if title else ""
+    # A segment that is too short for its label has an empty one, which gives it its height.
+    text = "&nbsp;" if ink == "transparent" else esc(label)
+    colours = f"background-color:{colour}" + ("" if ink == "transparent" else f";color:{ink}")
     return (
-        f'<div class="{classes}" title="{esc(title)}" style="float:left;width:{part:.2%};'
-        f"height:{_BAR_HEIGHT};overflow:hidden;white-space:nowrap;"
-        f'background-color:{colour};color:{ink}">{esc(label)}</div>'
+        f'<div class="{classes}"{hover} style="float:left;width:{part:.2%};{colours}">{text}</div>'
     )
 
 
@@ -178,8 +197,7 @@ def swatch(row: views.Holding) -> str:
     if row.kind in ("model", "block", "kernel"):
         drawn = look(row.name)
     return (
-        f'<span class="gpuc-swatch {drawn.texture}" style="display:inline-block;width:11px;'
-        f'height:11px;margin-right:7px;background-color:{drawn.colour}"></span>'
+        f'<span class="gpuc-swatch {drawn.texture}" style="background-color:{drawn.colour}"></span>'
     )
 
 
@@ -239,12 +257,14 @@ def _body(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> str:
 def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
     """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
 
-    The alignment is inline, because frontends have their own rules for tables. `style` is appended
-    to the inline style.
+    The alignment of numbers is inline, for a notebook whose style sheet is removed. `style` is
+    further inline style.
     """
-    side = "right" if "gpuc-num" in kind else "left"
-    more = f";{style}" if style else ""
-    return f'<{tag} class="{kind}" style="text-align:{side}{more}">{inner}</{tag}>'
+    numbers = "text-align:right" if "gpuc-num" in kind else ""
+    inline = ";".join(filter(None, (numbers, style)))
+    classes = f' class="{kind}"' if kind else ""
+    styles = f' style="{inline}"' if inline else ""
+    return f"<{tag}{classes}{styles}>{inner}</{tag}>"
 
 
 def td(text: object, kind: str = "") -> str:

@@ -33,6 +33,8 @@ from .elements import (
 )
 from .views import clock
 
+LONGEST_SHOWN = 30  # characters of a name in the table of holders
+
 # -- status --------------------------------------------------------------------------------------
 
 
@@ -83,7 +85,10 @@ def _holders(snapshot: Snapshot) -> str:
 def _holding(row: views.Holding) -> tuple[str, ...]:
     in_use = " gpuc-in-use" if row.state.startswith("in use") else ""
     marks = " ".join(f'<span class="gpuc-mark">{esc(mark)}</span>' for mark in row.marks)
-    name = f'{swatch(row)}<span title="{esc(row.name)}">{esc(row.name)}</span>'
+    name = esc(row.name)
+    if len(row.name) > LONGEST_SHOWN:  # the end of a longer name is hidden
+        name = f'<span title="{name}">{name}</span>'
+    name = swatch(row) + name
     return (
         table_cell("td", name, "gpuc-swatched"),
         td(text.size(row.bytes), "gpuc-num"),

@@ -13,7 +13,7 @@ from gpu_runtime.facts import Applied, Health, Outcome, Plan, Schedule, Snapshot
 from gpu_runtime.owner.doctor import Report
 from gpu_runtime.safe_text import lines
 
-from . import allocator_map, elements, frames, holders, html, schedule, text
+from . import allocator_map, elements, fleet, frames, holders, html, schedule, text
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",

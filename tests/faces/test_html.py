@@ -135,6 +135,17 @@ def test_every_style_rule_applies_in_its_own_scope_only():
     assert len(selectors) > 20 and [one for one in selectors if not one.startswith(".gpuc")] == []
 
 
+def test_a_page_has_only_the_rules_that_apply_to_it():
+    """A notebook keeps the rules with each output: an answer of one line needs few."""
+    page = PAGES["busy"]._repr_mimebundle_()["text/html"]
+    body = page.split("</style>")[1]
+    rules = page.split("</style>")[0]
+    assert {
+        name for name in re.findall(r"gpuc-\w[\w-]*", body) if f".{name}" in elements.style()
+    } <= set(re.findall(r"gpuc-\w[\w-]*", rules))
+    assert len(render.hint("Load one:  %gpu load x")._repr_mimebundle_()["text/html"]) < 1200
+
+
 def test_the_label_of_a_bar_has_its_content_in_words():
     found = tree(PAGES["busy"]._repr_mimebundle_()["text/html"])
     assert ("aria-label", "sim:0: qwen 14.0 GiB, reranker 4.0 GiB") in found.attributes
@@ -169,7 +180,7 @@ def test_the_colour_of_a_model_is_always_the_same():
 def test_a_notebook_that_is_not_trusted_yet_has_its_bars():
     """JupyterLab removes the style sheet of an untrusted notebook and keeps its inline styles."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"].split("</style>")[1]
-    assert page.count("float:left;width:") == 3 and page.count("text-align:") > 10
+    assert page.count("float:left;width:") == 3 and page.count("text-align:right") >= 6
 
 
 def test_every_page_shows_that_devices_are_simulated():
