@@ -266,6 +266,10 @@ class Settings(BaseSettings):
     gpu_serve_grace_seconds: Annotated[Seconds, Field(ge=0)] = Field(
         30.0, description="How long running answers may take when the server gets SIGTERM."
     )
+    gpu_serve_log: str | None = Field(
+        None,
+        description="The file for one line of JSON per call, or - for standard error. Unset: none.",
+    )
     model_boss_allow_cloud_fallback: bool = Field(
         True,
         description="Whether a cloud may answer in place of a local model, until changed over HTTP.",

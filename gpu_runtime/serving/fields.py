@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..facts import ModelSpec, Value
-from .requests import Call, Refused
+from .requests import KINDS, Call, Refused
 
 LLAMA, TORCH = "llama_cpp", "transformers"
 CHECKED_BACKENDS = (LLAMA, TORCH)
@@ -30,9 +30,15 @@ class Field(Value):
 
 
 FIELDS: dict[str, Field] = {
-    "model": Field(("chat", "completions", "embeddings", "images")),
+    "model": Field(KINDS),
     "messages": Field(("chat",)),
-    "prompt": Field(("completions", "images")),
+    "prompt": Field(("completions", "images", "tokenize")),
+    "tokens": Field(("detokenize",)),
+    "add_special_tokens": Field(("tokenize",), neutral=(False,)),
+    "query": Field(("rerank",), (TORCH,)),
+    "documents": Field(("rerank",), (TORCH,)),
+    "top_n": Field(("rerank",), (TORCH,)),
+    "return_documents": Field(("rerank",), (TORCH,), neutral=(False,)),
     "input": Field(("embeddings",)),
     "stream": Field(neutral=(False,)),
     "stream_options": Field(),
@@ -55,13 +61,13 @@ FIELDS: dict[str, Field] = {
     "logit_bias": Field(backends=(LLAMA,)),
     "response_format": Field(("chat",), (LLAMA,), neutral=({"type": "text"},)),
     "tools": Field(("chat",)),
-    "tool_choice": Field(("chat",), (LLAMA,), neutral=("auto",)),
-    "functions": Field(("chat",), (LLAMA,)),
-    "function_call": Field(("chat",), (LLAMA,), neutral=("auto",)),
-    "parallel_tool_calls": Field(("chat",), (), neutral=(True,)),
-    "n": Field(backends=(), neutral=(1,)),
+    "tool_choice": Field(("chat",), (LLAMA,), neutral=("auto", "none")),
+    "functions": Field(("chat",), ()),
+    "function_call": Field(("chat",), (), neutral=("auto", "none")),
+    "parallel_tool_calls": Field(("chat",), neutral=(True,)),
+    "n": Field(),
     "best_of": Field(("completions",), (), neutral=(1,)),
-    "echo": Field(("completions",), (), neutral=(False,)),
+    "echo": Field(("completions",), neutral=(False,)),
     "suffix": Field(("completions",), ()),
     "logprobs": Field(backends=(), neutral=(False,)),
     "top_logprobs": Field(("chat",), (), neutral=(0,)),

@@ -39,6 +39,7 @@ from .queue.model_hold import Holds
 from .queue.queue import Queue
 from .queue.thread_stream import in_thread
 from .replies import Streamed, add_origin, count_refusals, server_ending, why_this_model
+from .request_log import CallRecord, current
 from .requests import Call, Refused, Reply, read_call
 from .routing.fallback import Choice, CloudGuard, cloud_of
 from .routing.profiles import apply_profile, wants_thinking
@@ -140,9 +141,11 @@ class Gateway:
         If the task is cancelled, nothing of the call remains. A streamed reply begins with its first event. So an
         error before that event becomes an HTTP status, or another model answers if `tasks.yaml` names one.
         """
-        with count_refusals(self._counts), self._until_closed():
+        record = CallRecord(self._clock, kind, client)
+        with record.until_answered(), count_refusals(self._counts), self._until_closed():
             call = read_call(kind, body, client)
             call = apply_profile(call, self.serving.clients.get(call.profile))
+            record.note(client=call.client, asked=call.model)
             choices, call = self._choices.of(call)
             async with AsyncExitStack() as stack:
                 self.clients.enter(call.client, call.model, self._clock())
@@ -270,6 +273,7 @@ class Gateway:
 
         `outer` releases the turn, the pin and the engine's stream at the end of the answer.
         """
+        record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)
             stack.callback(permit.withdrawn)
@@ -283,6 +287,7 @@ class Gateway:
                     require_ended(call.kind, answer, choice.model)
                     self._record_success(choice.model, permit)
                     timing.succeeded(answer)
+                    record.note(model=choice.model, **timing.facts())
                     return Reply(choice.model, call.model, "", json=answer)
                 made = adapter.stream(call.kind, body, think)
                 events = until_ended(made, choice.model, timing.note)
@@ -300,8 +305,17 @@ class Gateway:
                 if error is None:
                     self._record_success(choice.model, permit)
                     timing.succeeded()
+                    record.note(outcome="answered")
                 else:
                     self._record_failure(choice.model, permit, error)
+                    record.note(outcome="broken_off", error=first_line(error))
+
+            def left() -> None:
+                record.note(model=choice.model, **timing.facts())
+                record.write()
+
+            record.streams = True
+            stack.callback(left)
 
             stream = Streamed(first, events, stack.pop_all(), deadline, ended)
             self._streams.add(stream)
@@ -334,7 +348,9 @@ class Gateway:
         importance = spec.importance if call.importance is None else call.importance
         if not spec.keep:
             stack.callback(lambda: self.keep_warm.keep(spec.name, self._stay_warm(call, spec)))
+        was_here = self._rt.here(spec.name)
         turn = await stack.enter_async_context(self.queue.turn(spec.name, importance, call.client))
+        current().note(queue_seconds=turn.waited_seconds, loaded=not was_here)
         adapter = self._make_adapter(turn.value, spec, self._client(proxies=False))
         return adapter, wants_thinking(call, spec.options)
 

@@ -17,7 +17,7 @@ CUT_TOKENS = 16  # a cut inside a token, such as a special one, adds fewer
 
 
 def characters(body: Mapping[str, Any]) -> int:
-    """The number of characters in the prompt, input and messages of a request's `body`.
+    """The number of characters in the texts of a request's `body`.
 
     >>> characters({"messages": [{"role": "user", "content": [{"type": "text", "text": "four"}]}]})
     4
@@ -28,8 +28,9 @@ def characters(body: Mapping[str, Any]) -> int:
 
 
 def texts(body: Mapping[str, Any]) -> Iterator[str]:
-    """The texts in the prompt, input and messages of a request's `body`."""
-    for value in (body.get("prompt"), body.get("input"), *_contents(body.get("messages"))):
+    """The texts in the prompt, input, query, documents and messages of a request's `body`."""
+    values = (body.get(name) for name in ("prompt", "input", "query", "documents"))
+    for value in (*values, *_contents(body.get("messages"))):
         if isinstance(value, str):
             yield value
         elif isinstance(value, list):

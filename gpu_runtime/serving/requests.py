@@ -17,7 +17,7 @@ from ..errors import BadSetting
 from ..facts import IMPORTANCE, Value, parse_importance
 from .prompt_size import MOST_CHARACTERS, characters
 
-KINDS = ("chat", "completions", "embeddings", "images")
+KINDS = ("chat", "completions", "embeddings", "images", "rerank", "tokenize", "detokenize")
 MAX_TOKENS = 1_000_000  # a larger number for one answer is a mistake for any model
 MAX_MESSAGES = 10_000
 MAX_TEXTS = 2048  # of one call for embeddings
@@ -263,6 +263,27 @@ def _is_tokens(value: Any) -> bool:
     return is_list and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
+def documents_of(body: Mapping[str, Any]) -> list[str]:
+    """The texts of the `documents` of a call for reranking. Raises Refused (400)."""
+    given = body.get("documents")
+    if isinstance(given, list) and 0 < len(given) <= MAX_TEXTS:
+        texts = [one.get("text") if isinstance(one, Mapping) else one for one in given]
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise bad("documents", given, f'a list of 1 to {MAX_TEXTS} texts or objects with "text"')
+
+
+def _check_rerank(body: Mapping[str, Any]) -> None:
+    if not isinstance(body.get("query"), str) or not body["query"]:
+        raise bad("query", body.get("query"), "text")
+    documents_of(body)
+
+
+def _check_detokenize(body: Mapping[str, Any]) -> None:
+    if not _is_tokens(body.get("tokens")):
+        raise bad("tokens", body.get("tokens"), "a list of token numbers")
+
+
 def _check_images(body: Mapping[str, Any]) -> None:
     if not isinstance(body.get("prompt"), str) or not body["prompt"]:
         raise bad("prompt", body.get("prompt"), "text")
@@ -286,6 +307,9 @@ _CHECKS = {
     "completions": _check_completions,
     "embeddings": _check_embeddings,
     "images": _check_images,
+    "rerank": _check_rerank,
+    "tokenize": _check_completions,
+    "detokenize": _check_detokenize,
 }
 _WHOLE_NUMBERS = {
     "max_tokens": (1, MAX_TOKENS),
@@ -297,6 +321,7 @@ _WHOLE_NUMBERS = {
     "top_logprobs": (0, 20),
     "mirostat_mode": (0, 2),
     "dimensions": (1, 65_536),
+    "top_n": (1, MAX_TEXTS),
 }
 _NUMBERS = {
     "temperature": (0.0, 2.0),
@@ -310,7 +335,7 @@ _NUMBERS = {
     "mirostat_tau": (0.0, 100.0),
     "mirostat_eta": (0.0, 1.0),
 }
-_FLAGS = ("echo", "parallel_tool_calls")
+_FLAGS = ("echo", "parallel_tool_calls", "return_documents", "add_special_tokens")
 _OBJECTS = ("stream_options", "response_format", "logit_bias")
 _LISTS = ("tools", "functions")
 _PLAIN_TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (

@@ -15,11 +15,13 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets, bind_unix_socket
 from tornado.web import Application
 
+from ..errors import BadSetting
 from ..web import gate, http_server
 from ..web.asgi import Asgi
 from ..web.auth import AccessRules
 from ..web.connections import Connections
 from ..web.http_server import Address, MakeServer, Service
+from . import request_log
 from .api.app import application
 from .gateway import Gateway, tasks_file
 from .routing.tasks_file import read_serving_config
@@ -84,6 +86,15 @@ class _LazyGateway:
             await self._gateway.close()
 
 
+def _open_request_log(target: str | None) -> None:
+    """Opens the request log. Raises BadSetting."""
+    try:
+        request_log.open_log(target)
+    except OSError as error:
+        expected = f"a file that can be written ({error.strerror or error}), or -"
+        raise BadSetting("GPU_SERVE_LOG", target, expected) from None
+
+
 def run(
     rt: Any,
     *,
@@ -102,6 +113,7 @@ def run(
     `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
     """
     read_serving_config(rt.settings.gpu_tasks or tasks_file())  # a mistake is reported now
+    _open_request_log(rt.settings.gpu_serve_log)
     gateway = _LazyGateway(rt)
     app = application(rt, gateway, version("gpu-console"))
 

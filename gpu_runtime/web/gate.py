@@ -37,7 +37,7 @@ COOKIE = "gpu-console"
 # These fields are removed. A token is secret. If the sender of a link could choose the visitor's session, the sender
 # would share that session.
 REMOVED_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
-REMOVED_HEADERS = ("Authorization", "Bokeh-Session-Id")
+REMOVED_HEADERS = ("Authorization", "X-Api-Key", "Bokeh-Session-Id")
 REFUSED_BODY_BYTES = 4096  # largest body of a request that is refused
 # A client may finish sending a body that is too large, up to this size. Then the client can read the refusal.
 DISCARDED_BODY_BYTES = 1 << 30
@@ -284,6 +284,8 @@ class Gate(ReversibleRouter):
         """Removes the credentials from `request`, and the lane from its path, and returns the credentials."""
         sent_cookies = request.headers.get("Cookie", "")
         authorization = request.headers.get("Authorization", "")
+        if not authorization and "X-Api-Key" in request.headers:  # as Anthropic's clients send it
+            authorization = f"Bearer {request.headers['X-Api-Key']}"
         if (
             not self.keeps_cookies
         ):  # the header includes other servers' cookies, which Bokeh would show

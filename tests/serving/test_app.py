@@ -162,6 +162,59 @@ def test_a_client_that_disconnects_during_a_stream_ends_it(rt):
     assert gateway.words.closed and gateway.words.sent < 1000
 
 
+# Other reads
+
+
+def test_one_model_is_described_by_its_id(rt):
+    """An id may contain slashes and colons, as the names of clouds' models and of tasks do."""
+    gateway = Gateway()
+    rows = [{"id": id, "object": "model"} for id in ("echo", "task:write", "org/name:8b")]
+    gateway.models = lambda: rows
+    http = client(rt, gateway=gateway)
+    for row in rows:
+        assert http.get(f"/v1/models/{row['id']}").json() == row
+    answer = http.get("/v1/models/nobody")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_head_is_a_get_without_a_body(rt):
+    """Some clients and load balancers check a server with HEAD. A route that only acts has none."""
+    http = client(rt)
+    for path in ("/v1/models", "/health", "/v1/models/echo", "/metrics"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"] == http.get(path).headers["content-type"]
+    assert http.head("/v1/chat/completions").status_code == 405
+    assert http.head("/v1/models/nobody").status_code == 404
+
+
+def test_a_visitor_lists_its_own_jobs(rt):
+    """The list has no results, and no job of another visitor."""
+    http = client(rt)
+    assert http.get("/v1/jobs").json() == {"object": "list", "data": []}
+    ids = [
+        http.post("/v1/jobs", json={"endpoint": "/v1/chat/completions", "body": CHAT}).json()["id"]
+        for _ in range(2)
+    ]
+    rows = http.get("/v1/jobs").json()["data"]
+    assert [row["id"] for row in rows] == ids[::-1]
+    assert all("result" not in row for row in rows)
+    jobs = Jobs()
+    assert jobs.of("ann") == []
+
+
+def test_every_answer_names_its_request(rt):
+    """The name in the request is kept if it is harmless. Refusals have it too."""
+    http = client(rt)
+    sent = http.get("/health", headers={"X-Request-Id": "run-7:a"})
+    assert sent.headers["x-request-id"] == "run-7:a"
+    made = [http.get("/health", headers={"X-Request-Id": bad}) for bad in ("", "a b", "x" * 200)]
+    ids = {answer.headers["x-request-id"] for answer in made}
+    assert len(ids) == 3 and all(id.startswith("req-") for id in ids)
+    assert client(rt, visitor=None).get("/health").headers["x-request-id"].startswith("req-")
+    assert http.post("/v1/jobs", content=b"{").headers["x-request-id"].startswith("req-")
+
+
 # The cloud guard
 
 

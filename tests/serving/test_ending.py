@@ -103,7 +103,7 @@ def test_a_mistake_in_the_tasks_stops_the_server_at_its_start(tmp_path):
     """The first call used to report it."""
     tasks = tmp_path / "tasks.yaml"
     tasks.write_text("tasks:\n  classify:\n    candidates: []\n")
-    rt = SimpleNamespace(settings=SimpleNamespace(gpu_tasks=str(tasks)))
+    rt = SimpleNamespace(settings=SimpleNamespace(gpu_tasks=str(tasks), gpu_serve_log=None))
     with pytest.raises(BadDocument) as bad:
         server.run(rt)
     assert (bad.value.line, bad.value.field) == (3, "tasks.classify.candidates")

@@ -28,6 +28,7 @@ def sources(tmp_path_factory) -> dict[str, Any]:
     return {
         "writer": tiny_models.causal_lm(home / "writer"),
         "embedder": tiny_models.embedder(home / "embedder"),
+        "ranker": tiny_models.reranker(home / "ranker"),
         "gguf": tiny_models.gguf_lm(home / "tiny.gguf"),
     }
 
@@ -38,7 +39,7 @@ async def with_models(
 ) -> AsyncIterator[Harness]:
     async with harness() as k:
         for name in names:
-            kind = "embedding" if name == "embedder" else "llm"
+            kind = {"embedder": "embedding", "ranker": "reranker"}.get(name, "llm")
             backend = "llama_cpp" if name == "gguf" else "transformers"
             k.rt.register(name, sources[name], backend=backend, model_type=kind, **options)
         yield k
@@ -153,7 +154,7 @@ async def test_every_field_that_the_table_allows_is_taken_by_the_engine(name, so
     backend = "llama_cpp" if name == "gguf" else "transformers"
     async with with_models(sources, name) as k:
         for field, value in VALUES.items():
-            if field not in ("stream", "tools") and serves(backend, "chat", field):
+            if field not in ("stream", "tools", "tool_choice") and serves(backend, "chat", field):
                 assert (await k.chat(name, **{"max_tokens": 2, field: value})).json["choices"], (
                     field
                 )
@@ -162,6 +163,66 @@ async def test_every_field_that_the_table_allows_is_taken_by_the_engine(name, so
                 await k.chat(name, top_k=-2)
             assert refused.value.status == 400
         assert (await k.chat(name, max_tokens=1)).model == name
+
+
+@both
+@in_loop
+async def test_several_choices_and_the_prompt_are_in_one_answer(name, sources):
+    """A stream has the same choices as a whole answer. The prompt's tokens count once."""
+    options = {"max_tokens": 4, "temperature": 0, "n": 2, "echo": True}
+    body = {"model": name, "prompt": "the quick", **options}
+    async with with_models(sources, name) as k:
+        whole = (await k.gateway.answer("completions", body)).json
+        texts = [choice["text"] for choice in whole["choices"]]
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+        assert texts[0] == texts[1] and texts[0].startswith("the quick")
+        assert whole["usage"]["completion_tokens"] == 8 and whole["usage"]["prompt_tokens"] < 20
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        events = [e async for e in (await k.gateway.answer("completions", body | stream)).events]
+        streamed = ["", ""]
+        for event in events:
+            for choice in event["choices"]:
+                streamed[choice["index"]] += choice["text"]
+        assert streamed == texts and events[-1]["usage"] == whole["usage"]
+
+
+@both
+@in_loop
+async def test_equal_seeds_give_equal_texts(name, sources):
+    """The choices of one call differ all the same."""
+    options = {"max_tokens": 16, "temperature": 1.5, "seed": 7, "n": 2}
+    async with with_models(sources, name) as k:
+        one, two = [(await k.chat(name, **options)).json["choices"] for _ in range(2)]
+        assert one == two and one[0]["message"] != one[1]["message"]
+
+
+@in_loop
+async def test_a_json_schema_is_enforced(sources):
+    """The model of this test writes random words. The schema allows one answer only."""
+    schema = {"type": "object", "properties": {"a": {"const": "b"}}, "required": ["a"]}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with with_models(sources, "gguf") as k:
+        reply = await k.chat("gguf", max_tokens=200, response_format=format)
+        assert json.loads(answer_text(reply)) == {"a": "b"}
+        with pytest.raises(Refused, match="of type text, json_object or json_schema"):
+            await k.chat("gguf", response_format={"type": "yaml"})
+
+
+@in_loop
+async def test_a_tool_call_is_forced(sources):
+    """Without a choice of the caller, a template that takes no tools is refused."""
+    parameters = {"type": "object", "properties": {"in": {"const": "Bern"}}, "required": ["in"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    template = "{{ tools }}{{ messages[-1]['content'] }}"
+    async with with_models(sources, "gguf", chat_template=template) as k:
+        options = {"max_tokens": 200, "tools": [tool], "tool_choice": "required"}
+        [choice] = (await k.chat("gguf", **options)).json["choices"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"in": "Bern"}'}
+    async with with_models(sources, "gguf") as k:
+        with pytest.raises(Refused, match="its chat template takes no tools"):
+            await k.chat("gguf", tools=[tool])
 
 
 @in_loop
@@ -293,6 +354,56 @@ async def test_many_texts_are_embedded_in_few_batches(sources):
         for wrong in ({"dimensions": 65}, {"texts": [10**6]}):
             with pytest.raises(Refused) as refused:
                 await embed(wrong.pop("texts", "a"), **wrong)
+            assert refused.value.status == 400
+
+
+@in_loop
+async def test_documents_are_ranked(sources):
+    """The best document is first. A document has the same score alone and among others."""
+    documents = ["the quick fox", {"text": "a dog"}, "fox " * 30]
+    body = {"model": "ranker", "query": "quick", "documents": documents}
+    async with with_models(sources, "ranker", "writer") as k:
+
+        async def rank(**more: Any) -> Any:
+            return (await k.gateway.answer("rerank", {**body, **more})).json
+
+        answer = await rank(return_documents=True)
+        scores = [row["relevance_score"] for row in answer["results"]]
+        assert scores == sorted(scores, reverse=True) and all(0 < score < 1 for score in scores)
+        assert sorted(row["index"] for row in answer["results"]) == [0, 1, 2]
+        by_index = {row["index"]: row for row in answer["results"]}
+        assert [by_index[n]["document"]["text"] for n in (0, 1)] == ["the quick fox", "a dog"]
+        assert answer["usage"]["total_tokens"] > 30
+        [alone] = (await rank(documents=documents[:1]))["results"]
+        assert alone["relevance_score"] == pytest.approx(by_index[0]["relevance_score"], abs=1e-5)
+        assert (await rank(top_n=1))["results"] == [
+            {key: answer["results"][0][key] for key in ("index", "relevance_score")}
+        ]
+        for wrong in ({"documents": []}, {"documents": [7]}, {"query": ""}, {"model": "writer"}):
+            with pytest.raises(Refused) as refused:
+                await rank(**wrong)
+            assert refused.value.status == 400
+
+
+@both
+@in_loop
+async def test_tokens_and_text_are_turned_into_each_other(name, sources):
+    """A number that is no token is refused. The library of llama.cpp would read foreign memory for it."""
+    async with with_models(sources, name) as k:
+
+        async def ask(kind: str, **fields: Any) -> Any:
+            return (await k.gateway.answer(kind, {"model": name, **fields})).json
+
+        found = await ask("tokenize", prompt="the quick fox")
+        assert found["count"] == len(found["tokens"]) > 0 and found["model"] == name
+        assert (await ask("detokenize", tokens=found["tokens"]))[
+            "prompt"
+        ].strip() == "the quick fox"
+        longer = await ask("tokenize", prompt="the quick fox", add_special_tokens=True)
+        assert longer["count"] >= found["count"]
+        for wrong in ([10**6], [], ["a"]):
+            with pytest.raises(Refused) as refused:
+                await ask("detokenize", tokens=wrong)
             assert refused.value.status == 400
 
 

@@ -233,7 +233,7 @@ async def test_a_callers_mistake_is_not_tried_on_other_models():
     async with harness(serving, qwen=4, phi=4) as k:
         for _ in range(6):
             with pytest.raises(Refused) as refused:
-                await k.chat("qwen", n=3)
+                await k.chat("qwen", tools=[{"function": {"name": "no template takes it"}}])
             assert refused.value.status == 400
         assert k.gateway.state().breakers["qwen"].failures == 0
         assert k.where()["phi"] == "disk"

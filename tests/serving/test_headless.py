@@ -85,6 +85,13 @@ def test_every_route_answers_with_the_token_and_refuses_without_it(server, path)
     assert server.get(path, Accept="application/json", **wrong).status in (401, 429)
 
 
+def test_the_token_is_also_taken_as_an_api_key(headless):
+    """Anthropic's clients send it under this name. A wrong one is refused."""
+    key = {"X-Api-Key": OPERATORS, "Accept": "application/json"}
+    assert headless.get("/v1/models", **key).status == 200
+    assert headless.get("/v1/models", **{**key, "X-Api-Key": "wrong"}).status in (401, 429)
+
+
 def test_no_page_of_another_origin_is_answered(server):
     """A request from a foreign page is refused even with the token, since a browser may add the cookie to it."""
     assert server.get("/health", Origin="http://evil.example", **TOKEN).status == 403

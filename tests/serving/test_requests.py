@@ -17,6 +17,9 @@ ASKS = {
     "completions": {"model": "qwen", "prompt": "once"},
     "embeddings": {"model": "bge", "input": "text"},
     "images": {"model": "sdxl", "prompt": "a cat"},
+    "rerank": {"model": "bge", "query": "a cat", "documents": ["a dog"]},
+    "tokenize": {"model": "qwen", "prompt": "a cat"},
+    "detokenize": {"model": "qwen", "tokens": [1, 2]},
 }
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

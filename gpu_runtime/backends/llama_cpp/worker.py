@@ -352,7 +352,13 @@ def _answer(
 
 
 def _with_grammar(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments. A grammar that is given as text becomes a LlamaGrammar."""
+    """The keyword arguments. A grammar that is given as text, or a `json_schema`, becomes a LlamaGrammar."""
+    if "json_schema" in kwargs:
+        from llama_cpp import LlamaGrammar
+
+        schema = json.dumps(kwargs["json_schema"])
+        rest = {name: value for name, value in kwargs.items() if name != "json_schema"}
+        return {**rest, "grammar": LlamaGrammar.from_json_schema(schema, verbose=False)}
     if not isinstance(kwargs.get("grammar"), str):
         return kwargs
     from llama_cpp import LlamaGrammar

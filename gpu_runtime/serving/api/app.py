@@ -6,7 +6,9 @@ without a visitor. Every visitor may read. Any method but GET needs a visitor wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
@@ -16,11 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from starlette.exceptions import HTTPException as StarletteError
 
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
+from ..request_log import request_id
 from ..requests import Refused
 from . import memory, openai
 from .jobs import Jobs
 from .metrics import Metrics
 
+Send = Callable[[Any], Awaitable[None]]
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 READS = ("GET", "HEAD", "OPTIONS")
 # The status of an error is that of the first class here that matches, and 503 for all other errors.
 _STATUSES = ((UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
@@ -94,12 +99,43 @@ class _RequireVisitor:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            send = _with_request_id(scope, send)
         if scope["type"] == "http" and scope.get("state", {}).get("visitor") is None:
             text = "this application has no gate, so no request is admitted"
             body = _error(text, "invalid_request_error")
             answer = JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
             return await answer(scope, receive, send)
+        if scope.get("method") == "HEAD":  # every route for GET
+            scope = {**scope, "method": "GET"}
+            send = _without_body(send)
         await self._app(scope, receive, send)
+
+
+def _with_request_id(scope: Any, send: Send) -> Send:
+    """A `send` that adds the header `X-Request-Id`: that of the request if it is valid, else a new one."""
+    sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    id = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"
+    request_id.set(id)
+
+    async def send_with_id(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (b"x-request-id", id.encode())]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_with_id
+
+
+def _without_body(send: Send) -> Send:
+    """A `send` that leaves out the bodies of answers."""
+
+    async def send_headers(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return send_headers
 
 
 async def _actor(request: Request) -> str:

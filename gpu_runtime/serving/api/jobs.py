@@ -23,8 +23,9 @@ KEPT_SECONDS = 3600.0  # how long a result is kept
 class Job:
     """A call that runs in the background. Its id cannot be guessed, and any visitor who has it may fetch the result."""
 
-    def __init__(self, endpoint: str, wall: float) -> None:
-        """A job for this `endpoint`, created at `wall` (epoch seconds)."""
+    def __init__(self, endpoint: str, wall: float, client: str = "") -> None:
+        """A job for this `endpoint`, created at `wall` (epoch seconds) by the visitor `client`."""
+        self.client = client
         self.id = f"job-{uuid.uuid4().hex}"
         self.endpoint = endpoint
         self.created = wall
@@ -70,7 +71,7 @@ class Jobs:
         self._drop_old_results()
         if len(self._jobs) >= MAX_JOBS:
             raise Refused(503, "full", f"{MAX_JOBS} jobs are running already", 5.0)
-        job = Job(wanted["endpoint"], self._wall())
+        job = Job(wanted["endpoint"], self._wall(), client)
         self._jobs[job.id] = job
         job.task = asyncio.ensure_future(self._run(job, gateway, body, client))
         return job
@@ -82,6 +83,11 @@ class Jobs:
             text = f"there is no job {id[:64]!r}; results are kept for an hour"
             raise Refused(404, "no_job", text, param="id")
         return job
+
+    def of(self, client: str) -> list[dict[str, Any]]:
+        """The jobs of the visitor `client` as JSON, without their results. The newest job is first."""
+        rows = [job.as_json() for job in self._jobs.values() if job.client == client]
+        return [{k: v for k, v in row.items() if k != "result"} for row in reversed(rows)]
 
     async def end(self, id: str) -> Job:
         """Cancels the job with this `id` if it still runs, and forgets it. Raises Refused, 404."""

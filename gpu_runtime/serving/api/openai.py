@@ -29,6 +29,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "completions": {"prompt": _TEXTS},
     "embeddings": {"input": _TEXTS},
     "images": {"prompt": {"type": "string"}},
+    "rerank": {"query": {"type": "string"}, "documents": {"type": "array", "minItems": 1}},
+    "tokenize": {"prompt": {"type": "string"}},
+    "detokenize": {"tokens": {"type": "array", "minItems": 1, "items": {"type": "integer"}}},
 }
 _MODEL = {
     "type": "string",
@@ -69,6 +72,11 @@ _PATHS = {
     "completions": ("/completions", "The continuation of a text"),
     "embeddings": ("/embeddings", "Vectors for texts"),
     "images": ("/images/generations", "Images for a prompt"),
+    "rerank": ("/rerank", "How well documents fit a query, the best first"),
+}
+_TOKEN_PATHS = {
+    "tokenize": ("/tokenize", "The tokens of a text"),
+    "detokenize": ("/detokenize", "The text of tokens"),
 }
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "something in the body is wrong; the message names it"},
@@ -170,7 +178,20 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
         """The models that can be called."""
         return {"object": "list", "data": gateway().models()}
 
-    for kind in _PATHS:
+    @routes.get(
+        "/models/{id:path}",
+        tags=["models"],
+        responses={404: {"description": "no such model or task"}},
+    )
+    def get_model(id: str) -> dict[str, Any]:
+        """One of the models that can be called."""
+        for row in gateway().models():
+            if row["id"] == id:
+                return row
+        text = f"there is no model {id[:64]!r}; see them: GET /v1/models"
+        raise Refused(404, "model_not_found", text, param="model")
+
+    for kind in (*_PATHS, *_TOKEN_PATHS):
         _add_call_route(routes, kind, gateway, acts)
     _add_job_routes(routes, gateway, jobs, acts)
     return routes
@@ -188,7 +209,7 @@ def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> No
             return JSONResponse(reply.json, headers=reply.headers)
         return Sent(reply)
 
-    path, summary = _PATHS[kind]
+    path, summary = {**_PATHS, **_TOKEN_PATHS}[kind]
     routes.add_api_route(
         path,
         post,
@@ -216,6 +237,12 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
         gateway().require_open()
         job = jobs.start(gateway(), await read_json(request), actor)
         return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
+
+    @routes.get("/jobs", tags=["jobs"])
+    def get_jobs(request: Request) -> dict[str, Any]:
+        """The jobs that this visitor has started, without their results. The newest job is first."""
+        visitor = request.scope["state"]["visitor"]
+        return {"object": "list", "data": jobs.of(visitor.name)}
 
     @routes.get(
         "/jobs/{id}",

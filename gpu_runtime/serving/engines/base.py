@@ -10,17 +10,28 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from ...errors import GpuError
 from ...facts import ModelSpec
 from ..prompt_size import LONGEST_TOKEN, characters
-from ..requests import Call, Refused, texts_of_embeddings
+from ..requests import Call, Refused, documents_of, texts_of_embeddings
 from ..routing.profiles import with_thinking
 from . import chat_template
-from .openai_format import Header, TextPiece, embeddings, stream_chunks, whole_answer
+from .openai_format import (
+    Header,
+    Pieces,
+    TextPiece,
+    embeddings,
+    rerank_answer,
+    stream_chunks,
+    whole_answer,
+)
+from .tool_calls import FORCED, Format, Reader, Tools, format_of, tools_of
 
 TEXT_TYPES = ("llm", "embedding", "reranker")  # model types that make no images
 TYPES_WITHOUT_TEXT = ("embedding", "reranker", "diffusion")
@@ -67,6 +78,9 @@ def require(kind: str, spec: ModelSpec) -> None:
     is_llama_text = spec.backend == "llama_cpp" and spec.model_type != "embedding"
     if kind == "embeddings" and (spec.model_type == "diffusion" or is_llama_text):
         raise no_embeddings(spec)
+    if kind == "rerank" and spec.model_type != "reranker":
+        why = f"it is of type {spec.model_type}; documents are ranked by type reranker"
+        raise cannot(spec.name, why, "model")
 
 
 def no_embeddings(spec: ModelSpec) -> Refused:
@@ -93,6 +107,7 @@ class TextAdapter:
     """The base class of adapters whose engine writes text piece by piece and computes embedding vectors."""
 
     kind = "a model"  # for messages
+    can_force_calls = False  # whether the answer can be forced to be a call of a tool
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
         """The adapter of `value`, which is the object that `rt.use` yielded for the model of `spec`."""
@@ -123,7 +138,9 @@ class TextAdapter:
                 "or use /v1/completions",
             )
         messages, switches = with_thinking(body["messages"], think, template, self.spec.name)
-        tools = {"tools": body["tools"]} if body.get("tools") else {}
+        tools = {"tools": list(tools_of(body).tools)} if tools_of(body).tools else {}
+        if tools and "tools" not in template:
+            raise cannot(self.spec.name, "its chat template takes no tools", "tools")
         try:
             return chat_template.render(template, messages, **self.tokens(), **tools, **switches)
         except chat_template.BadConversation as error:
@@ -141,6 +158,19 @@ class TextAdapter:
         """An embedding of each of the `texts`, and the number of tokens read. A text may be a list of tokens."""
         raise no_embeddings(self.spec)
 
+    async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
+        """How well each of the `documents` fits the `query`, from 0 to 1, and the number of tokens read."""
+        why = f"it is of type {self.spec.model_type}; documents are ranked by type reranker"
+        raise cannot(self.spec.name, why, "model")
+
+    async def tokenize(self, text: str, special: bool) -> list[int]:
+        """The tokens of `text`. With `special`, the tokens that begin and end a sequence are added."""
+        raise cannot(self.spec.name, f"{self.kind} has no tokenizer here", "model")
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The text of `tokens`."""
+        raise cannot(self.spec.name, f"{self.kind} has no tokenizer here", "model")
+
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
         if kind == "embeddings":
@@ -148,18 +178,71 @@ class TextAdapter:
             if body.get("dimensions"):
                 vectors = self._shortened(vectors, body["dimensions"])
             return embeddings(vectors, self.spec.name, tokens, body.get("encoding_format"))
-        self._require_text(kind, body)
-        return await whole_answer(self.pieces(kind, body, think), self._header(kind))
+        if kind == "rerank":
+            scores, tokens = await self.scores(body["query"], documents_of(body))
+            return rerank_answer(scores, self.spec.name, tokens, body)
+        if kind == "tokenize":
+            found = await self.tokenize(body["prompt"], bool(body.get("add_special_tokens")))
+            return {"model": self.spec.name, "tokens": found, "count": len(found)}
+        if kind == "detokenize":
+            return {"model": self.spec.name, "prompt": await self.detokenize(body["tokens"])}
+        choices = self._choices(kind, body, think)
+        return await whole_answer(choices, self._header(kind), _echo(kind, body))
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
         """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
-        self._require_text(kind, body)
-        pieces = self.pieces(kind, body, think)
-        async with aclosing(stream_chunks(pieces, self._header(kind), body)) as chunks:
+        choices = self._choices(kind, body, think)
+        source = stream_chunks(choices, self._header(kind), body, _echo(kind, body))
+        async with aclosing(source) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 yield chunk
+
+    def _choices(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> list[Callable[[], Pieces]]:
+        """For each choice of the answer, a function that returns its pieces. Raises Refused."""
+        if kind == "images":
+            why = "it makes no images; those are for type diffusion"
+            raise cannot(self.spec.name, why, "model")
+        tools = tools_of(body) if kind == "chat" else Tools()
+        if tools.forced and not self.can_force_calls:
+            raise cannot(self.spec.name, "it cannot be forced to call a tool", "tool_choice")
+
+        def choice(number: int) -> Callable[[], Pieces]:
+            """The choice with this number. With a seed, each choice has a seed of its own."""
+            given = body
+            if number and body.get("seed") is not None:
+                given = {**body, "seed": body["seed"] + number}
+
+            def pieces() -> Pieces:
+                """The pieces of the choice, with the tool calls apart from the text."""
+                made = self.pieces(kind, given, think)
+                return self._with_calls(made, tools) if tools.tools else made
+
+            return pieces
+
+        return [choice(number) for number in range(body.get("n") or 1)]
+
+    async def _with_calls(self, pieces: Pieces, tools: Tools) -> Pieces:
+        """Yields `pieces`, in which the calls of `tools` are no text any more."""
+        reader = None
+        async with aclosing(pieces) as source:
+            async for piece in source:
+                if reader is None:  # the template is known when the first piece arrives
+                    reader = Reader(FORCED if tools.forced else self._format(), tools)
+                text = reader.feed(piece.text)
+                if not piece.finish:
+                    if text:
+                        yield TextPiece(text)
+                    continue
+                rest, calls = reader.end()
+                finish = "tool_calls" if calls else piece.finish
+                yield replace(piece, text=text + rest, finish=finish, calls=calls)
+
+    def _format(self) -> Format:
+        return format_of(chat_template.override(self.spec.options) or self.template() or "")
 
     def _shortened(self, vectors: list[list[float]], size: int) -> list[list[float]]:
         """The first `size` parts of each vector, scaled to length one. Raises Refused if a vector is shorter."""
@@ -174,9 +257,7 @@ class TextAdapter:
         prefix = "chatcmpl" if is_chat else "cmpl"
         return Header(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.spec.name, is_chat)
 
-    def _require_text(self, kind: str, body: dict[str, Any]) -> None:
-        if kind == "images":
-            why = "it makes no images; those are for type diffusion"
-            raise cannot(self.spec.name, why, "model")
-        if (body.get("n") or 1) != 1:
-            raise cannot(self.spec.name, "it gives one answer at a time", "n")
+
+def _echo(kind: str, body: dict[str, Any]) -> str:
+    """The prompt, if it is to be repeated at the beginning of the answer."""
+    return body["prompt"] if kind == "completions" and body.get("echo") else ""

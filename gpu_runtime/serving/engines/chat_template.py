@@ -83,8 +83,28 @@ def text_of(content: Any) -> str:
 
 
 def _with_plain_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The `messages` with a plain text as content, since most templates accept no list of parts."""
-    return [{**message, "content": text_of(message.get("content"))} for message in messages]
+    """The `messages` as templates expect them.
+
+    The content is a plain text, the role `developer` is `system`, and the arguments of tool calls are objects.
+    """
+    plain = []
+    for message in messages:
+        changed = {**message, "content": text_of(message.get("content"))}
+        if message["role"] == "developer":
+            changed["role"] = "system"
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        plain.append(changed)
+    return plain
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """The tool `call` with its arguments as an object. OpenAI's format has them as text."""
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Embeddings of many texts by a transformers module, in batches.
+"""Embeddings and scores of many texts by a transformers module, in batches.
 
 Texts of similar length are computed together, since shorter texts are padded to the longest one of their batch. The
 padding is masked, so a text has the same vector alone and among other texts.
@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from .base import cannot
 
 TEXTS_AT_ONCE = 32
 TOKENS_AT_ONCE = 16_384  # padding included
@@ -64,7 +66,7 @@ def embed_in_batches(
         for batch in batches([len(text) for text in texts]):
             if cancelled():
                 break
-            ids, mask = _padded([texts[index] for index in batch])
+            ids, mask = padded([texts[index] for index in batch])
             output = module(input_ids=ids.to(module.device), attention_mask=mask.to(module.device))
             vectors = _pooled(output.last_hidden_state.float(), mask.to(module.device), pooling)
             found = torch.nn.functional.normalize(vectors, dim=1).tolist()
@@ -73,7 +75,39 @@ def embed_in_batches(
     return rows
 
 
-def _padded(texts: list[list[int]]) -> tuple[Any, Any]:
+def rank_in_batches(
+    module: Any, pairs: list[Any], model: str, cancelled: Callable[[], bool]
+) -> list[float]:
+    """The score of each of the `pairs` of a query and a document, from 0 to 1, by the `module` of `model`.
+
+    A pair is the tokenizer's output. The computation ends early once `cancelled()` is true. Raises Refused if the
+    module gives more than two figures for a pair.
+    """
+    import torch
+
+    scores = [0.0] * len(pairs)
+    with torch.inference_mode():
+        for batch in batches([len(pair["input_ids"]) for pair in pairs]):
+            if cancelled():
+                break
+            ids, mask = padded([pairs[index]["input_ids"] for index in batch])
+            inputs = {"input_ids": ids, "attention_mask": mask}
+            if "token_type_ids" in pairs[0]:
+                inputs["token_type_ids"], _ = padded(
+                    [pairs[index]["token_type_ids"] for index in batch]
+                )
+            on_device = {name: tensor.to(module.device) for name, tensor in inputs.items()}
+            logits = module(**on_device).logits.float()
+            if logits.shape[1] > 2:
+                why = f"it sorts texts into {logits.shape[1]} classes, and gives no score"
+                raise cannot(model, why, "model")
+            found = logits[:, -1] - (logits[:, 0] if logits.shape[1] == 2 else 0.0)
+            for index, score in zip(batch, found.sigmoid().tolist(), strict=True):
+                scores[index] = score
+    return scores
+
+
+def padded(texts: list[list[int]]) -> tuple[Any, Any]:
     """The tokens of `texts` as one tensor, filled up with zeros, and the mask of the real tokens."""
     import torch
 

@@ -1,24 +1,23 @@
 """The adapter of llama.cpp models: it calls the methods of `llama_cpp.Llama` in a thread.
 
 This module makes the prompt from the model's own chat template. So thinking mode and an overriding template work, the
-prompt's tokens can be counted, and every answer can be ended early. If the call has tools or the model has no
-template, the library's own chat handler makes the prompt.
+prompt's tokens can be counted, and every answer can be ended early.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec, Value
 from ...threads import Cancellation
 from ..fields import sampling
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
-from ..requests import Refused
+from ..requests import Refused, bad
 from .base import TextAdapter, cannot
 from .openai_format import TextPiece, max_tokens_of, stops_of
+from .tool_calls import Tools, tools_of
 
 _SAMPLING_FIELDS = {
     "temperature": "temperature",
@@ -36,9 +35,6 @@ _SAMPLING_FIELDS = {
     "mirostat_eta": "mirostat_eta",
     "logit_bias": "logit_bias",
 }
-# The library's chat handlers implement these fields.
-_LIBRARY_FIELDS = ("tools", "functions", "response_format")
-_LIBRARY_CALL_FIELDS = (*_LIBRARY_FIELDS, "messages", "stop", "tool_choice", "function_call")
 
 
 class ModelFacts(Value):
@@ -57,6 +53,7 @@ class LlamaCppAdapter(TextAdapter):
     """Calls a `value` that has llama.cpp's methods. The model itself may be in another process."""
 
     kind = "a llama.cpp model"
+    can_force_calls = True
 
     @property
     def facts(self) -> ModelFacts:
@@ -84,39 +81,6 @@ class LlamaCppAdapter(TextAdapter):
         """The texts of `bos_token` and `eos_token`. A token that the model's file lacks is left out."""
         return self.facts.tokens
 
-    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
-        if kind == "chat" and _needs_library(body):
-            fields = _library_fields(body)
-            answer = await in_thread_until(
-                lambda cancelled: self.value.create_chat_completion(**fields, cancelled=cancelled)
-            )
-            return {**answer, "model": self.spec.name}
-        return await super().answer(kind, body, think)
-
-    async def stream(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> AsyncIterator[dict[str, Any]]:
-        """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
-        if kind == "chat" and _needs_library(body):
-            source = self._stream_from_library(body)
-        else:
-            source = super().stream(kind, body, think)
-        async with aclosing(source) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _stream_from_library(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        def work(emit: Emit, cancelled: Cancellation) -> None:
-            chunks = self.value.create_chat_completion(
-                **_library_fields(body), stream=True, cancelled=cancelled
-            )
-            _read(chunks, emit, cancelled)
-
-        async with aclosing(stream_from_thread(work)) as chunks:
-            async for chunk in chunks:
-                yield {**chunk, "model": self.spec.name}
-
     def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
@@ -124,6 +88,8 @@ class LlamaCppAdapter(TextAdapter):
 
         Raises Refused if the prompt does not fit the context.
         """
+
+        grammar = _grammar(body, tools_of(body)) if kind == "chat" else {}
 
         def work(emit: Emit, cancelled: Cancellation) -> None:
             """Writes the answer in the engine's thread, and emits its pieces."""
@@ -137,6 +103,7 @@ class LlamaCppAdapter(TextAdapter):
                 stream=True,
                 cancelled=cancelled,
                 **sampling(body, _SAMPLING_FIELDS),
+                **grammar,
             )
 
             def emit_part(part: dict[str, Any]) -> None:
@@ -155,14 +122,39 @@ class LlamaCppAdapter(TextAdapter):
 
         def embed(cancelled: Cancellation) -> Any:
             """Embeds the texts. The library takes no tokens, so they are turned into text."""
-            plain = [
-                text if isinstance(text, str) else _text(self.value.detokenize(text))
-                for text in texts
-            ]
+            size = self.value.n_vocab()
+            plain = []
+            for text in texts:
+                if not isinstance(text, str) and max(text) >= size:
+                    why = f"the token {max(text)} is not in its vocabulary of {size}"
+                    raise cannot(self.spec.name, why, "input")
+                known = isinstance(text, str)
+                plain.append(text if known else _text(self.value.detokenize(text)))
             return self.value.create_embedding(plain, cancelled=cancelled)
 
         answer = await in_thread_until(embed)
         return [row["embedding"] for row in answer["data"]], answer["usage"]["prompt_tokens"]
+
+    async def tokenize(self, text: str, special: bool) -> list[int]:
+        """The library's tokens of `text`. With `special`, the token that begins a sequence is added."""
+        return await in_thread_until(
+            lambda cancelled: self.value.tokenize(
+                text.encode(), add_bos=special, special=True, cancelled=cancelled
+            )
+        )
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The library's text of `tokens`. Raises Refused for a number that is no token."""
+
+        def work(cancelled: Cancellation) -> str:
+            """Turns the tokens into text. The library would read memory that it must not, for a wrong token."""
+            size = self.value.n_vocab()
+            if max(tokens) >= size:
+                why = f"the token {max(tokens)} is not in its vocabulary of {size}"
+                raise cannot(self.spec.name, why, "tokens")
+            return _text(self.value.detokenize(tokens, special=True))
+
+        return await in_thread_until(work)
 
 
 def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refused:
@@ -177,17 +169,23 @@ def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refuse
     return cannot(model, why, "max_tokens" if limit and prompt < context else "messages")
 
 
-def _needs_library(body: dict[str, Any]) -> bool:
-    return any(body.get(name) for name in _LIBRARY_FIELDS)
+def _grammar(body: dict[str, Any], tools: Tools) -> dict[str, Any]:
+    """The arguments of `write` for the JSON that the answer must be: a forced tool call, or `response_format`.
 
-
-def _library_fields(body: dict[str, Any]) -> dict[str, Any]:
-    fields = {name: body[name] for name in _LIBRARY_CALL_FIELDS if body.get(name) is not None}
-    fields |= sampling(body, _SAMPLING_FIELDS)
-    limit = max_tokens_of(body)
-    if limit:
-        fields["max_tokens"] = limit
-    return fields
+    Raises Refused for an unknown `response_format`.
+    """
+    if tools.forced:
+        return {"json_schema": tools.schema()}
+    format = body.get("response_format") or {"type": "text"}
+    if format.get("type") == "text":
+        return {}
+    if format.get("type") == "json_object":
+        return {"json_schema": format.get("schema") or {"type": "object"}}
+    schema = format.get("json_schema")
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if format.get("type") != "json_schema" or not isinstance(schema, dict):
+        raise bad("response_format", format, "of type text, json_object or json_schema")
+    return {"json_schema": schema}
 
 
 def _read(chunks: Any, emit: Emit, cancelled: Cancellation) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,12 +16,13 @@ from ...facts import Value
 
 
 class TextPiece(Value):
-    """A piece of an answer's text. The last one has `finish` and the token counts."""
+    """A piece of an answer's text. The last one has `finish`, the tool calls and the token counts."""
 
     text: str = ""
-    finish: str = ""  # stop or length
+    finish: str = ""  # stop, length or tool_calls
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    calls: tuple[dict[str, Any], ...] = ()
 
 
 class Header(Value):
@@ -37,26 +39,43 @@ class Header(Value):
         return {**self._fields(kind, choices), **more}
 
     def part(
-        self, text: str | None, finish: str | None = None, first: bool = False
+        self,
+        text: str | None,
+        finish: str | None = None,
+        *,
+        index: int = 0,
+        first: bool = False,
+        calls: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
-        """One chunk with this `text`. The last chunk has `finish`. The `first` chunk of a chat has the role."""
+        """One chunk of the choice `index` with this `text` and these tool `calls`.
+
+        The last chunk has `finish`. The `first` chunk of a chat has the role.
+        """
+        end = {"finish_reason": finish, "logprobs": None}
         if not self.chat:
-            return self.chunk(
-                [{"index": 0, "text": text or "", "finish_reason": finish, "logprobs": None}]
-            )
+            return self.chunk([{"index": index, "text": text or "", **end}])
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if text is not None:
             delta["content"] = text
-        return self.chunk([{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}])
+        if calls:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+        return self.chunk([{"index": index, "delta": delta, **end}])
 
-    def whole(self, text: str, last: TextPiece) -> dict[str, Any]:
-        """The whole answer with this `text`. `last` has the reason why the text ended and the token counts."""
-        content: dict[str, Any] = {"text": text}
-        if self.chat:
-            content = {"message": {"role": "assistant", "content": text}}
-        choice = {"index": 0, **content, "finish_reason": last.finish, "logprobs": None}
+    def whole(self, answers: Sequence[tuple[str, TextPiece]]) -> dict[str, Any]:
+        """The whole answer with a choice for each of the `answers`, which are a text and the last piece."""
+        choices = []
+        for index, (text, last) in enumerate(answers):
+            content: dict[str, Any] = {"text": text}
+            if self.chat:
+                message: dict[str, Any] = {"role": "assistant", "content": text}
+                if last.calls:
+                    message |= {"content": text or None, "tool_calls": list(last.calls)}
+                content = {"message": message}
+            end = {"finish_reason": last.finish, "logprobs": None}
+            choices.append({"index": index, **content, **end})
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._fields(kind, [choice]), "usage": usage(last)}
+        counts = usage([last for _, last in answers])
+        return {**self._fields(kind, choices), "usage": counts}
 
     def _fields(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -68,50 +87,66 @@ class Header(Value):
         }
 
 
-def usage(last: TextPiece) -> dict[str, int]:
-    """OpenAI's `usage` from the `last` piece of an answer."""
+def usage(lasts: Sequence[TextPiece]) -> dict[str, int]:
+    """OpenAI's `usage` from the last piece of each choice. The prompt counts once."""
+    prompt = max((last.prompt_tokens for last in lasts), default=0)
+    completion = sum(last.completion_tokens for last in lasts)
     return {
-        "prompt_tokens": last.prompt_tokens,
-        "completion_tokens": last.completion_tokens,
-        "total_tokens": last.prompt_tokens + last.completion_tokens,
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
     }
 
 
-async def stream_chunks(
-    pieces: AsyncGenerator[TextPiece], header: Header, body: dict[str, Any]
-) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed answer, made from `pieces` and the fields of `header`.
+Pieces = AsyncGenerator[TextPiece]
 
-    With `stream_options.include_usage` in `body` the last chunk has the usage and no choice. No chunk is sent before
-    the first piece. So an error before the first piece can become an HTTP status, or another model can answer.
+
+async def stream_chunks(
+    choices: Sequence[Callable[[], Pieces]], header: Header, body: dict[str, Any], echo: str = ""
+) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a streamed answer, made from the pieces of each choice and the fields of `header`.
+
+    The choices are written one after the other, and each begins with `echo`. With `stream_options.include_usage` in
+    `body` the last chunk has the usage and no choice. No chunk is sent before the first piece. So an error before the
+    first piece can become an HTTP status, or another model can answer.
     """
-    last = TextPiece()  # without a finish, the gateway takes the answer for cut off
-    role_sent = not header.chat
-    async with aclosing(pieces):
-        async for piece in pieces:
-            if not role_sent:
-                role_sent = True
-                yield header.part("", first=True)
-            if piece.text:
-                yield header.part(piece.text)
-            if piece.finish:
-                last = piece
-    yield header.part(None, last.finish)
+    lasts = []
+    for index, choice in enumerate(choices):
+        last = TextPiece()  # without a finish, the gateway takes the answer for cut off
+        begun = False
+        async with aclosing(choice()) as pieces:
+            async for piece in pieces:
+                if not begun and (header.chat or echo):
+                    yield header.part(echo, index=index, first=True)
+                begun = True
+                if piece.text:
+                    yield header.part(piece.text, index=index)
+                if piece.finish:
+                    last = piece
+        if last.calls:
+            yield header.part(None, index=index, calls=last.calls)
+        yield header.part(None, last.finish, index=index)
+        lasts.append(last)
     options = body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
-        yield header.chunk([], usage=usage(last))
+        yield header.chunk([], usage=usage(lasts))
 
 
-async def whole_answer(pieces: AsyncGenerator[TextPiece], header: Header) -> dict[str, Any]:
-    """The whole answer at once, made from `pieces` and the fields of `header`."""
-    texts = []
-    last = TextPiece()  # without a finish, the gateway takes the answer for cut off
-    async with aclosing(pieces):
-        async for piece in pieces:
-            texts.append(piece.text)
-            if piece.finish:
-                last = piece
-    return header.whole("".join(texts), last)
+async def whole_answer(
+    choices: Sequence[Callable[[], Pieces]], header: Header, echo: str = ""
+) -> dict[str, Any]:
+    """The whole answer at once, made from the pieces of each choice. See `stream_chunks`."""
+    answers = []
+    for choice in choices:
+        texts = [echo]
+        last = TextPiece()  # without a finish, the gateway takes the answer for cut off
+        async with aclosing(choice()) as pieces:
+            async for piece in pieces:
+                texts.append(piece.text)
+                if piece.finish:
+                    last = piece
+        answers.append(("".join(texts), last))
+    return header.whole(answers)
 
 
 def embeddings(
@@ -130,6 +165,30 @@ def embeddings(
         "object": "list",
         "data": data,
         "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def rerank_answer(
+    scores: Sequence[float], model: str, tokens: int, body: dict[str, Any]
+) -> dict[str, Any]:
+    """The answer to a call for reranking, with the best document first, as Cohere's and Jina's clients read it.
+
+    `scores` are those of the documents in `body`, by `model`; `tokens` is the number of tokens that were read.
+    """
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results = []
+    for index in best[: body.get("top_n")]:
+        row: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if body.get("return_documents"):
+            document = body["documents"][index]
+            row["document"] = {"text": document} if isinstance(document, str) else document
+        results.append(row)
+    return {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "object": "list",
+        "model": model,
+        "results": results,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
 

@@ -14,13 +14,14 @@ from ...facts import ModelSpec
 from ..requests import Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
-from .base import EngineFailed
+from .base import EngineFailed, cannot
 
 PATHS = {
     "chat": "/chat/completions",
     "completions": "/completions",
     "embeddings": "/embeddings",
     "images": "/images/generations",
+    "rerank": "/rerank",
 }
 # An engine may compute for long before its first token.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -88,6 +89,8 @@ class HttpAdapter:
         # A restart is short. Failing calls would open the circuit breaker, so the call waits.
         while getattr(self._handle, "starting", False):
             await asyncio.sleep(POLL_SECONDS)
+        if kind not in PATHS:
+            raise cannot(self.name, f"its engine has no route for {kind} here", "model")
         handle = self._handle
         fields = {name: value for name, value in body.items() if value is not None}
         fields["model"] = handle.model

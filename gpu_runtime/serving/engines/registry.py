@@ -42,6 +42,12 @@ class EchoAdapter(TextAdapter):
         words = sum(len(text.split() if isinstance(text, str) else text) for text in texts)
         return [[float(len(text)), 1.0] for text in texts], words
 
+    async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
+        """The part of the words of the `query` that each of the `documents` has, and the number of all words."""
+        words = set(query.split())
+        found = [len(words & set(text.split())) / max(1, len(words)) for text in documents]
+        return found, sum(len(text.split()) for text in (query, *documents))
+
 
 def adapter_for(value: Any, spec: ModelSpec, http: Any) -> EngineAdapter:
     """The adapter of `value`, which is the object that `rt.use` yielded for the model of `spec`.

@@ -15,7 +15,7 @@ from ..fields import sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
-from .embedding import embed_in_batches, pooling_of
+from .embedding import embed_in_batches, pooling_of, rank_in_batches
 from .llama_cpp import too_long
 from .long_prompts import remember
 from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
@@ -157,6 +157,39 @@ class TransformersAdapter(TextAdapter):
             tokens.append(self._tokens_of(text))
         rows = embed_in_batches(self.value, tokens, pooling_of(self.spec.source), cancelled.is_set)
         return rows, sum(map(len, tokens))
+
+    async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
+        """How well each of the `documents` fits the `query`, from 0 to 1, and the number of tokens read."""
+        if self.spec.model_type != "reranker":
+            return await super().scores(query, documents)
+
+        def work(cancelled: threading.Event) -> tuple[list[float], int]:
+            """Ranks the documents in a thread."""
+            limit = getattr(self.value.config, "max_position_embeddings", None)
+            pairs = []
+            for text in documents:
+                if cancelled.is_set():
+                    return [], 0
+                pairs.append(
+                    self.tokenizer(query, text, truncation=limit is not None, max_length=limit)
+                )
+            scores = rank_in_batches(self.value, pairs, self.spec.name, cancelled.is_set)
+            return scores, sum(len(pair["input_ids"]) for pair in pairs)
+
+        return await in_thread_until(work)
+
+    async def tokenize(self, text: str, special: bool) -> list[int]:
+        """The tokenizer's tokens of `text`. With `special`, the tokens around a sequence are added."""
+        return await in_thread_until(
+            lambda cancelled: list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        )
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The tokenizer's text of `tokens`. Raises Refused for a number that is no token."""
+        if max(tokens) >= len(self.tokenizer):
+            why = f"the token {max(tokens)} is not in its vocabulary of {len(self.tokenizer)}"
+            raise cannot(self.spec.name, why, "tokens")
+        return await in_thread_until(lambda cancelled: self.tokenizer.decode(tokens))
 
     def _tokens_of(self, text: str | list[int]) -> list[int]:
         """The tokens of a `text`, cut off at the end of the context. Raises Refused."""

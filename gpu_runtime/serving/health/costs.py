@@ -98,6 +98,7 @@ class Timing:
         self._began = clock()
         self._first: float | None = None
         self._pieces = 0
+        self._prompt = prompt_tokens(call)
 
     def note(self, event: dict[str, Any]) -> None:
         """Counts one `event` of a stream."""
@@ -105,16 +106,25 @@ class Timing:
             self._first = self._clock() - self._began
         self._pieces += bool(event.get("choices"))
 
+    def facts(self) -> dict[str, Any]:
+        """The figures so far, for the request log: about how many tokens, and seconds until the first piece."""
+        first = {} if self._first is None else {"first_seconds": self._first}
+        return {"prompt_tokens": self._prompt, "completion_tokens": self._pieces, **first}
+
     def succeeded(self, answer: dict[str, Any] | None = None) -> None:
         """Records the duration. `answer` is the whole answer, or None for a stream."""
-        tokens = self._pieces if answer is None else _tokens_of(self._call, answer)
+        if answer is not None:
+            self._pieces = _tokens_of(self._call, answer)
+            usage = answer.get("usage")
+            counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+            self._prompt = counted if isinstance(counted, int) else self._prompt
         self._costs.add_answer(
             self._model,
             self._call.kind,
             self._clock() - self._began,
             asked=self._call.model,
             prompt=prompt_tokens(self._call),
-            answer=tokens,
+            answer=self._pieces,
             first=self._first,
         )
 

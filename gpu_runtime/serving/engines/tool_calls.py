@@ -1,0 +1,192 @@
+"""Tool calls in the text that a model writes.
+
+Each family of models writes them in its own format, which its chat template shows. This module is pure. To add a
+format, add an entry to FORMATS with its parser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...facts import Value
+from ..requests import bad
+
+ID_LETTERS = 9  # Mistral's templates accept no other length
+_SPACE = re.compile(r"[\s;,]*")
+_MISTRAL_NAME = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
+_decoder = json.JSONDecoder()
+
+
+class Tools(Value):
+    """The tools of one call, and whether the model must call one."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    forced: tuple[
+        str, ...
+    ] = ()  # the model must call one of these; empty: it may also answer with text
+    only_one: bool = False  # at most one call in an answer
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tools."""
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of a forced call."""
+        choices = []
+        for tool in self.tools:
+            function = tool["function"]
+            if function["name"] in self.forced:
+                properties = {
+                    "name": {"const": function["name"]},
+                    "arguments": function.get("parameters") or {"type": "object"},
+                }
+                required = ["name", "arguments"]
+                choices.append({"type": "object", "properties": properties, "required": required})
+        return choices[0] if len(choices) == 1 else {"anyOf": choices}
+
+
+def tools_of(body: dict[str, Any]) -> Tools:
+    """The tools of the chat in `body`. With `tool_choice: "none"` there are none. Raises Refused (400)."""
+    tools = tuple(body.get("tools") or ())
+    for at, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(f"tools[{at}]", tool, 'an object with "type": "function" and a "function"')
+    choice = body.get("tool_choice") or "auto"
+    if choice == "none":
+        return Tools()
+    known = Tools(tools, only_one=body.get("parallel_tool_calls") is False)
+    if choice == "auto":
+        return known
+    forced = tuple(sorted(known.names))
+    if choice != "required":
+        function = choice.get("function") if isinstance(choice, dict) else None
+        forced = (function.get("name"),) if isinstance(function, dict) else ("",)
+    if not forced or not known.names.issuperset(forced):
+        raise bad("tool_choice", choice, "none, auto, required, or the name of one of the tools")
+    return Tools(tools, forced, known.only_one)
+
+
+class Format(Value):
+    """How a family of models writes tool calls."""
+
+    in_template: str  # a part of every chat template of the family
+    begins: tuple[str, ...]  # texts with which calls begin, anywhere in the answer
+    begins_answer: tuple[str, ...]  # texts with which calls begin at the start of the answer only
+    parse: Callable[
+        [str], Iterator[tuple[str, Any]]
+    ]  # yields name and arguments. Raises ValueError.
+
+
+def _objects(text: str) -> Iterator[tuple[str, Any]]:
+    """The calls in JSON objects that follow each other. Llama 3 names the arguments `parameters`."""
+    at = _SPACE.match(text).end()  # type: ignore[union-attr]
+    while at < len(text):
+        found, at = _decoder.raw_decode(text, at)
+        for call in found if isinstance(found, list) else [found]:
+            if not isinstance(call, dict):
+                raise ValueError("no object")
+            yield str(call.get("name")), call.get("arguments", call.get("parameters", {}))
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _hermes(text: str) -> Iterator[tuple[str, Any]]:
+    for part in text.split("<tool_call>")[1:]:
+        yield from _objects(part.partition("</tool_call>")[0])
+
+
+def _mistral(text: str) -> Iterator[tuple[str, Any]]:
+    for part in text.split("[TOOL_CALLS]"):
+        named = _MISTRAL_NAME.match(part.strip())
+        if named:  # newer models write NAME{ARGUMENTS}
+            yield named[1], json.loads(part.strip()[named.end() :])
+        else:
+            yield from _objects(part)
+
+
+def _llama(text: str) -> Iterator[tuple[str, Any]]:
+    yield from _objects(text.replace("<|python_tag|>", ""))
+
+
+FORMATS = {
+    "hermes": Format("<tool_call>", ("<tool_call>",), (), _hermes),  # also Qwen
+    # Special tokens may be left out of the text, so the calls may begin with their JSON.
+    "mistral": Format("[TOOL_CALLS]", ("[TOOL_CALLS]",), ("[{",), _mistral),
+    "llama3": Format("<|python_tag|>", ("<|python_tag|>",), ("{",), _llama),
+}
+FORCED = Format("", (), ("{",), _objects)
+
+
+def format_of(template: str) -> Format:
+    """The format of the model with this chat `template`.
+
+    A template that shows no format is taken for one of Llama 3 if it names `"parameters"`, else of Hermes.
+    """
+    for known in FORMATS.values():
+        if known.in_template in template:
+            return known
+    return FORMATS["llama3"] if '"parameters"' in template else FORMATS["hermes"]
+
+
+class Reader:
+    """Separates the text of an answer from its tool calls. The text arrives in pieces."""
+
+    def __init__(self, format: Format, tools: Tools) -> None:
+        """The calls are written in `format`, and call one of `tools`."""
+        self._format = format
+        self._tools = tools
+        self._held = ""
+        self._calling = False
+        self._at_start = True  # only white space was written so far
+
+    def feed(self, text: str) -> str:
+        """Adds `text`, and returns the part that can be no tool call."""
+        self._held += text
+        if self._calling:
+            return ""
+        places = [at for at in map(self._held.find, self._format.begins) if at >= 0]
+        start = len(self._held) - len(self._held.lstrip())
+        if self._at_start and self._held.startswith(self._format.begins_answer, start):
+            places.append(start)
+        self._calling = bool(places)
+        safe = min(places) if places else len(self._held) - self._possible_beginning(start)
+        ready, self._held = self._held[:safe], self._held[safe:]
+        self._at_start = self._at_start and not ready.strip()
+        return ready
+
+    def end(self) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """The rest of the text, and the calls in OpenAI's format. What is no valid call of a tool is text."""
+        try:
+            found = list(self._format.parse(self._held)) if self._calling else []
+        except ValueError:
+            found = []
+        if not all(name in self._tools.names and isinstance(args, dict) for name, args in found):
+            found = []
+        calls = tuple(_call(name, arguments) for name, arguments in found)
+        if self._tools.only_one:
+            calls = calls[:1]
+        return ("" if calls else self._held), calls
+
+    def _possible_beginning(self, start: int) -> int:
+        """The length of the end of the held text with which calls may begin."""
+        longest = 0
+        for word in self._format.begins:
+            for size in range(longest + 1, len(word)):
+                if self._held.endswith(word[:size]):
+                    longest = size
+        if self._at_start:
+            rest = self._held[start:]
+            if not rest or any(word.startswith(rest) for word in self._format.begins_answer):
+                longest = len(self._held)
+        return longest
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": text}
+    return {"id": uuid.uuid4().hex[:ID_LETTERS], "type": "function", "function": function}

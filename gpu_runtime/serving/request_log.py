@@ -1,0 +1,102 @@
+"""The request log: one line of JSON for each call, with the durations of its parts and how it ended.
+
+The lines go to the logger `gpu_runtime.requests`. `open_log` writes them to a file. They have no text of a prompt or of
+an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from .requests import Refused
+
+STDERR = "-"
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+log = logging.getLogger("gpu_runtime.requests")
+log.propagate = False  # other handlers would show the lines among the messages for people
+log.addHandler(logging.NullHandler())
+
+
+class CallRecord:
+    """The facts of one call, which are written once, when the call has ended."""
+
+    def __init__(self, clock: Callable[[], float], kind: str, client: str) -> None:
+        """A call of this `kind` by the visitor `client` begins now, by the `clock`."""
+        self._clock = clock
+        self._began = clock()
+        self._written = False
+        self.streams = False  # the call ends with its stream
+        self._facts: dict[str, Any] = {
+            "time": round(time.time(), 3),
+            "id": request_id.get(),
+            "kind": kind,
+            "client": client,
+            "outcome": "cancelled",
+        }
+
+    def note(self, **facts: Any) -> None:
+        """Adds `facts`. Seconds are rounded to milliseconds."""
+        for name, value in facts.items():
+            self._facts[name] = round(value, 3) if isinstance(value, float) else value
+
+    def write(self) -> None:
+        """Writes the line, once."""
+        if self._written or not log.isEnabledFor(logging.INFO):
+            return
+        self._written = True
+        self.note(seconds=self._clock() - self._began)
+        log.info(json.dumps(self._facts, ensure_ascii=False))
+
+    @contextlib.contextmanager
+    def until_answered(self) -> Iterator[None]:
+        """A block that makes the answer. The line is written at its end, or by the end of a stream."""
+        token = _current.set(self)
+        try:
+            yield
+        except Refused as refused:
+            self.note(outcome="refused", status=refused.status, code=refused.code)
+            raise
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.note(outcome="failed", code=type(error).__name__)
+            raise
+        else:
+            if self.streams:
+                return
+            self.note(outcome="answered")
+        finally:
+            _current.reset(token)
+            if not self.streams:
+                self.write()
+
+
+_current: ContextVar[CallRecord] = ContextVar("call_record")
+
+
+def current() -> CallRecord:
+    """The record of the call that this task answers."""
+    return _current.get()
+
+
+def open_log(target: str | None) -> None:
+    """Writes the lines to the file `target`, or to standard error if it is "-". None writes no lines.
+
+    Raises OSError.
+    """
+    if target is None:
+        return
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if target != STDERR:
+        handler = logging.FileHandler(target, delay=False)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)

@@ -1,0 +1,107 @@
+"""OpenAI's own client, unchanged, against a real server."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.faces.served import OPERATORS, free_port, serving
+
+openai = pytest.importorskip("openai")
+# `chat` repeats the last message, in a template that takes tools in the format of Hermes.
+SERVER = """
+import sys
+import gpu_runtime
+from gpu_runtime.serving import server
+
+rt = gpu_runtime.runtime()
+template = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+rt.register("chat", backend="fake", size="1GiB", model_type="llm", chat_template=template)
+rt.register("bge", backend="fake", size="1GiB", model_type="embedding")
+try:
+    server.run(rt, port=int(sys.argv[1]))
+finally:
+    rt.close()
+"""
+TOOL = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+SAID = '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder, port = tmp_path_factory.mktemp("client"), free_port()
+    environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CATALOG": str(folder / "none")}
+    command = [sys.executable, "-c", SERVER, str(port)]
+    with serving(command, folder, environment, port=port, path="/health"):
+        base_url = f"http://127.0.0.1:{port}/v1"
+        with openai.OpenAI(base_url=base_url, api_key=OPERATORS, max_retries=0) as made:
+            yield made
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat_whole_and_streamed(client):
+    messages = [{"role": "developer", "content": "Be brief."}, *user("one two three")]
+    whole = client.chat.completions.create(model="chat", messages=messages, n=2, seed=1)
+    assert [choice.message.content for choice in whole.choices] == ["one two three"] * 2
+    events = list(
+        client.chat.completions.create(
+            model="chat",
+            messages=messages,
+            max_completion_tokens=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.delta.content or "" for event in events for c in event.choices)
+    assert (text, events[-2].choices[0].finish_reason) == ("one two", "length")
+    assert events[-1].usage.completion_tokens == 2 and events[-1].choices == []
+
+
+def test_a_conversation_with_a_tool(client):
+    """The client builds the call from the parts of a stream, and sends it back with the tool's result."""
+    options = {"model": "chat", "tools": [TOOL]}
+    [choice] = client.chat.completions.create(messages=user(SAID), **options).choices
+    [call] = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert (call.function.name, json.loads(call.function.arguments)) == ("time", {"zone": "CET"})
+    with client.chat.completions.stream(messages=user(SAID), **options) as stream:
+        built = stream.get_final_completion().choices[0].message.tool_calls[0]
+    assert built.function.arguments == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It is noon."}
+    messages = [*user(SAID), choice.message, result]
+    [answer] = client.chat.completions.create(messages=messages, **options).choices
+    assert (answer.message.content, answer.finish_reason) == ("It is noon.", "stop")
+
+
+def test_embeddings_of_texts_and_of_tokens(client):
+    """The client requests base64 by itself. LangChain sends lists of tokens."""
+    found = client.embeddings.create(model="bge", input=["fox", "a dog"])
+    assert [row.embedding for row in found.data] == [[3.0, 1.0], [5.0, 1.0]]
+    plain = client.embeddings.create(model="bge", input=[[1, 2], [3]], encoding_format="float")
+    assert [row.index for row in plain.data] == [0, 1]
+
+
+def test_models_and_completions(client):
+    assert {model.id for model in client.models.list()} == {"chat", "bge"}
+    assert client.models.retrieve("chat").id == "chat"
+    answer = client.completions.create(model="chat", prompt="one two", echo=True)
+    assert answer.choices[0].text == "one twoone two"
+
+
+def test_errors_are_the_clients_own(client):
+    """Each has a message that names the mistake, and the name of its request."""
+    with pytest.raises(openai.NotFoundError, match="Did you mean chat") as unknown:
+        client.chat.completions.create(model="cha", messages=user("a"))
+    assert unknown.value.request_id.startswith("req-")
+    with pytest.raises(openai.BadRequestError, match="top_k") as bad:
+        client.chat.completions.create(model="chat", messages=user("a"), extra_body={"top_k": -2})
+    assert bad.value.param == "top_k"
+    with pytest.raises(openai.BadRequestError, match="of type embedding and writes no text"):
+        client.chat.completions.create(model="bge", messages=user("a"))
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()

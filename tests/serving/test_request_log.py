@@ -1,0 +1,93 @@
+"""The request log has one line for each call, however the call ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from gpu_runtime.errors import BadSetting
+from gpu_runtime.serving import request_log, server
+from gpu_runtime.serving.requests import Refused
+from tests.serving.harness import harness
+from tests.serving.loops import in_loop, settle, until
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A function that returns the lines of the log so far."""
+    handlers, level = list(request_log.log.handlers), request_log.log.level
+    file = tmp_path / "requests.jsonl"
+    request_log.open_log(str(file))
+    yield lambda: [json.loads(line) for line in file.read_text().splitlines()]
+    for handler in set(request_log.log.handlers) - set(handlers):
+        request_log.log.removeHandler(handler)
+        handler.close()
+    request_log.log.setLevel(level)
+
+
+def test_each_outcome_has_one_line(lines):
+    """An answer, a stream, a refusal, a broken stream, and callers that left before and during their answers."""
+
+    @in_loop
+    async def story():
+        never = asyncio.Event()
+        scripts = {"qwen": [None, None, (RuntimeError("it broke"),), never, never]}
+        async with harness(qwen=4, scripts=scripts) as k:
+            request_log.request_id.set("req-1")
+            await k.chat("qwen", "one two three", x_client_id="bot")
+            async for _ in (await k.chat("qwen", "one two", stream=True)).events:
+                k.clock.now += 0.5
+            with pytest.raises(Refused):
+                await k.chat("qwem")
+            async for _ in (await k.chat("qwen", stream=True)).events:
+                pass
+            reply = await k.chat("qwen", stream=True)
+            await reply.aclose()
+            call = asyncio.ensure_future(k.chat("qwen"))
+            await until(lambda: len(k.log) >= 9)
+            call.cancel()
+            await settle()
+
+    story()
+    found = lines()
+    outcomes = [line["outcome"] for line in found]
+    assert outcomes == ["answered", "answered", "refused", "broken_off", "cancelled", "cancelled"]
+    answered, streamed, refused, broken, *_ = found
+    assert answered.pop("time") > 0 and answered.pop("queue_seconds") >= 0
+    assert answered == {
+        "id": "req-1",
+        "kind": "chat",
+        "client": "bot",
+        "asked": "qwen",
+        "model": "qwen",
+        "loaded": True,
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "seconds": 0.0,
+        "outcome": "answered",
+    }
+    assert streamed["first_seconds"] == 0.0 and streamed["seconds"] > 1.0
+    assert streamed["loaded"] is False
+    assert (refused["status"], refused["code"], refused["asked"]) == (
+        404,
+        "model_not_found",
+        "qwem",
+    )
+    assert broken["error"] == "it broke"
+
+
+@in_loop
+async def test_without_the_setting_nothing_is_written():
+    assert not request_log.log.isEnabledFor(logging.INFO)
+    async with harness(qwen=4) as k:
+        await k.chat("qwen")
+
+
+def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
+    settings = SimpleNamespace(gpu_tasks=None, gpu_serve_log=str(tmp_path / "none" / "log"))
+    with pytest.raises(BadSetting, match="GPU_SERVE_LOG"):
+        server.run(SimpleNamespace(settings=settings))

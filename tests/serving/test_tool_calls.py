@@ -1,0 +1,169 @@
+"""Tool calls are read from the text of a model, in the format of its family."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.serving.engines.tool_calls import FORMATS, Reader, Tools, format_of, tools_of
+from gpu_runtime.serving.requests import Refused
+from tests.serving.harness import harness
+from tests.serving.loops import in_loop
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+TOOLS = Tools((tool("weather"), tool("time")))
+WEATHER, TIME = ("weather", {"in": "Bern {1}"}), ("time", {})
+# Each text with the text before the calls, and the calls.
+WRITTEN = [
+    (
+        "hermes",
+        'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"in": "Bern {1}"}}\n</tool_call>\n'
+        '<tool_call>{"name": "time", "arguments": {}}</tool_call>',
+        "Let me see.\n",
+        [WEATHER, TIME],
+    ),
+    ("hermes", "a < b and <tool> are text", "a < b and <tool> are text", []),
+    ("hermes", "<tool_call>{no json", "<tool_call>{no json", []),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"in": "Bern {1}"}}, {"name": "time", "arguments": {}}]',
+        "",
+        [WEATHER, TIME],
+    ),
+    ("mistral", ' [{"name": "time", "arguments": {}}]', " ", [TIME]),
+    (
+        "mistral",
+        '[TOOL_CALLS]weather[ARGS]{"in": "Bern {1}"}[TOOL_CALLS]time{}',
+        "",
+        [WEATHER, TIME],
+    ),
+    ("mistral", "I like [1] and [{", "I like [1] and [{", []),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "weather", "parameters": {"in": "Bern {1}"}}; {"name": "time", "parameters": {}}',
+        "",
+        [WEATHER, TIME],
+    ),
+    ("llama3", '{"name": "time", "parameters": {}}', "", [TIME]),
+    ("llama3", '{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
+    ("llama3", '{"a": 1}', '{"a": 1}', []),
+    (
+        "llama3",
+        'It is {"name": "time", "parameters": {}}',
+        'It is {"name": "time", "parameters": {}}',
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "written", "text", "calls"), WRITTEN)
+@given(st.lists(st.integers(0, 200), max_size=8))
+def test_calls_are_found_however_the_text_is_cut(format, written, text, calls, cuts):
+    """What is no valid call of a known tool stays text, to the letter."""
+    reader = Reader(FORMATS[format], TOOLS)
+    places = sorted({min(cut, len(written)) for cut in cuts})
+    parts = [written[a:b] for a, b in zip([0, *places], [*places, len(written)], strict=True)]
+    sent = "".join(reader.feed(part) for part in parts)
+    rest, found = reader.end()
+    assert sent + rest == text
+    assert [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found
+    ] == calls
+    assert len({call["id"] for call in found}) == len(found)
+    assert all(len(call["id"]) == 9 and call["type"] == "function" for call in found)
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        ("… <tool_call> …", "hermes"),
+        ("… [TOOL_CALLS] …", "mistral"),
+        ("… <|python_tag|> …", "llama3"),
+        ('… {"name": …, "parameters": …} …', "llama3"),
+        ("{{ tools }}", "hermes"),
+    ],
+)
+def test_the_template_shows_the_format(template, format):
+    assert format_of(template) is FORMATS[format]
+
+
+def test_the_choice_of_tools():
+    """An invalid tool or choice is refused with the name of its field."""
+    tools = [tool("weather"), tool("time")]
+    assert tools_of({"tools": tools}) == TOOLS
+    assert tools_of({"tools": tools, "tool_choice": "none"}) == Tools()
+    assert tools_of({"tools": tools, "tool_choice": "required"}).forced == ("time", "weather")
+    named = {"type": "function", "function": {"name": "time"}}
+    assert tools_of({"tools": tools, "tool_choice": named}).forced == ("time",)
+    for wrong in (
+        {"tools": [{"type": "function"}]},
+        {"tools": ["weather"]},
+        {"tools": tools, "tool_choice": {"function": {"name": "other"}}},
+        {"tools": tools, "tool_choice": "any"},
+        {"tool_choice": "required"},
+    ):
+        with pytest.raises(Refused, match="tool") as refused:
+            tools_of(wrong)
+        assert refused.value.status == 400
+
+
+TEMPLATE = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
+
+
+@in_loop
+async def test_an_answer_has_its_tool_calls_apart_from_its_text():
+    """The model of this test repeats the last message. A stream has the same calls as a whole answer."""
+    async with harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}}) as k:
+        [choice] = (await k.chat("qwen", SAID, tools=[tool("time")])).json["choices"]
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"]) == ("tool_calls", "See: ")
+        function = {"name": "time", "arguments": '{"zone": "CET"}'}
+        assert [call["function"] for call in message["tool_calls"]] == [function]
+        reply = await k.chat("qwen", SAID, tools=[tool("time")], stream=True)
+        deltas = [e["choices"][0] async for e in reply.events]
+        assert "".join(d["delta"].get("content") or "" for d in deltas) == "See: "
+        [call] = [d["delta"]["tool_calls"] for d in deltas if "tool_calls" in d["delta"]]
+        assert call[0]["function"] == function and call[0]["index"] == 0
+        assert deltas[-1]["finish_reason"] == "tool_calls"
+        for more in ({"tool_choice": "none", "tools": [tool("time")]}, {"tools": [tool("other")]}):
+            [choice] = (await k.chat("qwen", SAID, **more)).json["choices"]
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", SAID)
+
+
+@in_loop
+async def test_a_conversation_with_a_tool_reaches_the_template():
+    """Templates expect arguments as an object and know no role `developer`. OpenAI's format differs."""
+    template = (
+        "{# tools #}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments.zone }}){% endfor %}|{% endfor %}"
+    )
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "time", "arguments": '{"zone": "CET"}'},
+    }
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Time?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12:00", "tool_call_id": "a"},
+    ]
+    async with harness(qwen=4, options={"qwen": {"chat_template": template}}) as k:
+        body = {"model": "qwen", "messages": messages, "tools": [tool("time")]}
+        reply = await k.gateway.answer("chat", body)
+        assert reply.json["choices"][0]["message"]["content"] == (
+            "system:Be brief.|user:Time?|assistant:time(CET)|tool:12:00|"
+        )
+        call["function"]["arguments"] = "{no json"
+        with pytest.raises(Refused) as refused:
+            await k.gateway.answer("chat", body)
+        assert refused.value.status == 400
