@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ..request_log import request_id
 from ..requests import Refused
-from . import memory, openai
+from . import anthropic, memory, openai
 from .jobs import Jobs
 from .metrics import Metrics
 
@@ -54,7 +54,9 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
     acts = Depends(_actor)
     app.state.jobs = Jobs()
     app.include_router(memory.router(rt, acts))
-    app.include_router(openai.router(gateway, app.state.jobs, acts))
+    routes = openai.router(gateway, app.state.jobs, acts)
+    anthropic.add_route(routes, gateway, acts)
+    app.include_router(routes)
     _add_server_routes(app, rt, gateway, acts)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(GpuError, _failed)

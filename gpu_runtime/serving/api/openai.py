@@ -153,10 +153,10 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
 class Sent(StreamingResponse):
     """A streamed answer. It closes the reply even if the client disconnected before the first event was read."""
 
-    def __init__(self, reply: Reply) -> None:
-        """The answer with the events and headers of `reply`."""
+    def __init__(self, reply: Reply, written: AsyncIterator[bytes] | None = None) -> None:
+        """The answer with the events and headers of `reply`. `written` are its events in another format."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
-        super().__init__(events(reply), media_type="text/event-stream", headers=headers)
+        super().__init__(written or events(reply), media_type="text/event-stream", headers=headers)
         self._reply = reply
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -219,7 +219,7 @@ def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> No
         tags=["models"],
         response_model=None,
         responses=REFUSALS,
-        openapi_extra=_request_body(schema(kind)),
+        openapi_extra=request_body(schema(kind)),
     )
 
 
@@ -230,7 +230,7 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
         tags=["jobs"],
         response_model=None,
         responses=REFUSALS,
-        openapi_extra=_request_body(_JOB_SCHEMA),
+        openapi_extra=request_body(_JOB_SCHEMA),
     )
     async def post_job(request: Request, actor: str = acts) -> JSONResponse:
         """Starts a call that continues without a connection. `endpoint` and `body` are those of a direct call."""
@@ -259,7 +259,8 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
         return (await jobs.end(id)).as_json()
 
 
-def _request_body(schema: dict[str, Any]) -> dict[str, Any]:
+def request_body(schema: dict[str, Any]) -> dict[str, Any]:
+    """The description of a body with this `schema`, for OpenAPI."""
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
 

@@ -1,0 +1,340 @@
+"""The route `/v1/messages`, in the format of Anthropic's clients: a translation of the chat route.
+
+The functions that translate are pure. Everything that this format has and a chat has not is refused with 400. Source:
+Anthropic, Messages API.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from ..requests import Refused, Reply, bad
+from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
+
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
+_OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")
+_IGNORED = ("metadata", "service_tier")  # they have no effect on an answer
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SCHEMA = {
+    "type": "object",
+    "required": ["model", "max_tokens", "messages"],
+    "properties": {
+        "model": {"type": "string"},
+        "max_tokens": {"type": "integer", "minimum": 1},
+        "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+        "stream": {"type": "boolean"},
+    },
+    "additionalProperties": True,
+}
+
+
+def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
+    """Adds the route to `routes`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
+
+    @routes.post(
+        "/messages",
+        tags=["models"],
+        response_model=None,
+        responses=REFUSALS,
+        openapi_extra=request_body(_SCHEMA),
+    )
+    async def post_message(request: Request, actor: str = acts) -> Any:
+        """An answer to a conversation in the format of Anthropic's clients, whole or streamed."""
+        try:
+            body = chat_of(await read_json(request))
+            reply = await unless_gone(request, gateway().answer("chat", body, actor))
+        except Gone:
+            return JSONResponse({}, 499)  # nobody reads it
+        except Refused as refused:
+            return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
+        if reply.events is None:
+            return JSONResponse(message_of(reply.json or {}), headers=reply.headers)
+        return Sent(reply, events(reply))
+
+
+# -- requests
+
+
+def chat_of(body: Any) -> dict[str, Any]:
+    """The body of a chat for the `body` of a call of `/v1/messages`. Raises Refused (400)."""
+    if not isinstance(body, Mapping):
+        raise Refused(400, "bad_body", "the body must be a JSON object")
+    chat = {name: value for name, value in body.items() if name in _SAME or name[:2] == "x_"}
+    for name in body:
+        if name not in chat and name not in _OTHER and name not in _IGNORED:
+            raise bad(name, body[name], "left out: /v1/messages has no such field here")
+    if body.get("max_tokens") is None:
+        raise bad("max_tokens", None, "a number of tokens")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
+        raise bad("messages", messages, "a list of messages")
+    system = _text("system", body.get("system") or "")
+    chat["messages"] = [{"role": "system", "content": system}] if system else []
+    for at, message in enumerate(messages):
+        chat["messages"] += _messages(f"messages[{at}]", message)
+    if body.get("stop_sequences"):
+        chat["stop"] = body["stop_sequences"]
+    if body.get("tools"):
+        chat["tools"] = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(body["tools"])]
+    chat |= _tool_choice(body.get("tool_choice"))
+    thinking = body.get("thinking")
+    if isinstance(thinking, Mapping) and "x_thinking" not in chat:
+        chat["x_thinking"] = thinking.get("type") == "enabled"
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a chat for one `message`. Results of tools become messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise bad(f"{place}.role", role, "user or assistant")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for at, block in enumerate(_blocks(f"{place}.content", content)):
+        where, kind = f"{place}.content[{at}]", block.get("type")
+        if kind == "text":
+            parts.append({"type": "text", "text": _text(where, [block])})
+        elif kind == "image" and role == "user":
+            parts.append({"type": "image_url", "image_url": {"url": _image(where, block)}})
+        elif kind == "tool_use" and role == "assistant":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": block.get("name"), "arguments": arguments}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = _text(f"{where}.content", block.get("content") or "")
+            results.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+            )
+        else:
+            raise bad(f"{where}.type", kind, "text, image, tool_use or tool_result")
+    if role == "assistant":
+        made: dict[str, Any] = {"role": role, "content": parts or None}
+        return [{**made, "tool_calls": calls} if calls else made]
+    return [*results, {"role": role, "content": parts}] if parts else results
+
+
+def _blocks(place: str, content: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise bad(place, content, "text, or a list of blocks")
+    return content
+
+
+def _text(place: str, content: Any) -> str:
+    """The text of a text or of a list of text blocks. Raises Refused (400) for other blocks."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in _blocks(place, content):
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise bad(place, block, "text, or a list of text blocks")
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+def _image(place: str, block: Mapping[str, Any]) -> str:
+    source = block.get("source")
+    if isinstance(source, Mapping) and source.get("type") == "url":
+        return str(source.get("url"))
+    if isinstance(source, Mapping) and source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    raise bad(f"{place}.source", source, "of type url or base64")
+
+
+def _tool(place: str, tool: Any) -> dict[str, Any]:
+    """The function for a `tool`. Raises Refused (400) for tools that Anthropic's servers run."""
+    if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
+        raise bad(place, tool, "an object with name and input_schema")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Any) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    fields: dict[str, Any] = {}
+    if kind == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind in _CHOICES:
+        fields["tool_choice"] = _CHOICES[kind]
+    else:
+        raise bad("tool_choice", choice, 'an object with the type "auto", "any", "tool" or "none"')
+    if choice.get("disable_parallel_tool_use"):
+        fields["parallel_tool_calls"] = False
+    return fields
+
+
+# -- answers
+
+
+def message_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """The message for the `answer` to a chat."""
+    choice = answer["choices"][0]
+    said = choice["message"]
+    content: list[dict[str, Any]] = []
+    if said.get("content"):
+        content.append({"type": "text", "text": said["content"]})
+    for call in said.get("tool_calls") or ():
+        function = call["function"]
+        content.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": function["name"],
+                "input": json.loads(function["arguments"] or "{}"),
+            }
+        )
+    return {
+        **_message(answer.get("model", "")),
+        "content": content,
+        "stop_reason": _STOP_REASONS.get(choice["finish_reason"], "end_turn"),
+        "usage": _usage(answer.get("usage")),
+        "x_gpu": answer.get("x_gpu"),
+    }
+
+
+def error_of(refused: Refused) -> dict[str, Any]:
+    """The refusal in the format of Anthropic's errors."""
+    kind = _ERRORS.get(refused.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+
+async def events(reply: Reply) -> AsyncIterator[bytes]:
+    """Yields a streamed `reply` as Anthropic's events. An error in a started stream is its last event."""
+    assert reply.events is not None
+    writer = _Writer()
+    try:
+        async for chunk in reply.events:
+            if "error" in chunk and "choices" not in chunk:
+                error = {"type": "api_error", "message": chunk["error"]["message"]}
+                yield _event("error", error=error)
+                return
+            for event in writer.feed(chunk):
+                yield event
+        for event in writer.end():
+            yield event
+    finally:
+        await reply.aclose()
+
+
+class _Writer:
+    """Turns the chunks of one chat into Anthropic's events. Each run of text and each tool call is one block."""
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._blocks = 0
+        self._in_text = False
+        self._finish = "stop"
+        self._usage: dict[str, int] = _usage(None)
+        self._calls: dict[int, dict[str, Any]] = {}
+
+    def feed(self, chunk: dict[str, Any]) -> list[bytes]:
+        """The events for one `chunk`."""
+        found = []
+        if not self._begun:
+            self._begun = True
+            message = {**_message(chunk.get("model", "")), "content": [], "stop_reason": None}
+            message |= {"usage": self._usage, "x_gpu": chunk.get("x_gpu")}
+            found.append(_event("message_start", message=message))
+        if chunk.get("usage"):
+            self._usage = _usage(chunk["usage"])
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if delta.get("content"):
+                found += self._text(delta["content"])
+            for call in delta.get("tool_calls") or ():
+                self._add(call)
+            self._finish = choice.get("finish_reason") or self._finish
+        return found
+
+    def end(self) -> list[bytes]:
+        """The last events."""
+        found = self._end_text()
+        for call in self._calls.values():
+            block = {"type": "tool_use", "id": call["id"], "name": call["name"], "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": call["arguments"] or "{}"}
+            found += self._block(block, [delta])
+        stop = {"stop_reason": _STOP_REASONS.get(self._finish, "end_turn"), "stop_sequence": None}
+        found.append(_event("message_delta", delta=stop, usage=self._usage))
+        found.append(_event("message_stop"))
+        return found
+
+    def _text(self, text: str) -> list[bytes]:
+        found = []
+        if not self._in_text:
+            self._in_text = True
+            block = {"type": "text", "text": ""}
+            found.append(_event("content_block_start", index=self._blocks, content_block=block))
+        delta = {"type": "text_delta", "text": text}
+        return [*found, _event("content_block_delta", index=self._blocks, delta=delta)]
+
+    def _end_text(self) -> list[bytes]:
+        if not self._in_text:
+            return []
+        self._in_text = False
+        self._blocks += 1
+        return [_event("content_block_stop", index=self._blocks - 1)]
+
+    def _add(self, call: dict[str, Any]) -> None:
+        """Adds a part of a tool call. An engine may send the arguments in many parts."""
+        function = call.get("function") or {}
+        known = self._calls.setdefault(
+            call.get("index", 0), {"id": "", "name": "", "arguments": ""}
+        )
+        known["id"] = known["id"] or call.get("id") or ""
+        known["name"] = known["name"] or function.get("name") or ""
+        known["arguments"] += function.get("arguments") or ""
+
+    def _block(self, block: dict[str, Any], deltas: list[dict[str, Any]]) -> list[bytes]:
+        at = self._blocks
+        self._blocks += 1
+        return [
+            _event("content_block_start", index=at, content_block=block),
+            *(_event("content_block_delta", index=at, delta=delta) for delta in deltas),
+            _event("content_block_stop", index=at),
+        ]
+
+
+def _message(model: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "stop_sequence": None,
+    }
+
+
+def _usage(usage: Any) -> dict[str, int]:
+    known = usage if isinstance(usage, dict) else {}
+    return {
+        "input_tokens": known.get("prompt_tokens") or 0,
+        "output_tokens": known.get("completion_tokens") or 0,
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

@@ -1,0 +1,185 @@
+"""`/v1/messages` is the chat route in the format of Anthropic's clients."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from gpu_runtime.serving.api.anthropic import chat_of, message_of
+from gpu_runtime.serving.api.app import application
+from gpu_runtime.serving.requests import Refused
+from tests.serving.app_client import OPERATOR, with_visitor
+from tests.serving.harness import Harness
+
+HI = {"model": "qwen", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"name": "time", "description": "The time.", "input_schema": {"type": "object"}}
+TEMPLATE = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
+
+
+def messages(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_conversation_is_translated():
+    """Results of tools become messages of their own, before the text of the same message."""
+    body = {
+        **HI,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Time?"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "See:"},
+                    {"type": "tool_use", "id": "a", "name": "time", "input": {"zone": "CET"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a", "content": "12:00"},
+                    {"type": "text", "text": "And now?"},
+                ],
+            },
+        ],
+        "tools": [TOOL],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "stop_sequences": ["END"],
+        "thinking": {"type": "disabled"},
+        "metadata": {"user_id": "ann"},
+        "x_client_id": "bot",
+        "stream": True,
+    }
+    call = {"id": "a", "type": "function"}
+    call["function"] = {"name": "time", "arguments": '{"zone": "CET"}'}
+    function = {"name": "time", "description": "The time.", "parameters": {"type": "object"}}
+    assert chat_of(body) == {
+        "model": "qwen",
+        "max_tokens": 100,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Time?"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "See:"}],
+                "tool_calls": [call],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "12:00"},
+            {"role": "user", "content": [{"type": "text", "text": "And now?"}]},
+        ],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "stop": ["END"],
+        "x_thinking": False,
+        "x_client_id": "bot",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_images_are_translated():
+    data = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    for source, url in (
+        (data, "data:image/png;base64,AAAA"),
+        ({"type": "url", "url": "https://a/b"}, "https://a/b"),
+    ):
+        content = [{"type": "image", "source": source}]
+        [message] = chat_of({**HI, "messages": [{"role": "user", "content": content}]})["messages"]
+        assert message["content"] == [{"type": "image_url", "image_url": {"url": url}}]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "system", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0]"),
+        ({"system": 7}, "system"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"container": "x"}, "container"),
+    ],
+)
+def test_what_a_chat_has_not_is_refused(change, param):
+    with pytest.raises(Refused) as refused:
+        chat_of({**HI, **change})
+    assert refused.value.status == 400 and refused.value.facts["param"].startswith(param)
+    with pytest.raises(Refused):
+        chat_of([])
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"),
+    [("stop", "end_turn"), ("length", "max_tokens"), ("tool_calls", "tool_use")],
+)
+def test_the_reason_of_the_end_is_translated(finish, reason):
+    message = {"role": "assistant", "content": "hi"}
+    answer = {"model": "qwen", "choices": [{"message": message, "finish_reason": finish}]}
+    assert message_of(answer)["stop_reason"] == reason
+
+
+@pytest.fixture(scope="module")
+def http():
+    """A client of the application over a real gateway. Its model repeats the last message."""
+    made = Harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}})
+    app = with_visitor(application(made.rt, lambda: made.gateway, "0"), OPERATOR)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client
+        client.portal.call(made.gateway.close)
+    made.rt.close()
+
+
+def test_a_whole_message_with_a_tool_call(http):
+    answer = http.post("/v1/messages", json={**HI, "messages": messages(SAID), "tools": [TOOL]})
+    message = answer.json()
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "qwen")
+    assert message["content"][0] == {"type": "text", "text": "See: "}
+    call = message["content"][1]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "time", {"zone": "CET"})
+    assert message["stop_reason"] == "tool_use" and message["usage"]["output_tokens"] > 0
+    assert answer.headers["X-GPU-Model"] == "qwen"
+
+
+def read(answer: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The events of a stream: the name and the data of each."""
+    found = []
+    for event in answer.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+def test_a_streamed_message_with_a_tool_call(http):
+    """The events are those that Anthropic's client builds its message from."""
+    body = {**HI, "messages": messages(SAID), "tools": [TOOL], "stream": True}
+    events = read(http.post("/v1/messages", json=body))
+    assert all(name == data["type"] for name, data in events)
+    names = [name for name, _ in events]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-2:] == ["message_delta", "message_stop"]
+    assert names.count("content_block_stop") == names.count("content_block_start") == 2
+    deltas = [data["delta"] for name, data in events if name == "content_block_delta"]
+    assert "".join(delta.get("text", "") for delta in deltas) == "See: "
+    assert json.loads("".join(d.get("partial_json", "") for d in deltas)) == {"zone": "CET"}
+    last = dict(events)["message_delta"]
+    assert last["delta"]["stop_reason"] == "tool_use" and last["usage"]["input_tokens"] > 0
+
+
+def test_errors_are_in_the_format_of_anthropic(http):
+    for change, status, kind in (
+        ({"model": "qwem"}, 404, "not_found_error"),
+        ({"top_k": -2}, 400, "invalid_request_error"),
+        ({"messages": []}, 400, "invalid_request_error"),
+    ):
+        answer = http.post("/v1/messages", json={**HI, **change})
+        assert answer.status_code == status
+        assert answer.json()["type"] == "error" and answer.json()["error"]["type"] == kind
