@@ -264,6 +264,25 @@ MEANINGS = {
     **dict.fromkeys(("vars", "variables", "memory", "mem"), ("who", "leases")),
     **dict.fromkeys(("settings", "env"), ("config",)),
 }
+FLEET = (
+    positional(
+        "action",
+        "ACTION",
+        "status (unless given), join, leave, drain HOST, or slots",
+        nargs="?",
+        choices=["status", "join", "leave", "drain", "slots"],
+        default="status",
+    ),
+    positional("host", "HOST", "the host to drain", nargs="?"),
+    switch("--undo", "with drain: take models again"),
+    option("--create", "NAME@HOST", "with slots: load a model there"),
+    option("--on", "CARDS", "… on these cards, such as cuda:0,1"),
+    option("--delete", "NAME@HOST", "with slots: remove it"),
+    option("--name", "NAME", "with join: the name of this host"),
+    option("--devices", "D", "with join: its cards, such as sim:2x24GiB"),
+    option("--ledger", "URL", "with join: its ledger; the machine's unless given"),
+    option("--address", "A", "of Ray's head, such as box1:6379", default="auto"),
+)
 
 
 # -- reading -------------------------------------------------------------------------------------

@@ -95,7 +95,9 @@ class HostAgent:
                 return None
             found = wishes.load(cluster.stored(cluster.WISHES))
             draft = self._file.with_suffix(".draft")
-            draft.write_text("\n".join(json.dumps(wish.body) for wish in found.models))
+            draft.write_text(
+                "\n".join(json.dumps(body) for body in wishes.bodies_on(found, self.host))
+            )
             os.replace(draft, self._file)
             self._drain_if_wished(self.host in found.drained)
             self._revision = found.revision
@@ -203,6 +205,29 @@ class HostAgent:
         self.rt.preload(name, timeout=timeout)
         lease = self._leases().get(name)
         return lease.where if lease else ""
+
+    def place(self, name: str, devices: tuple[str, ...], revision: int, timeout: float) -> str:
+        """Loads the model `name` on exactly these `devices`, and returns them.
+
+        A copy on other cards leaves first. Raises StillInUse, DoesNotFit, Busy, UnknownDevice.
+        """
+        self.learn(revision)
+        lease = self._leases().get(name)
+        if lease is not None and lease.on_device:
+            if {share.device for share in lease.shares} == set(devices):
+                return lease.where
+            while (lease := self._leases().get(name)) is not None and lease.shares:
+                self.rt.evict(name)  # from the card to host memory, and from there to nothing
+        return self.load(name, revision, timeout)
+
+    def slots(self) -> list[tuple[str, str, int, int]]:
+        """The model, the card, its bytes there, and the blocks that use it, for each of its cards."""
+        return [
+            (name, share.device, share.bytes, self.holds.users(name))
+            for name, lease in sorted(self._leases().items())
+            for share in lease.shares
+            if lease.on_device
+        ]
 
     def verb(self, name: str, args: Any, kwargs: Any) -> Any:
         """The result of the runtime's method `name`, one of VERBS."""

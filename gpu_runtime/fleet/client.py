@@ -6,10 +6,19 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..catalog.store import Catalog
-from ..errors import AmbiguousName, Busy, FleetUnavailable, GpuError, NodeLost, UnknownModel
+from ..errors import (
+    AmbiguousName,
+    Busy,
+    FleetUnavailable,
+    GpuError,
+    NodeLost,
+    UnknownDevice,
+    UnknownModel,
+)
 from ..facts import Offer, Outcome, PlanLevel, Snapshot
 from ..safe_text import quoted
 from ..scheduler.offers import ranked
@@ -18,6 +27,7 @@ from ..units import parse_seconds
 from . import cluster, joining, placing
 from .hosts import Hosts, on
 from .remote_model import FleetUse
+from .wishes import Slot
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -243,6 +253,54 @@ class Fleet:
         words = "takes models again" if undo else "takes no more models"
         return Outcome("drain", host, True, f"{host} {words}")
 
+    def create_slot(self, model: str, host: str, devices: str | Iterable[str]) -> Outcome:
+        """Loads `model` on exactly these `devices` of `host`, and keeps that wish.
+
+        `devices` are cards of that host: `"cuda:1"`, or `"cuda:0,1"` for both. The model is loaded
+        there again after a restart of the host's agent. A model that is loaded on other cards of
+        the host moves.
+
+        Raises UnknownModel, UnknownDevice, DoesNotFit, StillInUse, Busy, FleetUnavailable.
+        """
+        self._require_host(host)
+        cards = _cards(devices)
+        self.host(host).require_cards(cards)
+        slot = Slot(model, host, cards)
+        where = self._ask_controller("create_slot", slot)
+        return Outcome("slot", slot.id, True, f"{model} is on {where} of {host}", where=where)
+
+    def delete_slot(self, slot: str) -> Outcome:
+        """Removes the wish for `slot` (`"qwen@box2"`), and evicts the model there unless in use.
+
+        Raises UnknownModel if there is no such slot.
+        """
+        known = tuple(one.id for one in self._ask_controller("wishes").slots)
+        if slot not in known:
+            raise UnknownModel(
+                slot, known, none="There is no slot.", advice="See:  gpu fleet slots"
+            )
+        self._ask_controller("delete_slot", slot)
+        return Outcome("slot", slot, True, f"{slot} is no longer wished")
+
+    def slots(self) -> DataFrame:
+        """A table of the models on cards, with one row for each card.
+
+        Columns: slot, model, host, device, bytes, active (blocks that use it now), and wished
+        (whether `create_slot` placed it).
+        """
+        import pandas
+
+        self._hosts.refresh()
+        wished = {one.id for one in self._ask_controller("wishes").slots}
+        found, _ = self._hosts.ask("slots")
+        rows = [
+            (f"{model}@{host}", model, host, device, size, active, f"{model}@{host}" in wished)
+            for host in sorted(found)
+            for model, device, size, active in found[host]
+        ]
+        columns = "slot model host device bytes active wished".split()
+        return pandas.DataFrame(rows, columns=columns)
+
     def _require_host(self, name: str) -> None:
         """Raises FleetUnavailable if no living host has this `name`."""
         hosts = self.hosts()
@@ -320,6 +378,13 @@ class FarRuntime:
         """The runtime of `host` in the `fleet`."""
         self._fleet, self.host = fleet, host
 
+    def require_cards(self, names: Iterable[str]) -> None:
+        """Raises UnknownDevice if the host has no card of one of the `names`."""
+        cards = [view.device.id for view in self.status().devices if not view.device.is_host]
+        for name in names:
+            if name not in cards:
+                raise UnknownDevice(name, tuple(f"{card} of {self.host}" for card in cards))
+
     def __getattr__(self, verb: str) -> Any:
         from .agent import VERBS
 
@@ -338,6 +403,18 @@ class FarRuntime:
 
         far.__name__ = verb
         return far
+
+
+def _cards(devices: str | Iterable[str]) -> tuple[str, ...]:
+    """The ids of cards: `"cuda:0,1"` names two.
+
+    >>> _cards("cuda:0,1"), _cards(["sim:1"])
+    (('cuda:0', 'cuda:1'), ('sim:1',))
+    """
+    if not isinstance(devices, str):
+        return tuple(devices)
+    kind, _, numbers = devices.partition(":")
+    return tuple(f"{kind}:{number.strip()}" for number in numbers.split(","))
 
 
 def open_fleet(address: str = "auto") -> Fleet:

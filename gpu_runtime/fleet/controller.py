@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ log = logging.getLogger("gpu_runtime")
 
 WATCH_SECONDS = 0.25  # how often the nodes are read
 CHECK_SECONDS = 5.0  # how often the copies of all wished models are counted
+SLOT_SECONDS = 30.0  # how long a new slot waits for room on its cards
 LOAD_SECONDS = 5.0  # how long a wished model waits for room on one host
 
 
@@ -80,6 +81,34 @@ class Controller:
         self._change(lambda old: wishes.with_drain(old, host, undo=undo))
         self._hosts.ask("learn", self._wishes.revision, hosts=[host])
         self._fill_all_later()
+
+    def create_slot(self, slot: wishes.Slot) -> str:
+        """Stores `slot`, and loads its model on its cards. Returns the cards.
+
+        If the model cannot be loaded there, the slot is not kept. Raises the error of the load.
+        """
+        before = self._wishes
+        self._change(lambda old: wishes.with_slot(old, slot))
+        try:
+            return self._fill_slot(slot, SLOT_SECONDS)
+        except (GpuError, cluster.Gone, cluster.Unreachable):
+            known = [one for one in before.slots if one.id == slot.id]
+            self._change(lambda old: wishes.without_slot(old, slot.id))
+            if known:
+                self._change(lambda old: wishes.with_slot(old, known[0]))
+            raise
+
+    def delete_slot(self, id: str) -> None:
+        """Removes the slot `id`, and evicts its model from its host."""
+        self._change(lambda old: wishes.without_slot(old, id))
+        model, _, host = id.partition("@")
+        self._hosts.ask("learn", self._wishes.revision, hosts=[host])
+        self._evict(model, host)
+
+    def _fill_slot(self, slot: wishes.Slot, timeout: float) -> str:
+        agent = self._hosts.agent(slot.host)
+        call = on(agent, "place", "loads", slot.model, slot.devices, self._wishes.revision, timeout)
+        return cluster.answer(call, None)
 
     def _change(self, change: Any) -> None:
         with self._lock:
@@ -192,11 +221,15 @@ class Controller:
         for name in names:
             for host, models in self._holdings().items():
                 if name in models:
-                    call = on(self._hosts.agent(host), "verb", "verbs", "evict", (name,), {})
-                    try:
-                        cluster.answer(call, LOAD_SECONDS)
-                    except (GpuError, cluster.Gone, cluster.Unreachable) as error:
-                        log.info("%s stays on %s: %s", name, host, error)
+                    self._evict(name, host)
+
+    def _evict(self, name: str, host: str) -> None:
+        """Evicts the model from `host`. If it is in use, it stays, and this is logged."""
+        try:
+            call = on(self._hosts.agent(host), "verb", "verbs", "evict", (name,), {})
+            cluster.answer(call, LOAD_SECONDS)
+        except (GpuError, cluster.Gone, cluster.Unreachable) as error:
+            log.info("%s stays on %s: %s", name, host, error)
 
     def _fill_all_later(self) -> None:
         """Loads all missing copies, the largest models first, each in a task of its own."""
@@ -210,13 +243,21 @@ class Controller:
             )
             if copies < wish.copies and wish.name not in self._loading:
                 missing.append((wish.name, sizes.get(wish.name, 0)))
+        for slot in self._wishes.slots:
+            empty = slot.host in held and slot.model not in held[slot.host]
+            if empty and slot.host not in drained and slot.id not in self._loading:
+                self._in_background(slot.id, partial(self._fill_slot, slot, LOAD_SECONDS))
         for name in largest_first(missing):
-            self._loading.add(name)
-            start(partial(self._fill_in_background, name))
+            self._in_background(name, partial(self._fill, name))
 
-    def _fill_in_background(self, name: str) -> None:
+    def _in_background(self, name: str, fill: Callable[[], str]) -> None:
+        """Calls `fill` in a task of its own. `name` is not begun a second time meanwhile."""
+        self._loading.add(name)
+        start(partial(self._fill_in_background, name, fill))
+
+    def _fill_in_background(self, name: str, fill: Callable[[], str]) -> None:
         try:
-            log.info("%s: %s", name, self._fill(name))
+            log.info("%s: %s", name, fill())
         except Exception as error:  # noqa: BLE001 - tried again at the next check
             log.warning("%s was not loaded: %s", name, error)
         finally:

@@ -24,12 +24,26 @@ class Wish(Value):
     dedicated: bool = False  # whether it belongs to the dedicated set
 
 
+class Slot(Value):
+    """A wished place: a model on named cards of a named host."""
+
+    model: str
+    host: str
+    devices: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        """The slot as it is typed: `qwen@box2`."""
+        return f"{self.model}@{self.host}"
+
+
 class Wishes(Value):
     """All wishes. The revision is larger by one after each change."""
 
     revision: int = 0
     models: tuple[Wish, ...] = ()  # sorted by name
     drained: tuple[str, ...] = ()  # names of hosts that take no models
+    slots: tuple[Slot, ...] = ()  # sorted by model and host; at most one for both
 
     def find(self, name: str) -> Wish | None:
         """The wish for the model `name`, or None."""
@@ -52,7 +66,8 @@ def applied(wishes: Wishes, new: Iterable[Wish], *, dedicated: bool) -> Wishes:
     models = tuple(kept[name] for name in sorted(kept))
     if models == wishes.models:
         return wishes
-    return replace(wishes, revision=wishes.revision + 1, models=models)
+    slots = tuple(slot for slot in wishes.slots if slot.model in kept)
+    return replace(wishes, revision=wishes.revision + 1, models=models, slots=slots)
 
 
 def without(wishes: Wishes, name: str) -> Wishes:
@@ -60,7 +75,42 @@ def without(wishes: Wishes, name: str) -> Wishes:
     if wishes.find(name) is None:
         raise UnknownModel(name, wishes.names, none="The fleet has no model.")
     models = tuple(wish for wish in wishes.models if wish.name != name)
-    return replace(wishes, revision=wishes.revision + 1, models=models)
+    slots = tuple(slot for slot in wishes.slots if slot.model != name)
+    return replace(wishes, revision=wishes.revision + 1, models=models, slots=slots)
+
+
+def with_slot(wishes: Wishes, slot: Slot) -> Wishes:
+    """The wishes with `slot` added, or changed if its model has a slot on its host already.
+
+    Raises UnknownModel if nobody wished the model.
+    """
+    if wishes.find(slot.model) is None:
+        raise UnknownModel(slot.model, wishes.names, none="The fleet has no model.")
+    if slot in wishes.slots:
+        return wishes
+    others = tuple(one for one in wishes.slots if one.id != slot.id)
+    slots = tuple(sorted((*others, slot), key=lambda one: (one.model, one.host)))
+    return replace(wishes, revision=wishes.revision + 1, slots=slots)
+
+
+def without_slot(wishes: Wishes, id: str) -> Wishes:
+    """The wishes without the slot `id`. Without such a slot they are returned unchanged."""
+    slots = tuple(slot for slot in wishes.slots if slot.id != id)
+    if slots == wishes.slots:
+        return wishes
+    return replace(wishes, revision=wishes.revision + 1, slots=slots)
+
+
+def bodies_on(wishes: Wishes, host: str) -> tuple[dict[str, Any], ...]:
+    """The entries of the models as `host` should read them: a slot there names the cards."""
+    cards = {slot.model: slot.devices for slot in wishes.slots if slot.host == host}
+    found = []
+    for wish in wishes.models:
+        body = wish.body
+        if wish.name in cards:
+            body = {**body, "spec": {**body["spec"], "gpus": list(cards[wish.name])}}
+        found.append(body)
+    return tuple(found)
 
 
 def with_drain(wishes: Wishes, host: str, *, undo: bool) -> Wishes:

@@ -94,7 +94,7 @@ ANSWERS = {
     ("park", "-h"): "gpu park [NOTEBOOK] [--checkpoint] [--yes]",
     ("unpark", "-h"): "gpu unpark [NOTEBOOK] [--checkpoint]",
     ("who", "-h"): "gpu who [NOTEBOOK]",
-    ("fleet", "-h"): "gpu fleet [ACTION] [HOST] [--undo] [--name NAME] [--devices D]",
+    ("fleet", "-h"): "gpu fleet [ACTION] [HOST] [--undo] [--create NAME@HOST] [--on CARDS]",
     ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
 

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 import gpu_runtime
-from gpu_runtime import DoesNotFit, FleetUnavailable, NodeLost, Runtime, UnknownModel, cli
+from gpu_runtime import (
+    DoesNotFit,
+    FleetUnavailable,
+    NodeLost,
+    Runtime,
+    StillInUse,
+    UnknownDevice,
+    UnknownModel,
+    cli,
+)
 from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import cluster, joining
 from gpu_runtime.scheduler.offers import shortlist
@@ -56,6 +65,10 @@ def held_by(fleet: Any, host: str) -> list[str]:
     """The names of the models on the cards of `host`."""
     table = fleet.host(host).leases()
     return sorted(table[table["device"] != "host"]["model"])
+
+
+def gpu(*words: str) -> int:
+    return cli.main(["fleet", *words])
 
 
 # -- placement -------------------------------------------------------------------------------------
@@ -181,11 +194,36 @@ def test_a_dedicated_set_is_replaced_and_the_largest_model_is_placed_first(empty
         empty.delete("nobody")
 
 
+# -- slots -----------------------------------------------------------------------------------------
+
+
+def slots(fleet: Any) -> list[tuple[Any, ...]]:
+    return list(fleet.slots()[["slot", "device", "active", "wished"]].itertuples(index=False))
+
+
+def test_a_slot_is_on_its_cards_again_after_its_agent_was_killed(empty, hosts, capsys):
+    """The model is loaded on the named cards, although another card would be chosen."""
+    assert gpu("slots", "--create", "small@box1", "--on", "sim:1") == 0
+    assert "small is on sim:1 of box1" in capsys.readouterr().out
+    with empty.use("small") as model:
+        assert model.host == "box1"
+        assert slots(empty) == [("small@box1", "sim:1", 1, True)]
+        with pytest.raises(StillInUse):
+            empty.create_slot("small", "box1", "sim:0")
+    empty.create_slot("small", "box1", "sim:0")
+    assert slots(empty) == [("small@box1", "sim:0", 0, True)]
+    with pytest.raises(DoesNotFit):
+        empty.create_slot("colossus", "box1", "sim:0")
+    with pytest.raises(UnknownDevice, match="sim:7"):
+        empty.create_slot("small", "box1", "sim:7")
+    os.kill(hosts.agent_pid("box1"), signal.SIGKILL)
+    eventually(lambda: ("small@box1", "sim:0", 0, True) in slots(empty), "the slot is filled again")
+    assert gpu("slots", "--delete", "small@box1") == 0
+    assert gpu("slots") == 0
+    assert slots(empty) == []
+
+
 # -- the verbs -------------------------------------------------------------------------------------
-
-
-def gpu(*words: str) -> int:
-    return cli.main(["fleet", *words])
 
 
 def test_the_verb_shows_one_bar_for_each_host(empty, hosts, capsys):

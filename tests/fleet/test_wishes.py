@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import UnknownModel
-from gpu_runtime.fleet.wishes import Wish, Wishes, applied, dump, load, with_drain, without
+from gpu_runtime.fleet.wishes import (
+    Slot,
+    Wish,
+    Wishes,
+    applied,
+    bodies_on,
+    dump,
+    load,
+    with_drain,
+    with_slot,
+    without,
+    without_slot,
+)
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 WISHES = st.lists(
@@ -58,3 +70,17 @@ def test_every_change_raises_the_revision_and_survives_a_restart(first, second, 
     assert list(after.names) == sorted(after.names)
     assert {one.name for one in second} <= set(after.names)
     assert load(None) == Wishes()
+
+
+def test_a_slot_names_the_cards_on_its_host_only():
+    wishes = applied(Wishes(), [Wish("a", {"spec": {"memory": 1}})], dedicated=False)
+    there = with_slot(wishes, Slot("a", "box1", ("cuda:1",)))
+    assert bodies_on(there, "box1") == ({"spec": {"memory": 1, "gpus": ["cuda:1"]}},)
+    assert bodies_on(there, "box2") == ({"spec": {"memory": 1}},)
+    moved = with_slot(there, Slot("a", "box1", ("cuda:0",)))
+    assert [slot.devices for slot in moved.slots] == [("cuda:0",)]
+    assert with_slot(moved, moved.slots[0]) is moved and load(dump(moved)) == moved
+    assert without_slot(moved, "a@box1").slots == () == without(moved, "a").slots
+    assert without_slot(moved, "a@box2") is moved
+    with pytest.raises(UnknownModel):
+        with_slot(wishes, Slot("b", "box1", ("cuda:0",)))
