@@ -19,8 +19,10 @@ def instances(classes: Collection[type]) -> list[Any]:
     compared by type(), because isinstance() would call the user's `__class__` properties.
     """
     collects = gc.isenabled()
-    gc.disable()  # a collection would call Python code, and would move objects between generations
     try:
+        # A collection would call Python code, and would move objects between generations. An
+        # interrupt takes effect after a call, so the call is inside this block.
+        gc.disable()
         found = {}
         for generation in range(len(gc.get_count())):  # the youngest first: objects only grow older
             for one in _listed(generation, classes):

@@ -291,8 +291,8 @@ class Parking:
         if loop is None:
             return ""
         for task in asyncio.all_tasks(loop):
-            name = getattr(task.get_coro(), "__qualname__", "?")
-            if name not in KERNEL_TASKS:
+            if not _is_kernel_task(task):
+                name = getattr(task.get_coro(), "__qualname__", "?")
                 return f"an asyncio task is pending ({name})"
         for handle in getattr(loop, "_scheduled", ()):
             if not handle.cancelled() and not _is_kernels(handle):
@@ -419,6 +419,21 @@ def _not_at_rest(but: set[int]) -> str:
         if ident not in but and not found.rests and not found.is_ours:
             return f"{found.code.co_name} in {found.code.co_filename}"
     return ""
+
+
+def _is_kernel_task(task: asyncio.Task[Any]) -> bool:
+    """Whether the kernel itself made the `task`, and not a cell.
+
+    ipykernel 7 makes its tasks through a function in `ipykernel.utils`. The coroutine of that function
+    waits for a second task, which has a name of its own.
+    """
+    coroutine = task.get_coro()
+    if getattr(coroutine, "__qualname__", "") in KERNEL_TASKS:
+        return True
+    code, utils = getattr(coroutine, "cr_code", None), sys.modules.get("ipykernel.utils")
+    made_by = getattr(utils, "_async_in_context", None)
+    constants = made_by.__code__.co_consts if made_by is not None else ()
+    return any(code is one for one in constants if code is not None)
 
 
 def _is_kernels(handle: Any) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import threading
+
+import pytest
 
 from gpu_runtime.tracked_objects import instances
 
@@ -63,3 +67,28 @@ def test_a_thread_can_build_tuples_meanwhile():
         over.set()
         builder.join()
     assert not errors
+
+
+@pytest.mark.parametrize("line", range(12))
+def test_an_interrupt_at_any_line_leaves_the_collector_on(line):
+    """In an earlier version an interrupt just after `gc.disable` left the collector off for ever."""
+    left = [line]
+
+    def step(frame, event, arg):
+        if frame.f_code is instances.__code__ and event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            instances({Marked})
+    finally:
+        sys.settrace(before)
+    try:
+        assert gc.isenabled()
+    finally:
+        gc.enable()

@@ -11,7 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from gpu.parking import Parking
+from gpu.parking import Parking, _is_kernel_task
 from IPython.core.events import EventManager, available_events
 from pyviz_comms import JupyterComm
 
@@ -185,3 +185,37 @@ def test_a_click_on_our_own_console_does_not_bring_the_memory_back(follows, pack
     follows.story.clear()
     follows.kernel.handle("comm_open", target_name="page")
     assert ("back" in follows.story) is bool(cells)
+
+
+def test_a_task_that_ipykernel_wraps_is_the_kernels_and_the_users_task_is_not():
+    """ipykernel 7 wraps its tasks. In an earlier version the wrapper kept the kernel on its card."""
+    utils = pytest.importorskip("ipykernel.utils")
+    if not hasattr(utils, "_async_in_context"):
+        pytest.skip("this ipykernel wraps no tasks")
+
+    async def users():
+        await asyncio.sleep(60)
+
+    async def run_in_context():
+        await asyncio.sleep(60)
+
+    async def found() -> dict[str, bool]:
+        tasks = {
+            "wrapper": asyncio.create_task(utils._async_in_context(users)()),
+            "named like it": asyncio.create_task(run_in_context()),
+            "users": asyncio.create_task(users()),
+        }
+        await asyncio.sleep(0)
+        inner = asyncio.all_tasks() - {*tasks.values(), asyncio.current_task()}
+        tasks |= {f"inner {number}": task for number, task in enumerate(inner)}
+        said = {name: _is_kernel_task(task) for name, task in tasks.items()}
+        for task in tasks.values():
+            task.cancel()
+        return said
+
+    assert asyncio.run(found()) == {
+        "wrapper": True,
+        "named like it": False,
+        "users": False,
+        "inner 0": False,
+    }

@@ -4,6 +4,7 @@ values.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -239,6 +240,31 @@ def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(sta
     monkeypatch.setattr(kernel._stillness, "change", busy_at_first)
     cell(kernel)
     assert not kernel.refused and HOST not in own(rt) and len(attempts) == 4 and kept is not None
+
+
+@pytest.mark.parametrize("change", [gc.disable, lambda: gc.set_threshold(123), lambda: None])
+def test_a_cells_choice_of_when_garbage_is_searched_for_outlasts_a_park(started, quiet, change):
+    """A cell may run while the bytes are copied. The move itself does not want to be disturbed by collections."""
+    rt, kernel = started()
+    kept = torch.ones(4 * FLOATS)
+    cell(kernel)
+    usual, seen = gc.get_threshold(), []
+
+    def in_a_cell():
+        seen.append(gc.get_threshold()[0])
+        change()
+        seen.append((gc.isenabled(), gc.get_threshold()))
+
+    quiet.while_copying = in_a_cell
+    try:
+        rt.park()
+        chosen = (gc.isenabled(), gc.get_threshold())
+    finally:
+        gc.enable()
+        gc.set_threshold(*usual)
+    assert seen[0] > 10**9 and kept is not None, "the park itself waits for no collection"
+    assert chosen[0] == seen[1][0]
+    assert chosen[1] == (seen[1][1] if seen[1][1][0] == 123 else usual)
 
 
 def test_a_park_during_a_count_leaves_the_count_without_effect(started, monkeypatch):

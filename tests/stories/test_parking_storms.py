@@ -90,7 +90,7 @@ def interrupts(url: str, wanted: int) -> dict[str, int]:
         kernel.begin()
         assert not kernel.refused, kernel.refused
         kernel.end()
-        assert gc.isenabled()
+        assert gc.isenabled() and gc.get_threshold()[0] < 10**6
         book = rt._session.ledger.read()
         found = [(one.name, one.shares, one.target, one.pins) for one in book.leases()]
         assert not book.tickets and len(found) == 1 and not found[0][2], (book.tickets, found)

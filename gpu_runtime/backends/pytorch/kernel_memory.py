@@ -35,8 +35,8 @@ from . import streams, swap
 from .search import Found, Place, counted_on, search
 
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
-
-
+_NEVER = 2**31 - 1  # new objects that start a search for garbage: more than there can be
+_usual_threshold = [*gc.get_threshold()]
 REST_SECONDS = 10.0  # how long the work of a card may take to end
 
 
@@ -356,16 +356,18 @@ def _without_collections() -> Iterator[None]:
     """Inside the block Python does not search for garbage by itself.
 
     A move makes some objects for each storage. The searches that they cause took half the time of a move
-    of 10,000 storages.
+    of 10,000 storages. A cell may run meanwhile and call `gc.disable`, so the block does not use that
+    switch. It raises the number of new objects that starts a search.
     """
-    if not gc.isenabled():
-        yield
-        return
+    usual = gc.get_threshold()
+    if usual[0] != _NEVER:
+        _usual_threshold[:] = usual
     try:
-        gc.disable()
+        gc.set_threshold(_NEVER, *usual[1:])
         yield
     finally:
-        gc.enable()
+        if gc.get_threshold()[0] == _NEVER:  # else the user's code has set it
+            gc.set_threshold(*_usual_threshold)
 
 
 def _rest(cards: Iterable[torch.device]) -> None:
