@@ -66,7 +66,7 @@ check: lint
 test:
 	@$(MAKE) --no-print-directory -j2 $(STAMP) packages
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -rs -n 3 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
+	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 3 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
 
 soak: $(STAMP) packages
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests

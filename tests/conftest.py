@@ -22,7 +22,7 @@ from tests import isolation, soak
 _began = time.monotonic()
 
 # The ordinary run judges a change, so it tries the same examples each time. `make soak` searches for new ones.
-settings.register_profile("ordinary", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("ordinary", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile(
     "soak",
     deadline=None,

@@ -5,6 +5,7 @@ weights.
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import socket
 import urllib.error
@@ -20,9 +21,10 @@ from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.settings import Settings
 from tests.worlds import footprint
 
-pytest.importorskip(
-    "diffusers", reason="diffusers is not installed: pip install 'gpu-console[diffusion]'"
-)
+if not importlib.util.find_spec("diffusers"):  # importing it takes each worker a second
+    pytest.skip(
+        "diffusers is not installed: pip install 'gpu-console[diffusion]'", allow_module_level=True
+    )
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'gpu-console[serve]'")
 PNG = b"\x89PNG"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import sys
 
 import pytest
@@ -56,18 +57,20 @@ def lines(place: str):
     return st.sampled_from(list(verbs.verbs(place))).flatmap(after)
 
 
-def each(place: str) -> list[tuple[str, ...]]:
+def each(place: str, stride: int) -> list[tuple[str, ...]]:
     """Every verb with each value as its last positional argument, and with each value after each of
     its options.
+
+    After an option come the values at the distance `stride`, and other ones after the next option.
     """
     found = []
+    first = itertools.cycle(range(stride))
     for verb in verbs.verbs(place):
         positionals = sum(not one.is_option for one in verb.takes(place))
-        for value in VALUES:
-            found.append((verb.name, *(["qwen"] * (positionals - 1)), value))
-            found += [
-                (verb.name, *(["qwen"] * positionals), flag, value) for flag in flags(verb, place)
-            ]
+        found += [(verb.name, *(["qwen"] * (positionals - 1)), value) for value in VALUES]
+        for flag in flags(verb, place):
+            values = VALUES[next(first) :: stride]
+            found += [(verb.name, *(["qwen"] * positionals), flag, value) for value in values]
     return found
 
 
@@ -131,9 +134,14 @@ def parsed_only(words: tuple[str, ...]) -> None:
         require_sentence(str(error))
 
 
+# An ordinary run tries every third word after an option.
+each_word = pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.soak)])
+
+
 @pytest.mark.thorough
-def test_every_strange_word_in_a_terminal(box, rt):
-    for words in each(verbs.CLI):
+@each_word
+def test_every_strange_word_in_a_terminal(box, rt, stride):
+    for words in each(verbs.CLI, stride):
         if words[0] in PARSED_ONLY:
             parsed_only(words)
             continue
@@ -155,9 +163,10 @@ def test_any_words_in_a_terminal(box, rt, words):
 
 
 @pytest.mark.thorough
-def test_every_strange_word_in_a_notebook(box, rt, fresh_shell):
+@each_word
+def test_every_strange_word_in_a_notebook(box, rt, fresh_shell, stride):
     magics = GpuMagics(fresh_shell, lambda: rt)
-    for words in each(verbs.MAGIC):
+    for words in each(verbs.MAGIC, stride):
         if words[0] in PARSED_ONLY:
             continue
         box()

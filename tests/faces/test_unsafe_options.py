@@ -65,7 +65,8 @@ def folder(tmp_path_factory):
 EACH = """
 import json, os, sys
 from panel.command import main
-import panel.io.server
+import bokeh.command.subcommands.serve, panel.command.serve, panel.io.server, panel.template
+import gpu_panels.server
 
 running = {}
 for line in sys.stdin:

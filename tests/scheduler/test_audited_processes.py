@@ -696,7 +696,7 @@ class Auditor(RuleBasedStateMachine):
 
 
 _default = settings.default.max_examples
-EXAMPLES = _default if _default < 60 else max(300, _default)  # few in `make check`
+EXAMPLES = _default if _default < 40 else max(150, _default)  # few in `make check`
 
 TestAuditor = Auditor.TestCase
 TestAuditor.settings = settings(

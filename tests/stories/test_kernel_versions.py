@@ -174,7 +174,7 @@ def test_a_cell_without_its_memory_is_refused(kernel):
     """Stopping the wait refuses the cell. IPython would run it although the hook was interrupted."""
     notebook, rt = kernel
     park(notebook, rt)
-    rt.register("big", backend="fake", size="165MiB", importance="urgent")
+    rt.register("big", backend="fake", size="41MiB", importance="urgent")
     with rt.use("big", timeout=60):
         message = notebook.client.execute("story.append('ran')")
         until(lambda: bool(rt.status().tickets), 15)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from gpu_runtime.facts import HOST
 from tests.nvml_driver import until
 
 ROOT = Path(__file__).parents[2]
-DEVICES = "sim:192MiB,host:2GiB"
-HELD_BYTES = 96 * 2**20  # weights and moments of TRAIN
+DEVICES = "sim:48MiB,host:2GiB"
+HELD_BYTES = 24 * 2**20  # weights and moments of TRAIN
 TRAIN = """
 import torch
 torch.manual_seed({seed})
-w = torch.randn(4, 1024, 2048, requires_grad=True)   # 32 MiB
-optimizer = torch.optim.Adam([w])                    # 64 MiB of moments, 32 MiB of gradients
+w = torch.randn(1024, 2048, requires_grad=True)   # 8 MiB
+optimizer = torch.optim.Adam([w])                 # 16 MiB of moments, 8 MiB of gradients
 def step():
     loss = (w * torch.linspace(0, 1, 2048)).square().mean() * 1000
     optimizer.zero_grad()
@@ -47,7 +48,7 @@ class Notebook:
             "GPU_LEDGER": url,
             "GPU_DEVICES": DEVICES,
             "JPY_SESSION_NAME": f"/work/{name}",
-            "EVICTION_GRACE_SECONDS": "0.2",
+            "EVICTION_GRACE_SECONDS": "0",
             **settings,
         }
         self.manager, self.client = start_new_kernel(env=environment)
@@ -74,20 +75,37 @@ class Notebook:
         self.manager.shutdown_kernel(now=True)
 
 
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """The ledger of this module."""
+    return f"sqlite://{tmp_path_factory.mktemp('parking')}/ledger"
+
+
+@pytest.fixture(scope="module")
+def kernels(url):
+    """Two notebooks that the tests share: to start a kernel and import torch takes three seconds of
+    the processor.
+    """
+    both = [Notebook(name, url, GPU_PARK_TURN_SECONDS="2") for name in ("one.ipynb", "two.ipynb")]
+    yield both
+    for notebook in both:
+        notebook.close()
+
+
 @pytest.fixture
-def opened(tmp_path):
-    """A function that opens notebooks on one ledger, and a runtime that reads this ledger."""
-    url = f"sqlite://{tmp_path}/ledger"
-    made: list[Notebook] = []
+def rt(url):
+    """A runtime that reads the ledger."""
+    with Runtime(devices=DEVICES, ledger=url, monitor=False) as runtime:
+        yield runtime
 
-    def open_notebook(name: str, **settings: str) -> Notebook:
-        made.append(Notebook(name, url, **settings))
-        return made[-1]
 
-    with Runtime(devices=DEVICES, ledger=url, monitor=False) as rt:
-        yield open_notebook, rt
-        for notebook in made:
-            notebook.close()
+@pytest.fixture
+def two(kernels, rt):
+    """Two notebooks without variables that hold no memory."""
+    yield kernels
+    for notebook in kernels:
+        notebook.run("%reset -f")
+    until(lambda: not any(held_bytes(rt, notebook) for notebook in kernels), 15)
 
 
 def places(rt) -> dict[str, set[str]]:
@@ -116,12 +134,11 @@ def within_limit(rt) -> bool:
     return card.claimed_bytes <= card.limit_bytes
 
 
-def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(opened):
+def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(two, rt):
     """Both notebooks compute the losses that they compute alone. Together they exceed the card only
     until the next measurement.
     """
-    open_notebook, rt = opened
-    train, tune = open_notebook("train.ipynb"), open_notebook("tune.ipynb")
+    train, tune = two
     for seed, notebook in enumerate((train, tune)):
         notebook.run(TRAIN.format(seed=seed))
     came_back = 0
@@ -141,35 +158,33 @@ def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(opened):
         assert "True" in alone, alone
 
 
-def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(opened):
-    open_notebook, rt = opened
-    busy, other = open_notebook("busy.ipynb"), open_notebook("other.ipynb")
-    busy.run("import torch, threading, time; x = torch.zeros(30_000_000)")
+def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(two, rt):
+    busy, other = two
+    busy.run("import torch, threading, time; x = torch.zeros(7_500_000)")
     busy.run(
         "stop = threading.Event()\n"
         "def work():\n    while not stop.is_set(): time.sleep(0.01)\n"
         "threading.Thread(target=work, name='worker').start()"
     )
-    until(lambda: places(rt).get("busy.ipynb") == {"sim:0"}, 10)
-    refused = other.run("%gpu park busy.ipynb")
-    assert "worker" in refused and places(rt)["busy.ipynb"] == {"sim:0"}
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    refused = other.run("%gpu park one.ipynb")
+    assert "worker" in refused and places(rt)["one.ipynb"] == {"sim:0"}
     busy.run("stop.set()")
-    until(lambda: "host memory" in other.run("%gpu park busy.ipynb"), 20)
-    assert places(rt)["busy.ipynb"] == {HOST}
+    until(lambda: "host memory" in other.run("%gpu park one.ipynb"), 20)
+    assert places(rt)["one.ipynb"] == {HOST}
     assert "came back from RAM" in busy.run("assert float(x.sum()) == 0")
 
 
-def test_a_cell_whose_memory_cannot_return_does_not_run(opened):
+def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
     """The user stops the wait. IPython would run the cell although the hook was interrupted, so the
     extension must refuse it.
     """
-    open_notebook, rt = opened
-    parked = open_notebook("parked.ipynb")
-    parked.run("import torch; x = torch.ones(30_000_000); ran = False")
-    until(lambda: places(rt).get("parked.ipynb") == {"sim:0"}, 10)
-    rt.register("big", backend="fake", size="150MiB", importance="urgent")
+    parked = two[0]
+    parked.run("import torch; x = torch.ones(7_500_000); ran = False")
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    rt.register("big", backend="fake", size="37MiB", importance="urgent")
     with rt.use("big", timeout=60):
-        assert places(rt)["parked.ipynb"] == {HOST}
+        assert places(rt)["one.ipynb"] == {HOST}
         message = parked.client.execute("ran = True")
         until(lambda: bool(rt.status().tickets), 15)
         parked.manager.interrupt_kernel()
@@ -178,26 +193,23 @@ def test_a_cell_whose_memory_cannot_return_does_not_run(opened):
             reply = parked.client.get_shell_msg(timeout=20)
         assert reply["content"]["status"] == "error"
     rt.evict("big")
-    assert "False 30000000.0" in parked.run("print(ran, float(x.double().sum()))")
+    rt.forget("big")
+    assert "False 7500000.0" in parked.run("print(ran, float(x.double().sum()))")
 
 
-def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(opened):
+def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(two, rt):
     """ "Run All" sends every cell at once, so the kernel is never idle. The other notebook waits for
     one turn.
     """
-    open_notebook, rt = opened
-    runs, waits = (
-        open_notebook("runs.ipynb", GPU_PARK_TURN_SECONDS="2"),
-        open_notebook("waits.ipynb"),
-    )
-    waits.run("import torch; y = torch.ones(30_000_000)")
-    until(lambda: "waits.ipynb" in places(rt), 10)
-    runs.run("import torch, time; x = torch.ones(30_000_000)")
-    until(lambda: places(rt).get("waits.ipynb") == {HOST}, 15)
+    runs, waits = two
+    waits.run("import torch; y = torch.ones(7_500_000)")
+    until(lambda: "two.ipynb" in places(rt), 10)
+    runs.run("import torch, time; x = torch.ones(7_500_000)")
+    until(lambda: places(rt).get("two.ipynb") == {HOST}, 15)
     cells = [runs.client.execute("time.sleep(0.25); x.add_(1)") for _ in range(60)]
     began = time.monotonic()
     out = waits.run("print(float(y.sum()))", timeout=60)
-    assert "30000000.0" in out and time.monotonic() - began < 14, "the cells take 15 s"
+    assert "7500000.0" in out and time.monotonic() - began < 14, "the cells take 15 s"
     done = set()
     while len(done) < len(cells):
         reply = runs.client.get_shell_msg(timeout=60)
@@ -208,44 +220,39 @@ def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(opene
 TAKES_MOST = """import torch
 from gpu_runtime import runtime
 others = [lease for lease in runtime().status().leases() if lease.kind == "kernel"]
-print([lease.where for lease in others if lease.bytes > 60_000_000])
-x = torch.zeros(25_000_000)
+print([lease.where for lease in others if lease.bytes > 15_000_000])
+x = torch.zeros(6_250_000)
 """
 
 
-def test_a_restarted_kernel_finds_free_what_its_first_cell_takes(opened):
+def test_a_restarted_kernel_finds_free_what_its_first_cell_takes(two, url):
     """The other notebook's memory has left before the first line of the cell, and not because of an
     overdraft.
     """
-    open_notebook, _ = opened
-    before = open_notebook("again.ipynb")
-    assert "[]" in before.run(TAKES_MOST)
-    before.close()
-    idle = open_notebook("idle.ipynb")
-    idle.run("import torch; x = torch.ones(25_000_000)")
-    after = open_notebook("again.ipynb")
-    assert "['host']" in after.run(TAKES_MOST)
-    assert "took" in after.run("%gpu why kernel")
+    with closing(Notebook("again.ipynb", url)) as before:
+        assert "[]" in before.run(TAKES_MOST)
+    two[0].run("import torch; x = torch.ones(6_250_000)")
+    with closing(Notebook("again.ipynb", url)) as after:
+        assert "['host']" in after.run(TAKES_MOST)
+        assert "took" in after.run("%gpu why kernel")
 
 
 FAILS_ONCE = """tries.append(1)
 if len(tries) < 2:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90.00 MiB.")
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 22.00 MiB.")
 print("tries", len(tries))
 """
 
 
-def test_a_cell_runs_again_after_room_was_made_only_with_consent(opened):
-    open_notebook, rt = opened
-    idle = open_notebook("idle.ipynb")
-    needs = open_notebook("needs.ipynb", EVICTION_GRACE_SECONDS="0")
-    needs.run("import torch; tries = []; mine = torch.zeros(1_000_000)")
-    idle.run("import torch; x = torch.ones(25_000_000)")
-    until(lambda: places(rt).get("idle.ipynb") == {"sim:0"}, 10)
+def test_a_cell_runs_again_after_room_was_made_only_with_consent(two, rt):
+    idle, needs = two
+    needs.run("import torch; tries = []; mine = torch.zeros(500_000)")
+    idle.run("import torch; x = torch.ones(6_250_000)")
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
     told = needs.run(FAILS_ONCE)
-    assert "(idle.ipynb stepped aside): run the cell again" in told and "tries" not in told.split()
+    assert "(one.ipynb stepped aside): run the cell again" in told and "tries" not in told.split()
     assert "['1']" in needs.run("print([str(len(tries))]); tries = []")
-    assert "came back from RAM" in idle.run("assert float(x.sum()) == 25_000_000")
+    assert "came back from RAM" in idle.run("assert float(x.sum()) == 6_250_000")
     until(lambda: not any(lease.pins for lease in rt.status().leases()), 10)
     told = needs.run("%%gpu --retry\n" + FAILS_ONCE)
-    assert "(idle.ipynb stepped aside): the cell runs again" in told and "tries 2" in told
+    assert "(one.ipynb stepped aside): the cell runs again" in told and "tries 2" in told
