@@ -96,6 +96,27 @@ def test_a_move_stopped_at_any_line_is_complete_or_did_not_happen(probe):
     assert not any(probe.used().values())
 
 
+def test_the_move_of_a_part_stopped_at_any_line_is_complete_or_did_not_happen(probe):
+    """A piece leaves its card, or returns. After each interrupt, every byte is in one place."""
+    backend, line = open_backend("torch", probe), 0
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))).eval().requires_grad_(False)
+    model = backend.load(ModelSpec("net", "torch"), CARD, lambda: layers)
+    expected, size = layers(X), backend.measure(model)[0].bytes
+    piece = size // 2
+    parts = (Share("sim:0", size - piece), Share("host", piece))
+    whole = (Share("sim:0", size),)
+    target = parts
+    while interrupted_at(line := line + 1, partial(backend.move, model, target)):
+        there = backend.measure(model)
+        assert there in (whole, parts), f"line {line}"
+        assert torch.equal(layers(X), expected), f"line {line}"
+        held = {"sim:0": 0, "sim:1": 0, "host": 0}
+        assert probe.used() == held | {share.device: share.bytes for share in there}, f"line {line}"
+        if there == target:
+            target = whole if target is parts else parts
+    assert line > 100
+
+
 def test_a_drop_stopped_at_any_line_is_complete_or_did_not_happen(probe):
     backend, line = open_backend("torch", probe), 0
     model = None

@@ -83,6 +83,30 @@ def test_load_offload_restore_and_drop_on_a_card(torch, probe):
     assert free_before - torch.cuda.mem_get_info()[0] < 64 * MIB  # cuBLAS keeps its workspace
 
 
+def test_pieces_leave_and_return_on_a_card(torch, probe):
+    """The card frees exactly the bytes of the pieces that left, and their weights cannot be read."""
+    backend = open_backend("torch", probe)
+    torch.manual_seed(0)
+    x = torch.randn(4, 1024, device="cuda")
+    model = backend.load(ModelSpec("net", "torch"), CARD, lambda: network(torch))
+    module, size = backend.value(model), backend.measure(model)[0].bytes
+    assert backend.piece_bytes(model) == 4 * MIB
+    with torch.no_grad():
+        expected = module(x)
+    held_on_card = torch.cuda.memory_allocated()
+    for part in (12 * MIB, 100 * MIB):
+        backend.move(model, (Share("cuda:0", size - part), Share("host", part)))
+        assert backend.measure(model) == (Share("cuda:0", size - part), Share("host", part))
+        assert held_on_card - torch.cuda.memory_allocated() == part
+        with pytest.raises(RuntimeError, match="the weights of net are in host memory"):
+            module[-1].weight.sum()
+        assert module[0].weight.sum().isfinite()
+    backend.move(model, CARD)
+    with torch.no_grad():
+        assert torch.equal(module(x), expected)
+    backend.drop(model)
+
+
 def test_offloaded_pages_are_locked_for_the_copy_engine(torch, probe):
     backend = open_backend("torch", probe)
     model = backend.load(ModelSpec("net", "torch"), CARD, lambda: network(torch, 64))
