@@ -24,6 +24,7 @@ from ..facts import (
     Footprint,
     Lease,
     Load,
+    Move,
     Owner,
     Phase,
     Policy,
@@ -31,12 +32,14 @@ from ..facts import (
     Request,
     Rules,
     Section,
+    Shed,
     Step,
     Ticket,
     World,
     encode_uses,
     merged_uses,
 )
+from ..scheduler import shadows
 from ..scheduler.admission import admit
 from ..scheduler.queue import load_seconds, queue
 from ..scheduler.transitions import perform
@@ -53,14 +56,21 @@ class Engine(NamedTuple):
     """How transfers share the machine."""
 
     name: str
-    two_lanes: bool  # loads from disk and restores from host memory do not wait for one another
+    lanes: tuple[str, ...]  # each does one transfer at a time, beside the others
     patience_seconds: float  # 0: loads in the order of arrival
-    parts: bool  # a part of a model can leave the card
+    parts: bool = False  # a part of a model can leave the card
+    shadows: bool = False  # copies stay in host memory while their models are on the card
 
 
 ENGINES = {
-    "plain": Engine("plain", two_lanes=False, patience_seconds=0.0, parts=False),
-    "full": Engine("full", two_lanes=True, patience_seconds=Rules().patience_seconds, parts=True),
+    "plain": Engine("plain", ("any",), patience_seconds=0.0),
+    "full": Engine(
+        "full",
+        ("disk", "host", "out"),
+        patience_seconds=Rules().patience_seconds,
+        parts=True,
+        shadows=True,
+    ),
 }
 
 
@@ -212,7 +222,7 @@ class _Replay:
 
     def _decide(self) -> None:
         """Starts every transfer that the scheduler grants now and that has a lane."""
-        while self.waiting and len(self.busy) < (2 if self.engine.two_lanes else 1):
+        while self.waiting and len(self.busy) < len(self.engine.lanes):
             self._publish()
             if not any(self._try(model) for model in self._in_order()):
                 return
@@ -225,25 +235,45 @@ class _Replay:
 
     def _try(self, model: str) -> bool:
         """Asks the scheduler for room for `model`. Returns False if nothing can be done for it now."""
-        lane = self._lane(model)
-        if lane in self.busy:
+        if self._lane_of_arrival(model) in self.busy:
             return False
         request = self._request(model)
-        self.book, verdict = admit(self.book, request, self.world, self.rank)
+        book, verdict = admit(self.book, request, self.world, self.rank)
         if isinstance(verdict, Refuse):
             raise AssertionError(verdict.because)
+        lane = self._lane(verdict.steps)
+        if lane in self.busy:
+            return False
+        self.book = book
         if not verdict.steps:
             return False
+        if isinstance(verdict.steps[0], Load) and self.engine.shadows:
+            self._reserve_shadow(model)
         seconds = sum(self._seconds(step) for step in verdict.steps)
         self.busy.add(lane)
         self._after(seconds, partial(self._done, lane, verdict.steps))
         return True
 
-    def _lane(self, model: str) -> str:
-        if not self.engine.two_lanes:
-            return "any"
+    def _reserve_shadow(self, model: str) -> None:
+        """Reserves host memory for a copy of the `model` that is loaded now, if the host has room."""
+        size = self.models[model].bytes
+        self.book, _ = shadows.reserve(self.book, OWNER.id, model, size, self.world)
+
+    def _lane_of_arrival(self, model: str) -> str:
+        """The lane in which `model` arrives. Nothing leaves for it while that lane is in use."""
+        if len(self.engine.lanes) == 1:
+            return self.engine.lanes[0]
         lease = self.book.lease(OWNER.id, model)
-        return "disk" if lease is None else "host"
+        return "host" if lease is not None and not lease.all_on_device else "disk"
+
+    def _lane(self, steps: tuple[Step, ...]) -> str:
+        """The lane of these steps, which are an arrival or the departures that make room for it."""
+        if len(self.engine.lanes) == 1 or not steps:
+            return self.engine.lanes[0]
+        if isinstance(steps[0], Load):
+            return "disk"
+        arrives = isinstance(steps[0], Move) and steps[0].shares[0].device != HOST
+        return "host" if arrives else "out"
 
     def _request(self, model: str) -> Request:
         """One request for `model` on behalf of all its waiting users.
@@ -274,18 +304,22 @@ class _Replay:
         A part is copied in a part of the time.
         """
         costs = self.models[step.lease.partition("/")[2]]
-        if isinstance(step, Drop):
+        if isinstance(step, (Drop, Shed)):
             return 0.0
-        moved = sum(share.bytes for share in step.shares)
-        self.moved_bytes += moved
         if isinstance(step, Load):
+            self.moved_bytes += costs.bytes
             self.loads += 1
             return costs.load_seconds
-        part = moved / costs.bytes
+        lease = self.book.find(step.lease)
+        assert lease is not None  # a lease that is moved is in the book
         if step.shares[0].device == HOST:
-            return costs.offload_seconds * part
+            moved = replace(lease, target=step.shares).offload_bytes
+            self.moved_bytes += moved
+            return costs.offload_seconds * moved / costs.bytes
+        moved = sum(share.bytes for share in step.shares)
+        self.moved_bytes += moved
         self.restores += 1
-        return costs.restore_seconds * part
+        return costs.restore_seconds * moved / costs.bytes
 
     def _done(self, lane: str, steps: tuple[Step, ...]) -> None:
         """Ends the `steps` of the transfer in `lane`.
@@ -294,12 +328,20 @@ class _Replay:
         """
         self.busy.discard(lane)
         for step in steps:
+            before = self.book.find(step.lease)
             self.book = perform(self.book, step, self.world)
             name = step.lease.partition("/")[2]
             lease = self.book.lease(OWNER.id, name)
-            if lease is None or not lease.all_on_device:
+            if lease is None or before is None or before.phase is not Phase.ARRIVING:
                 continue
-            idle = replace(lease, pins=0, importance=LEAST_IMPORTANT, droppable=True)
+            stays = before.bytes_on(HOST) if self.engine.shadows else 0
+            idle = replace(
+                lease,
+                pins=0,
+                importance=LEAST_IMPORTANT,
+                droppable=True,
+                shadow_bytes=lease.shadow_bytes + stays,
+            )
             self.book = self.book.with_lease(idle)
             for request in self.waiting.pop(name, ()):
                 self._start(request)
