@@ -235,8 +235,9 @@ class _Replay:
 
     def _try(self, model: str) -> bool:
         """Asks the scheduler for room for `model`. Returns False if nothing can be done for it now."""
-        if self._lane_of_arrival(model) in self.busy:
-            return False
+        arrival = self._lane_of_arrival(model)
+        if arrival in self.busy and (arrival != "host" or "out" in self.busy):
+            return False  # nothing is dropped for a load that cannot start yet
         request = self._request(model)
         book, verdict = admit(self.book, request, self.world, self.rank)
         if isinstance(verdict, Refuse):
@@ -260,7 +261,7 @@ class _Replay:
         self.book, _ = shadows.reserve(self.book, OWNER.id, model, size, self.world)
 
     def _lane_of_arrival(self, model: str) -> str:
-        """The lane in which `model` arrives. Nothing leaves for it while that lane is in use."""
+        """The lane in which `model` arrives."""
         if len(self.engine.lanes) == 1:
             return self.engine.lanes[0]
         lease = self.book.lease(OWNER.id, model)

@@ -68,11 +68,21 @@ def replay_of(past, engine):
 def test_only_a_part_moves_in_the_full_engine():
     """b needs 2 GB of a's 10, which leave in pieces of 0.3 GB and come back: 7 pieces each way."""
     past = history((0, "a"), (20, "b"), (40, "a"), a=10, b=2)
-    full = run(past, 10, host=20, engine="full")
+    full = run(past, 10, host=6, engine="full")  # without room for a copy of a
     moved = 7 * LEAST_PIECE_BYTES
-    assert full.moved_bytes == 12 * GB + moved + (2 * GB) + moved
+    assert full.moved_bytes == 12 * GB + moved + moved  # b leaves with its copy
     assert run(past, 10, host=20).moved_bytes == 12 * GB + 10 * GB + 10 * GB + 2 * GB
     assert full.wait_seconds < run(past, 10, host=20).wait_seconds
+
+
+def test_a_model_with_a_copy_in_host_memory_leaves_at_once():
+    """Without a copy, b waits until a has left; the second use of a waits as long in both."""
+    past = history((0, "a"), (20, "b"), (40, "a"), a=10, b=10)
+    full = run(past, 10, host=20, engine="full")
+    assert full.moved_bytes == 20 * GB + 10 * GB  # two loads and a restore
+    plain = run(past, 10, host=20)
+    copies = plain.moved_bytes - full.moved_bytes
+    assert copies == 20 * GB and full.wait_seconds < plain.wait_seconds
 
 
 def test_the_load_with_most_users_is_first_in_the_full_engine():
