@@ -282,6 +282,8 @@ def _map_pages(memory: Memory, size: int) -> _Region:
             pass  # this kernel has no huge pages, so the first copy is slower
     region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
     if memory.pinned:
+        if hasattr(mmap, "MADV_DONTFORK"):  # a fork must not copy pages that a card may write
+            region.madvise(mmap.MADV_DONTFORK)
         _pin(region)
     return region
 

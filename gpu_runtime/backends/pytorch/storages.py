@@ -165,7 +165,7 @@ def copied(
             sizes = [sources[i].nbytes for i in places]
             made.update(zip(places, _empty(sizes, memories[places[0]]), strict=True))
         targets += (made.pop(i) for i in range(len(sources)))
-        wait = wait or partial(_synchronise, _cards(sources, targets))
+        wait = wait or partial(synchronise, _cards(sources, targets))
         wait()
         _copy_all(sources, targets, memories, host, progress)
         wait()
@@ -279,7 +279,7 @@ def _cards(*tensors: Sequence[Tensor]) -> set[torch.device]:
     return {tensor.device for some in tensors for tensor in some if tensor.device.type != "cpu"}
 
 
-def _synchronise(cards: set[torch.device]) -> None:
+def synchronise(cards: set[torch.device]) -> None:
     """Waits until the cards have finished their work."""
     for card in cards:
         module = streams.module_of(card)

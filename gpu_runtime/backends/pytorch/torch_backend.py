@@ -26,9 +26,9 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Memory
 from ...errors import CannotGovern, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
-from ..base import Progress
+from ..base import Progress, is_out_of_memory
+from . import shadows, streams, swap, unsupported
 from . import storages as st
-from . import streams, swap, unsupported
 from .device_hooks import Dispatch
 from .pieces import holder, pieces
 from .torch_model import Destination, TorchModel, destination
@@ -144,14 +144,15 @@ class TorchBackend:
         """The module of the handle `model`."""
         return model.module
 
-    def move(self, model: TorchModel, shares: Shares) -> None:
+    def move(self, model: TorchModel, shares: Shares, shadow: bool = False) -> None:
         """Moves all storages of `model` to `shares`, or none.
 
-        Raises CannotGovern, and the device's out-of-memory error.
+        With `shadow`, the bytes in host memory of storages that return to a card stay there. Raises
+        CannotGovern, and the device's out-of-memory error.
         """
         left = model.memories
         try:
-            self._place(model, shares)
+            self._place(model, shares, shadow=shadow)
         except BaseException as error:
             st.let_go(error)
             raise
@@ -261,16 +262,23 @@ class TorchBackend:
         )
 
     def _settled(
-        self, model: TorchModel, shares: Shares, progress: Progress | None, into: Any
+        self,
+        model: TorchModel,
+        shares: Shares,
+        progress: Progress | None,
+        into: Any,
+        shadow: bool = False,
     ) -> TorchModel:
-        """The new model on its devices.
+        """The new model on its devices, with `shadow` by way of host memory.
 
         If the object `into` of an earlier load is given, that object gets the model's bytes.
         """
         try:
             self._check(model)
             model.share_with(list(self._models))
-            self._place(model, shares, progress)
+            if shadow and not model.bases and self._is_on_host(model, progress):
+                progress = None
+            self._place(model, shares, progress, shadow)
             self._models.add(model)
             held = into.former() if isinstance(into, TorchModel) else into
             if isinstance(held, nn.Module) and held is not model.module:
@@ -281,6 +289,17 @@ class TorchBackend:
             st.let_go(error)
             raise
         return model
+
+    def _is_on_host(self, model: TorchModel, progress: Progress | None) -> bool:
+        """Copies the bytes of a new `model` to host memory; False if the host has no room."""
+        try:
+            self._place(model, (Share(HOST, st.nbytes(model.groups())),), progress)
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            st.let_go(error)
+            return False
 
     def _require_same(self, model: TorchModel, held: nn.Module) -> None:
         """Raises LoadFailed if the loaded bytes are not those that `held` was loaded with."""
@@ -297,21 +316,31 @@ class TorchBackend:
                 source=model.spec.source,
             )
         self._dispatch(model, {})
-        own = dict(model.own)
+        own, shadow = dict(model.own), dict(model.shadow)
         for storage, content in exchange.pairs:
             if content._cdata in own:
                 own[storage._cdata] = own[content._cdata]
+            if content._cdata in shadow:
+                shadow[storage._cdata] = shadow.pop(content._cdata)
+        after = assignments(model, module=held, own=own, shadow=shadow)
         try:
-            swap.at_once([*exchange.calls, *calls, *assignments(model, module=held, own=own)])
+            swap.at_once([*exchange.calls, *calls, *after])
         except BaseException:
             exchange.undo()
             raise
         self._dispatch(model, model.layout)
 
-    def _place(self, model: TorchModel, shares: Shares, progress: Progress | None = None) -> None:
+    def _place(
+        self,
+        model: TorchModel,
+        shares: Shares,
+        progress: Progress | None = None,
+        shadow: bool = False,
+    ) -> None:
         """Moves all storages that are not on `shares` yet, or none.
 
-        The old bytes are freed last. Raises CannotGovern, and the device's out-of-memory error.
+        The old bytes are freed last; with `shadow`, those in host memory stay. Raises CannotGovern,
+        and the device's out-of-memory error.
         """
         self._check(model)
         groups = model.groups()
@@ -327,10 +356,19 @@ class TorchBackend:
         going = [groups[i] for i in moving]
         places = [goal.places[i] for i in moving]
         sources = [model.content(group) for group in going]
+        unchanged = shadows.ready(model, going, places)
         with _context_on(goal.memories[0]):
-            targets = st.copied(sources, places, self.probe.place(HOST), progress)
+            if unchanged:
+                targets = shadows.copied(unchanged, sources, places, self.probe.place(HOST))
+            else:
+                targets = st.copied(sources, places, self.probe.place(HOST), progress)
+        kept = shadows.without(model, going)
+        digests = shadows.digests(model, going, places, unchanged)
+        if shadow and not model.bases and not model.is_shared:
+            kept |= shadows.staying(model, going, places, sources, targets)
         move = Move(model, groups, going, places, targets)
-        self._commit(model, move, goal)
+        unchanged.clear()
+        self._commit(model, move, goal, {"shadow": kept, "digests": digests})
 
     def _destination(
         self, model: TorchModel, groups: Sequence[st.Group], shares: Shares
@@ -342,11 +380,16 @@ class TorchBackend:
         now = [model.place_of(group, self._by_torch_device) for group in groups if model.memories]
         return destination(model, groups, wanted, now)
 
-    def _commit(self, model: TorchModel, move: Move, goal: Destination) -> None:
-        """Makes the copies the model's bytes. On a failure the model has its old bytes again."""
+    def _commit(
+        self, model: TorchModel, move: Move, goal: Destination, more: dict[str, Any]
+    ) -> None:
+        """Makes the copies the model's bytes. On a failure the model has its old bytes again.
+
+        `more` are other attributes of the model after the move.
+        """
         before = {name: getattr(model, name) for name in NOWHERE if name != "dispatch"}
         after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}
-        after |= {"own": move.own, "away": move.away}
+        after |= {"own": move.own, "away": move.away, **more}
         try:
             swap.at_once([*move.calls, *assignments(model, **after)])
             self._dispatch(model, goal.layout)

@@ -43,11 +43,19 @@ class TorchModel:
         self.away: dict[int, torch.Tensor] = {}
         self.noted: dict[Memory, Block] = {}  # the account of the storages that torch allocated
         self.layout: dict[str, Memory] = {}  # path of a module -> its memory; empty on one device
+        # On a card: storage -> its unchanged bytes in host memory, and the digests of such bytes.
+        self.shadow: dict[int, torch.Tensor] = {}
+        self.digests: dict[int, torch.Tensor] = {}
         self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
         # `bases` are other models, placed before this one, that hold some of its storages. Such a
         # storage moves only with them. The other set has the models for which this one is a base.
         self.bases: weakref.WeakSet[TorchModel] = weakref.WeakSet()
         self.sharers: weakref.WeakSet[TorchModel] = weakref.WeakSet()
+
+    @property
+    def shadow_bytes(self) -> int:
+        """The bytes in host memory of the copies of storages that are on a card."""
+        return sum(shadow.nbytes for shadow in self.shadow.values())
 
     def groups(self) -> list[st.Group]:
         """The storages that move with this model.

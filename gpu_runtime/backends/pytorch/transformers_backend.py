@@ -116,12 +116,13 @@ class TransformersBackend(TorchBackend):
         *,
         progress: Progress | None = None,
         into: Any = None,
+        shadow: bool = False,
     ) -> TransformersModel:
         """Loads the model of `spec` onto its `shares`. `origin` is ignored.
 
         `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
-        load, which gets the weights. Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the
-        device's out-of-memory error.
+        load, which gets the weights. With `shadow`, a copy stays in host memory. Raises BadSetting,
+        NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
         """
         checkpoint = _read(spec)
         _refuse_options(spec, checkpoint)
@@ -136,14 +137,35 @@ class TransformersBackend(TorchBackend):
             model = TransformersModel(spec, module)
             model.checkpoint, model.reproducible = checkpoint, complete
             del module
-            self._settled(model, shares, partial(_leg, check, progress), into)
+            self._settled(model, shares, partial(_leg, check, progress), into, shadow)
         try:
             self._given[model.module] = model.given = model.given or _digests(model)
+            groups = st.grouped(st.slots(model.module))
+            model.digests = {group.storage._cdata: model.given[group.layout] for group in groups}
         except BaseException as error:
             self.drop(model)
             st.let_go(error)
             raise
         return model
+
+    def keeps_shadow(self, spec: ModelSpec) -> bool:
+        """Whether a copy of the model of `spec` may stay in host memory: if storages can be swapped."""
+        return swap.can_swap()
+
+    def move(self, model: TransformersModel, shares: Shares, shadow: bool = False) -> None:
+        """Moves all storages of `model`, or none; see `TorchBackend.move`.
+
+        With `shadow`, only bytes stay in host memory that are those of the load: what was changed is
+        copied again anyway.
+        """
+        super().move(model, shares, shadow)
+        known = model.digests.keys() & model.shadow.keys()
+        if known != model.shadow.keys():
+            model.shadow = {storage: model.shadow[storage] for storage in known}
+
+    def free_shadow(self, model: TransformersModel) -> None:
+        """Frees the copies in host memory of the storages of `model` that are on a card."""
+        model.shadow = {}
 
     def drop(self, model: TransformersModel) -> None:
         """Frees the bytes of `model`, also if user code holds the module. An access then raises an

@@ -29,6 +29,8 @@ NOWHERE: dict[str, Any] = {
     "noted": {},
     "layout": {},
     "dispatch": None,
+    "shadow": {},
+    "digests": {},
 }
 
 
