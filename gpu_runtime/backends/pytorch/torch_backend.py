@@ -57,8 +57,7 @@ class TorchBackend:
         }
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The size of the model of `spec`. If `origin` is a module, this is the size of its
-        storages.
+        """The size of the model of `spec`: of the storages of `origin`, if that is a module.
 
         A factory is called on torch's meta device, which builds the module without data.
         """
