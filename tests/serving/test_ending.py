@@ -131,3 +131,21 @@ async def test_accepted_calls_end_within_the_grace_time():
         await k.gateway.close()
         with pytest.raises(Refused, match="the server is ending"):
             await waiting
+
+
+@in_loop
+async def test_the_grace_time_is_a_setting(monkeypatch):
+    """GPU_SERVE_GRACE_SECONDS is how long the server drains after SIGTERM."""
+    services, drained = [], []
+
+    async def drain(gateway, seconds: float) -> None:
+        drained.append(seconds)
+
+    monkeypatch.setattr(
+        server.http_server, "run", lambda make, service, **_: services.append(service)
+    )
+    monkeypatch.setattr(server._LazyGateway, "drain", drain)
+    async with harness(settings={"gpu_serve_grace_seconds": 7}) as k:
+        server.run(k.rt)
+        await services[0].drain()
+    assert drained == [7.0]
