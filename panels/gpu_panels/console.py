@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import html
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlencode
 
 import panel as pn
 import panel_material_ui as pmui
@@ -61,9 +63,16 @@ class Console:
     """The page of one session. The owner of a Console calls `tick` regularly, which updates the page."""
 
     def __init__(
-        self, poller: Poller, visitor: Any, theme_toggle: bool = True, **status_bar: Any
+        self,
+        poller: Poller,
+        visitor: Any,
+        theme_toggle: bool = True,
+        address: Mapping[str, str] = {},
+        **status_bar: Any,
     ) -> None:
         """`visitor` has a name and `may_act`; `status_bar` is passed on to the StatusBar.
+
+        `address` is the query of the page's URL: the tab, and what is chosen there.
 
         With `theme_toggle` the page has a button for the theme, and starts with the browser's
         theme.
@@ -73,6 +82,7 @@ class Console:
         self._shown: int | None = None  # the revision on the page
         self._titles = registry.titles()
         self._made: dict[str, Tab] = {}
+        self._address = dict(address)  # for the first tab; empty once that tab was made
         self._holders = {
             title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles
         }
@@ -88,7 +98,12 @@ class Console:
             visible=False,
             margin=(10, 0, 0, 0),
         )
-        self._tabs = pmui.Tabs(*self._holders.items(), sizing_mode="stretch_width")
+        first = address.get("tab", "")
+        self._tabs = pmui.Tabs(
+            *self._holders.items(),
+            active=self._titles.index(first) if first in self._titles else 0,
+            sizing_mode="stretch_width",
+        )
         self._tabs.param.watch(self._tab_changed, "active")
         self.page = self._make_page(theme_toggle)
         poller.join(self)
@@ -187,6 +202,9 @@ class Console:
                 tab = registry.kind(title)(self.poller, self.actions)
                 tab.dark(self.page.dark_theme)
                 tab.update(snapshot)
+                tab.visit(self._address)
+                self._address = {}
+                tab.address_changed = self._show_address
                 holder.objects = [tab.panel]
                 self._made[title] = tab
             else:
@@ -201,6 +219,14 @@ class Console:
         snapshot = self.poller.result.snapshot
         if snapshot is not None:
             self._update(snapshot)
+        self._show_address()
+
+    def _show_address(self) -> None:
+        """Puts the tab in front, and what is chosen there, into the page's URL."""
+        title = self._titles[self._tabs.active]
+        tab = self._made.get(title)
+        shown = {"tab": title} if self._tabs.active else {}
+        self.status_bar.address = urlencode(shown | (tab.address() if tab else {}))
 
     def _theme_wanted(self, dark: bool) -> None:
         """Sets the theme that the browser wants, once Panel has loaded the page.
@@ -250,7 +276,10 @@ def page(visitor: Any, poller: Poller) -> pmui.Page:
     pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)
     document = pn.state.curdoc
     deliver_early_changes(document)
-    console = Console(poller, visitor)
+    query = {
+        name: values[0].decode("utf-8", "replace") for name, values in pn.state.session_args.items()
+    }
+    console = Console(poller, visitor, address=query)
     # Bokeh's callback is used, because Panel's callback notifies the browser at each start and end.
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
 

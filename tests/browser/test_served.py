@@ -120,6 +120,23 @@ def test_every_tab_renders_without_an_error_or_a_foreign_request(opened, kernel)
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
+def test_a_reload_stays_where_it_was(opened, kernel):
+    """The tab, the choices and the words of a filter are in the URL."""
+    seen = opened()
+    seen.tab("Evictions")
+    seen.page.get_by_role("button", name="7 days").click()
+    seen.page.wait_for_function("() => location.search.includes('range=7+days')")
+    seen.tab("Leases")
+    seen.page.wait_for_function("() => !location.search.includes('range')")
+    seen.page.locator("input[type=search]").first.fill("qwen")
+    seen.page.reload()
+    seen.ready()
+    seen.row("qwen", pid(kernel)).wait_for()
+    assert seen.page.locator("input[type=search]").first.input_value() == "qwen"
+    assert "tab=Leases&leases=qwen" in seen.page.url and "token" not in seen.page.url
+    assert seen.errors == []
+
+
 def test_a_first_load_is_small(opened, served, kernel):
     """Every text answer is compressed. Without compression it had 4.6 MB."""
     seen = opened()

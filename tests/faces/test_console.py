@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from types import SimpleNamespace
+from urllib.parse import parse_qsl
 
 import panel as pn
 import pytest
@@ -262,6 +263,41 @@ def test_a_tick_changes_nothing_while_the_browser_still_draws_the_page(two_tabs,
         state._loaded[document] = True
         two_tabs.tick()
     assert before != two_tabs.status_bar.beat == poller.result.revision
+
+
+# -- the address -----------------------------------------------------------------------------------
+
+
+def test_the_url_leads_to_the_tab_and_what_is_chosen_there(poller):
+    """What the page puts into the URL opens the same view again. Defaults are left out."""
+    first = Console(poller, VIEWER)
+    first._tabs.active = first._titles.index("Evictions")
+    first._made["Evictions"].window.value = "7 days"
+    first._made["Evictions"].model.value_input = "qwen & co"
+    assert first.status_bar.address == "tab=Evictions&range=7+days&model=qwen+%26+co"
+    again = Console(poller, VIEWER, address=dict(parse_qsl(first.status_bar.address)))
+    assert list(again._made) == ["Evictions"], "no other tab is made"
+    tab = again._made["Evictions"]
+    assert (tab.window.value, tab.model.value_input) == ("7 days", "qwen & co")
+    again._tabs.active = 0
+    assert again.status_bar.address == ""
+
+
+def test_a_device_and_a_range_are_in_the_url(poller):
+    page = Console(poller, VIEWER, address={"device": "host", "range": "2 h"})
+    tab = page._made["Now"]
+    assert (tab._device.value, tab._window.value) == ("host", "2 h")
+    tab._window.value = "24 h"
+    assert page.status_bar.address == "device=host&range=24+h"
+
+
+@pytest.mark.parametrize(
+    "address", [{"tab": "<script>"}, {"tab": "Decisions", "verdict": "x"}, {"range": "1e9 y"}]
+)
+def test_an_unknown_value_in_the_url_is_ignored(poller, address):
+    page = Console(poller, VIEWER, address=address)
+    [(title, tab)] = page._made.items()
+    assert title == ("Decisions" if "verdict" in address else "Now") and tab.address() == {}
 
 
 # -- the status bar and the banner -----------------------------------------------------------------
@@ -551,7 +587,9 @@ def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatc
     """
     only_tabs(monkeypatch, "Now", "Models", "Leases", "Queue")
     made = []
-    monkeypatch.setattr(console, "Console", lambda *given: made.append(Console(*given)) or made[-1])
+    monkeypatch.setattr(
+        console, "Console", lambda *given, **more: made.append(Console(*given, **more)) or made[-1]
+    )
     doc, request = Document(), SimpleNamespace(arguments={}, path="/", headers={})
     context = Context(
         id="1",

@@ -19,12 +19,15 @@ in the Snapshot, and never waits. `registry.py` lists the tabs in their order.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from gpu_runtime.facts import Snapshot
 
 from ..actions import Actions
 from ..poller import Poller
+
+MOST_TYPED = 200  # characters of a text in the URL
 
 
 class Tab:
@@ -38,6 +41,39 @@ class Tab:
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         self.poller, self.actions = poller, actions
+        self._addressed: dict[str, tuple[Any, str, Any]] = {}  # key -> widget, parameter, default
+        self.address_changed: Callable[[], None] = lambda: None  # set by the console
+
+    def in_address(self, **widgets: Any) -> None:
+        """Keeps the values of these `widgets` in the page's URL, under these names.
+
+        A text field is kept while it is typed. A default value is left out of the URL.
+        """
+        for key, widget in widgets.items():
+            parameter = "value_input" if "value_input" in widget.param else "value"
+            self._addressed[key] = widget, parameter, getattr(widget, parameter)
+            widget.param.watch(lambda _: self.address_changed(), parameter)
+
+    def address(self) -> dict[str, str]:
+        """The part of the URL that leads to what the tab shows now."""
+        found = {}
+        for key, (widget, parameter, default) in self._addressed.items():
+            value = getattr(widget, parameter)
+            if default is None:  # the options are not known before the first update
+                default = next(iter(widget.options), None)
+            if value and value != default:
+                found[key] = str(value)
+        return found
+
+    def visit(self, address: Mapping[str, str]) -> None:
+        """Shows what `address` leads to. It comes from a URL, so unknown values are ignored."""
+        for key, (widget, parameter, _) in self._addressed.items():
+            value = address.get(key, "")
+            options = getattr(widget, "options", None)
+            if options is None and value:
+                widget.param.update({"value": value[:MOST_TYPED], parameter: value[:MOST_TYPED]})
+            elif options is not None and value in options:
+                setattr(widget, parameter, value)
 
     def update(self, snapshot: Snapshot) -> None:
         """Shows `snapshot`.

@@ -32,7 +32,8 @@ class DecisionsTab(Tab):
         super().__init__(poller, actions)
         self._verdict = pmui.RadioButtonGroup(options=[ALL, *VERDICTS], value=ALL, **BUTTONS)
         self._verdict.param.watch(lambda _: self.update_again(), "value")
-        self.table = Table(COLUMNS, empty=EMPTY, margin=(4, 10))
+        self.in_address(verdict=self._verdict)
+        self.table = Table(COLUMNS, empty=EMPTY, key="decisions", margin=(4, 10))
         self.panel = pn.Column(self._verdict, self.table, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:

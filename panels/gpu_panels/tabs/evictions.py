@@ -109,6 +109,7 @@ class EvictionsTab(Tab):
             (self.reason, "value"),
         ):
             widget.param.watch(lambda _: self.update_again(), parameter)
+        self.in_address(range=self.window, what=self.action, model=self.model)
 
     def update(self, snapshot: Snapshot) -> None:
         """Shows counters, chart and table, up to the time of `snapshot`."""

@@ -58,7 +58,7 @@ class FragmentationTab(Tab):
         super().__init__(poller, actions)
         self._chosen = ""  # id of a row; if it is empty or unknown, the first row's map is drawn
         self._drawn: AllocatorMap | None = None
-        self.table = Table(COLUMNS, self._pressed, empty="Reading …")
+        self.table = Table(COLUMNS, self._pressed, empty="Reading …", key="fragmentation")
         self.chart = MapChart()
         self._head, self._legend, self._hint = _text(), _text(), _text()
         self._hint.object = f'<div class="hint">{esc(HINT)}</div>'

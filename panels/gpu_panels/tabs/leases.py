@@ -37,7 +37,7 @@ class LeasesTab(TableTab):
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        self.table = Table(self.columns, self._pressed, empty=self.empty)
+        self.table = Table(self.columns, self._pressed, empty=self.empty, key="leases")
         self._asked = ""  # the id of the process whose variables are shown; empty: none
         self._answers: SimpleQueue[Variables] = SimpleQueue()  # from the threads that ask
         self._head, self._sums = Prose(margin=(18, 10, 0, 10)), Prose(margin=(4, 10, 10, 10))

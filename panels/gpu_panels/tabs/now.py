@@ -169,6 +169,7 @@ class NowTab(Tab):
         self._window = pmui.RadioButtonGroup(options=windows, value=windows[0], **BUTTONS)
         self._device.param.watch(self._choice_changed, "value")
         self._window.param.watch(self._choice_changed, "value")
+        self.in_address(device=self._device, range=self._window)
         self._chart = HistoryChart()
         self._note, self._legend = Prose(margin=(4, 10)), Prose(margin=(0, 10, 8, 10))
         self.panel = pn.Column(

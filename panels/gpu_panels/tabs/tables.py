@@ -28,7 +28,7 @@ class TableTab(Tab):
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        self.table = Table(self.columns, actions.propose, empty=self.empty)
+        self.table = Table(self.columns, actions.propose, empty=self.empty, key=self.title.lower())
         self.panel = pn.Column(self.table, sizing_mode="stretch_width")
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:

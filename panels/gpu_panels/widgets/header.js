@@ -43,6 +43,36 @@ function follow(report, shown) {
   else SYSTEM.onchange = () => report(wanted())
 }
 
+// The part of the URL that the server knows; a table keeps the words of its filter under a name of its own.
+const IN_ADDRESS = ["tab", "device", "range", "verdict", "what", "model"]
+
+function showAddress(query) {
+  const url = new URL(location.href)
+  for (const name of IN_ADDRESS) url.searchParams.delete(name)
+  for (const [name, value] of new URLSearchParams(query)) url.searchParams.set(name, value)
+  if (url.href !== location.href) history.replaceState(history.state, "", url)
+}
+
+// The elements of the page below the status bar, also inside of shadow roots.
+function contents(root) {
+  for (const node of root.querySelectorAll("*")) {
+    if (node.localName === "main") return node
+    const found = node.shadowRoot && contents(node.shadowRoot)
+    if (found) return found
+  }
+}
+
+async function reconnect(button) {
+  button.disabled = true
+  try {
+    await fetch(location.href, {method: "HEAD", cache: "no-store"})
+    location.reload()
+  } catch {  // a reload now would replace the last figures by the browser's error page
+    button.textContent = "No answer. Try again"
+  }
+  button.disabled = false
+}
+
 export function render({model, view}) {
   const root = document.createElement("div")
   root.className = "status-bar"
@@ -51,7 +81,12 @@ export function render({model, view}) {
   const fresh = document.createElement("div")
   fresh.className = "fresh"
   fresh.setAttribute("role", "status")
-  root.append(words, fresh)
+  const again = document.createElement("button")
+  again.className = "again"
+  again.textContent = "Reconnect"
+  again.hidden = true
+  again.onclick = () => reconnect(again)
+  root.append(words, fresh, again)
   let lastUpdate = Date.now()
 
   function showAge() {
@@ -60,12 +95,20 @@ export function render({model, view}) {
     const text = late ? `${model.silence} for ${quiet} s; figures as of ${model.as_of}` : `as of ${model.as_of}`
     if (fresh.textContent !== text) fresh.textContent = text
     fresh.classList.toggle("late", late)
+    if (!model.chooses || again.hidden === !late) return
+    again.hidden = !late
+    const figures = contents(document)
+    if (figures) figures.style.filter = late ? "grayscale(1) opacity(.55)" : ""
   }
 
   function draw() {
     words.innerHTML = model.words  // escaped in header.py
   }
 
+  if (model.chooses) {
+    document.documentElement.dataset.gpuConsole = "served"
+    model.on("address", () => showAddress(model.address))
+  }
   draw()
   showAge()
   model.on("words", draw)

@@ -31,6 +31,7 @@ class StatusBar(JSComponent):
     chooses = param.Boolean(
         False, doc="Whether the browser reports the theme it wants, which calls `wanted`."
     )
+    address = param.String("", doc="The query of the URL that leads to what the page shows.")
     dark = param.Boolean(False, doc="Whether the page is dark, for the browser to remember.")
 
     _esm = "header.js"

@@ -37,7 +37,7 @@ function fill(td, cell, numeric) {
 
 export function render({model}) {
   const root = made("div", "rows")
-  const tools = made("div", "tools", root)
+  const tools = made("div", "tools", model.filters ? root : null)
   const filter = made("input", "", tools)
   filter.type = "search"
   filter.placeholder = "Filter: words that a row contains"
@@ -136,12 +136,24 @@ export function render({model}) {
     order.forEach((tr, n) => { if (body.children[n] !== tr) body.insertBefore(tr, body.children[n] || null) })
     root.classList.toggle("acts", rows.some(([, , buttons]) => buttons.length))
     table.hidden = !kept.length
-    tools.hidden = !model.filters || !rows.length
+    tools.hidden = !rows.length
     count.textContent = words.length ? `${kept.length} of ${rows.length}` : `${rows.length}`
     showNote(rows.length ? (kept.length ? "" : "No row contains all these words.") : model.empty)
   }
 
-  filter.oninput = draw
+  // The words of the filter are in the URL, so that a reload keeps them. A notebook's URL is not ours.
+  const isOurs = model.key && document.querySelector("html[data-gpu-console]")
+  const kept = () => new URL(location.href).searchParams.get(model.key) ?? ""
+  if (isOurs) filter.value = kept()
+  filter.oninput = () => {
+    if (isOurs) {
+      const url = new URL(location.href)
+      if (filter.value) url.searchParams.set(model.key, filter.value)
+      else url.searchParams.delete(model.key)
+      history.replaceState(history.state, "", url)
+    }
+    draw()
+  }
   headers()
   draw()
   model.on("rows", draw)

@@ -23,6 +23,7 @@ class Table(JSComponent):
     columns = param.List(doc="[title, numeric, hint] of each column.")
     rows = param.String("[]", doc="The rows as JSON, from `data.cells.encoded`.")
     empty = param.String("", doc="Shown if there are no rows; text in `backticks` is code to type.")
+    key = param.String("", doc="Under this name the words of the filter are in the page's URL.")
     filters = param.Boolean(True, doc="Whether there is a filter field.")
 
     _esm = "table.js"
