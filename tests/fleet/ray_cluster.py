@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.isolation import HOME
+
 ROOT = Path(__file__).parents[2]
 PATHS = [
     str(ROOT / "tests" / "fleet" / "without_grammar"),
@@ -86,6 +88,8 @@ class Hosts:
         )
         self.devices[name] = devices
         if self.cluster is None:
+            # Ray's logs and sockets are in a directory of the tests, which is removed at the end.
+            node["temp_dir"] = f"{HOME}/ray"
             self.cluster = Cluster(initialize_head=True, head_node_args=node)
             self.nodes[name] = self.cluster.head_node
         else:

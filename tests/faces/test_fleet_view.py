@@ -1,0 +1,44 @@
+"""The hosts of a fleet, shown as text and as HTML: one bar for each host."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from gpu_runtime.rendering import fleet, render
+from gpu_runtime.units import GIB
+from tests.faces.samples import lease, snapshot
+from tests.worlds import Share
+
+
+def on(host: str, *leases, **fields):
+    return replace(snapshot(*leases, **fields), host=host)
+
+
+SPLIT = lease("llama", 14)
+SPLIT = replace(SPLIT, shares=(Share("sim:0", 14 * GIB), Share("sim:1", 14 * GIB)))
+HOSTS = (on("box1", SPLIT, lease("qwen", 4), cards=2), on("a-long-name", cards=1))
+
+
+def test_each_host_has_one_bar_and_a_model_on_two_cards_is_one_part():
+    first, legend, second = fleet.as_text(HOSTS).splitlines()
+    assert first.startswith("box1         █") and "2 cards, simulated" in first
+    assert "32.0 GiB of 48.0 GiB" in first
+    assert legend.strip() == "█ llama 28.0 GiB  ▓ qwen 4.0 GiB"
+    assert second.startswith("a-long-name  ·") and "0 B of 24.0 GiB" in second
+
+
+def test_without_hosts_it_says_how_to_join():
+    assert "gpu fleet join" in fleet.as_text(())
+    assert "gpu fleet join" in fleet.as_html(())
+
+
+def test_names_from_outside_are_escaped():
+    """A host names itself, so its name may be any text."""
+    hostile = on("<script>alert(1)</script>\x1b[31m")
+    assert "<script>" not in fleet.as_html((hostile,))
+    assert "\x1b" not in fleet.as_text((hostile,))
+
+
+def test_the_verb_shows_it():
+    shown = render.shown("fleet", HOSTS)
+    assert "box1" in repr(shown) and "box1" in shown._repr_mimebundle_()["text/html"]
