@@ -182,4 +182,5 @@ def test_errors_are_in_the_format_of_anthropic(http):
     ):
         answer = http.post("/v1/messages", json={**HI, **change})
         assert answer.status_code == status
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
         assert answer.json()["type"] == "error" and answer.json()["error"]["type"] == kind

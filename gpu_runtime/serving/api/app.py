@@ -26,6 +26,7 @@ from .metrics import Metrics
 
 Send = Callable[[Any], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+ANTHROPIC_PATH = "/v1/messages"
 READS = ("GET", "HEAD", "OPTIONS")
 # The status of an error is that of the first class here that matches, and 503 for all other errors.
 _STATUSES = ((UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
@@ -122,7 +123,10 @@ def _with_request_id(scope: Any, send: Send) -> Send:
 
     async def send_with_id(message: Any) -> None:
         if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ()), (b"x-request-id", id.encode())]
+            names = [b"x-request-id"]
+            if scope["path"].startswith(ANTHROPIC_PATH):
+                names.append(b"request-id")  # where Anthropic's client reads it
+            headers = [*message.get("headers", ()), *((name, id.encode()) for name in names)]
             message = {**message, "headers": headers}
         await send(message)
 
