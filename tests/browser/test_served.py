@@ -137,6 +137,19 @@ def test_a_reload_stays_where_it_was(opened, kernel):
     assert seen.errors == []
 
 
+def test_a_phone_has_one_header_line_and_targets_for_fingers(opened, kernel):
+    """Screen readers hear of problems and of silence, and not of each new second."""
+    seen = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    seen.tab("Models")
+    button = seen.row("qwen", pid(kernel)).locator("button", has_text="Pin")
+    button.wait_for()
+    assert button.bounding_box()["height"] >= 44
+    assert seen.page.locator("header").first.bounding_box()["height"] <= 72
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
+    spoken = seen.page.locator("[role=status].spoken")
+    assert "problem" in spoken.text_content() and "as of" not in spoken.text_content()
+
+
 def test_a_first_load_is_small(opened, served, kernel):
     """Every text answer is compressed. Without compression it had 4.6 MB."""
     seen = opened()

@@ -80,13 +80,16 @@ export function render({model, view}) {
   words.className = "words"
   const fresh = document.createElement("div")
   fresh.className = "fresh"
-  fresh.setAttribute("role", "status")
+  // Screen readers speak of each change here: of problems and of silence, and not of each new second.
+  const spoken = document.createElement("div")
+  spoken.className = "spoken"
+  spoken.setAttribute("role", "status")
   const again = document.createElement("button")
   again.className = "again"
   again.textContent = "Reconnect"
   again.hidden = true
   again.onclick = () => reconnect(again)
-  root.append(words, fresh, again)
+  root.append(words, fresh, again, spoken)
   let lastUpdate = Date.now()
 
   function showAge() {
@@ -95,6 +98,8 @@ export function render({model, view}) {
     const text = late ? `${model.silence} for ${quiet} s; figures as of ${model.as_of}` : `as of ${model.as_of}`
     if (fresh.textContent !== text) fresh.textContent = text
     fresh.classList.toggle("late", late)
+    const news = late ? model.silence : words.querySelector(".problems")?.textContent ?? ""
+    if (spoken.textContent !== news) spoken.textContent = news
     if (!model.chooses || again.hidden === !late) return
     again.hidden = !late
     const figures = contents(document)
