@@ -14,9 +14,12 @@ from ..devices.probe import Probe
 from ..devices.process_memory import Block
 from ..errors import LoadFailed, OutOfMemory
 from ..facts import HOST, Evidence, ModelSpec, Shares, where
+from ..units import GIB
 from .base import Progress
 
 Hook = Callable[[str], Any]
+LARGE_BYTES = 32 * GIB  # a fake model of this size has pieces, as a large model has layers
+PIECES = 40
 
 
 class FakeModel:
@@ -51,7 +54,8 @@ class FakeBackend:
     are held, before anything else happens. If it raises, the step fails with that error.
     `options={"fails": True}` makes every load fail. With `options={"shadow": True}`, a copy of the
     model stays in host memory, as that of a model from disk does (`GPU_SHADOWS`). With
-    `options={"pieces": 40}`, the model has 40 equal pieces, and a part of them can leave a card.
+    `options={"pieces": 40}`, the model has 40 equal pieces, and a part of them can leave a card. A
+    model of 32 GiB or more has 40 pieces by default.
     """
 
     name = "fake"
@@ -95,8 +99,8 @@ class FakeBackend:
             model = into
         else:
             model = FakeModel(spec.name, origin if callable(origin) else None)
-        model.pieces = spec.options.get("pieces", 0)
         total = sum(share.bytes for share in shares)
+        model.pieces = spec.options.get("pieces", PIECES if total >= LARGE_BYTES else 0)
 
         def arrive() -> None:
             """Calls the hook, and fails if the options require it."""

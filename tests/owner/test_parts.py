@@ -46,8 +46,8 @@ def moved(rt: Any, *actions: str) -> int:
 def test_three_gib_of_a_model_of_forty_leave_and_return(runtime):
     """At most 3 GiB and one piece are copied each way."""
     rt = runtime(**BOX)
-    big(rt)
-    fakes(rt, small="3GiB")
+    fakes(rt, big="40GiB", small="3GiB")
+    rt.preload("big")
     with rt.use("small"):
         assert shares(rt, "big") == {"sim:0": 37 * GIB, HOST: 3 * GIB}
     rt.forget("small")
