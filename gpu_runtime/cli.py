@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from . import verbs
+from . import error_pages, verbs
 from .errors import GpuError, UnknownVerb
 from .facts import Outcome, Plan
 from .verb_arguments import fill, usage_error, with_sizes_joined
@@ -81,7 +81,7 @@ def _print_version() -> int:
 
 def _print_help(name: str | None) -> int:
     if name:
-        print(verbs.details(verbs.find(name, CLI), CLI))
+        print(error_pages.page(name, CLI) or verbs.details(verbs.find(name, CLI), CLI))
     else:
         print(f"gpu: the GPUs of this machine, shared\n\n{verbs.overview(CLI)}")
     return DONE

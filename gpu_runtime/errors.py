@@ -42,6 +42,7 @@ from typing import Any
 from .safe_text import MOST_MESSAGE, MOST_QUOTED, printable, quoted
 from .user_frames import rendered, user_lines
 
+_SIZES = "'8 GiB', '10GB' or bytes as a number"
 MOST_NAMES = 12  # names in one sentence
 MOST_PROBLEM = 600  # characters of one problem of a file
 MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
@@ -61,13 +62,11 @@ class GpuError(Exception):
         self.__dict__.update(facts)
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython shows: the sentence, then the user's lines that failed.
-
-        nbval still sees that the cell failed.
-        """
-        lines = user_lines(self)
-        places = ["", *lines] if lines else []
-        return rendered(self, [f"{type(self).__name__}: {self}", *places])
+        """The lines that IPython shows: the sentence, the user's lines that failed, the page."""
+        name = type(self).__name__
+        page = name if type(self).__module__ == __name__ else GpuError.__name__
+        report = [f"{name}: {self}", "", *user_lines(self), f"More:  %gpu help {page}"]
+        return rendered(self, report)
 
     def __reduce__(self) -> Any:
         return _rebuild, (type(self), str(self), self.facts)
@@ -234,16 +233,9 @@ class BadSize(GpuError, ValueError):
     """A value that is not a size or a duration. Attributes: value."""
 
     def __init__(
-        self,
-        value: Any,
-        what: str = "size",
-        example: str = "'8 GiB', '10GB' or bytes as a number",
-        meant: str = "",
+        self, value: Any, what: str = "size", example: str = _SIZES, meant: str = ""
     ) -> None:
-        """`what` names what `value` should be, and `example` shows how to write it.
-
-        `meant` is what the user probably meant, or empty.
-        """
+        """`what` names what `value` should be, `example` how to write it, `meant` a likely value."""
         suggestion = f"Did you mean {meant}? " if meant else ""
         super().__init__(
             f"{quoted(value)} is not a {what}. {suggestion}Write it like {example}.",

@@ -342,9 +342,9 @@ _TABLE = (
     Verb("fleet", "many hosts: one bar for each", verb_acts.fleet, FLEET, needs_runtime=False),
     Verb(
         "help",
-        "this help, or the help of one verb",
+        "this help, or the help of one verb or error",
         lambda rt, args: args.verb,
-        (positional("verb", "VERB", "a verb", "verbs", nargs="?"),),
+        (positional("verb", "VERB", "a verb, or an error's name", "verbs", nargs="?"),),
         needs_runtime=False,
     ),
 )

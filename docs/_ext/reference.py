@@ -121,14 +121,16 @@ def errors() -> dict[str, type[Exception]]:
 
 
 def errors_table(lines: Iterable[Line]) -> str:
-    """Each error's meaning with its attributes, and what to do (the line's note)."""
+    """Each error's meaning with its attributes, and what to do."""
+    from gpu_runtime.error_pages import WHAT_TO_DO
+
     rows = []
     for line in lines:
         doc = inspect.getdoc(errors()[line.name]) or ""
         meaning, label, attributes = cell(doc).partition("Attributes:")
         names = re.sub(r"(?<=[:,;] )([a-z_]+)(?=[,.;:])", r"`\1`", label + attributes)
         text = meaning + names
-        rows.append((f"`{line.name}`", text, cell(line.note)))
+        rows.append((f"`{line.name}`", text, cell(WHAT_TO_DO[line.name])))
     return table(("Error", "Meaning", "What to do"), rows)
 
 

@@ -19,7 +19,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, output_can
 from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
-from gpu_runtime import GpuError, facts, verbs
+from gpu_runtime import GpuError, error_pages, facts, verbs
 from gpu_runtime.kernel_activity import activity
 from gpu_runtime.names import registered
 from gpu_runtime.verb_arguments import (
@@ -236,7 +236,9 @@ class GpuMagics(Magics):
 
 
 def _help(verb: str | None) -> str:
-    """The help on one verb, or on all of them."""
+    """The help on one verb or error, or on all verbs."""
+    if verb and (page := error_pages.page(verb, MAGIC)):
+        return page
     if verb:
         return verbs.details(verbs.find(verb, MAGIC), MAGIC)
     return verbs.overview(MAGIC)

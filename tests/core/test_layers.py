@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors units facts arguments options settings forks threads attribution"
     " kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
-    " notebook cell_keys user_frames"
+    " notebook cell_keys user_frames error_pages"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -27,6 +27,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "safe_text": "",
     "user_frames": "safe_text",
     "errors": "safe_text user_frames",
+    "error_pages": "errors",
     "forks": "",
     "threads": "",
     "attribution": "",

@@ -82,7 +82,7 @@ def test_without_a_notebook_an_error_is_its_report(monkeypatch):
     error = errors.Busy("no room")
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     assert rendered(error, ["no room"]) == ["no room"]
-    assert error._render_traceback_() == ["Busy: no room"]
+    assert error._render_traceback_() == ["Busy: no room", "", "More:  %gpu help Busy"]
 
 
 def test_the_first_sentence_about_an_interrupt_stays():

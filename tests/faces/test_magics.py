@@ -77,6 +77,7 @@ SHOWN = {
     "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85",
     "help": "  %gpu [status]",
     "help evict": "%gpu evict NAME",
+    "help DoesNotFit": "What to do: %gpu plan NAME shows the figures",
     "load qwen": "load qwen: qwen is on sim:0 already",
     "-h": "  %gpu [status]",
     "evict --help": "%gpu evict NAME",

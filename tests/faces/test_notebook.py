@@ -116,6 +116,7 @@ def test_the_errors_of_the_magic_are_a_sentence(outputs):
         "UnknownVerb: no verb is called 'evcit'. Did you mean evict? All of them:  %gpu help",
         "",
         "Cell In[6], line 1: %gpu evcit",
+        "More:  %gpu help UnknownVerb",
     ]
 
 
@@ -127,6 +128,7 @@ def test_an_error_is_its_report_and_the_users_lines(outputs):
         "",
         "Cell In[15], line 3: c = step(model, 3)",
         "Cell In[14], line 2, in step: return rt.plan('giant')",
+        "More:  %gpu help UnknownModel",
     ]
     every_frame = "\n".join(outputs[15][0].traceback)
     assert "runtime.py" in every_frame and "registry.py" in every_frame
