@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from . import error_pages, verbs
 from .errors import GpuError, UnknownVerb
@@ -19,6 +21,7 @@ from .verb_arguments import fill, usage_error, with_sizes_joined
 from .verbs import CLI, Verb
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
+WATCH_SECONDS = 1.0  # between two drawings of `gpu status --watch`
 
 
 class _NotUnderstood(Exception):
@@ -112,12 +115,40 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     rt = gpu_runtime.runtime()
     rt.guest = True
     try:
+        if verb.name == "status" and args.watch:
+            return watch(rt)
         value = verb.act(rt, args)
         if _is_confirmed(verb, args, value):
             value = verb.act(rt, args)
         return _print(verb, args, value, rt)
     finally:
         rt.close()
+
+
+def watch(rt: Any, stream: TextIO | None = None, wait: Callable[[float], None] = time.sleep) -> int:
+    """Redraws the status of `rt` on `stream`, by default standard output, until Ctrl-C.
+
+    `wait` is called with the seconds between two drawings. Raises GpuError without a terminal.
+    """
+    from gpu_runtime.rendering import watch as view
+
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty():
+        raise GpuError("--watch needs a terminal. For programs:  gpu status --json")
+    stream.write("\x1b[?1049h\x1b[?25l")  # the second screen, without a cursor
+    try:
+        while True:
+            size = shutil.get_terminal_size()
+            now = time.strftime("%H:%M:%S")
+            lines = view.screen(rt.status(), size.columns, size.lines, now)
+            stream.write("\x1b[H" + "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J")
+            stream.flush()
+            wait(WATCH_SECONDS)
+    except KeyboardInterrupt:
+        return DONE
+    finally:
+        stream.write("\x1b[?25h\x1b[?1049l")
+        stream.flush()
 
 
 def _is_confirmed(verb: Verb, args: argparse.Namespace, value: Any) -> bool:

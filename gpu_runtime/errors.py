@@ -51,6 +51,8 @@ MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
 class GpuError(Exception):
     """A failure, explained in a sentence for the user. Its `facts` are also its attributes."""
 
+    places: tuple[str, ...] = ()  # the user's lines of an error that is not kept
+
     def __init__(self, message: str, **facts: Any) -> None:
         """`message` is the sentence. Each of the `facts` becomes an attribute.
 
@@ -65,7 +67,8 @@ class GpuError(Exception):
         """The lines that IPython shows: the sentence, the user's lines that failed, the page."""
         name = type(self).__name__
         page = name if type(self).__module__ == __name__ else GpuError.__name__
-        report = [f"{name}: {self}", "", *user_lines(self), f"More:  %gpu help {page}"]
+        places = [*user_lines(self), *self.places]
+        report = [f"{name}: {self}", "", *places, f"More:  %gpu help {page}"]
         return rendered(self, report)
 
     def __reduce__(self) -> Any:
@@ -196,8 +199,7 @@ class NeedsWith(GpuError, AttributeError, TypeError):
 
         `attribute` is what was read of it, or empty for a call.
         """
-        read = f"{value}.{printable(attribute, MOST_QUOTED)}"
-        use = read if attribute else f"{value}(…)"
+        use = f"{value}.{printable(attribute, MOST_QUOTED)}" if attribute else f"{value}(…)"
         super().__init__(
             f"{call} holds nothing yet: `with` is missing.\n"
             f"  Write:  with {call} as {value}: {use}",
@@ -282,8 +284,7 @@ class BadDocument(GpuError, ValueError):
     def __init__(
         self, file: str, line: int, field: str, problem: str, others: tuple[BadDocument, ...] = ()
     ) -> None:
-        """The `problem` of `field` in `line` of `file`. An unknown line is 0, an unknown field is
-        empty.
+        """The `problem` of `field` (may be empty) in `line` (0: unknown) of `file`.
 
         `others` are the further errors in the file.
         """

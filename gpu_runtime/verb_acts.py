@@ -17,6 +17,13 @@ from .options import FLAGS
 from .verb_arguments import given
 
 
+def status(rt: Any, args: argparse.Namespace) -> Any:
+    """A snapshot of this host, or with `--all` in `args` of every host of the ledger."""
+    if args.watch:  # the command has drawn it already
+        raise GpuError("--watch works in a terminal:  gpu status --watch")
+    return rt.status_all() if args.all else rt.status()
+
+
 def plan(rt: Any, args: argparse.Namespace) -> Any:
     """`rt.plan` for the name, the source and the options in `args`."""
     return rt.plan(args.name, args.source, **_wanted(args))

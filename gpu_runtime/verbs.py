@@ -46,8 +46,11 @@ _TABLE = (
     Verb(
         "status",
         "how full the devices are, which process holds what, and which requests wait",
-        lambda rt, args: rt.status_all() if args.all else rt.status(),
-        (switch("--all", "every host that shares the ledger"),),
+        verb_acts.status,
+        (
+            switch("--all", "every host that shares the ledger"),
+            switch("--watch", "in a terminal: a live view, problems first, until Ctrl-C"),
+        ),
     ),
     Verb(
         "models",

@@ -165,7 +165,7 @@ def _obtain_governed(
             except Exception as error:
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                     report = failures.load_error(session, resident, step, error)
-                    raise report from (error.__cause__ if report is error else error)
+                    raise report from error.__cause__
                 failures.make_room(session, resident, step.shares)  # type: ignore[union-attr]
     finally:
         # The key is released first. After that the monitor withdraws the ticket, even if this

@@ -20,6 +20,7 @@ from ..facts import Grant, Lease, LeaseId, Load, Share, Step, World
 from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.eligibility import reason_to_stay
+from ..user_frames import user_lines
 from . import release, requests
 from .resident import Place, Resident
 from .session import Session
@@ -182,7 +183,9 @@ def load_error(
         return error
     fault = recognise(str(error))
     driver_failed = fault is not None and fault.clears_model
-    return explain.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
+    failed = explain.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
+    failed.places = tuple(user_lines(error))  # the error itself would keep the bytes of the load
+    return failed
 
 
 def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ...]:

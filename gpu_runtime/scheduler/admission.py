@@ -39,6 +39,7 @@ from ..facts import (
     Verdict,
     Wait,
     World,
+    lease_title,
 )
 from ..units import show_bytes
 from . import quotas
@@ -289,7 +290,8 @@ def _grant(
         importance=wanted.importance,
         keep_alive=wanted.keep_alive,
     )
-    because = f"{lease.name} needs {show_bytes(size)}; {chosen.because}."
+    title = lease_title(lease, book.owner(lease.owner))
+    because = f"{title} needs {show_bytes(size)}; {chosen.because}."
     device = chosen.shares[0].device
     book = _without_ticket(book, request).with_lease(lease)
     book = note(

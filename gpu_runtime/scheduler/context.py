@@ -133,7 +133,8 @@ def _later(
             continue
         for share in freed_shares:
             room[share.device] = room.get(share.device, 0) + share.bytes
-            leaving[share.device] = lease.name
+            is_kernel = lease.kind == "kernel"
+            leaving[share.device] = "a notebook's memory" if is_kernel else lease.name
     return room, leaving
 
 

@@ -1,0 +1,80 @@
+"""The live terminal view of `gpu status --watch`: problems on top, then devices, then holders by bytes.
+
+This module is pure: it turns a Snapshot into the lines of a screen, with colours. `cli.py` redraws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpu_runtime.facts import UNUSUAL, Level, Snapshot
+from gpu_runtime.units import show_seconds
+
+from . import text, views, words
+
+BOLD, DIM, RED, ORANGE, GREEN, BLUE = "1", "2", "31;1", "33", "32", "36"
+_OF_LEVEL = {Level.LOW: GREEN, Level.MODERATE: BLUE, Level.HIGH: ORANGE, Level.CRITICAL: ORANGE}
+_HEADERS = ("MODEL", "SIZE", "WHERE", "HELD BY", "IMPORTANCE", "STATE")
+_LEAST_WIDTH = 20
+
+
+def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
+    """The lines of a screen of `width` columns and `height` lines. `now` is the time of day.
+
+    Lines that do not fit are left out, from the bottom; the last line then says how many.
+    """
+    width = max(width, _LEAST_WIDTH)
+    lines = list(_lines(snapshot, now))
+    if len(lines) > height:
+        more = len(lines) - height + 1
+        lines = [*lines[: height - 1], (DIM, f"… {more} more lines")]
+    return [_coloured(code, _cut(line, width)) for code, line in lines]
+
+
+def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
+    """Each line with its colour, in order."""
+    title = f"{views.device_title(snapshot)} · pressure {views.worst_level(snapshot)}"
+    yield BOLD, f"{title} · {now} · Ctrl-C ends"
+    for problem in problems(snapshot):
+        yield RED, f"! {problem}"
+    yield "", ""
+    id_width = max((len(view.device.id) for view in snapshot.devices), default=0)
+    for view, bar in zip(snapshot.devices, views.bars(snapshot), strict=True):
+        drawn, legend = text.draw(bar)
+        remarks = ", ".join(views.remarks(snapshot, view))
+        line = f"{view.device.id:{id_width}}  {drawn}  {views.fill(view)}  {view.pressure:.0%}  "
+        yield _OF_LEVEL.get(view.level, ""), f"{line}{view.level}  {remarks}".rstrip()
+        if legend:
+            yield "", f"{'':{id_width}}  {legend}"
+    yield "", ""
+    rows = sorted(views.holdings(snapshot), key=lambda row: -(row.bytes or 0))
+    cells = [
+        (row.name, text.size(row.bytes), row.where, row.holder, ", ".join(row.marks), row.state)
+        for row in rows
+    ]
+    for place, line in enumerate(text.table(cells, _HEADERS, right=(1,))):
+        in_use = place and rows[place - 1].state.startswith("in use")
+        yield DIM if not place else BOLD if in_use else "", line
+
+
+def problems(snapshot: Snapshot) -> list[str]:
+    """What needs a person, as sentences: faults, processes that do not answer, requests that wait."""
+    found = list(words.alarms(snapshot))
+    for id, presence in snapshot.presences.items():
+        if presence.state in UNUSUAL and id in snapshot.sections:
+            found.append(f"{views.holder(snapshot, id)} keeps its memory")
+    for ticket in snapshot.tickets:
+        if ticket.verb == "use":
+            waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))
+            because = f": {ticket.because}" if ticket.because else ""
+            name = "" if ticket.name == words.KERNEL else f" for {ticket.name}"
+            found.append(f"{views.holder(snapshot, ticket.owner)} waits {waited}{name}{because}")
+    return [views.clean(one) for one in found]
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _coloured(code: str, line: str) -> str:
+    return f"\x1b[{code}m{line}\x1b[0m" if code and line else line
