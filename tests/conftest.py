@@ -114,13 +114,19 @@ PROCESSES = (
 
 # The longest files start first, so that no worker is left alone with one of them at the end.
 LONGEST = (
+    "stories/test_look_ahead.py",
+    "backends/test_contract.py",
+    "stories/test_parking.py",
+    "stories/test_history.py",
     "browser/test_served.py",
+    "stories/test_training.py",
+    "browser/test_two_notebooks.py",
+    "stories/test_sampler.py",
+    "ledgers/test_sqlite.py",
+    "stories/test_kernel_versions.py",
+    "stories/test_serving_under_fire.py",
     "stories/test_views_in_chromium.py",
     "ledgers/test_shared.py",
-    "stories/test_history.py",
-    "fleet/test_fleet.py",
-    "stories/test_sampler.py",
-    "backends/test_contract.py",
 )
 
 

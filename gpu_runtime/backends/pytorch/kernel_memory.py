@@ -223,6 +223,7 @@ class KernelBackend:
             [host] * len(found),
             host,
             wait=partial(_rest, cards),
+            together=True,
         )
         on_card = not model.memory.counted
         exchange = swap.Exchange()

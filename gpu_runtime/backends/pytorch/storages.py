@@ -12,6 +12,7 @@ stay the same.
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
@@ -26,6 +27,8 @@ from . import streams
 from .swap import Exchange, can_swap
 
 LEG_BYTES = 64 * MIB  # a load reports its progress, and can be interrupted, this often
+SMALL_BYTES = 64 * 1024
+ALIGNED_BYTES = 64  # as torch aligns a tensor of its own
 _LIBRARIES = ("gpu_runtime", "transformers", "safetensors")  # `let_go` clears their frames
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
@@ -144,6 +147,7 @@ def copied(
     host: Memory,
     progress: Callable[[int, int], None] | None = None,
     wait: Callable[[], None] | None = None,
+    together: bool = False,
 ) -> list[Tensor]:
     """The first phase: copies of the `sources`, [nbytes] uint8, each in its memory and its own
     storage.
@@ -155,15 +159,17 @@ def copied(
 
     `progress` is called after each part with bytes done and bytes in total. If it raises, the move
     ends. `wait` returns once the cards have finished their work. Without `wait`, there is no limit
-    for that time. Raises the device's out-of-memory error. On any failure the copies are freed
-    before the caller sees the error.
+    for that time. If the copies are freed `together`, small ones share a block. Raises the device's
+    out-of-memory error. On any failure the copies are freed before the caller sees the error.
     """
     targets: list[Tensor] = []
     made: dict[int, Tensor] = {}
     try:
         for places in _places_of_equal(memories):
             sizes = [sources[i].nbytes for i in places]
-            made.update(zip(places, _empty(sizes, memories[places[0]]), strict=True))
+            memory = memories[places[0]]
+            empty = _empty_together if together and memory.counted else _empty
+            made.update(zip(places, empty(sizes, memory), strict=True))
         targets += (made.pop(i) for i in range(len(sources)))
         wait = wait or partial(synchronise, _cards(sources, targets))
         wait()
@@ -253,6 +259,24 @@ def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
         else:
             tensors.append(torch.empty(0, dtype=torch.uint8))
     return tensors
+
+
+def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
+    """Like `_empty`, for tensors that are freed at the same time. Small ones share one block.
+
+    With a block for each, 10,000 small tensors took a third longer to leave their card.
+    """
+    small = [index for index, size in enumerate(sizes) if 0 < size < SMALL_BYTES]
+    large = [index for index, size in enumerate(sizes) if not 0 < size < SMALL_BYTES]
+    made = dict(zip(large, _empty([sizes[index] for index in large], memory), strict=True))
+    steps = [-(-sizes[index] // ALIGNED_BYTES) * ALIGNED_BYTES for index in small]
+    if small:
+        pages = memory.allocate(sum(steps)).buffer()
+        for index, end, step in zip(small, itertools.accumulate(steps), steps, strict=True):
+            made[index] = torch.frombuffer(
+                pages, dtype=torch.uint8, count=sizes[index], offset=end - step
+            )
+    return [made[index] for index in range(len(sizes))]
 
 
 def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
