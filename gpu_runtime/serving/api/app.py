@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ..request_log import request_id
 from ..requests import Refused
-from . import anthropic, memory, openai
+from . import anthropic, memory, ollama, openai
 from .jobs import Jobs
 from .metrics import Metrics
 
@@ -58,6 +58,7 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
     routes = openai.router(gateway, app.state.jobs, acts)
     anthropic.add_route(routes, gateway, acts)
     app.include_router(routes)
+    app.include_router(ollama.router(gateway, version, acts))
     _add_server_routes(app, rt, gateway, acts)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(GpuError, _failed)

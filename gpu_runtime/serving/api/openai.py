@@ -153,10 +153,18 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
 class Sent(StreamingResponse):
     """A streamed answer. It closes the reply even if the client disconnected before the first event was read."""
 
-    def __init__(self, reply: Reply, written: AsyncIterator[bytes] | None = None) -> None:
-        """The answer with the events and headers of `reply`. `written` are its events in another format."""
+    def __init__(
+        self,
+        reply: Reply,
+        written: AsyncIterator[bytes] | None = None,
+        media_type: str = "text/event-stream",
+    ) -> None:
+        """The answer with the events and headers of `reply`. `written` are its events in another format.
+
+        `media_type` is the type of that format.
+        """
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
-        super().__init__(written or events(reply), media_type="text/event-stream", headers=headers)
+        super().__init__(written or events(reply), media_type=media_type, headers=headers)
         self._reply = reply
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

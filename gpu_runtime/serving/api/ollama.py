@@ -1,0 +1,354 @@
+"""The routes `/api/*`, in the format of Ollama's clients: translations of the routes for chats and embeddings.
+
+The functions that translate are pure. Everything that this format has and ours has not is refused with 400; null
+means that a field was left out. Source: Ollama, docs/api.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from ..requests import MAX_SECONDS, Refused, Reply, bad
+from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
+
+NDJSON = "application/x-ndjson"
+_OPTIONS = {  # Ollama's name of an option -> OpenAI's name of the field
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repeat_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "mirostat": "mirostat_mode",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
+    "seed": "seed",
+    "stop": "stop",
+    "num_predict": "max_tokens",
+}
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_REFUSED = ("pull", "push", "create", "copy", "delete")
+_SCHEMA = {
+    "type": "object",
+    "required": ["model"],
+    "properties": {"model": {"type": "string"}, "stream": {"type": "boolean"}},
+    "additionalProperties": True,
+}
+Translate = Callable[[Any], tuple[str, dict[str, Any]]]
+
+
+def router(gateway: Any, version: str, acts: Any) -> APIRouter:
+    """The routes below `/api`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
+    routes = APIRouter(prefix="/api", tags=["models"])
+
+    @routes.get("/version")
+    def get_version() -> dict[str, Any]:
+        """The version of this server."""
+        return {"version": version}
+
+    @routes.get("/tags")
+    def get_tags() -> dict[str, Any]:
+        """The models that can be called."""
+        return {"models": [_row(row) for row in gateway().models()]}
+
+    @routes.get("/ps")
+    def get_ps() -> dict[str, Any]:
+        """The models that are on a device."""
+        warm = (row for row in gateway().models() if row.get("x_gpu", {}).get("warm"))
+        return {"models": [_row(row) for row in warm]}
+
+    @routes.post("/show", openapi_extra=request_body(_SCHEMA), responses=REFUSALS)
+    async def post_show(request: Request, actor: str = acts) -> Any:
+        """What is known of one model."""
+        body = await read_json(request)
+        name = body.get("model") if isinstance(body, Mapping) else None
+        for row in gateway().models():
+            if row["id"] == name:
+                kind = row.get("x_gpu", {}).get("model_type", "llm")
+                capabilities = ["embedding"] if kind == "embedding" else ["completion"]
+                return {**_row(row), "model_info": {}, "capabilities": capabilities}
+        return JSONResponse({"error": f"model {str(name)[:64]!r} not found"}, 404)
+
+    for path, translate, finish in (
+        ("/chat", chat_of, _chat_part),
+        ("/generate", generate_of, _generate_part),
+        ("/embed", embed_of, None),
+    ):
+        _add_call(routes, gateway, acts, path, translate, finish)
+    for name in _REFUSED:
+        _add_refusal(routes, name, acts)
+    return routes
+
+
+def _add_call(
+    routes: APIRouter, gateway: Any, acts: Any, path: str, translate: Translate, part: Any
+) -> None:
+    async def post(request: Request, actor: str = acts) -> Any:
+        """Answers one call in the format of Ollama's clients. Chats and texts are streamed unless `stream` is false."""
+        try:
+            kind, body = translate(await read_json(request))
+            reply = await unless_gone(request, gateway().answer(kind, body, actor))
+        except Gone:
+            return JSONResponse({}, 499)  # nobody reads it
+        except Refused as refused:
+            error = {"error": refused.message}
+            return JSONResponse(error, refused.status, headers=refused.headers)
+        if reply.events is not None:
+            return Sent(reply, lines(reply, part), NDJSON)
+        answer = reply.json or {}
+        made = embedded(answer) if part is None else whole(answer, part)
+        return JSONResponse(made, headers=reply.headers)
+
+    routes.add_api_route(
+        path,
+        post,
+        methods=["POST"],
+        name=f"ollama {path}",
+        response_model=None,
+        responses=REFUSALS,
+        openapi_extra=request_body(_SCHEMA),
+    )
+
+
+def _add_refusal(routes: APIRouter, name: str, acts: Any) -> None:
+    async def refuse(actor: str = acts) -> JSONResponse:
+        """Refuses, since models are added to the catalogue."""
+        text = f"{name} is not possible here: the operator adds models to the catalogue (gpu apply)"
+        return JSONResponse({"error": text}, 400)
+
+    methods = ["DELETE"] if name == "delete" else ["POST"]
+    description: dict[int | str, dict[str, Any]] = {400: {"description": "always"}}
+    routes.add_api_route(
+        f"/{name}", refuse, methods=methods, name=f"ollama {name}", responses=description
+    )
+
+
+# -- requests
+
+
+def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
+    """The kind and the body of the call for the `body` of `/api/chat`. Raises Refused (400)."""
+    made = _common(body, ("messages", "tools"))
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
+        raise bad("messages", messages, "a list of messages")
+    made["messages"] = [_message(f"messages[{at}]", one) for at, one in enumerate(messages)]
+    results = 0
+    for message in made["messages"]:  # results of tools are in the order of their calls
+        results = results + 1 if message["role"] == "tool" else 0
+        if results:
+            message["tool_call_id"] = f"call{results - 1}"
+    if body.get("tools"):
+        made["tools"] = body["tools"]
+    return "chat", made
+
+
+def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
+    """The kind and the body of the call for the `body` of `/api/generate`. Raises Refused (400).
+
+    With `raw` the prompt is continued as it is. Otherwise it is the user's message of a chat.
+    """
+    made = _common(body, ("prompt", "system", "images", "raw", "suffix"))
+    prompt = body.get("prompt")
+    if not isinstance(prompt, str):
+        raise bad("prompt", prompt, "text")
+    if body.get("suffix"):
+        raise bad("suffix", body["suffix"], "left out: no text can be inserted here")
+    if body.get("raw"):
+        return "completions", {**made, "prompt": prompt}
+    system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    message = _message("images", {"role": "user", "content": prompt, "images": body.get("images")})
+    return "chat", {**made, "messages": [*system, message]}
+
+
+def embed_of(body: Any) -> tuple[str, dict[str, Any]]:
+    """The kind and the body of the call for the `body` of `/api/embed`. Raises Refused (400)."""
+    made = _common(body, ("input", "dimensions", "truncate"))
+    made = {name: value for name, value in made.items() if not name.startswith("stream")}
+    if body.get("truncate") is False:
+        raise bad("truncate", False, "true: a text that is too long is always cut off")
+    for name in ("input", "dimensions"):
+        if body.get(name) is not None:
+            made[name] = body[name]
+    return "embeddings", made
+
+
+def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
+    """The fields that all calls have in common. `own` are the further fields of the route."""
+    if not isinstance(body, Mapping):
+        raise Refused(400, "bad_body", "the body must be a JSON object")
+    known = ("model", "stream", "options", "format", "keep_alive", "think", *own)
+    for name, value in body.items():
+        if name not in known and name[:2] != "x_" and value not in (None, "", [], {}):
+            raise bad(name, value, "left out: there is no such field here")
+    made = {name: value for name, value in body.items() if name[:2] == "x_"}
+    made |= {"model": body.get("model"), "stream": body.get("stream") is not False}
+    if made["stream"]:
+        made["stream_options"] = {"include_usage": True}
+    options = body.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise bad("options", options, "an object")
+    for name, value in options.items():
+        if value is None or (name == "num_predict" and value == -1):
+            continue
+        if name not in _OPTIONS:
+            raise bad(f"options.{name}", value, "left out: it is set when the model is registered")
+        made[_OPTIONS[name]] = value
+    if body.get("format"):
+        made["response_format"] = _format(body["format"])
+    if body.get("keep_alive") is not None:
+        made.setdefault("x_stay_warm", _seconds(body["keep_alive"]))
+    if body.get("think") is not None:
+        made.setdefault("x_thinking", body["think"])
+    return made
+
+
+def _format(format: Any) -> dict[str, Any]:
+    if format == "json":
+        return {"type": "json_object"}
+    if not isinstance(format, Mapping):
+        raise bad("format", format, '"json" or a JSON schema')
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": dict(format)}}
+
+
+def _seconds(value: Any) -> float:
+    """The seconds of a `keep_alive` such as 300, "5m" or -1, which means as long as possible.
+
+    >>> _seconds("5m"), _seconds(0), _seconds(-1), _seconds("250ms")
+    (300.0, 0.0, 86400.0, 0.25)
+    """
+    number, unit = value, "s"
+    if isinstance(value, str):
+        number = value.rstrip("msh")
+        unit = value[len(number) :] or "s"
+    try:
+        seconds = float(number) * _UNITS[unit]
+    except (KeyError, TypeError, ValueError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise bad("keep_alive", value, "seconds, or a text such as 5m")
+    return MAX_SECONDS if seconds < 0 else min(seconds, MAX_SECONDS)
+
+
+def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The `message` in OpenAI's format: images are parts, and arguments of tool calls are text."""
+    content: Any = message.get("content") or ""
+    images = message.get("images") or ()
+    if images:
+        parts = [{"type": "text", "text": content}]
+        for image in images:
+            if not isinstance(image, str):
+                raise bad(place, image, "images as base64")
+            url = f"data:image/png;base64,{image}"  # engines read the type from the data
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        content = parts
+    made = {"role": message.get("role"), "content": content}
+    calls = []
+    for at, call in enumerate(message.get("tool_calls") or ()):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise bad(f"{place}.tool_calls[{at}]", call, 'an object with a "function"')
+        arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+        made_function = {"name": function.get("name"), "arguments": arguments}
+        calls.append({"id": f"call{at}", "type": "function", "function": made_function})
+    return {**made, "tool_calls": calls} if calls else made
+
+
+# -- answers
+
+
+def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
+    """The answer to a call that is not streamed. `part(text, calls)` makes the field with the text."""
+    choice = answer["choices"][0]
+    message = choice.get("message") or {"content": choice.get("text")}
+    made = part(message.get("content") or "", message.get("tool_calls") or ())
+    return {**_head(answer), **made, **_end(choice["finish_reason"], answer.get("usage"))}
+
+
+def embedded(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer of `/api/embed`."""
+    count = (answer.get("usage") or {}).get("prompt_tokens", 0)
+    vectors = [row["embedding"] for row in answer["data"]]
+    return {"model": answer["model"], "embeddings": vectors, "prompt_eval_count": count}
+
+
+async def lines(reply: Reply, part: Any) -> AsyncIterator[bytes]:
+    """Yields a streamed `reply` as lines of JSON. An error in a started stream is its last line."""
+    assert reply.events is not None
+    finish, usage, head = "stop", None, {}
+    calls: dict[int, dict[str, Any]] = {}
+    try:
+        async for chunk in reply.events:
+            if "error" in chunk and "choices" not in chunk:
+                yield _line({"error": chunk["error"]["message"]})
+                return
+            head = _head(chunk)
+            usage = chunk.get("usage") or usage
+            for choice in chunk.get("choices") or ():
+                delta = choice.get("delta") or {"content": choice.get("text")}
+                for call in delta.get("tool_calls") or ():
+                    _add(calls, call)
+                if delta.get("content"):
+                    yield _line({**head, **part(delta["content"], ()), "done": False})
+                finish = choice.get("finish_reason") or finish
+        if calls:
+            yield _line({**head, **part("", calls.values()), "done": False})
+        yield _line({**head, **part("", ()), **_end(finish, usage)})
+    finally:
+        await reply.aclose()
+
+
+def _add(calls: dict[int, dict[str, Any]], call: dict[str, Any]) -> None:
+    """Adds a part of a tool call. An engine may send the arguments in many parts."""
+    function = call.get("function") or {}
+    known = calls.setdefault(call.get("index", 0), {"function": {"name": "", "arguments": ""}})
+    known["function"]["name"] += function.get("name") or ""
+    known["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _chat_part(text: str, calls: Any) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    made = []
+    for call in calls:
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        made.append({"function": {"name": function["name"], "arguments": arguments}})
+    return {"message": {**message, "tool_calls": made} if made else message}
+
+
+def _generate_part(text: str, calls: Any) -> dict[str, Any]:
+    return {"response": text}
+
+
+def _head(answer: dict[str, Any]) -> dict[str, Any]:
+    return {"model": answer.get("model", ""), "created_at": datetime.now(UTC).isoformat()}
+
+
+def _end(finish: str, usage: Any) -> dict[str, Any]:
+    known = usage if isinstance(usage, dict) else {}
+    return {
+        "done": True,
+        "done_reason": "length" if finish == "length" else "stop",
+        "prompt_eval_count": known.get("prompt_tokens") or 0,
+        "eval_count": known.get("completion_tokens") or 0,
+    }
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    created = datetime.fromtimestamp(row.get("created", 0), UTC).isoformat()
+    details = {"family": row.get("x_gpu", {}).get("model_type", ""), "format": ""}
+    names = {"name": row["id"], "model": row["id"]}
+    return {**names, "modified_at": created, "size": 0, "digest": "", "details": details}
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,173 @@
+"""`/api/*` answers Ollama's clients: it translates the routes for chats, texts and embeddings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from gpu_runtime.serving.api.app import application
+from gpu_runtime.serving.api.ollama import chat_of, embed_of, generate_of
+from gpu_runtime.serving.requests import Refused
+from tests.serving.app_client import OPERATOR, with_visitor
+from tests.serving.harness import Harness
+
+HI = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+TEMPLATE = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
+
+
+def test_a_conversation_is_translated():
+    body = {
+        **HI,
+        "messages": [
+            {"role": "user", "content": "What?", "images": ["AAAA"]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "time", "arguments": {}}}]},
+            {"role": "tool", "content": "12:00", "tool_name": "time"},
+        ],
+        "tools": [TOOL],
+        "format": {"type": "object"},
+        "options": {"num_predict": 5, "mirostat": 0, "top_k": None, "stop": ["END"]},
+        "keep_alive": "5m",
+        "think": False,
+        "x_client_id": "bot",
+    }
+    function = {"name": "time", "arguments": "{}"}
+    url = "data:image/png;base64,AAAA"
+    assert chat_of(body) == (
+        "chat",
+        {
+            "model": "qwen",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "What?"},
+                        {"type": "image_url", "image_url": {"url": url}},
+                    ],
+                },
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"id": "call0", "type": "function", "function": function}],
+                },
+                {"role": "tool", "content": "12:00", "tool_call_id": "call0"},
+            ],
+            "tools": [TOOL],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "format", "schema": {"type": "object"}},
+            },
+            "max_tokens": 5,
+            "mirostat_mode": 0,
+            "stop": ["END"],
+            "x_stay_warm": 300.0,
+            "x_thinking": False,
+            "x_client_id": "bot",
+        },
+    )
+
+
+def test_a_text_is_a_chat_unless_it_is_raw():
+    body = {"model": "qwen", "prompt": "hi", "stream": False}
+    made = {"model": "qwen", "stream": False}
+    system = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "hi"}
+    assert generate_of(body | {"system": "Be brief."}) == (
+        "chat",
+        made | {"messages": [system, user]},
+    )
+    assert generate_of(body | {"raw": True}) == ("completions", made | {"prompt": "hi"})
+
+
+@pytest.mark.parametrize(
+    ("translate", "change", "param"),
+    [
+        (chat_of, {"messages": "hi"}, "messages"),
+        (chat_of, {"options": {"num_ctx": 4096}}, "options.num_ctx"),
+        (chat_of, {"options": 7}, "options"),
+        (chat_of, {"format": "yaml"}, "format"),
+        (chat_of, {"keep_alive": "soon"}, "keep_alive"),
+        (chat_of, {"raw": True}, "raw"),
+        (generate_of, {"prompt": "a", "messages": None, "suffix": "b"}, "suffix"),
+        (generate_of, {"messages": None}, "prompt"),
+        (embed_of, {"messages": None, "input": "a", "truncate": False}, "truncate"),
+    ],
+)
+def test_what_our_routes_have_not_is_refused(translate, change, param):
+    with pytest.raises(Refused) as refused:
+        translate({**HI, **change})
+    assert (refused.value.status, refused.value.facts["param"]) == (400, param)
+    with pytest.raises(Refused):
+        translate([])
+
+
+@pytest.fixture(scope="module")
+def http():
+    """A client of the application over a real gateway. The model `qwen` repeats the last message."""
+    options = {"qwen": {"chat_template": TEMPLATE}, "bge": {"model_type": "embedding"}}
+    made = Harness(qwen=4, bge=2, options=options)
+    app = with_visitor(application(made.rt, lambda: made.gateway, "7"), OPERATOR)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client
+        client.portal.call(made.gateway.close)
+    made.rt.close()
+
+
+def test_a_chat_with_a_tool_call_whole_and_streamed(http):
+    messages = [{"role": "user", "content": SAID}]
+    body = {"model": "qwen", "messages": messages, "tools": [TOOL]}
+    answer = http.post("/api/chat", json={**body, "stream": False}).json()
+    calls = [{"function": {"name": "time", "arguments": {"zone": "CET"}}}]
+    said = {"role": "assistant", "content": "See: ", "tool_calls": calls}
+    assert (answer["message"], answer["done"], answer["done_reason"]) == (said, True, "stop")
+    assert answer["eval_count"] > 0 and answer["created_at"]
+    stream = http.post("/api/chat", json=body)
+    lines = [json.loads(line) for line in stream.text.splitlines()]
+    assert stream.headers["content-type"].startswith("application/x-ndjson")
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert "".join(line["message"]["content"] for line in lines) == "See: "
+    assert [
+        line["message"].get("tool_calls") for line in lines if "tool_calls" in line["message"]
+    ] == [calls]
+    assert lines[-1]["prompt_eval_count"] == answer["prompt_eval_count"]
+
+
+def test_texts_and_embeddings(http):
+    body = {"model": "qwen", "prompt": "one two", "options": {"num_predict": 1}}
+    for raw in (False, True):
+        answer = http.post("/api/generate", json={**body, "raw": raw, "stream": False}).json()
+        assert (answer["response"], answer["done_reason"]) == ("one", "length")
+        text = http.post("/api/generate", json={**body, "raw": raw}).text
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert "".join(line["response"] for line in lines) == "one" and lines[-1]["done"]
+    answer = http.post("/api/embed", json={"model": "bge", "input": ["fox", "a dog"]}).json()
+    assert answer["embeddings"] == [[3.0, 1.0], [5.0, 1.0]] and answer["prompt_eval_count"] == 3
+
+
+def test_the_models(http):
+    assert http.get("/api/version").json() == {"version": "7"}
+    names = {row["name"] for row in http.get("/api/tags").json()["models"]}
+    assert names == {"qwen", "bge"}
+    http.post("/api/chat", json={**HI, "stream": False})
+    assert "qwen" in {row["name"] for row in http.get("/api/ps").json()["models"]}
+    assert http.post("/api/show", json={"model": "bge"}).json()["capabilities"] == ["embedding"]
+    assert http.post("/api/show", json={"model": "none"}).status_code == 404
+
+
+def test_errors_are_in_the_format_of_ollama(http):
+    """Models are added to the catalogue, so those routes are refused with a sentence."""
+    for path, body, status in (
+        ("/api/chat", {**HI, "model": "qwem"}, 404),
+        ("/api/chat", {**HI, "options": {"top_k": -2}}, 400),
+        ("/api/embed", {"model": "bge"}, 400),
+        ("/api/pull", {"model": "llama3"}, 400),
+    ):
+        answer: Any = http.post(path, json=body)
+        assert answer.status_code == status and isinstance(answer.json()["error"], str)
+    assert "catalogue" in http.request("DELETE", "/api/delete").json()["error"]
