@@ -151,7 +151,7 @@ def arrived(
         "request",
         because or f"{name} is on {settled.where} now.",
         size=min(came, settled.bytes) if lease.in_parts else settled.bytes,
-        seconds=restore_seconds or reload_seconds,
+        seconds=0.0 if lease.in_parts else restore_seconds or reload_seconds,
     )
 
 

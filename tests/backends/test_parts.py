@@ -239,3 +239,33 @@ def test_a_model_from_disk_in_parts_is_proven_unchanged_and_dropped_whole(probe,
     move(backend, model, "sim:0", piece)
     backend.drop(model)
     assert probe.place("sim:0").held_bytes() == probe.place(HOST).held_bytes() == 0
+
+
+def test_the_pieces_of_a_model_with_a_shadow_leave_without_a_copy(probe, llama, monkeypatch):
+    """A piece's shadow becomes its bytes on the host, and its bytes there become its shadow again."""
+    backend = open_backend("transformers", probe)
+    spec = ModelSpec("m", "transformers", source=str(llama))
+    model = backend.load(spec, (Share("sim:0", 1),), shadow=True)
+    module, ids = backend.value(model), torch.arange(3, 20).unsqueeze(0)
+    held, piece = total(backend, model), backend.piece_bytes(model)
+    assert model.shadow_bytes == probe.place(HOST).held_bytes() == held
+    before = weights(module)
+    with monkeypatch.context() as broken:
+        broken.setattr(storages, "_copy", _raising(RuntimeError))  # nothing is copied
+        move(backend, model, "sim:0", piece)
+    gone = on(backend, model, HOST)
+    assert 0 < gone <= piece and model.shadow_bytes == held - gone
+    assert probe.place(HOST).held_bytes() == held
+    backend.move(model, (Share("sim:0", held),), shadow=True)
+    assert model.shadow_bytes == probe.place(HOST).held_bytes() == held
+    assert all(torch.equal(one, other) for one, other in zip(before, weights(module), strict=True))
+    move(backend, model, "sim:0", piece)
+    move(backend, model, "sim:0", held)
+    assert (model.shadow_bytes, probe.place(HOST).held_bytes()) == (0, held)
+    backend.move(model, (Share("sim:0", held),))
+    with torch.no_grad():
+        assert module(ids).logits.isfinite().all()
+
+
+def weights(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]

@@ -88,6 +88,14 @@ def test_only_the_missing_bytes_return():
     assert (after.events[-1].action, after.events[-1].bytes) == ("restored", size(3))
 
 
+def test_the_time_of_a_part_is_not_journalled_as_that_of_the_model():
+    page, there = book(big(sim0=37, host=3)), world(sim0=40, host=64)
+    after, _ = decide(page, request("big", 40), there)
+    after = books.arrived(after, owner(1).id, "big", shares(sim0=40), there, restore_seconds=4.0)
+    assert after.events[-1].seconds == 0.0
+    assert after.lease(owner(1).id, "big").restore_seconds == 4.0
+
+
 def test_a_return_reserves_working_memory_again():
     page, there = book(big(sim0=37, host=3)), world(sim0=44, host=64)
     wanted = request("big", 40)
