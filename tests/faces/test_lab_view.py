@@ -104,6 +104,11 @@ def test_rows_are_grouped_by_notebook_with_the_largest_first():
     assert groups[0]["rows"][0]["idle"] == WALL - 12 and groups[1]["user"] == "bob"
 
 
+def test_a_process_with_everything_in_ram_says_so():
+    found = shown(snapshot(lease("away", 3, HOST), lease("bge", 2, owner=BOB)))["groups"]
+    assert [one["bytes"] for one in found] == ["2.0 GiB", "3.0 GiB in RAM"]
+
+
 def test_only_a_kernel_of_this_server_can_be_opened_or_interrupted():
     groups = shown(snapshot(lease("qwen", 4), lease("bge", 2, owner=BOB)))["groups"]
     assert [(one["path"], one["kernel"]) for one in groups] == [

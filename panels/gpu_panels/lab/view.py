@@ -172,11 +172,18 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
         "trouble": presence.state.value if is_unusual and presence else "",
         "busy": _epoch(section.busy_since, snapshot),
         "idle": _epoch(section.idle_since, snapshot),
-        "bytes": show_bytes(sum(lease.bytes for lease in leases if not lease.on_host) + residue),
+        "bytes": _sum_words(leases, residue),
         "kernel": kernel.id if kernel else "",
         "path": kernel.path if kernel else "",
         "rows": rows,
     }
+
+
+def _sum_words(leases: Sequence[Lease], residue: int) -> str:
+    """The bytes of a process on the cards: `12.0 GiB`; if it has none there, `12.0 GiB in RAM`."""
+    on_cards = sum(lease.bytes for lease in leases if not lease.on_host) + residue
+    in_ram = sum(lease.bytes for lease in leases if lease.on_host)
+    return f"{show_bytes(in_ram)} in RAM" if in_ram and not on_cards else show_bytes(on_cards)
 
 
 def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
