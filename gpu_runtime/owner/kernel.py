@@ -82,6 +82,7 @@ class Kernel:
         try:
             wanted = self._before(text) if not self._running else {}
             if resident is None:
+                self._running.append(anchor)  # so that no other thread counts during the cell
                 self._room.request(None, anchor, wanted)
                 return ""
             self._yield_turn(resident)

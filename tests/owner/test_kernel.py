@@ -44,6 +44,21 @@ def test_a_governed_model_is_not_counted_again(started):
     assert before - own(rt).get("sim:0", 0) == 4 * MIB
 
 
+def test_the_monitor_does_not_count_while_the_first_cell_runs(started, monkeypatch):
+    """The kernel has no lease yet. A model that the cell is loading was counted as the notebook's own code."""
+    rt, kernel = started()
+    counts = []
+    monkeypatch.setattr(type(kernel), "count", lambda self: counts.append(1))
+    kernel._uncounted = True  # the last count was slow, so the next one was left to the monitor
+    kernel.begin()
+    kernel.catch_up()
+    assert kernel.resident is None and counts == []
+    kernel.end()
+    kernel._uncounted = True
+    kernel.catch_up()
+    assert counts
+
+
 def test_the_lease_is_no_model(started):
     """The list of leases has the kernel's bytes and notebook, although its code neither registered
     nor loaded a model.
