@@ -342,6 +342,7 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "told": optional(CALLABLE),
     "arrived": optional(CALLABLE),
     "wait": TRUTH,
+    "drop": TRUTH,
     "lost": TRUTH,
     "force": TRUTH,
     "checkpoint": TRUTH,

@@ -381,13 +381,15 @@ class Runtime:
         *,
         timeout: str | float | None = ASK_SECONDS,
         wait: bool = True,
+        drop: bool = False,
         lost: bool = False,
         force: bool = False,
     ) -> Outcome:
         """Evicts the model to host memory. If host memory has no room, the model is unloaded.
 
         `qwen@4121` or a LeaseId names another process's model. `train.ipynb` names all that a
-        notebook holds, also its own memory. That process gets a request and
+        notebook holds, also its own memory. `*` names all idle models. With `drop`, a model that
+        its source has leaves host memory too. Another process gets a request and
         `timeout` seconds. Without `wait` the request is only written. With `lost`, `name` is the
         pid of a process that nothing proves alive or dead. The outcome says what it holds; `force`
         ends its leases, for a person who knows that it has ended.
@@ -396,7 +398,7 @@ class Runtime:
         """
         if lost:
             return unproven_owners.evict(self._session, str(name), force=force)
-        return notebooks.evict(self._session, name, timeout=timeout, wait=wait)
+        return notebooks.evict(self._session, name, timeout=timeout, wait=wait, drop=drop)
 
     @checked
     def move(

@@ -48,6 +48,13 @@ def forget(rt: Any, args: argparse.Namespace) -> Outcome:
     return Outcome(verb="forget", name=args.name, done=True, because=because)
 
 
+def evict(rt: Any, args: argparse.Namespace) -> Outcome:
+    """Evicts what `args` names, or every idle model. Raises GpuError if nothing is named."""
+    if args.all_idle == bool(args.name):
+        raise GpuError("type one of the two: a NAME, or --all-idle.")
+    return rt.evict(args.name or "*", **given(args, "timeout", "drop", "lost", "force"))
+
+
 def _wanted(args: argparse.Namespace) -> dict[str, Any]:
     """The options in `args`, as keywords of `rt.load`."""
     names = {name: flag.lstrip("-") for name, flag in FLAGS.items()}

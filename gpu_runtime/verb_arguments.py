@@ -195,6 +195,7 @@ HELD = positional(
     "NAME",
     "a model; another process's as NAME@PID; or all of a notebook: FILE.ipynb",
     "held",
+    nargs="?",
 )
 CATALOG_NAME = positional("name", "NAME", "a model of the catalogue", "catalog")
 WHO = positional(

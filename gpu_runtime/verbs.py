@@ -141,10 +141,12 @@ _TABLE = (
     Verb(
         "evict",
         "moves an idle model off its device, to RAM if there is space",
-        lambda rt, args: rt.evict(args.name, **given(args, "timeout", "lost", "force")),
+        verb_acts.evict,
         (
             HELD,
             TIMEOUT,
+            switch("--drop", "out of RAM too, if its source has the same weights"),
+            switch("--all-idle", "every idle model, instead of NAME"),
             switch(
                 "--lost", "NAME is the pid of a process that may have ended: show what it holds"
             ),

@@ -1,29 +1,42 @@
-"""A notebook's file name is an address: `rt.evict("train.ipynb")` evicts everything that it holds."""
+"""What names several models at once: a notebook's file name, and `*` for every idle model."""
 
 from __future__ import annotations
 
 from ..errors import AmbiguousName, GpuError
 from ..facts import LeaseId, Outcome, Section
 from ..safe_text import quoted
+from ..scheduler.asks import PERSON
+from ..scheduler.eligibility import reason_to_stay
 from ..scheduler.explain import first_line
 from ..units import show_bytes
 from . import kernel_resident, operations, registry
 from .session import Session
 
+ALL_IDLE = "*"  # in place of a name: every idle model
 EVICTED = ("model", "kernel")  # kinds of leases; a block of code keeps its bytes until it ends
 
 
 def evict(
-    session: Session, name: str | LeaseId, *, timeout: str | float | None, wait: bool = True
+    session: Session,
+    name: str | LeaseId,
+    *,
+    timeout: str | float | None,
+    wait: bool = True,
+    drop: bool = False,
 ) -> Outcome:
-    """Evicts a model, or all models and the own memory of a notebook; see Runtime.evict."""
-    is_notebook = isinstance(name, str) and name.endswith(".ipynb") and "@" not in name
-    if not is_notebook or registry.by_key(session, str(name)):
-        return operations.evict(session, name, timeout=timeout, wait=wait)
+    """Evicts a model, all that a notebook holds, or all idle models; see Runtime.evict."""
+    if name == ALL_IDLE:
+        targets = _idle(session, drop)
+    elif isinstance(name, str) and name.endswith(".ipynb") and "@" not in name:
+        if registry.by_key(session, name):
+            return operations.evict(session, name, timeout=timeout, wait=wait, drop=drop)
+        targets = held_by(session, name)
+    else:
+        return operations.evict(session, name, timeout=timeout, wait=wait, drop=drop)
     freed, left, stays = 0, [], []
-    for id in held_by(session, str(name)):
+    for id in targets:
         try:
-            done = operations.evict(session, id, timeout=timeout, wait=wait)
+            done = operations.evict(session, id, timeout=timeout, wait=wait, drop=drop)
         except GpuError as error:
             stays.append(error)
             continue
@@ -34,6 +47,17 @@ def evict(
     because = f"{', '.join(left) or 'nothing'} left; {show_bytes(freed)} came free"
     because += "".join(f". {first_line(error).rstrip('.')}" for error in stays)
     return Outcome("evict", str(name), not stays, because, freed)
+
+
+def _idle(session: Session, drop: bool) -> list[LeaseId]:
+    """The idle models on cards that may be evicted; with `drop`, those in host memory too."""
+    book, world = session.look()
+    found = []
+    for lease in book.leases():
+        stays = reason_to_stay(lease, world, asker=lease.owner, importance=PERSON)
+        if lease.kind == "model" and not stays and (lease.on_device or drop):
+            found.append(LeaseId(lease.owner, lease.name))
+    return found
 
 
 def held_by(session: Session, notebook: str) -> list[LeaseId]:

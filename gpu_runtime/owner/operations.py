@@ -13,6 +13,7 @@ from .. import threads
 from ..backends.base import Progress
 from ..errors import Busy, GpuError, NotAllowed, StillInUse
 from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait
+from ..scheduler.asks import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import acquire, interrupts, migrate, permissions, registry, release, requests
 from .resident import Place, Resident
@@ -99,17 +100,24 @@ def _preload_later(session: Session, resident: Resident, timeout: str | float | 
 
 
 def evict(
-    session: Session, name: str | LeaseId, *, timeout: str | float | None, wait: bool = True
+    session: Session,
+    name: str | LeaseId,
+    *,
+    timeout: str | float | None,
+    wait: bool = True,
+    drop: bool = False,
 ) -> Outcome:
     """Evicts a model; see Runtime.evict."""
     target = registry.resolve(session, name)
     if target.owner != session.me:
-        return ask_owner(session, "evict", target, timeout, wait)
+        places = (DISK,) if drop else ()
+        return ask_owner(session, "evict", target, timeout, wait, places=places)
     resident = registry.find(session, target.name)
     began = session.clock()
     because = f"{target.name} was evicted by hand."
     with resident.training.waived():
-        step = release.evict(session, resident, because, by=requests.person(session))
+        drops = drop and resident.lease.droppable
+        step = release.evict(session, resident, because, drop=drops, by=requests.person(session))
     if step is None:
         where = "host" if resident.place is Place.AWAY else "disk"
         return Outcome(

@@ -40,6 +40,7 @@ from .eviction_policy import lru
 from .transitions import note
 
 ASKS = ("evict", "shed", "restore", "preload", "move", "pin", "unpin", "defrag", "who")
+DISK = "disk"  # the place of a request to evict a model that should not stay in host memory either
 PERSON = -1  # importance of a person's request; lower numbers are more important
 
 
@@ -172,7 +173,8 @@ def _known_result(
     if asked.verb == "evict":
         if lease is None:
             return Grant(Lease(section.owner.id, name), (), f"{name} is on no device")
-        if lease.on_host and lease.phase is Phase.SETTLED:
+        stays = lease.on_host and lease.phase is Phase.SETTLED
+        if stays and not (DISK in asked.places and lease.droppable):
             return Grant(lease, (), f"{name} is in host memory")
     if lease is None:
         return Refuse(f"{section.owner.label} does not hold {name}", kind="unknown")

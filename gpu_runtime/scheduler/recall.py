@@ -29,7 +29,7 @@ from ..facts import (
     World,
 )
 from . import shadows
-from .asks import ASKS, PERSON, host_victims, process_of, wish
+from .asks import ASKS, DISK, PERSON, host_victims, process_of, wish
 from .capacity import room
 from .eligibility import (
     copied_bytes,
@@ -183,6 +183,9 @@ def _steps_for(
     if not lease.all_on_device and not person and lease.away_since >= ticket.refreshed:
         return ()  # the ticket recalled these bytes from their device, and they have left it since
     if lease.on_host:
+        if person and DISK in ticket.places and lease.droppable:
+            because = f"{who} asked to unload it."
+            return (Drop(lease.id, lease.shares, because, "evict", by),)
         # Only a program recalls leases from host memory (the warm pool).
         if person or not lease.droppable:
             return ()
@@ -191,7 +194,12 @@ def _steps_for(
     because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
     reason = "evict" if person else "recall"
     part = 0 if person else ticket.bytes_recalled(lease.id)
-    step = eviction_step(lease, host_room, world, part=part, because=because, reason=reason)
+    drop = person and DISK in ticket.places
+    step = eviction_step(
+        lease, host_room, world, part=part, drop=drop, because=because, reason=reason
+    )
+    if isinstance(step, Drop) and drop:
+        return (replace(step, by=by),)
     if isinstance(step, Move):
         return (replace(step, by=by),)
     importance = PERSON if person else lease.importance

@@ -76,11 +76,11 @@ SHOWN = {
     "config": "SETTING",
     "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85",
     "help": "  %gpu [status]",
-    "help evict": "%gpu evict NAME",
+    "help evict": "%gpu evict [NAME]",
     "help DoesNotFit": "What to do: %gpu plan NAME shows the figures",
     "load qwen": "load qwen: qwen is on sim:0 already",
     "-h": "  %gpu [status]",
-    "evict --help": "%gpu evict NAME",
+    "evict --help": "%gpu evict [NAME]",
     "apply -f models.yaml": "2 unchanged (phi:4b, org/far)",
     "inspect phi:4b": "metadata:\n  name: phi:4b",
     "inspect phi:4b --format json": '"memory": "4GiB"',
@@ -335,7 +335,7 @@ def test_a_failure_is_a_gpu_error_and_is_shown_as_one_sentence(shell, models, li
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("evict", "required: NAME"),
+        ("pin", "required: NAME"),
         ("evict qwen --frobnicate", "unrecognized arguments: --frobnicate"),
         ("evict qwen --timeout soon", "'soon' is not a duration"),
         ("load x --importance vital", "'vital' is none of urgent"),

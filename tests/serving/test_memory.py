@@ -247,3 +247,12 @@ def test_without_a_governor_models_are_evicted_by_their_type(runtime):
     assert (row["model_type"], row["quantization"]) == ("reranker", "int8")
     assert http.post("/memory/evict/reranker").json()["models"] == ["rank"]
     assert not rt.here("rank")
+
+
+def test_every_idle_model_is_evicted_and_with_drop_leaves_ram(rt):
+    http = client(rt)
+    rt.register("idle", backend="fake", size="1GiB")
+    rt.preload("idle")
+    assert "idle" in http.post("/memory/evict/*").json()["models"]
+    assert "idle" in http.post("/memory/evict/*?drop=true").json()["models"]
+    assert "idle" not in {lease.name for lease in rt.status().leases()}

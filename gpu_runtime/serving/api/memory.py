@@ -219,14 +219,14 @@ def key(lease: Lease) -> str:
 # -- actions
 
 
-def evict(rt: Any, wanted: str) -> tuple[int, dict[str, Any]]:
+def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]]:
     """The status and the answer of `POST /memory/evict/{model_type}`. Blocks until the owners have answered.
 
     If `wanted` is a model type, every idle model of that type is evicted from its card, whoever owns the model.
     Otherwise `wanted` is the name of one model or its `type:name:quantization`. `rt` is the runtime that requests
     the evictions.
     """
-    found = _held(rt, wanted)
+    found = _held(rt, wanted, drop)
     if found is None:
         text = (
             f"{wanted[:100]!r} is neither a model type ({', '.join(TYPES)}) nor the name of a model"
@@ -237,7 +237,7 @@ def evict(rt: Any, wanted: str) -> tuple[int, dict[str, Any]]:
     reasons: list[str] = []
     for pid, name in found:
         try:
-            outcome = rt.evict(f"{name}@{pid}")
+            outcome = rt.evict(f"{name}@{pid}", drop=drop)
         except GpuError as error:
             reasons.append(str(error).splitlines()[0])
             if not isinstance(error, StillInUse) and len(found) == 1:
@@ -256,8 +256,8 @@ def evict(rt: Any, wanted: str) -> tuple[int, dict[str, Any]]:
     return 200, answer
 
 
-def _held(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
-    """The pairs (pid, name) of the models on a card that `wanted` selects.
+def _held(rt: Any, wanted: str, in_host: bool) -> list[tuple[int, str]] | None:
+    """The pairs (pid, name) of the models on a card, or also in host memory, that `wanted` selects.
 
     The result is None if `wanted` is neither a model type nor the name of a known model.
     """
@@ -265,8 +265,10 @@ def _held(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
     held = []
     for section in snapshot.sections.values():
         for lease in section.leases:
-            if lease.kind == "model" and lease.on_device:
+            if lease.kind == "model" and (lease.on_device or in_host):
                 held.append((section.owner.pid, lease))
+    if wanted == "*":
+        return [(pid, lease.name) for pid, lease in held if not lease.pins and not lease.keep]
     if wanted.lower() in TYPES:
         type_ = wanted.lower()
         return [(pid, lease.name) for pid, lease in held if lease.model_type == type_]
@@ -384,9 +386,9 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
             409: {"description": "its owner did not do it"},
         },
     )
-    async def post_evict(model_type: str, actor: str = acts) -> JSONResponse:
-        """Evicts the idle models of a type from their cards, or one model by its name."""
-        status, answer = await act_as(actor, lambda: evict(rt, model_type))
+    async def post_evict(model_type: str, drop: bool = False, actor: str = acts) -> JSONResponse:
+        """Evicts the idle models of a type from their cards, one model by its name, or all idle ones."""
+        status, answer = await act_as(actor, lambda: evict(rt, model_type, drop))
         return JSONResponse(answer, status)
 
     @routes.post("/preload")
