@@ -512,7 +512,7 @@ FAULTS = [
     Fault(
         "relief takes more than it must",
         "scheduler/relief",
-        "            freed += sum(share.bytes for share in step.source if share.device == view.device.id)\n",
+        "                freed += sum(share.bytes for share in step.source if share.device == view.device.id)\n",
         "",
     ),
     Fault(
