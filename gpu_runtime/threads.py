@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -136,3 +137,14 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
+
+
+def imported(name: str) -> Any:
+    """The module `name` if it is imported, else None. Nothing is imported here.
+
+    The result is None, too, while another thread still imports the module: until then its
+    attributes are missing.
+    """
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return None if getattr(spec, "_initializing", False) else module

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import FleetUnavailable
@@ -24,7 +24,8 @@ WISHES = b"wishes"
 HOSTS = b"host:"  # followed by the id of the node; the value is the host's name
 VERSIONS = b"versions"
 ANSWER_SECONDS = 60.0  # for an answer that needs no model
-OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out
+OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
+FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers
 
 
 class Gone(Exception):
@@ -226,28 +227,43 @@ def _cause(error: Any) -> BaseException:
     return cause
 
 
-def answers(references: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], dict[str, str]]:
+def answers(
+    references: Mapping[str, Any],
+    timeout: float,
+    *,
+    longest: float = 0.0,
+    enough: Callable[[Iterable[Any]], bool] = lambda found: True,
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of several calls by their keys, and why the others have none.
 
-    All calls together get `timeout` seconds. Calls that fail do not stop the others.
+    All calls together get `timeout` seconds. If the values are not `enough` by then, the others get
+    time until `longest` seconds. Calls that fail do not stop the others.
     """
-    pending = {reference: key for key, reference in references.items()}
+    keys = {reference: key for key, reference in references.items()}
+    pending = list(keys)
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    until = time.monotonic() + timeout
-    ready, _ = (
-        ray().wait(list(pending), num_returns=len(pending), timeout=timeout)
-        if pending
-        else ([], [])
-    )
-    for reference, key in pending.items():
-        try:
-            left = None if reference in ready else max(0.0, until - time.monotonic())
-            found[key] = answer(reference, left)
-        except Unreachable:
-            missing[key] = "it does not answer"
-        except Gone:
-            missing[key] = "it is gone"
-        except Exception as error:  # noqa: BLE001 - the reason is shown with the host
-            missing[key] = str(error)
+    began = time.monotonic()
+    count, seconds = len(pending), timeout
+    while pending and seconds > 0:
+        ready, pending = ray().wait(pending, num_returns=count, timeout=seconds)
+        for reference in ready:
+            _take(keys[reference], reference, found, missing)
+        if enough(found.values()):
+            break
+        count, seconds = 1, began + longest - time.monotonic()
+    for reference in pending:
+        missing[keys[reference]] = "it does not answer"
     return found, missing
+
+
+def _take(key: str, reference: Any, found: dict[str, Any], missing: dict[str, str]) -> None:
+    """Puts the value of a call that has ended into `found`, or why it has none into `missing`."""
+    try:
+        found[key] = answer(reference, 0.0)
+    except Unreachable:
+        missing[key] = "it does not answer"
+    except Gone:
+        missing[key] = "it is gone"
+    except Exception as error:  # noqa: BLE001 - the reason is shown with the host
+        missing[key] = str(error)

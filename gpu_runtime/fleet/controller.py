@@ -153,7 +153,13 @@ class Controller:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Asks these `hosts`. A host that does not answer in time is left out for a while."""
         found, missing = self._hosts.ask(
-            method, *args, group="offers", hosts=hosts, timeout=cluster.OFFER_SECONDS
+            method,
+            *args,
+            group="offers",
+            hosts=hosts,
+            timeout=cluster.OFFER_SECONDS,
+            longest=cluster.FIRST_SECONDS,
+            enough=_can_serve,
         )
         until = time.monotonic() + CHECK_SECONDS
         self._silent |= {host: until for host in missing}
@@ -279,3 +285,8 @@ class Controller:
                     self._fill_all_later()
             except Exception as error:  # noqa: BLE001 - the head restarts: ask again
                 log.debug("the fleet cannot be watched: %s", error)
+
+
+def _can_serve(found: Iterable[Any]) -> bool:
+    """Whether one of the answers is an offer to serve, so that slower hosts need not be awaited."""
+    return any(getattr(one, "level", None) is not PlanLevel.NEVER for one in found)

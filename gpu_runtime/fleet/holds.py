@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import _thread
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import NodeLost
-from ..threads import start
+from ..threads import imported, start
 
 MOST_RELEASED = 1000  # early releases that are remembered
 
@@ -172,7 +171,7 @@ def _mover(value: Any) -> Callable[[Any], Any]:
 
 def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
     """The `value` with `change` applied to every tensor in it. Without torch it is unchanged."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None:
         return value
     if isinstance(value, torch.Tensor):

@@ -68,17 +68,19 @@ class Hosts:
         group: str = "verbs",
         hosts: Iterable[str] | None = None,
         timeout: float = cluster.ANSWER_SECONDS,
+        **patience: Any,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The answers of the agents by host, and why other hosts gave none.
 
-        `method` is called with `args` on all `hosts` at once; None means all.
+        `method` is called with `args` on all `hosts` at once; None means all. `timeout` and
+        `patience` (longest, enough) are those of `cluster.answers`.
         """
         references = {}
         for host in self.names() if hosts is None else hosts:
             handle = self._handles.get(host)
             if handle is not None:
                 references[host] = on(handle[1], method, group, *args)
-        return cluster.answers(references, timeout)
+        return cluster.answers(references, timeout, **patience)
 
 
 def on(agent: Any, method: str, group: str, *args: Any, **kwargs: Any) -> Any:

@@ -10,12 +10,12 @@ import contextlib
 import copy
 import copyreg
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ..threads import imported
 from .training import Training, watch_steps
 
 _CALLS = ("__call__", "forward", "generate")
@@ -64,7 +64,7 @@ def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     if hasattr(value, "_calls_under"):  # our own proxies pin the model themselves
         value._calls_under = resident.calling
         return
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
         return
     watch_steps(_trained_by)

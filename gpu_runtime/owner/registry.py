@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from ..facts import Book, LeaseId, ModelSpec, Owner, parse_importance
 from ..options import read_options
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
+from ..threads import imported
 from ..units import parse_room, parse_seconds
 from . import acquire, demand, failures, permissions
 from .governed_calls import release_calls
@@ -417,7 +417,7 @@ def in_use_error(session: Session, resident: Resident) -> GpuError:
 
 def is_module(source: Any) -> bool:
     """Whether `source` is a torch.nn.Module. This check does not import torch."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch is not None and isinstance(source, torch.nn.Module)
 
 

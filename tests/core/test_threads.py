@@ -66,3 +66,15 @@ def test_works_are_done_one_after_the_other_if_no_thread_can_be_started(monkeypa
     monkeypatch.setattr(threads, "start", too_late)
     threads.side_by_side([lambda: done.append(1), lambda: done.append(2)])
     assert sorted(done) == [1, 2]
+
+
+def test_a_module_that_another_thread_imports_counts_as_not_imported(tmp_path, monkeypatch):
+    """Its attributes are missing until its import has ended: `torch.nn` raised AttributeError."""
+    (tmp_path / "slow_module.py").write_text("import builtins\nseen = builtins.look()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("builtins.look", lambda: threads.imported("slow_module"), raising=False)
+    assert threads.imported("slow_module") is None
+    import slow_module
+
+    assert slow_module.seen is None
+    assert threads.imported("slow_module") is slow_module

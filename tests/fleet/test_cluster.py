@@ -9,6 +9,7 @@ import pytest
 
 import gpu_runtime
 from gpu_runtime import FleetUnavailable, cli
+from gpu_runtime.fleet import cluster
 
 
 def test_without_the_extra_the_error_names_what_to_install(monkeypatch, capsys):
@@ -32,3 +33,40 @@ def test_without_a_token_nothing_connects(monkeypatch):
 def test_an_address_is_text(address):
     with pytest.raises(FleetUnavailable, match="is a text"):
         gpu_runtime.fleet(address)
+
+
+class FakeRay:
+    """Ray with a clock of its own: a reference is the second at which its value is there."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def wait(self, references, *, num_returns, timeout):
+        in_time = sorted(one for one in references if one <= self.now + timeout)
+        enough = in_time[:num_returns]
+        complete = len(enough) == num_returns
+        self.now = max([self.now, *enough]) if complete else self.now + timeout
+        ready = [one for one in references if one <= self.now]
+        return ready, [one for one in references if one > self.now]
+
+
+@pytest.mark.parametrize(
+    ("delays", "found", "ended"),
+    [
+        ((0.1, 0.2), (0.1, 0.2), 0.2),  # all in time
+        ((0.1, 9.0), (0.1,), 2.0),  # a slow host is left out, because another can serve
+        ((5.0, 9.0), (5.0,), 5.0),  # nobody can serve yet: the first one ends the wait
+        ((50.0, 60.0), (), 30.0),  # all are too slow
+    ],
+)
+def test_slow_hosts_are_awaited_only_if_no_other_can_serve(monkeypatch, delays, found, ended):
+    """A host may import transformers for its first offer. A frozen host must not hold up the rest."""
+    ray = FakeRay()
+    monkeypatch.setattr(cluster, "ray", lambda: ray)
+    monkeypatch.setattr(cluster, "answer", lambda reference, timeout: reference)
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: ray.now)
+    references = {f"box{n}": delay for n, delay in enumerate(delays)}
+    got, missing = cluster.answers(references, 2.0, longest=30.0, enough=lambda some: any(some))
+    assert (tuple(got.values()), ray.now) == (found, ended)
+    assert set(missing.values()) <= {"it does not answer"}
+    assert {*got, *missing} == {*references}

@@ -1,4 +1,4 @@
-"""Thirty clients for eight places, while agents are killed. Run by `make soak`."""
+"""The long stories of the fleet, run by `make soak`: many clients, and a real model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import gpu_runtime
-from gpu_runtime import Busy, DoesNotFit, NodeLost, Runtime
+from gpu_runtime import Busy, DoesNotFit, NodeLost, Runtime, samples
 from tests.fleet.ray_cluster import started, write_models
 
 DEVICES = "sim:4x40GiB,host:1GiB"
@@ -76,3 +76,20 @@ def test_no_book_is_overfull_and_every_client_gets_an_answer(tmp_path):
         print(counts)
         for book in books:
             book.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_real_model_takes_and_gives_tensors(tmp_path):
+    """The first offer of a host imports transformers, which may take longer than other offers."""
+    path = samples.causal_lm(tmp_path / "lm")
+    file = tmp_path / "lm.yaml"
+    file.write_text(f"models: {{lm: {{path: {path}, memory: 64MiB}}}}\n")
+    with started(tmp_path, {"box1": ("sim:1x1GiB,host:1GiB", 1)}) as hosts:
+        fleet = gpu_runtime.fleet(hosts.cluster.address)
+        assert fleet.apply(file) == {"lm": "box1"}
+        with fleet.use("lm") as model:
+            words = model.tokenizer("Hi", return_tensors="pt")
+            assert model.generate(**words, max_new_tokens=5).shape[1] > words["input_ids"].shape[1]
+            with pytest.raises(AttributeError):
+                model.no_such_method()
