@@ -39,7 +39,18 @@ from ..scheduler import transitions as books
 from ..scheduler.admission import admit
 from ..scheduler.shadows import kept
 from ..units import parse_seconds
-from . import arrivals, demand, failures, interrupts, parts, presence, release, requests, shadows
+from . import (
+    arrivals,
+    demand,
+    failures,
+    interrupts,
+    parts,
+    presence,
+    release,
+    requests,
+    shadows,
+    ungoverned,
+)
 from .pins import AnchorRef, Held
 from .resident import Place, Resident, held_by
 from .session import POLL_SECONDS, Key, Session
@@ -134,7 +145,7 @@ def obtain(
         if session.settings.enable_memory_governor:
             _obtain_governed(session, resident, anchor, rank, alive, limit, progress)
         else:
-            _load_ungoverned(session, resident, anchor, progress)
+            ungoverned.load(session, resident, anchor, progress)
 
 
 def _obtain_governed(
@@ -433,31 +444,3 @@ def _abandon(session: Session, name: str, key: Key, error: BaseException) -> Non
         because = f"{type(error).__name__}: {explain.first_line(error)}"
     abandon = partial(books.abandon, because=because)
     session.decide(lambda book, world: (abandon(book, session.me, name, key.text, world), None))
-
-
-def _load_ungoverned(
-    session: Session, resident: Resident, anchor: AnchorRef | None, progress: Progress | None
-) -> None:
-    """Loads the model onto the first allowed card. Evicts nothing (ENABLE_MEMORY_GOVERNOR=false)."""
-    allowed = demand.allowed_devices(session, resident)
-    cards = [device.id for device in session.probe.devices if not device.is_host]
-    share = Share(
-        next(id for id in cards if not allowed or id in allowed), resident.footprint().bytes
-    )
-    try:
-        handle, shares, seconds = resident.load((share,), progress)
-    except Exception as error:
-        raise failures.load_error(session, resident, Load("", (share,)), error) from error
-    known = demand.wanted_lease(session, resident)
-    lease = replace(
-        resident.lease,
-        shares=shares,
-        reload_seconds=seconds,
-        importance=known.importance,
-        keep=known.keep,
-        keep_alive=known.keep_alive,
-        backend=known.backend,
-        model_type=known.model_type,
-        quantization=known.quantization,
-    )
-    resident.install(handle, lease, anchor)
