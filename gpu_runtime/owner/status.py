@@ -173,7 +173,7 @@ def health(found: Snapshot) -> Health:
     wrong = [str(problem) for problem in problems(found)]
     more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
     message = f"{wrong[0]}{more}" if wrong else HEALTH_MESSAGES[level]
-    return Health(not wrong, level, percent, message)
+    return Health(not wrong, level, percent, found.degraded or message)
 
 
 def specs(session: Session) -> tuple[Any, ...]:
