@@ -1,7 +1,7 @@
 """The runbooks run in the tests' isolated state directory, also under a bare `pytest --nbval`.
 
-Loading ahead and the line of a slow load depend on the time, so the recorded outputs are those
-without them.
+Loading ahead, the line of a slow load and the copies that stay in RAM depend on the time, so the
+recorded outputs are those without them.
 """
 
 import os
@@ -10,3 +10,4 @@ from tests import isolation  # noqa: F401 - importing it isolates
 
 os.environ["GPU_PREFETCH"] = "never"
 os.environ["GPU_PROGRESS_SECONDS"] = "1h"
+os.environ["GPU_SHADOWS"] = "never"
