@@ -118,7 +118,7 @@ class FakeBackend:
 
         _free(self._settle(model, shares, arrive))
         if shadow:
-            with contextlib.suppress(OutOfMemory):
+            with contextlib.suppress(OutOfMemory):  # the host is full: then there is no copy
                 model.shadow = (self.probe.place(HOST).allocate(total),)
         return model
 
