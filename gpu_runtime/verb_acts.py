@@ -98,10 +98,10 @@ def config(rt: Any, args: argparse.Namespace) -> Any:
     """Every setting of `rt` with its source. With `--preset` in `args`, the settings of that
     preset.
     """
-    from . import settings
+    from . import presets, settings
 
     if args.preset:
-        return settings.preset(args.preset)
+        return presets.preset(args.preset)
     current = rt.settings if rt is not None else settings.Settings.load()
     return current.sources()
 

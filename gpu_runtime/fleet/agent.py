@@ -143,7 +143,7 @@ class HostAgent:
         """The declared bytes of a model (0: unknown), and whether it may use several cards."""
         try:
             spec = self.rt.spec(name)
-        except GpuError:
+        except GpuError:  # this host does not know the model: its size is unknown here
             return 0, True
         return spec.size or 0, spec.layout != "single"
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import GpuError
-from ..facts import Offer, PlanLevel
+from ..facts import THIS_PROCESS, Offer, PlanLevel
 from ..scheduler.offers import MOST_PLANNED, largest_first, ranked, shortlist
 from ..threads import start
 from . import cluster, placing, wishes
@@ -45,7 +45,7 @@ class Controller:
 
     def ready(self, theirs: Mapping[str, str]) -> int:
         """The process id. Raises FleetUnavailable if the caller's versions differ."""
-        cluster.require_equal_versions(theirs, "this process")
+        cluster.require_equal_versions(theirs, THIS_PROCESS)
         return os.getpid()
 
     # -- wishes ------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Hosts:
                     continue
                 try:
                     found[name] = (node, serial), cluster.actor(cluster.AGENT + node)
-                except cluster.Gone:
+                except cluster.Gone:  # the agent has just ended; it counts as a lost host
                     continue
             self._handles = found
             return tuple(sorted(before.keys() - found.keys()))

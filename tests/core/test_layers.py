@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 GROUND = (
     "safe_text errors units facts arguments options settings forks threads attribution"
-    " kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
+    " presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
     " notebook cell_keys user_frames error_pages"
 )
 ACTING = (
@@ -38,6 +38,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "arguments": "safe_text errors units facts",
     "options": "safe_text errors arguments",
     "kernel_activity": "facts",
+    "presets": "safe_text errors",
     "names": "",
     "tracked_objects": "",
     "notebook": "safe_text",

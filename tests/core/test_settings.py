@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import Rules
-from gpu_runtime.settings import PRESETS, Settings, masked, preset
+from gpu_runtime.presets import PRESETS, preset
+from gpu_runtime.settings import Settings, masked
 
 DEFAULTS = {
     "GPU_MEMORY_MAX_PERCENT": "0.9",

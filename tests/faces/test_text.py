@@ -11,8 +11,9 @@ from gpu import waiting
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drain, Event, Health, Level, Outcome, Share, Wait
+from gpu_runtime.presets import preset
 from gpu_runtime.rendering import html, plain, render, text, views
-from gpu_runtime.settings import Settings, preset
+from gpu_runtime.settings import Settings
 
 from . import samples
 from .samples import GIB, lease, snapshot

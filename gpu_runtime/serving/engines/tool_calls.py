@@ -163,7 +163,7 @@ class Reader:
         """The rest of the text, and the calls in OpenAI's format. What is no valid call of a tool is text."""
         try:
             found = list(self._format.parse(self._held)) if self._calling else []
-        except ValueError:
+        except ValueError:  # no valid call of a tool: the client gets the text
             found = []
         if not all(name in self._tools.names and isinstance(args, dict) for name, args in found):
             found = []

@@ -68,7 +68,7 @@ def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, int, int] | None:
     """Figures that differ after each change of the file; None if there is no file."""
     try:
         found = os.stat(path or "")
-    except OSError:
+    except OSError:  # a missing file has no figures; `read_serving_config` reports other errors
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
 
