@@ -27,7 +27,7 @@ def rt(runtime, tmp_path):
     """A runtime with a card of 64 MiB and a model of half a MiB, which needs about 8 MiB for its
     use.
     """
-    rt = runtime(devices="sim:64MiB,host:64MiB")
+    rt = runtime(devices="sim:64MiB,host:64MiB", gpu_shadows="never")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     return rt
 
@@ -54,7 +54,7 @@ def test_the_room_survives_settling(rt):
 
 
 def test_where_no_context_was_asked_for_nothing_is_kept(runtime, tmp_path):
-    rt = runtime(devices="sim:64MiB,host:64MiB")
+    rt = runtime(devices="sim:64MiB,host:64MiB", gpu_shadows="never")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"))
     rt.preload("writer")
     assert claims(rt) == {"sim:0": rt.probe.used()["sim:0"]}
@@ -79,7 +79,7 @@ def test_it_goes_to_another_card_with_its_room(runtime, tmp_path):
     """A move takes the model's room to the other card. The room on the first card is free
     afterwards.
     """
-    rt = runtime(devices="sim:2x64MiB,host:64MiB")
+    rt = runtime(devices="sim:2x64MiB,host:64MiB", gpu_shadows="never")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     rt.preload("writer")
     before = claims(rt)
@@ -121,7 +121,7 @@ def test_a_declared_size_is_claimed_whole_where_a_context_is_asked_for(runtime, 
     """If no context is requested, the declared size is only an estimate, and the measured size
     replaces it.
     """
-    rt = runtime(devices="sim:64MiB,host:64MiB")
+    rt = runtime(devices="sim:64MiB,host:64MiB", gpu_shadows="never")
     directory = tiny_models.causal_lm(tmp_path / "writer")
     rt.register("whole", directory, size="20MiB", context_length=256)
     rt.register("guess", directory, size="20MiB")
