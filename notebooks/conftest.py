@@ -6,8 +6,21 @@ recorded outputs are those without them.
 
 import os
 
+import pytest
+
 from tests import isolation  # noqa: F401 - importing it isolates
 
-os.environ["GPU_PREFETCH"] = "never"
-os.environ["GPU_PROGRESS_SECONDS"] = "1h"
-os.environ["GPU_SHADOWS"] = "never"
+RECORDED = {"GPU_PREFETCH": "never", "GPU_PROGRESS_SECONDS": "1h", "GPU_SHADOWS": "never"}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """Sets these settings while a cell runs. Other tests of the same process keep the defaults."""
+    before = {name: os.environ.get(name) for name in RECORDED}
+    os.environ.update(RECORDED)
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -8,7 +8,6 @@ on the bytes is done, or the bytes return to a block that another stream still u
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -87,22 +86,6 @@ def floats(value: float, card: int = 0, count: int = 1024) -> torch.Tensor:
 
 def side_stream() -> torch.simgpu.Stream:
     return torch.simgpu.Stream(0)
-
-
-def test_a_count_is_dropped_if_a_cell_begins_meanwhile(kernel):
-    """That cell may be loading a model. Its half-loaded weights were counted as the notebook's own code, and the
-    map of the allocator had them twice until the next count.
-    """
-    kept = floats(1.0)
-    before = kernel.bytes
-    marks = itertools.count()
-    kernel.still.mark = lambda: next(marks)  # a message arrives during each count
-    kernel.still.why_not = lambda: "a cell runs"
-    loading = floats(2.0, count=2**20)
-    assert kernel.bytes == before
-    kernel.still.why_not = lambda: ""  # it was no cell
-    assert sum(kernel.bytes.values()) > sum(before.values())
-    del kept, loading
 
 
 def test_pending_work_is_done_before_the_bytes_are_copied(kernel):

@@ -114,7 +114,7 @@ async def evicts(server, token):
             rows = {
                 id: table["id"]
                 for table in components(document, "Table")
-                for id, *_ in json.loads(data_of(table)["attributes"]["rows"])
+                for id, *_ in json.loads(data_of(table)["attributes"].get("rows", "[]"))
                 if id.endswith("/qwen")
             }
             if rows:

@@ -40,7 +40,7 @@ CELLS = [
     "%%gpu 1GiB\ndef f():\n    1 / 0\nf()",
     "%gpu evcit",
     "%gpu load huge --backend fake --size 100GiB",
-    "%gpu evict",  # bad syntax
+    "%gpu pin",  # bad syntax
     "%%gpu 1GiB\nraise KeyboardInterrupt",
     "%gpu status --json -o status\n",
     "import json; [(lease['name'], lease['pins']) for lease in json.loads(status)['leases']]",
@@ -146,7 +146,7 @@ def test_bad_syntax_goes_to_standard_error(outputs):
     """Bad syntax of a magic goes to standard error, as all usage errors of IPython do. For nbval it
     is no failure.
     """
-    assert "Usage: %gpu evict NAME" in "".join(output.get("text", "") for output in outputs[7])
+    assert "Usage: %gpu pin NAME" in "".join(output.get("text", "") for output in outputs[7])
 
 
 def test_failing_cells_release_their_leases(outputs):

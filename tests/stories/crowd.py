@@ -195,15 +195,16 @@ class AuditedBackend(FakeBackend):
         super().__init__(*args)
         self._account = account
 
-    def _settle(self, model: FakeModel, shares: Shares, arrive: Callable[[], Any]) -> None:
+    def _settle(self, model: FakeModel, shares: Shares, *rest: Any) -> Any:
         old = model.place[0]
         self._account.add(shares)
         try:
-            super()._settle(model, shares, arrive)
+            kept = super()._settle(model, shares, *rest)
         except BaseException:
             self._account.add(shares, -1)
             raise
         self._account.add(old, -1)
+        return kept
 
     def drop(self, model: FakeModel) -> None:
         old = model.place[0]

@@ -143,17 +143,12 @@ class KernelBackend:
     def measure(self, model: KernelMemory) -> Shares:
         """The bytes on each device now. On a simulated card they are also noted in the card's
         account.
-
-        If a cell begins during the count, the result is the last count. The new one may contain the
-        weights of a model that the cell is loading, and the end of the cell counts again.
         """
         while True:
-            exchanges, mark = model.exchanges, model.stillness.mark()
+            exchanges = model.exchanges
             if model.away:
                 return (Share(HOST, model.away_bytes),)
             sizes = self.count(model)
-            if model.stillness.mark() != mark and model.stillness.why_not():
-                return model.last or (Share(model.memory.device, 0),)
             held = tuple(Share(card, size) for card, size in sizes.items() if size)
             with model.gate:
                 if model.exchanges != exchanges:  # the bytes have moved during the count
