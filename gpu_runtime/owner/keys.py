@@ -65,5 +65,9 @@ class Keys:
         return uninterrupted(act)
 
     def _note(self, key: Key) -> Key:
-        self._known.add(weakref.ref(key, self._known.discard))
-        return key
+        try:
+            self._known.add(weakref.ref(key, self._known.discard))
+            return key
+        except BaseException:  # an interrupt after the addition: its traceback keeps this frame
+            self.done_with(key.note)
+            raise
