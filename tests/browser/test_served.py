@@ -134,6 +134,8 @@ def test_a_reload_stays_where_it_was(opened, kernel):
     seen.row("qwen", pid(kernel)).wait_for()
     assert seen.page.locator("input[type=search]").first.input_value() == "qwen"
     assert "tab=Leases&leases=qwen" in seen.page.url and "token" not in seen.page.url
+    seen.page.locator("input[type=search]").first.fill("")  # other tests share this page
+    seen.page.wait_for_function("() => !location.search.includes('leases=')")
     assert seen.errors == []
 
 
