@@ -15,7 +15,13 @@ RECORDED = {"GPU_PREFETCH": "never", "GPU_PROGRESS_SECONDS": "1h", "GPU_SHADOWS"
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
-    """Sets these settings while a cell runs. Other tests of the same process keep the defaults."""
+    """Sets these settings while a cell runs. Other tests of the same process keep the defaults.
+
+    pytest calls this hook for the tests of all folders.
+    """
+    if item.path.suffix != ".ipynb":
+        yield
+        return
     before = {name: os.environ.get(name) for name in RECORDED}
     os.environ.update(RECORDED)
     yield
