@@ -58,7 +58,7 @@ FIELDS: dict[str, Field] = {
     "mirostat_mode": Field(backends=(LLAMA,), neutral=(0,)),
     "mirostat_tau": Field(backends=(LLAMA,)),
     "mirostat_eta": Field(backends=(LLAMA,)),
-    "logit_bias": Field(backends=(LLAMA,)),
+    "logit_bias": Field(),
     "response_format": Field(("chat",), (LLAMA,), neutral=({"type": "text"},)),
     "tools": Field(("chat",)),
     "tool_choice": Field(("chat",), (LLAMA,), neutral=("auto", "none")),

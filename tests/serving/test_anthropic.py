@@ -16,7 +16,9 @@ from tests.serving.harness import Harness
 
 HI = {"model": "qwen", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"name": "time", "description": "The time.", "input_schema": {"type": "object"}}
-TEMPLATE = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+TEMPLATE = (
+    "{# tools <tool_call> <think> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+)
 SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
 
 
@@ -34,6 +36,7 @@ def test_a_conversation_is_translated():
             {
                 "role": "assistant",
                 "content": [
+                    {"type": "thinking", "thinking": "The clock.", "signature": ""},
                     {"type": "text", "text": "See:"},
                     {"type": "tool_use", "id": "a", "name": "time", "input": {"zone": "CET"}},
                 ],
@@ -66,6 +69,7 @@ def test_a_conversation_is_translated():
             {
                 "role": "assistant",
                 "content": [{"type": "text", "text": "See:"}],
+                "reasoning_content": "The clock.",
                 "tool_calls": [call],
             },
             {"role": "tool", "tool_call_id": "a", "content": "12:00"},
@@ -172,6 +176,23 @@ def test_a_streamed_message_with_a_tool_call(http):
     assert json.loads("".join(d.get("partial_json", "") for d in deltas)) == {"zone": "CET"}
     last = dict(events)["message_delta"]
     assert last["delta"]["stop_reason"] == "tool_use" and last["usage"]["input_tokens"] > 0
+
+
+def test_thoughts_are_a_block_of_their_own(http):
+    said = {**HI, "messages": messages("<think>The clock.</think>Noon.")}
+    thinking, text = http.post("/v1/messages", json=said).json()["content"]
+    assert thinking == {"type": "thinking", "thinking": "The clock.", "signature": ""}
+    assert text == {"type": "text", "text": "Noon."}
+    events = read(http.post("/v1/messages", json={**said, "stream": True}))
+    begun = [data["content_block"] for name, data in events if name == "content_block_start"]
+    assert [(block["type"], block[block["type"]]) for block in begun] == [
+        ("thinking", ""),
+        ("text", ""),
+    ]
+    deltas = [(d["index"], d["delta"]) for name, d in events if name == "content_block_delta"]
+    thought = "".join(delta["thinking"] for index, delta in deltas if index == 0)
+    answer = "".join(delta["text"] for index, delta in deltas if index == 1)
+    assert (thought, answer) == ("The clock.", "Noon.")
 
 
 def test_errors_are_in_the_format_of_anthropic(http):

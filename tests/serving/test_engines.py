@@ -196,6 +196,25 @@ async def test_equal_seeds_give_equal_texts(name, sources):
         assert one == two and one[0]["message"] != one[1]["message"]
 
 
+@both
+@in_loop
+async def test_a_biased_token_is_written(name, sources):
+    """A token outside the vocabulary is refused, and no fault of the model."""
+    async with with_models(sources, name) as k:
+        body = {"model": name, "prompt": "the fox"}
+        [token, *_] = (await k.gateway.answer("tokenize", body)).json["tokens"]
+        word = {"model": name, "tokens": [token] * 3}
+        expected = (await k.gateway.answer("detokenize", word)).json["prompt"].strip()
+        for more in ({"temperature": 0}, {"seed": 1}):
+            bias = {"max_tokens": 3, "logit_bias": {str(token): 100}, **more}
+            reply = await k.gateway.answer("completions", {**body, **bias})
+            assert reply.json["choices"][0]["text"].strip() == expected
+        for _ in range(6):
+            with pytest.raises(Refused, match="9999999 is not in its vocabulary") as refused:
+                await k.chat(name, max_tokens=1, logit_bias={"9999999": 1})
+            assert refused.value.facts["param"] == "logit_bias"
+
+
 @in_loop
 async def test_a_json_schema_is_enforced(sources):
     """The model of this test writes random words. The schema allows one answer only."""

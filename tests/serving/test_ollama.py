@@ -16,7 +16,9 @@ from tests.serving.harness import Harness
 
 HI = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
-TEMPLATE = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+TEMPLATE = (
+    "{# tools <tool_call> <think> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+)
 SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
 
 
@@ -171,3 +173,17 @@ def test_errors_are_in_the_format_of_ollama(http):
         answer: Any = http.post(path, json=body)
         assert answer.status_code == status and isinstance(answer.json()["error"], str)
     assert "catalogue" in http.request("DELETE", "/api/delete").json()["error"]
+
+
+def test_thoughts_have_a_field_of_their_own(http):
+    said = {"model": "qwen", "messages": [{"role": "user", "content": "<think>Hm.</think>Noon."}]}
+    whole = http.post("/api/chat", json={**said, "stream": False}).json()["message"]
+    assert (whole["thinking"], whole["content"]) == ("Hm.", "Noon.")
+    lines = [json.loads(line) for line in http.post("/api/chat", json=said).text.splitlines()]
+    assert "".join(line["message"].get("thinking", "") for line in lines) == "Hm."
+    assert "".join(line["message"]["content"] for line in lines) == "Noon."
+    made = http.post(
+        "/api/generate",
+        json={"model": "qwen", "prompt": "<think>Hm.</think>Noon.", "stream": False},
+    )
+    assert (made.json()["thinking"], made.json()["response"]) == ("Hm.", "Noon.")

@@ -109,6 +109,7 @@ def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     parts: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for at, block in enumerate(_blocks(f"{place}.content", content)):
@@ -117,6 +118,8 @@ def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
             parts.append({"type": "text", "text": _text(where, [block])})
         elif kind == "image" and role == "user":
             parts.append({"type": "image_url", "image_url": {"url": _image(where, block)}})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use" and role == "assistant":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": arguments}
@@ -127,9 +130,11 @@ def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
                 {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
             )
         else:
-            raise bad(f"{where}.type", kind, "text, image, tool_use or tool_result")
+            raise bad(f"{where}.type", kind, "text, image, thinking, tool_use or tool_result")
     if role == "assistant":
         made: dict[str, Any] = {"role": role, "content": parts or None}
+        if thoughts:
+            made["reasoning_content"] = "".join(thoughts)
         return [{**made, "tool_calls": calls} if calls else made]
     return [*results, {"role": role, "content": parts}] if parts else results
 
@@ -195,6 +200,8 @@ def message_of(answer: dict[str, Any]) -> dict[str, Any]:
     choice = answer["choices"][0]
     said = choice["message"]
     content: list[dict[str, Any]] = []
+    if said.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": said["reasoning_content"], "signature": ""})
     if said.get("content"):
         content.append({"type": "text", "text": said["content"]})
     for call in said.get("tool_calls") or ():
@@ -241,12 +248,15 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
 
 
 class _Writer:
-    """Turns the chunks of one chat into Anthropic's events. Each run of text and each tool call is one block."""
+    """Turns the chunks of one chat into Anthropic's events.
+
+    Each run of thoughts or of text, and each tool call, is one block.
+    """
 
     def __init__(self) -> None:
         self._begun = False
         self._blocks = 0
-        self._in_text = False
+        self._run = ""  # the type of the run that has begun: thinking or text
         self._finish = "stop"
         self._usage: dict[str, int] = _usage(None)
         self._calls: dict[int, dict[str, Any]] = {}
@@ -263,8 +273,10 @@ class _Writer:
             self._usage = _usage(chunk["usage"])
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
+            if delta.get("reasoning_content"):
+                found += self._piece("thinking", delta["reasoning_content"])
             if delta.get("content"):
-                found += self._text(delta["content"])
+                found += self._piece("text", delta["content"])
             for call in delta.get("tool_calls") or ():
                 self._add(call)
             self._finish = choice.get("finish_reason") or self._finish
@@ -272,7 +284,7 @@ class _Writer:
 
     def end(self) -> list[bytes]:
         """The last events."""
-        found = self._end_text()
+        found = self._end_run()
         for call in self._calls.values():
             block = {"type": "tool_use", "id": call["id"], "name": call["name"], "input": {}}
             delta = {"type": "input_json_delta", "partial_json": call["arguments"] or "{}"}
@@ -282,19 +294,21 @@ class _Writer:
         found.append(_event("message_stop"))
         return found
 
-    def _text(self, text: str) -> list[bytes]:
+    def _piece(self, kind: str, text: str) -> list[bytes]:
+        """The events for a piece of thoughts or of text. Anthropic's names of its fields are those of the `kind`."""
         found = []
-        if not self._in_text:
-            self._in_text = True
-            block = {"type": "text", "text": ""}
+        if self._run != kind:
+            found = self._end_run()
+            self._run = kind
+            block = {"type": kind, kind: ""}
             found.append(_event("content_block_start", index=self._blocks, content_block=block))
-        delta = {"type": "text_delta", "text": text}
+        delta = {"type": f"{kind}_delta", kind: text}
         return [*found, _event("content_block_delta", index=self._blocks, delta=delta)]
 
-    def _end_text(self) -> list[bytes]:
-        if not self._in_text:
+    def _end_run(self) -> list[bytes]:
+        if not self._run:
             return []
-        self._in_text = False
+        self._run = ""
         self._blocks += 1
         return [_event("content_block_stop", index=self._blocks - 1)]
 

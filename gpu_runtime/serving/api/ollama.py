@@ -252,6 +252,8 @@ def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
             parts.append({"type": "image_url", "image_url": {"url": url}})
         content = parts
     made = {"role": message.get("role"), "content": content}
+    if message.get("thinking"):
+        made["reasoning_content"] = message["thinking"]
     calls = []
     for at, call in enumerate(message.get("tool_calls") or ()):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -267,10 +269,11 @@ def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
-    """The answer to a call that is not streamed. `part(text, calls)` makes the field with the text."""
+    """The answer to a call that is not streamed. `part(text, calls, thought)` makes the field with the text."""
     choice = answer["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
-    made = part(message.get("content") or "", message.get("tool_calls") or ())
+    thought = message.get("reasoning_content") or ""
+    made = part(message.get("content") or "", message.get("tool_calls") or (), thought)
     return {**_head(answer), **made, **_end(choice["finish_reason"], answer.get("usage"))}
 
 
@@ -297,8 +300,9 @@ async def lines(reply: Reply, part: Any) -> AsyncIterator[bytes]:
                 delta = choice.get("delta") or {"content": choice.get("text")}
                 for call in delta.get("tool_calls") or ():
                     _add(calls, call)
-                if delta.get("content"):
-                    yield _line({**head, **part(delta["content"], ()), "done": False})
+                text, thought = delta.get("content"), delta.get("reasoning_content")
+                if text or thought:
+                    yield _line({**head, **part(text or "", (), thought or ""), "done": False})
                 finish = choice.get("finish_reason") or finish
         if calls:
             yield _line({**head, **part("", calls.values()), "done": False})
@@ -315,8 +319,10 @@ def _add(calls: dict[int, dict[str, Any]], call: dict[str, Any]) -> None:
     known["function"]["arguments"] += function.get("arguments") or ""
 
 
-def _chat_part(text: str, calls: Any) -> dict[str, Any]:
+def _chat_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought:
+        message["thinking"] = thought
     made = []
     for call in calls:
         function = call["function"]
@@ -325,8 +331,8 @@ def _chat_part(text: str, calls: Any) -> dict[str, Any]:
     return {"message": {**message, "tool_calls": made} if made else message}
 
 
-def _generate_part(text: str, calls: Any) -> dict[str, Any]:
-    return {"response": text}
+def _generate_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
+    return {"response": text, "thinking": thought} if thought else {"response": text}
 
 
 def _head(answer: dict[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,10 @@ from .openai_format import (
     embeddings,
     rerank_answer,
     stream_chunks,
+    wants_json,
     whole_answer,
 )
+from .thoughts import Thoughts, tags_of
 from .tool_calls import FORCED, Format, Reader, Tools, format_of, tools_of
 
 TEXT_TYPES = ("llm", "embedding", "reranker")  # model types that make no images
@@ -113,6 +115,7 @@ class TextAdapter:
         """The adapter of `value`, which is the object that `rt.use` yielded for the model of `spec`."""
         self.value = value
         self.spec = spec
+        self._prompt_end = ""  # of a chat, where a template may open the thoughts
 
     def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
@@ -130,8 +133,8 @@ class TextAdapter:
         """
         if kind == "completions":
             return body["prompt"]
-        template = chat_template.override(self.spec.options) or self.template()
-        if template is None:
+        template = self._template()
+        if not template:
             raise cannot(
                 self.spec.name,
                 "it has no chat template; give it one (chat_template in the catalogue), "
@@ -142,9 +145,11 @@ class TextAdapter:
         if tools and "tools" not in template:
             raise cannot(self.spec.name, "its chat template takes no tools", "tools")
         try:
-            return chat_template.render(template, messages, **self.tokens(), **tools, **switches)
+            prompt = chat_template.render(template, messages, **self.tokens(), **tools, **switches)
         except chat_template.BadConversation as error:
             raise Refused(400, "bad_conversation", str(error), param="messages") from None
+        self._prompt_end = prompt[-64:].rstrip()
+        return prompt
 
     def template(self) -> str | None:
         """The model's own chat template."""
@@ -217,13 +222,38 @@ class TextAdapter:
                 given = {**body, "seed": body["seed"] + number}
 
             def pieces() -> Pieces:
-                """The pieces of the choice, with the tool calls apart from the text."""
+                """The pieces of the choice, with the thoughts and the tool calls apart from the text."""
                 made = self.pieces(kind, given, think)
+                if kind == "chat":
+                    made = self._with_thoughts(made, is_json=bool(tools.forced) or wants_json(body))
                 return self._with_calls(made, tools) if tools.tools else made
 
             return pieces
 
         return [choice(number) for number in range(body.get("n") or 1)]
+
+    async def _with_thoughts(self, pieces: Pieces, is_json: bool) -> Pieces:
+        """Yields `pieces`, in which the thoughts are no text any more.
+
+        A grammar forces an answer that `is_json`, so it has no thoughts.
+        """
+        reader, begun = None, False
+        async with aclosing(pieces) as source:
+            async for piece in source:
+                tags = None if begun else tags_of(self._template())
+                if tags is not None:
+                    opened = self._prompt_end.endswith(tags[0]) and not is_json
+                    reader = Thoughts(tags, opened)
+                begun = True  # the template is known when the first piece arrives
+                if reader is None:
+                    yield piece
+                    continue
+                thought, text = reader.feed(piece.text)
+                if piece.finish:
+                    last_thought, last_text = reader.rest()
+                    thought, text = thought + last_thought, text + last_text
+                if thought or text or piece.finish:
+                    yield replace(piece, thought=thought, text=text)
 
     async def _with_calls(self, pieces: Pieces, tools: Tools) -> Pieces:
         """Yields `pieces`, in which the calls of `tools` are no text any more."""
@@ -234,15 +264,26 @@ class TextAdapter:
                     reader = Reader(FORCED if tools.forced else self._format(), tools)
                 text = reader.feed(piece.text)
                 if not piece.finish:
-                    if text:
-                        yield TextPiece(text)
+                    if text or piece.thought:
+                        yield replace(piece, text=text)
                     continue
                 rest, calls = reader.end()
                 finish = "tool_calls" if calls else piece.finish
                 yield replace(piece, text=text + rest, finish=finish, calls=calls)
 
     def _format(self) -> Format:
-        return format_of(chat_template.override(self.spec.options) or self.template() or "")
+        return format_of(self._template())
+
+    def _template(self) -> str:
+        """The catalogue's chat template, else the model's own, or ""."""
+        return chat_template.override(self.spec.options) or self.template() or ""
+
+    def require_known(self, body: dict[str, Any], size: int) -> None:
+        """Refuses (400) a `body` whose `logit_bias` has a token outside the vocabulary of `size` tokens."""
+        largest = max(map(int, body.get("logit_bias") or ()), default=0)
+        if largest >= size:
+            why = f"the token {largest} is not in its vocabulary of {size}"
+            raise cannot(self.spec.name, why, "logit_bias")
 
     def _shortened(self, vectors: list[list[float]], size: int) -> list[list[float]]:
         """The first `size` parts of each vector, scaled to length one. Raises Refused if a vector is shorter."""

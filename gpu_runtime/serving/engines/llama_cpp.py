@@ -94,6 +94,8 @@ class LlamaCppAdapter(TextAdapter):
         def work(emit: Emit, cancelled: Cancellation) -> None:
             """Writes the answer in the engine's thread, and emits its pieces."""
             limit = max_tokens_of(body)
+            if body.get("logit_bias"):
+                self.require_known(body, self.value.n_vocab())
             parts = self.value.write(
                 self.prompt(kind, body, think),
                 kind != "chat",

@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import struct
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
+
+from msgspec.structs import replace
 
 from ...facts import Value
 
@@ -19,6 +21,7 @@ class TextPiece(Value):
     """A piece of an answer's text. The last one has `finish`, the tool calls and the token counts."""
 
     text: str = ""
+    thought: str = ""  # what the model thinks before its answer
     finish: str = ""  # stop, length or tool_calls
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -45,9 +48,10 @@ class Header(Value):
         *,
         index: int = 0,
         first: bool = False,
+        thought: str = "",
         calls: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
-        """One chunk of the choice `index` with this `text` and these tool `calls`.
+        """One chunk of the choice `index` with this `text`, this `thought` and these tool `calls`.
 
         The last chunk has `finish`. The `first` chunk of a chat has the role.
         """
@@ -57,17 +61,24 @@ class Header(Value):
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if text is not None:
             delta["content"] = text
+        if thought:
+            delta["reasoning_content"] = thought
         if calls:
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
         return self.chunk([{"index": index, "delta": delta, **end}])
 
     def whole(self, answers: Sequence[tuple[str, TextPiece]]) -> dict[str, Any]:
-        """The whole answer with a choice for each of the `answers`, which are a text and the last piece."""
+        """The whole answer with a choice for each of the `answers`, which are a text and the last piece.
+
+        The last piece has all thoughts.
+        """
         choices = []
         for index, (text, last) in enumerate(answers):
             content: dict[str, Any] = {"text": text}
             if self.chat:
                 message: dict[str, Any] = {"role": "assistant", "content": text}
+                if last.thought:
+                    message["reasoning_content"] = last.thought
                 if last.calls:
                     message |= {"content": text or None, "tool_calls": list(last.calls)}
                 content = {"message": message}
@@ -119,6 +130,8 @@ async def stream_chunks(
                 if not begun and (header.chat or echo):
                     yield header.part(echo, index=index, first=True)
                 begun = True
+                if piece.thought:
+                    yield header.part(None, index=index, thought=piece.thought)
                 if piece.text:
                     yield header.part(piece.text, index=index)
                 if piece.finish:
@@ -138,14 +151,15 @@ async def whole_answer(
     """The whole answer at once, made from the pieces of each choice. See `stream_chunks`."""
     answers = []
     for choice in choices:
-        texts = [echo]
+        texts, thoughts = [echo], []
         last = TextPiece()  # without a finish, the gateway takes the answer for cut off
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
                 texts.append(piece.text)
+                thoughts.append(piece.thought)
                 if piece.finish:
                     last = piece
-        answers.append(("".join(texts), last))
+        answers.append(("".join(texts), replace(last, thought="".join(thoughts))))
     return header.whole(answers)
 
 
@@ -226,7 +240,7 @@ class StopText:
             self.hit = True
             self._held = ""
             return text[: min(found)]
-        safe = len(text) - self._possible_beginning(text)
+        safe = len(text) - held_back(text, self._stops)
         self._held = text[safe:]
         return text[:safe]
 
@@ -235,14 +249,19 @@ class StopText:
         held, self._held = self._held, ""
         return held
 
-    def _possible_beginning(self, text: str) -> int:
-        """The length of the longest end of the text with which a stop string begins."""
-        longest = 0
-        for stop in self._stops:
-            for size in range(longest + 1, len(stop)):
-                if text.endswith(stop[:size]):
-                    longest = size
-        return longest
+
+def held_back(text: str, words: Iterable[str]) -> int:
+    """The length of the longest end of `text` with which one of the `words` may begin.
+
+    >>> held_back("one <thi", ["<think>"]), held_back("one", ["two"])
+    (4, 0)
+    """
+    longest = 0
+    for word in words:
+        for size in range(longest + 1, len(word)):
+            if text.endswith(word[:size]):
+                longest = size
+    return longest
 
 
 def stops_of(body: dict[str, Any]) -> list[str]:
@@ -254,3 +273,9 @@ def stops_of(body: dict[str, Any]) -> list[str]:
 def max_tokens_of(body: dict[str, Any]) -> int | None:
     """The largest number of tokens that the answer to `body` may have, or None if `body` sets no limit."""
     return body.get("max_completion_tokens") or body.get("max_tokens")
+
+
+def wants_json(body: dict[str, Any]) -> bool:
+    """Whether the answer to the chat in `body` must be JSON."""
+    format = body.get("response_format")
+    return isinstance(format, dict) and format.get("type") not in (None, "text")

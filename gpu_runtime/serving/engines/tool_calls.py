@@ -14,6 +14,7 @@ from typing import Any
 
 from ...facts import Value
 from ..requests import bad
+from .openai_format import held_back
 
 ID_LETTERS = 9  # Mistral's templates accept no other length
 _SPACE = re.compile(r"[\s;,]*")
@@ -174,11 +175,7 @@ class Reader:
 
     def _possible_beginning(self, start: int) -> int:
         """The length of the end of the held text with which calls may begin."""
-        longest = 0
-        for word in self._format.begins:
-            for size in range(longest + 1, len(word)):
-                if self._held.endswith(word[:size]):
-                    longest = size
+        longest = held_back(self._held, self._format.begins)
         if self._at_start:
             rest = self._held[start:]
             if not rest or any(word.startswith(rest) for word in self._format.begins_answer):

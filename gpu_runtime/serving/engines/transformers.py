@@ -93,6 +93,7 @@ class TransformersAdapter(TextAdapter):
         def work(emit: Emit, cancelled: threading.Event) -> None:
             """Makes the prompt and writes the answer, in a thread."""
             limit = max_tokens_of(body)
+            self.require_known(body, len(self.tokenizer))
             context = self._context()
             text = self._text(kind, body, think)
             count = tokens_if_too_many(text, context, self._count, cancelled.is_set)
@@ -260,12 +261,15 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
         name: max(0, value) if name == "top_k" else float(value) for name, value in fields.items()
     }
     fields = {name: value for name, value in fields.items() if (name, value) not in _NO_LIMIT}
+    biases = (body.get("logit_bias") or {}).items()
+    more = {"sequence_bias": {(int(token),): float(bias) for token, bias in biases}}
+    more = more if biases else {}
     if not fields and body.get("seed") is None:
-        return {}
+        return more
     if fields.get("temperature") == 0:
-        penalty = {name: fields[name] for name in fields if name == "repetition_penalty"}
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **penalty}
-    return {"do_sample": True, **fields}
+        more |= {name: fields[name] for name in fields if name == "repetition_penalty"}
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **more}
+    return {"do_sample": True, **fields, **more}
 
 
 @contextlib.contextmanager

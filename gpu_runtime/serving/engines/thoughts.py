@@ -1,0 +1,83 @@
+"""Separates what a model thinks from its answer. This module is pure.
+
+A model that thinks writes its thoughts between two tags before its answer. Some chat templates write the first tag
+themselves, at the end of the prompt.
+"""
+
+from __future__ import annotations
+
+from .openai_format import held_back
+
+TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # DeepSeek and Qwen; Mistral
+
+
+def tags_of(template: str) -> tuple[str, str] | None:
+    """The tags around the thoughts of the model with this chat `template`, or None if the template shows none.
+
+    >>> tags_of("{{ '<think>' }}"), tags_of("{{ messages }}")
+    (('<think>', '</think>'), None)
+    """
+    return next((tags for tags in TAGS if any(tag in template for tag in tags)), None)
+
+
+class Thoughts:
+    """Separates thoughts from the answer. The text arrives in pieces.
+
+    >>> reader = Thoughts(("<think>", "</think>"), begun=False)
+    >>> [reader.feed(text) for text in ("<thi", "nk>17 is", " prime.</think>", "Yes.")]
+    [('', ''), ('17 is', ''), (' prime.', ''), ('', 'Yes.')]
+    """
+
+    def __init__(self, tags: tuple[str, str], begun: bool) -> None:
+        """The thoughts are between the `tags`. If `begun`, the prompt has the first tag already."""
+        self._opens, self._closes = tags
+        self._held = ""
+        self._thinks: bool | None = True if begun else None  # None: not known yet
+        self._at_start = (
+            True  # of the thoughts or of the answer after them, which begin with spaces
+        )
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Adds `text`, and returns the new part of the thoughts and of the answer."""
+        self._held += text
+        if self._thinks is None:
+            self._look_for_beginning()
+        thought = self._take_thought() if self._thinks else ""
+        answer = ""
+        if self._thinks is False:
+            answer, self._held = self._without_spaces(self._held), ""
+        return thought, answer
+
+    def rest(self) -> tuple[str, str]:
+        """The part of the thoughts and of the answer that was held back. Call this when no more text follows."""
+        held, self._held = self._held, ""
+        return (held.rstrip(), "") if self._thinks else ("", held)
+
+    def _look_for_beginning(self) -> None:
+        begun = self._held.lstrip()
+        if begun.startswith(self._opens):
+            self._thinks = True
+            self._held = begun.removeprefix(self._opens)
+        elif not self._opens.startswith(
+            begun
+        ):  # the answer has no thoughts: its spaces are its own
+            self._thinks = self._at_start = False
+
+    def _take_thought(self) -> str:
+        """The new part of the thoughts. The spaces before the last tag, and a possible tag, are held back."""
+        at = self._held.find(self._closes)
+        if at >= 0:
+            thought = self._without_spaces(self._held[:at].rstrip())
+            self._held = self._held[at + len(self._closes) :]
+            self._thinks, self._at_start = False, True
+            return thought
+        safe = self._held[: len(self._held) - held_back(self._held, (self._closes,))].rstrip()
+        self._held = self._held[len(safe) :]
+        return self._without_spaces(safe)
+
+    def _without_spaces(self, text: str) -> str:
+        """The `text`, without spaces at its beginning if nothing was written before."""
+        if self._at_start:
+            text = text.lstrip()
+            self._at_start = not text
+        return text

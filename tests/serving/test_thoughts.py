@@ -1,0 +1,89 @@
+"""The thoughts of a model are `reasoning_content`, and its answer is the content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.serving.engines.registry import EchoAdapter
+from gpu_runtime.serving.engines.thoughts import TAGS, Thoughts
+from tests.serving.harness import harness
+from tests.serving.loops import in_loop
+
+LAST = "{{ messages[-1].content }}"  # a fake model answers with its prompt
+CHOOSES = f"{{# <think> enable_thinking tools <tool_call> #}}{LAST}"  # the model opens its thoughts
+OPENS = f"{LAST}{{{{ '' if add_generation_prompt }}}}<think>\n"  # the template opens them
+TOOL = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+
+
+def read(pieces: list[str], begun: bool) -> tuple[str, str]:
+    reader = Thoughts(TAGS[0], begun)
+    read = [*(reader.feed(piece) for piece in pieces), reader.rest()]
+    return "".join(thought for thought, _ in read), "".join(answer for _, answer in read)
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "expected"),
+    [
+        ("<think>\n17 is\nprime.\n</think>\n\nYes. ", False, ("17 is\nprime.", "Yes. ")),
+        ("17 is prime.</think>Yes.", True, ("17 is prime.", "Yes.")),
+        ("\n<think></think>Yes.", False, ("", "Yes.")),
+        ("17 is pri", True, ("17 is pri", "")),  # the limit of tokens was reached
+        (" a < b, <think> is a tag", False, ("", " a < b, <think> is a tag")),
+        ("<thi", False, ("", "<thi")),
+        ("<think>x</think>a</think>b", False, ("x", "a</think>b")),
+    ],
+)
+@given(cuts=st.sets(st.integers(0, 40)))
+def test_the_pieces_of_a_text_may_end_anywhere(text, begun, expected, cuts):
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    assert read(pieces, begun) == expected
+
+
+def answers(events: list[dict[str, Any]], field: str) -> str:
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(choice["delta"].get(field) or "" for choice in choices)
+
+
+@in_loop
+async def test_a_stream_has_the_thoughts_of_the_whole_answer():
+    """A tool call after the thoughts is read as ever. A plain answer has no thoughts."""
+    call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    async with harness(qwen=4, options={"qwen": {"chat_template": CHOOSES}}) as k:
+        said = f"<think> I look at the clock. </think> See: {call}"
+        whole = (await k.chat("qwen", said, tools=[TOOL])).json["choices"][0]
+        message = whole["message"]
+        assert message["reasoning_content"] == "I look at the clock."
+        assert message["content"] == "See: " and whole["finish_reason"] == "tool_calls"
+        stream = (await k.chat("qwen", said, tools=[TOOL], stream=True)).events
+        events = [event async for event in stream]
+        assert answers(events, "reasoning_content") == "I look at the clock."
+        assert answers(events, "content") == "See: "
+        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        plain = (await k.chat("qwen", "no thoughts")).json["choices"][0]["message"]
+        assert plain == {"role": "assistant", "content": "no thoughts"}
+
+
+@in_loop
+async def test_a_template_may_open_the_thoughts():
+    """JSON that a grammar forces is the answer, even if the template has opened the thoughts."""
+
+    class AfterPrompt(EchoAdapter):
+        """Answers with the prompt up to its last tag, as a model continues its prompt."""
+
+        def __init__(self, value: Any, spec: Any) -> None:
+            super().__init__(lambda prompt: prompt.rpartition("<think>")[0], spec)
+
+    async with harness(
+        qwen=4,
+        options={"qwen": {"chat_template": OPENS}},
+        make_adapter=lambda value, spec, http: AfterPrompt(value, spec),
+    ) as k:
+        found = (await k.chat("qwen", "17 is prime. </think>\nYes.")).json["choices"][0]["message"]
+        assert (found["reasoning_content"], found["content"]) == ("17 is prime.", "Yes.")
+        forced = await k.chat("qwen", '{"a": 1}', response_format={"type": "json_object"})
+        assert forced.json["choices"][0]["message"]["content"] == '{"a": 1}'
