@@ -251,6 +251,9 @@ class Settings(BaseSettings):
         None,
         description="The file for one line of JSON per call, or - for standard error. Unset: none.",
     )
+    gpu_serve_cors: str | None = Field(
+        None, description="The origins of web pages that may call gpu serve, with commas, or *."
+    )
     model_boss_allow_cloud_fallback: bool = Field(
         True,
         description="Whether a cloud may answer in place of a local model, until changed over HTTP.",

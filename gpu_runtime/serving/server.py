@@ -20,6 +20,7 @@ from ..web import gate, http_server
 from ..web.asgi import Asgi
 from ..web.auth import AccessRules
 from ..web.connections import Connections
+from ..web.cors import origins_of
 from ..web.http_server import Address, MakeServer, Service
 from . import request_log
 from .api.app import application
@@ -106,13 +107,14 @@ def run(
 ) -> None:
     """Serves until the process is interrupted, and prints the URL to open.
 
-    Raises GpuError if it cannot listen, and BadDocument for a mistake in `tasks.yaml`.
+    Raises GpuError if it cannot listen, and BadDocument or BadSetting for a mistake in `tasks.yaml` or in a setting.
 
     If a model in the catalogue is called, the runtime `rt` of this process loads it. `console` makes a server
     that also has a console's page. Without `console` there is no page. The server listens on
     `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
     """
     read_serving_config(rt.settings.gpu_tasks or tasks_file())  # a mistake is reported now
+    origins = origins_of(rt.settings.gpu_serve_cors)
     _open_request_log(rt.settings.gpu_serve_log)
     gateway = _LazyGateway(rt)
     app = application(rt, gateway, version("gpu-console"))
@@ -133,6 +135,7 @@ def run(
         default_port=DEFAULT_PORT,
         routes=((ROUTES, Asgi, {"app": app}),),
         max_body_bytes=MAX_BODY_BYTES,
+        cors=origins,
         drain=lambda: gateway.drain(rt.settings.gpu_serve_grace_seconds),
         reload=gateway.reload_tasks,
         close=close,

@@ -39,6 +39,7 @@ class AccessRules:
     operators: frozenset[str] = frozenset()  # names that a login proves; "*" means every name
     viewers: frozenset[str] = frozenset()
     read_only: bool = False  # nobody may act, whatever the role
+    cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
 
     def visitor(self, role: Role, name: str = "") -> Visitor:
         """The visitor of this `role`, under the `name` that a login proved.

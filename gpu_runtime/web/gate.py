@@ -28,7 +28,7 @@ from tornado.routing import ReversibleRouter
 from tornado.web import RequestHandler
 from tornado.websocket import WebSocketHandler
 
-from . import auth, login
+from . import auth, cors, login
 from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
 from .compression import Compression
 from .connections import Connections, PerStranger
@@ -109,10 +109,16 @@ class Gate(ReversibleRouter):
         """The route's handler if `request` is admitted, else a handler that refuses it."""
         credentials = self._take_credentials(request)
         request.visitor = None
+        allowed = self._has_allowed_origin(request)
         if self.closed_because:
             return self._refuse(request, 503, self.closed_because)
-        if not self._has_allowed_origin(request):
+        if not allowed:
             return self._refuse(request, 403, login.FOREIGN_ORIGIN)
+        if request.cors_origin:
+            if request.method == "OPTIONS":
+                return self._answer_with(request, cors.PreflightHandler, {})
+            credentials = Credentials(credentials.authorization, "", {}, (), False)
+            return self._admit_by_token(request, credentials)
         return self._admit(request, credentials)
 
     def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
@@ -209,13 +215,21 @@ class Gate(ReversibleRouter):
         """Whether the request was sent by an allowed page or by no page at all. Removes the origin headers.
 
         Without the headers Bokeh does not check the origin again. Bokeh's own list of hosts does not know tunnels.
+        `request.cors_origin` becomes the origin of a page that only GPU_SERVE_CORS allows, else "".
         """
+        request.cors_origin = ""
         origins = []
         for name in ("Origin", "Sec-Websocket-Origin"):
             if name in request.headers:
                 origins.append(request.headers.pop(name))
         allowed = self.allowed_origins()
-        return all(auth.same_origin(origin, request.host, allowed) for origin in origins)
+        foreign = [name for name in origins if not auth.same_origin(name, request.host, allowed)]
+        if not foreign:
+            return True
+        if is_websocket(request) or not cors.allows(self.rules.cors, foreign[0]):
+            return False
+        request.cors_origin = foreign[0]
+        return len(foreign) == 1
 
     # -- how a request is answered
 
@@ -359,6 +373,8 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
             self.set_header(name, value)
         self.clear_header("Access-Control-Allow-Origin")
         self.clear_header("Access-Control-Allow-Credentials")
+        if getattr(self.request, "cors_origin", ""):
+            cors.set_headers(self, self.request.cors_origin)
 
     members: dict[str, Any] = {"set_default_headers": set_default_headers}
     if issubclass(handler, WebSocketHandler):

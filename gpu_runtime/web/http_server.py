@@ -20,7 +20,7 @@ import tempfile
 import time
 import webbrowser
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +48,7 @@ class Service:
     ports_tried: int = 1  # ports that are tried, from the default one on; a port that the caller names is tried alone
     routes: tuple[Any, ...] = ()  # Tornado's routes
     max_body_bytes: int = 1 << 20  # limit of one request's body
+    cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
     # Runs after SIGTERM, in the server's event loop, while the server still listens. A second SIGTERM ends it.
     drain: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None  # runs after SIGHUP, in the server's event loop
@@ -97,7 +98,7 @@ def run(
     `make_server` makes the server. The server listens on `socket_path`, else on `port` of `host`. Without a `port`, it
     uses the service's default port. With `read_only` no visitor may act. With `browser` a browser opens the URL.
     """
-    rules = access_rules(read_only=read_only)
+    rules = replace(access_rules(read_only=read_only), cors=service.cors)
     address = _free_address(service, host, port, socket_path)
     try:
         server = make_server(service, rules, address)
