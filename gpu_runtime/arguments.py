@@ -345,6 +345,7 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
     "drop": TRUTH,
     "lost": TRUTH,
     "force": TRUTH,
+    "replay": TRUTH,
     "checkpoint": TRUTH,
     "yes": TRUTH,
     "device": Rule("a card's id, such as 'cuda:1'", _word),

@@ -31,6 +31,7 @@ from .facts import (
     ModelSpec,
     Outcome,
     Plan,
+    Replayed,
     Schedule,
     Snapshot,
     Wait,
@@ -256,7 +257,6 @@ class Runtime:
     @checked
     def forget(self, name: str) -> None:
         """Frees the model `name` and its name. An adopted module stays with you, where it is.
-
         Raises UnknownModel, StillInUse.
         """
         registry.forget(self._session, name)
@@ -293,8 +293,7 @@ class Runtime:
         `timeout` (seconds or "30s"; None waits without limit). For this block, `importance` and
         `keep_alive` replace the values of the registration.
 
-        Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed. Raises OutOfMemory, as a
-        readable report, if the device ran out of memory inside the block.
+        Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed; OutOfMemory, inside the block.
         """
         session = self._session
         resident = session.residents.get(name) if type(name) is str else None
@@ -586,9 +585,12 @@ class Runtime:
         return status.plan(self._session, name_or_size, source, given, timeout)
 
     @checked
-    def why(self, name: str) -> tuple[Event, ...]:
-        """The last decisions on the model `name`, the newest first. Raises UnknownModel."""
-        return status.why(self._session, name)
+    def why(self, name: str, *, replay: bool = False) -> tuple[Event | Replayed, ...]:
+        """The last decisions on the model `name`, the newest first. Raises UnknownModel.
+
+        With `replay` the recorded ones are decided again; `name` may be the number of one.
+        """
+        return status.replays(self._session, name) if replay else status.why(self._session, name)
 
     @checked
     def backtest(

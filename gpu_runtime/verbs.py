@@ -108,8 +108,8 @@ _TABLE = (
     Verb(
         "why",
         "the last decisions about a model, in sentences",
-        lambda rt, args: rt.why(args.name),
-        (NAME,),
+        lambda rt, args: rt.why(args.name, **given(args, "replay")),
+        (NAME, switch("--replay", "decides its recorded decisions again; NAME may be a number")),
     ),
     Verb(
         "load",

@@ -93,6 +93,7 @@ from .models import (
 from .offers import HostRoom, Offer
 from .problems import Problem, ProblemKind, problems
 from .recent_uses import MOST_USES, decode_uses, encode_uses, expected_use, merged_uses
+from .replays import Decided, Replayed
 from .schedule import CellModels, Schedule, ScheduledModel
 from .snapshot import (
     UNUSUAL,
@@ -120,6 +121,7 @@ __all__ = [
     "Candidate",
     "Cap",
     "CellModels",
+    "Decided",
     "Device",
     "DeviceView",
     "Drain",
@@ -166,6 +168,7 @@ __all__ = [
     "Policy",
     "Quarantined",
     "Refuse",
+    "Replayed",
     "Request",
     "Rules",
     "SCHEMA",

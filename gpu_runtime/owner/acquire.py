@@ -36,7 +36,6 @@ from ..facts import (
 )
 from ..scheduler import explain
 from ..scheduler import transitions as books
-from ..scheduler.admission import admit
 from ..scheduler.shadows import kept
 from ..units import parse_seconds
 from . import (
@@ -47,6 +46,7 @@ from . import (
     parts,
     presence,
     release,
+    replays,
     requests,
     shadows,
     ungoverned,
@@ -234,7 +234,7 @@ def _verdicts(
     while not is_here():
         held = held_by(list(session.residents.values()), threading.get_ident())
         request = Request(key.text, wanted, footprint, began, rules, held)
-        verdict = _admit(session, request, compared)
+        verdict = replays.admitted(session, request, compared)
         if isinstance(verdict, Grant):
             if verdict.steps:
                 yield verdict
@@ -259,16 +259,6 @@ def _verdicts(
         _ring_blockers(session, verdict, rung_at)
         requests.pause(session, verdict, deadline)
         checked_for_dead = False
-
-
-def _admit(
-    session: Session, request: Request, compared: tuple[Candidate, ...]
-) -> Grant | Wait | Refuse:
-    """Decides the request in one transaction, on devices that are measured now."""
-    in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)
-    return session.decide(
-        lambda book, world: admit(book, request, world, session.rank), fresh=True, in_full=in_full
-    )
 
 
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:

@@ -21,6 +21,7 @@ from ..facts import (
     Outcome,
     Plan,
     Quarantined,
+    Replayed,
     Request,
     Section,
     Snapshot,
@@ -37,6 +38,7 @@ from ..scheduler.unmanaged import stranger_bytes, strangers
 from ..telemetry.moments import moments_of
 from ..units import parse_seconds
 from . import dry_run, loading, permissions, presence, registry
+from . import replays as recorded
 from .history import recorded_events
 from .session import Session
 
@@ -281,6 +283,19 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
     if not found and resident is None and session.catalogue.spec(bare) is None:
         raise UnknownModel(bare, registry.known_names(session))
     return found[::-1]
+
+
+def replays(session: Session, name: str) -> tuple[Replayed, ...]:
+    """The recorded decisions on a model, each decided again; see Runtime.why.
+
+    Raises UnknownModel if there is none and no model has that name.
+    """
+    bare = name.partition("@")[0]
+    resident = registry.by_key(session, bare)
+    found = recorded.again(session, resident.spec.name if resident else bare)
+    if not found and resident is None and session.catalogue.spec(bare) is None:
+        raise UnknownModel(bare, registry.known_names(session))
+    return found
 
 
 # -- dry runs

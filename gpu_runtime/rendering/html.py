@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpu_runtime.facts import Applied, Event, Health, Outcome, Plan, Snapshot
+from gpu_runtime.facts import Applied, Event, Health, Outcome, Plan, Replayed, Snapshot
 from gpu_runtime.units import show_bytes
 
 from . import text, views, words
@@ -220,6 +220,21 @@ def why(name: str, events: Sequence[Event]) -> str:
     if not events:
         return page(line(with_code(text.why(name, events))))
     return page(table(("when", f"why {name}"), map(_event_row, words.events_to_show(events))))
+
+
+def replays(found: Sequence[Replayed]) -> str:
+    """The recorded decisions, and whether each comes out the same again, as a table."""
+    return page(table(("when", "number", "decision", "decided again"), map(_replay_row, found)))
+
+
+def _replay_row(one: Replayed) -> tuple[str, ...]:
+    sentence = f"<b>{esc(one.model)}</b> {esc(one.decided)}"
+    return (
+        td(clock(one.wall), "gpuc-nowrap gpuc-soft"),
+        td(str(one.id), "gpuc-soft"),
+        table_cell("td", sentence),
+        td(one.result.removeprefix("Decided again: ")),
+    )
 
 
 def _event_row(event: Event) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gpu_runtime.facts import Applied, Health, Outcome, Plan, Schedule, Snapshot
+from gpu_runtime.facts import Applied, Health, Outcome, Plan, Replayed, Schedule, Snapshot
 from gpu_runtime.owner.doctor import Report
 from gpu_runtime.safe_text import lines
 
@@ -114,6 +114,8 @@ def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
         )
     if verb == "fleet" and isinstance(value, tuple):
         return Shown(value, lambda: fleet.as_text(value), lambda: fleet.as_html(value))
+    if verb == "why" and value and isinstance(value[0], Replayed):
+        return Shown(value, lambda: text.replays(value), lambda: html.replays(value))
     if verb == "why":
         return Shown(
             value, lambda: text.why(subject, value, prompt), lambda: html.why(subject, value)

@@ -16,6 +16,7 @@ from gpu_runtime.facts import (
     Health,
     Outcome,
     Plan,
+    Replayed,
     Snapshot,
     importance_name,
 )
@@ -350,10 +351,19 @@ def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
     """
     if not events:
         command = f"{prompt} plan {clean(name)}"
-        return f"No decision about {clean(name)} yet. What would happen:  {command}"
+        return f"No decision about {clean(name)} is recorded. What would happen:  {command}"
     return "\n".join(
         f"{clock(event.wall)}  {clean(event.model)} {clean(words.event_sentence(event))}"
         for event in words.events_to_show(events)
+    )
+
+
+def replays(found: Sequence[Replayed]) -> str:
+    """The recorded decisions, and whether each comes out the same again."""
+    return "\n".join(
+        f"{clock(one.wall)}  {clean(one.model)} {clean(one.decided)}\n"
+        f"{'':10}{clean(one.result)}  (decision {one.id})"
+        for one in found
     )
 
 

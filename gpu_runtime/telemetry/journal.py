@@ -1,7 +1,8 @@
 """The journal: the history of events with their reasons, including events of earlier boots.
 
 It is one SQLite table to which every owner of a ledger appends; the book has only the newest
-events. In a shared ledger, each user has a separate journal, and everybody reads all of them.
+events. A second table has the newest decisions, with all that they were made from. In a shared
+ledger, each user has a separate journal, and everybody reads the events of all of them.
 Nothing depends on the journal. If it cannot be written, the failure is logged once.
 """
 
@@ -20,12 +21,14 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from .. import forks
-from ..facts import Event
+from ..facts import Decided, Event
 from ..ledgers.access import JournalPlace, access_to, make_own_journal, require_no_link
 from ..ledgers.sqlite import after_fork
 from ..ledgers.sqlite.files import has_plain_journal
+from . import decided as decisions
 from .users_journals import events_of, journals_of_others
 
 KEPT = 10_000  # events in the file; the oldest are removed first
@@ -63,6 +66,9 @@ class Journal:
         self._clock = clock
         self._recent: deque[Event] = deque(maxlen=KEPT)
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
+        # Decisions that are not in the file: all of them if there is no file.
+        self._decided: deque[Decided] = deque(maxlen=decisions.KEPT)
+        self._numbered = 0  # decisions of this process
         self._written_at = float("-inf")
         self._lock = forks.awaited(threading.Lock())
         self._reading_others = forks.awaited(threading.Lock())  # so that no writer waits for it
@@ -81,18 +87,47 @@ class Journal:
             if self._clock() - self._written_at >= EVERY_SECONDS:
                 self._write()
 
+    def record(self, decided: Decided) -> None:
+        """Keeps a decision for `decided`, unless its book is large. Never fails."""
+        if not decisions.is_small(decided):
+            return
+        with self._lock:
+            self._numbered += 1
+            self._decided.append(replace(decided, id=self._numbered))
+            if self._clock() - self._written_at >= EVERY_SECONDS:
+                self._write()
+
+    def decided(self, name: str, limit: int) -> tuple[Decided, ...]:
+        """At most `limit` decisions on the model `name` by this user's processes, the newest first.
+
+        If there is none and `name` is a number, this is the decision with that number.
+        """
+        with self._lock:
+            self._write()
+            if self._path is not None and not self._broken and self._path.exists():
+                try:
+                    with contextlib.closing(self._connect()) as db:
+                        return decisions.select(db, name, limit)
+                except (sqlite3.Error, OSError) as error:
+                    log.warning("the journal %s cannot be read (%s)", self._path, error)
+            kept = tuple(reversed(self._decided))
+        found = tuple(one for one in kept if one.model == name)[:limit]
+        return found or tuple(one for one in kept if name == str(one.id))
+
     def flush(self) -> None:
-        """Writes the events that are not written yet. Never fails."""
-        if self._unwritten:
+        """Writes the events and decisions that are not written yet. Never fails."""
+        if self._unwritten or self._decided:
             with self._lock:
                 self._write()
 
     def _write(self) -> None:
-        rows = list(self._unwritten)
-        if not rows or self._broken:
+        rows, decided = list(self._unwritten), list(self._decided)
+        if not (rows or decided) or self._broken or self._path is None:
             return
         try:
             with contextlib.closing(self._connect()) as db:
+                if decided:
+                    decisions.insert(db, decided)
                 self._insert(db, rows)
         except (sqlite3.Error, OSError) as error:
             kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
@@ -105,6 +140,8 @@ class Journal:
                 error,
             )
         self._unwritten.clear()
+        if not self._broken:
+            self._decided.clear()
         self._written_at = self._clock()
 
     def _insert(self, db: sqlite3.Connection, rows: list[Event]) -> None:

@@ -58,6 +58,7 @@ ANSWERS = {
     ("health",): "healthy",
     ("plan", "llama"): "llama fits once 1 other",
     ("why", "qwen"): "was loaded",
+    ("why", "qwen", "--replay"): "Decided again: the same.",
     ("backtest", "--policy", "lru"): "WAIT VS LRU",
     ("preload", "llama"): "llama is on sim:0",
     ("evict", "qwen"): "14.0 GiB came free",

@@ -62,6 +62,7 @@ SHOWN = {
     "plan llama": "llama fits once 1 other is evicted",
     "plan 2GiB": "A lease of 2.0 GiB fits in the free memory",
     "why qwen": "was loaded, 14.0 GiB",
+    "why qwen --replay": "Decided again: the same.",
     "evict qwen": "evict qwen: qwen was offloaded to host memory; 14.0 GiB came free",
     "preload llama": "preload llama: llama is on sim:0",
     "restore llama": "restore llama: llama is on sim:0",

@@ -149,7 +149,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "plan": {"name_or_size": "qwen", "source": None, "timeout": 1},
     "load": {"name": "qwen", "source": None, "progress": None, "timeout": 1},
     "backtest": {},
-    "why": {"name": "qwen"},
+    "why": {"name": "qwen", "replay": False},
     "apply": {"file": "/no/such.yaml"},
     "inspect": {"name": "qwen"},
     "delete": {"name": "qwen"},

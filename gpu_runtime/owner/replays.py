@@ -1,0 +1,53 @@
+"""Decides requests and records these decisions, and decides recorded ones again."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+
+from ..facts import Book, Candidate, Grant, Refuse, Replayed, Request, Verdict, Wait, World
+from ..scheduler import explain
+from ..scheduler.admission import admit
+from ..scheduler.replay import is_new, recorded, replayed
+from .session import Session
+
+MOST = 20  # recorded decisions on a model that are decided again
+
+
+def admitted(
+    session: Session, request: Request, compared: tuple[Candidate, ...]
+) -> Grant | Wait | Refuse:
+    """Decides the request in one transaction, on devices that are measured now, and records that.
+
+    `compared` are the ways to make room that were compared before; see `explain.with_runners_up`.
+    """
+    in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)
+
+    def decide(book: Book, world: World) -> tuple[Book, tuple[Verdict, Book, Book, World]]:
+        after, verdict = admit(book, request, world, session.rank)
+        return after, (verdict, book, after, world)
+
+    verdict, book, after, world = session.decide(
+        decide, fresh=True, in_full=lambda events, answer: in_full(events, answer[0])
+    )
+    if is_new(book, after, request, verdict):
+        rule = session.settings.gpu_policy
+        session.journal.record(recorded(book, request, world, verdict, rule, _version()))
+    return verdict
+
+
+def again(session: Session, name: str) -> tuple[Replayed, ...]:
+    """The recorded decisions on the model `name`, each decided again, the newest first.
+
+    `name` may also be the number of one decision.
+    """
+    decided = session.journal.decided(name, MOST)
+    return tuple(replayed(one, _version()) for one in decided)
+
+
+@cache
+def _version() -> str:
+    try:
+        return version("gpu-console")
+    except PackageNotFoundError:  # the code runs without being installed
+        return ""

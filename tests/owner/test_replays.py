@@ -1,0 +1,127 @@
+"""Recorded decisions are decided again, from the journal alone, by the scheduler of now."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime import DoesNotFit, UnknownModel
+from gpu_runtime.scheduler import eviction_policy
+from gpu_runtime.scheduler.replay import replayed
+from gpu_runtime.telemetry import decided as decisions
+from gpu_runtime.telemetry.decided import pack, unpack
+from gpu_runtime.telemetry.journal import Journal
+
+from .conftest import fakes
+
+
+@pytest.fixture
+def busy(runtime, tmp_path, clock):
+    """A runtime whose journal has a grant, an eviction that the policy chose, and a refusal."""
+    rt = runtime(
+        ledger=f"sqlite://{tmp_path}/ledger",
+        devices="sim:20GiB,host:64GiB",
+        gpu_memory_max_percent=1.0,
+        eviction_grace_seconds=0.0,
+        policy="lru",
+        monitor=False,
+        clock=clock,
+    )
+    fakes(rt, a="8GiB", b="8GiB", c="8GiB", huge="100GiB")
+    for name in "abc":
+        clock.advance(60.0)
+        rt.preload(name)
+    with pytest.raises(DoesNotFit):
+        rt.preload("huge")
+    return rt
+
+
+def test_every_recorded_decision_comes_out_the_same(busy):
+    found = [again for name in ("a", "b", "c", "huge") for again in busy.why(name, replay=True)]
+    kinds = [(again.model, again.decided.partition(":")[0]) for again in found]
+    assert kinds == [
+        ("a", "granted"),
+        ("b", "granted"),
+        ("c", "granted"),
+        ("c", "waiting"),
+        ("huge", "refused"),
+    ]
+    assert all(again.same and not again.differs for again in found)
+    assert "a (8.0 GiB, idle 2 min) is offloaded to host." in found[3].decided
+
+
+def test_a_scheduler_that_decides_otherwise_is_named_with_what_it_does(busy, monkeypatch):
+    """The last used model leaves first now, so that b leaves in the place of a."""
+    monkeypatch.setitem(eviction_policy.POLICIES, "lru", lambda lease, world: -lease.last_used)
+    granted, waiting = busy.why("c", replay=True)
+    assert granted.same and not waiting.same
+    assert waiting.differs == (
+        "The steps: move a (8.0 GiB, host) then, move b (8.0 GiB, host) now.",
+    )
+    assert "The steps: move a" in str(waiting) and "b (8.0 GiB" in waiting.now
+
+
+def test_one_decision_is_replayed_by_its_number(busy):
+    _, waiting = busy.why("c", replay=True)
+    assert busy.why(str(waiting.id), replay=True) == (waiting,)
+    with pytest.raises(UnknownModel):
+        busy.why("999", replay=True)
+
+
+def test_a_later_runtime_replays_what_an_earlier_one_decided(busy, runtime, tmp_path):
+    busy.close()
+    later = runtime(ledger=f"sqlite://{tmp_path}/ledger", devices="sim:20GiB,host:64GiB")
+    assert [again.same for again in later.why("c", replay=True)] == [True, True]
+
+
+def test_a_request_that_waits_is_recorded_once(runtime, shared_book):
+    """A waiting request is decided again whenever the book changes; one record is enough."""
+    other, rt = runtime(ledger=shared_book), runtime(ledger=shared_book)
+    fakes(other, a="20GiB")
+    fakes(rt, b="20GiB")
+    with other.use("a"), pytest.raises(Exception, match="in use"):
+        rt.preload("b", timeout=0.3)
+    [waiting] = rt.why("b", replay=True)
+    assert waiting.same and waiting.decided.startswith("waiting: ")
+
+
+def decided_of(busy):
+    return busy._session.journal.decided("c", 20)[0]
+
+
+def test_a_record_has_all_that_was_decided_from_in_few_bytes(busy):
+    one = decided_of(busy)
+    assert unpack(pack(one)) == one
+    assert len(pack(one)) < 1_000
+
+
+def test_a_record_that_this_version_cannot_read_is_left_out(busy):
+    content = pack(decided_of(busy))
+    assert unpack(b"\x02" + content[1:]) is None
+    assert unpack(content[:-9]) is None
+    assert unpack(b"") is None
+
+
+def test_the_journal_keeps_the_newest_decisions_and_none_on_a_large_book(
+    busy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(decisions, "KEPT", 3)
+    one, path = decided_of(busy), tmp_path / "journal.db"
+    for journal in (Journal(path), Journal()):
+        for wall in range(5):
+            journal.record(replace(one, wall=float(wall)))
+            journal.flush()
+        section = next(iter(one.book.sections.values()))
+        many = replace(section, leases=tuple(section.leases[:1] * 257))
+        journal.record(replace(one, book=one.book.with_section(many)))
+        walls = [kept.wall for kept in journal.decided("c", 20)]
+        assert walls[:3] == [4.0, 3.0, 2.0]
+    [(rows,)] = sqlite3.connect(path).execute("SELECT count(*) FROM decisions")
+    assert rows == 3
+
+
+def test_a_record_of_another_version_says_so(busy):
+    again = replayed(replace(decided_of(busy), version="0.1"), "0.2")
+    assert again.same and again.result.endswith("It was recorded by version 0.1.")
