@@ -109,6 +109,7 @@ def test_images_are_translated():
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0]"),
         ({"system": 7}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tools": 5}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"container": "x"}, "container"),
     ],

@@ -10,14 +10,14 @@ import pytest
 from tests.faces.served import OPERATORS, free_port, serving
 
 openai = pytest.importorskip("openai")
-# `chat` repeats the last message, in a template that takes tools in the format of Hermes.
+# `chat` repeats the last message, in a template with thoughts and with tools in the format of Hermes.
 SERVER = """
 import sys
 import gpu_runtime
 from gpu_runtime.serving import server
 
 rt = gpu_runtime.runtime()
-template = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
+template = "{# tools <tool_call> <think> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
 rt.register("chat", backend="fake", size="1GiB", model_type="llm", chat_template=template)
 rt.register("bge", backend="fake", size="1GiB", model_type="embedding")
 try:
@@ -76,6 +76,42 @@ def test_a_conversation_with_a_tool(client):
     messages = [*user(SAID), choice.message, result]
     [answer] = client.chat.completions.create(messages=messages, **options).choices
     assert (answer.message.content, answer.finish_reason) == ("It is noon.", "stop")
+
+
+def test_a_response_with_thoughts_and_a_tool(client):
+    """The client runs a conversation with a tool on the items of a response, whole and streamed."""
+    tool = {"type": "function", **TOOL["function"], "strict": None}
+    said = f"<think>The clock.</think>See: {SAID}"
+    options = {"model": "chat", "tools": [tool], "instructions": "Be brief."}
+    whole = client.responses.create(input=said, **options)
+    thought, message, call = whole.output
+    assert [part.text for part in thought.content] == ["The clock."]
+    assert (whole.status, whole.output_text, message.role) == ("completed", "See: ", "assistant")
+    assert (call.name, json.loads(call.arguments)) == ("time", {"zone": "CET"})
+    with client.responses.stream(input=said, **options) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(events))), "no event is missing"
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.output_text == "See: " and final.output[2].arguments == call.arguments
+    assert final.usage == whole.usage and whole.usage.output_tokens > 0
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == "See: "
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "It is noon."}
+    history = [{"role": "user", "content": said}, *whole.output, result]
+    assert client.responses.create(input=history, **options).output_text == "It is noon."
+
+
+def test_a_response_that_is_cut_or_refused(client):
+    cut = client.responses.create(model="chat", input="one two three", max_output_tokens=2)
+    assert (cut.status, cut.output_text) == ("incomplete", "one two")
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    with pytest.raises(openai.BadRequestError, match="answers are not stored") as refused:
+        client.responses.create(model="chat", input="a", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
+    with pytest.raises(openai.NotFoundError, match="Did you mean chat"):
+        client.responses.create(model="cha", input="a")
 
 
 def test_embeddings_of_texts_and_of_tokens(client):

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from ..requests import Refused, Reply, bad
+from .call_parts import CallParts
 from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
@@ -90,8 +91,11 @@ def chat_of(body: Any) -> dict[str, Any]:
         chat["messages"] += _messages(f"messages[{at}]", message)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    if body.get("tools"):
-        chat["tools"] = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(body["tools"])]
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise bad("tools", tools, "a list of tools")
+    if tools:
+        chat["tools"] = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(tools)]
     chat |= _tool_choice(body.get("tool_choice"))
     thinking = body.get("thinking")
     if isinstance(thinking, Mapping) and "x_thinking" not in chat:
@@ -259,7 +263,7 @@ class _Writer:
         self._run = ""  # the type of the run that has begun: thinking or text
         self._finish = "stop"
         self._usage: dict[str, int] = _usage(None)
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._calls = CallParts()
 
     def feed(self, chunk: dict[str, Any]) -> list[bytes]:
         """The events for one `chunk`."""
@@ -278,16 +282,17 @@ class _Writer:
             if delta.get("content"):
                 found += self._piece("text", delta["content"])
             for call in delta.get("tool_calls") or ():
-                self._add(call)
+                self._calls.add(call)
             self._finish = choice.get("finish_reason") or self._finish
         return found
 
     def end(self) -> list[bytes]:
         """The last events."""
         found = self._end_run()
-        for call in self._calls.values():
-            block = {"type": "tool_use", "id": call["id"], "name": call["name"], "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": call["arguments"] or "{}"}
+        for call in self._calls.calls():
+            function = call["function"]
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": function["arguments"] or "{}"}
             found += self._block(block, [delta])
         stop = {"stop_reason": _STOP_REASONS.get(self._finish, "end_turn"), "stop_sequence": None}
         found.append(_event("message_delta", delta=stop, usage=self._usage))
@@ -311,16 +316,6 @@ class _Writer:
         self._run = ""
         self._blocks += 1
         return [_event("content_block_stop", index=self._blocks - 1)]
-
-    def _add(self, call: dict[str, Any]) -> None:
-        """Adds a part of a tool call. An engine may send the arguments in many parts."""
-        function = call.get("function") or {}
-        known = self._calls.setdefault(
-            call.get("index", 0), {"id": "", "name": "", "arguments": ""}
-        )
-        known["id"] = known["id"] or call.get("id") or ""
-        known["name"] = known["name"] or function.get("name") or ""
-        known["arguments"] += function.get("arguments") or ""
 
     def _block(self, block: dict[str, Any], deltas: list[dict[str, Any]]) -> list[bytes]:
         at = self._blocks

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ..request_log import request_id
 from ..requests import Refused
-from . import anthropic, memory, ollama, openai
+from . import anthropic, memory, ollama, openai, responses
 from .jobs import Jobs
 from .metrics import Metrics
 
@@ -57,6 +57,7 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
     app.include_router(memory.router(rt, acts))
     routes = openai.router(gateway, app.state.jobs, acts)
     anthropic.add_route(routes, gateway, acts)
+    responses.add_route(routes, gateway, acts)
     app.include_router(routes)
     app.include_router(ollama.router(gateway, version, acts))
     _add_server_routes(app, rt, gateway, acts)

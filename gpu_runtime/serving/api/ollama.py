@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from ..requests import MAX_SECONDS, Refused, Reply, bad
+from .call_parts import CallParts
 from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
 
 NDJSON = "application/x-ndjson"
@@ -288,7 +289,7 @@ async def lines(reply: Reply, part: Any) -> AsyncIterator[bytes]:
     """Yields a streamed `reply` as lines of JSON. An error in a started stream is its last line."""
     assert reply.events is not None
     finish, usage, head = "stop", None, {}
-    calls: dict[int, dict[str, Any]] = {}
+    calls = CallParts()
     try:
         async for chunk in reply.events:
             if "error" in chunk and "choices" not in chunk:
@@ -299,24 +300,16 @@ async def lines(reply: Reply, part: Any) -> AsyncIterator[bytes]:
             for choice in chunk.get("choices") or ():
                 delta = choice.get("delta") or {"content": choice.get("text")}
                 for call in delta.get("tool_calls") or ():
-                    _add(calls, call)
+                    calls.add(call)
                 text, thought = delta.get("content"), delta.get("reasoning_content")
                 if text or thought:
                     yield _line({**head, **part(text or "", (), thought or ""), "done": False})
                 finish = choice.get("finish_reason") or finish
-        if calls:
-            yield _line({**head, **part("", calls.values()), "done": False})
+        if calls.calls():
+            yield _line({**head, **part("", calls.calls()), "done": False})
         yield _line({**head, **part("", ()), **_end(finish, usage)})
     finally:
         await reply.aclose()
-
-
-def _add(calls: dict[int, dict[str, Any]], call: dict[str, Any]) -> None:
-    """Adds a part of a tool call. An engine may send the arguments in many parts."""
-    function = call.get("function") or {}
-    known = calls.setdefault(call.get("index", 0), {"function": {"name": "", "arguments": ""}})
-    known["function"]["name"] += function.get("name") or ""
-    known["function"]["arguments"] += function.get("arguments") or ""
 
 
 def _chat_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:

@@ -1,0 +1,429 @@
+"""The route `/v1/responses`, in the format of OpenAI's newer clients: a translation of the chat route.
+
+The functions that translate are pure. Answers are not stored, so everything that needs a stored answer is refused with
+400. Source: OpenAI, Responses API.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from ..requests import Refused, Reply, bad
+from .call_parts import CallParts
+from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
+
+# Fields of both formats.
+_SAME = (
+    *("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls"),
+    *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("user", "metadata", "safety_identifier", "service_tier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
+_OTHER = (
+    *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"),
+)
+# Fields of which only these values can be served.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
+    # Thoughts are sent as they are, and accepted in the same form.
+    "include": ([], ["reasoning.encrypted_content"]),
+    "stream_options": ({}, {"include_obfuscation": False}),
+}
+_IN_ANSWER = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
+_SCHEMA = {
+    "type": "object",
+    "required": ["model", "input"],
+    "properties": {
+        "model": {"type": "string"},
+        "input": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        "stream": {"type": "boolean"},
+    },
+    "additionalProperties": True,
+}
+
+
+def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
+    """Adds the route to `routes`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
+
+    @routes.post(
+        "/responses",
+        tags=["models"],
+        response_model=None,
+        responses=REFUSALS,
+        openapi_extra=request_body(_SCHEMA),
+    )
+    async def post_response(request: Request, actor: str = acts) -> Any:
+        """An answer in the format of OpenAI's Responses API, whole or streamed. It is not stored."""
+        body = await read_json(request)
+        chat = chat_of(body)
+        try:
+            reply = await unless_gone(request, gateway().answer("chat", chat, actor))
+        except Gone:
+            return JSONResponse({}, 499)  # nobody reads it
+        if reply.events is None:
+            return JSONResponse(response_of(reply.json or {}, body), headers=reply.headers)
+        return Sent(reply, events(reply, body))
+
+
+# -- requests
+
+
+def chat_of(body: Any) -> dict[str, Any]:
+    """The body of a chat for the `body` of a call of `/v1/responses`. Raises Refused (400)."""
+    if not isinstance(body, Mapping):
+        raise Refused(400, "bad_body", "the body must be a JSON object")
+    chat = {name: value for name, value in body.items() if name in _SAME or name[:2] == "x_"}
+    for name, value in body.items():
+        if name in chat or name in _OTHER or value is None or value in _NEUTRAL.get(name, ()):
+            continue
+        raise bad(name, value, "left out: answers are not stored, and there is no such field here")
+    instructions = body.get("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise bad("instructions", instructions, "text")
+    chat["messages"] = [{"role": "system", "content": instructions}] if instructions else []
+    chat["messages"] += _messages(body.get("input"))
+    if body.get("max_output_tokens") is not None:
+        chat["max_completion_tokens"] = body["max_output_tokens"]
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise bad("tools", tools, "a list of tools")
+    if tools:
+        chat["tools"] = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(tools)]
+    if body.get("tool_choice") is not None:
+        chat["tool_choice"] = _tool_choice(body["tool_choice"])
+    chat |= _format(body.get("text") or {})
+    chat |= _thinking(body.get("reasoning") or {})
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """The messages of a chat for the `input` of a call."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise bad("input", given, "text, or a list of items")
+    made: list[dict[str, Any]] = []
+    thought = ""
+    for at, item in enumerate(given):
+        place = f"input[{at}]"
+        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        if kind == "reasoning":
+            thought += _text_of(f"{place}.content", item.get("content") or [], "reasoning_text")
+            continue
+        if kind == "message":
+            content = _content(f"{place}.content", item.get("content"))
+            made.append({"role": item.get("role"), "content": content})
+        elif kind == "function_call":
+            _add_call(made, item)
+        elif kind == "function_call_output":
+            output = _text_of(f"{place}.output", item.get("output"), "input_text")
+            made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        else:
+            expected = "message, function_call, function_call_output or reasoning"
+            raise bad(f"{place}.type", kind, expected)
+        if thought and made[-1]["role"] == "assistant":
+            made[-1]["reasoning_content"] = thought
+        thought = ""
+    return made
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    """Adds the function call `item` to the last message of the assistant, or as a new message."""
+    function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+    call = {"id": item.get("call_id"), "type": "function", "function": function}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _content(place: str, content: Any) -> Any:
+    """The content of a message. Images stay parts; anything else becomes a text. Raises Refused (400)."""
+    if not isinstance(content, list):
+        return content  # the chat route checks it
+    if not any(isinstance(part, Mapping) and part.get("type") == "input_image" for part in content):
+        return _text_of(place, content, "input_text", "output_text")
+    parts: list[dict[str, Any]] = []
+    for at, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type") == "input_image":
+            url = part.get("image_url")
+            if not isinstance(url, str):
+                raise bad(f"{place}[{at}].image_url", url, "the URL of an image")
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            text = _text_of(f"{place}[{at}]", [part], "input_text", "output_text")
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _text_of(place: str, content: Any, *kinds: str) -> str:
+    """The text of a text, or of a list of parts of these `kinds`. Raises Refused (400) for other parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        known = isinstance(part, Mapping) and part.get("type") in kinds
+        if not known or not isinstance(part.get("text"), str):
+            raise bad(place, part, f"text, or a list of parts of type {' or '.join(kinds)}")
+    return "".join(part["text"] for part in parts)
+
+
+def _tool(place: str, tool: Any) -> dict[str, Any]:
+    """The function for a `tool`. Raises Refused (400) for tools that OpenAI's servers run."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise bad(place, tool, 'an object of the type "function"')
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, Mapping):
+        if choice.get("type") != "function":
+            raise bad("tool_choice", choice, "auto, none, required, or a function")
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(text: Any) -> dict[str, Any]:
+    """The `response_format` for the field `text`."""
+    format = text.get("format") if isinstance(text, Mapping) else None
+    known = isinstance(text, Mapping) and text.get("verbosity") in (None, "medium")
+    if not known or not isinstance(format, Mapping | None):
+        raise bad("text", text, "an object with a format, and no verbosity but medium")
+    if format is None or format.get("type") == "text":
+        return {}
+    if format.get("type") != "json_schema":
+        return {"response_format": dict(format)}
+    schema = {name: value for name, value in format.items() if name != "type"}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _thinking(reasoning: Any) -> dict[str, Any]:
+    """`x_thinking` for the field `reasoning`: the effort none is no thinking, and any other effort is."""
+    known = isinstance(reasoning, Mapping) and set(reasoning) <= {"effort", "summary"}
+    if not known or reasoning.get("summary") not in (None, "auto"):
+        raise bad("reasoning", reasoning, "an object with an effort, and no summary but auto")
+    effort = reasoning.get("effort")
+    return {} if effort is None else {"x_thinking": effort != "none"}
+
+
+# -- answers
+
+
+def response_of(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    """The response for the `answer` to a chat; `body` is that of the call."""
+    [choice] = answer["choices"]
+    said = choice["message"]
+    output = []
+    if said.get("reasoning_content"):
+        output.append(_item("reasoning", said["reasoning_content"]))
+    if said.get("content"):
+        output.append(_item("message", said["content"]))
+    output += [_call_item(call) for call in said.get("tool_calls") or ()]
+    made = _response(answer, body)
+    return _ended(made, output, choice["finish_reason"], answer.get("usage"))
+
+
+async def events(reply: Reply, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    """Yields a streamed `reply` as events; `body` is that of the call.
+
+    An error in a started stream is its last event.
+    """
+    assert reply.events is not None
+    writer = _Writer(body)
+    try:
+        async for chunk in reply.events:
+            if "error" in chunk and "choices" not in chunk:
+                error = chunk["error"]
+                fields = {"message": error["message"], "code": error["code"], "param": None}
+                yield writer.event("error", error=error, **fields)
+                return
+            for event in writer.feed(chunk):
+                yield event
+        for event in writer.end():
+            yield event
+    finally:
+        await reply.aclose()
+
+
+class _Writer:
+    """Turns the chunks of one chat into events. Each run of thoughts or of text, and each tool call, is one item."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+        self._response: dict[str, Any] = {}
+        self._output: list[dict[str, Any]] = []  # the items that have ended
+        self._run = ""  # the type of the item that has begun: reasoning or message
+        self._item: dict[str, Any] = {}
+        self._texts: list[str] = []
+        self._finish = "stop"
+        self._usage: Any = None
+        self._calls = CallParts()
+        self._events = 0
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """One event of the type `kind` with these `fields`."""
+        data = {"type": kind, "sequence_number": self._events, **fields}
+        self._events += 1
+        return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
+
+    def feed(self, chunk: dict[str, Any]) -> list[bytes]:
+        """The events for one `chunk`."""
+        found = []
+        if not self._response:
+            self._response = _response(chunk, self._body)
+            for name in ("created", "in_progress"):
+                found.append(self.event(f"response.{name}", response=self._response))
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if delta.get("reasoning_content"):
+                found += self._piece("reasoning", delta["reasoning_content"])
+            if delta.get("content"):
+                found += self._piece("message", delta["content"])
+            for call in delta.get("tool_calls") or ():
+                self._calls.add(call)
+            self._finish = choice.get("finish_reason") or self._finish
+        return found
+
+    def end(self) -> list[bytes]:
+        """The last events."""
+        found = self._end_run()
+        for call in self._calls.calls():
+            found += self._call(_call_item(call))
+        made = _ended(self._response, self._output, self._finish, self._usage)
+        return [*found, self.event(f"response.{made['status']}", response=made)]
+
+    def _piece(self, kind: str, text: str) -> list[bytes]:
+        """The events for a piece of thoughts or of text."""
+        found = []
+        if self._run != kind:
+            found = self._end_run()
+            self._run, self._texts = kind, []
+            self._item = {**_item(kind, ""), "content": []}
+            if kind == "message":
+                self._item["status"] = "in_progress"
+            found.append(self._of_item("output_item.added", item=self._item))
+            found.append(self._of_part("content_part.added", part=_part(kind, "")))
+        self._texts.append(text)
+        more = {"logprobs": []} if kind == "message" else {}
+        return [*found, self._of_part(f"{_part(kind, '')['type']}.delta", delta=text, **more)]
+
+    def _end_run(self) -> list[bytes]:
+        if not self._run:
+            return []
+        kind, text = self._run, "".join(self._texts)
+        part = _part(kind, text)
+        item = {**_item(kind, text), "id": self._item["id"]}
+        more = {"logprobs": []} if kind == "message" else {}
+        found = [
+            self._of_part(f"{part['type']}.done", text=text, **more),
+            self._of_part("content_part.done", part=part),
+            self._of_item("output_item.done", item=item),
+        ]
+        self._output.append(item)
+        self._run = ""
+        return found
+
+    def _call(self, item: dict[str, Any]) -> list[bytes]:
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        place = {"item_id": item["id"]}
+        arguments = item["arguments"]
+        found = [
+            self._of_item("output_item.added", item=begun),
+            self._of_item("function_call_arguments.delta", **place, delta=arguments),
+            self._of_item(
+                "function_call_arguments.done", **place, arguments=arguments, name=item["name"]
+            ),
+            self._of_item("output_item.done", item=item),
+        ]
+        self._output.append(item)
+        return found
+
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        return self.event(f"response.{kind}", output_index=len(self._output), **fields)
+
+    def _of_part(self, kind: str, **fields: Any) -> bytes:
+        return self._of_item(kind, item_id=self._item["id"], content_index=0, **fields)
+
+
+def _response(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    """A response that has begun. Fields of `body` are repeated in it."""
+    given = {name: body.get(name) for name in _IN_ANSWER}
+    return {
+        **given,
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "model": answer.get("model", ""),
+        "output": [],
+        "error": None,
+        "incomplete_details": None,
+        "metadata": body.get("metadata") or {},
+        "tools": body.get("tools") or [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": None,
+        "store": False,
+        "usage": None,
+        "x_gpu": answer.get("x_gpu"),
+    }
+
+
+def _ended(
+    response: dict[str, Any], output: list[dict[str, Any]], finish: str, usage: Any
+) -> dict[str, Any]:
+    """The `response` with its `output`. An answer that reached its limit of tokens is incomplete."""
+    known = usage if isinstance(usage, dict) else {}
+    read, written = known.get("prompt_tokens") or 0, known.get("completion_tokens") or 0
+    cut = finish == "length"
+    return {
+        **response,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output,
+        "usage": {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + written,
+        },
+    }
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _item(kind: str, text: str) -> dict[str, Any]:
+    """An item with thoughts (`reasoning`) or with the text of the answer (`message`)."""
+    item = {"id": f"item_{uuid.uuid4().hex}", "type": kind, "content": [_part(kind, text)]}
+    if kind == "reasoning":
+        return {**item, "summary": []}
+    return {**item, "role": "assistant", "status": "completed"}
+
+
+def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"item_{uuid.uuid4().hex}",
+        "type": "function_call",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": call["function"]["arguments"] or "{}",
+        "status": "completed",
+    }

@@ -1,0 +1,167 @@
+"""`/v1/responses` is the chat route in the format of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from gpu_runtime.serving.api.responses import chat_of, events
+from gpu_runtime.serving.requests import Refused, Reply
+from tests.serving.loopback import END, chunk
+
+HI = {"model": "qwen", "input": "hi"}
+TOOL = {"type": "function", "name": "time", "parameters": {"type": "object"}}
+
+
+def test_a_conversation_is_translated():
+    """The calls of one turn become one message, and thoughts stay with the answer that followed them."""
+    call = {"type": "function_call", "name": "time", "arguments": '{"zone": "CET"}'}
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    body = {
+        **HI,
+        "instructions": "Be brief.",
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "What?"},
+                    {"type": "input_image", "image_url": "https://a/b", "detail": "auto"},
+                ],
+            },
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "The clock."}]},
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "See:"}],
+            },
+            {**call, "call_id": "a"},
+            {**call, "call_id": "b"},
+            {"type": "function_call_output", "call_id": "a", "output": "12:00"},
+        ],
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "time"},
+        "max_output_tokens": 9,
+        "text": {"format": schema},
+        "reasoning": {"effort": "none"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "stream": True,
+        "x_client_id": "bot",
+    }
+    function = {"name": "time", "arguments": '{"zone": "CET"}'}
+    calls = [{"id": id, "type": "function", "function": function} for id in "ab"]
+    image = {"type": "image_url", "image_url": {"url": "https://a/b"}}
+    assert chat_of(body) == {
+        "model": "qwen",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "What?"}, image]},
+            {
+                "role": "assistant",
+                "content": "See:",
+                "reasoning_content": "The clock.",
+                "tool_calls": calls,
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "12:00"},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "time"}},
+        "max_completion_tokens": 9,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "object"}},
+        },
+        "x_thinking": False,
+        "x_client_id": "bot",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": 7}, "input"),
+        ({"input": [7]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content"),
+        ({"input": [{"type": "function_call_output", "output": 7}]}, "input[0].output"),
+        ({"instructions": []}, "instructions"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": 7}, "tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"text": {"verbosity": "low"}}, "text"),
+        ({"text": {"format": "json"}}, "text"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"messages": []}, "messages"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_what_a_chat_has_not_is_refused(change, param):
+    with pytest.raises(Refused) as refused:
+        chat_of({**HI, **change})
+    assert (refused.value.status, refused.value.facts["param"]) == (400, param)
+    with pytest.raises(Refused):
+        chat_of([])
+
+
+class Chunks:
+    def __init__(self, chunks: list[dict[str, Any]]) -> None:
+        self._chunks, self.closed = iter(chunks), False
+
+    def __aiter__(self) -> Chunks:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        try:
+            return next(self._chunks)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def read(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events for these chunks of a chat."""
+    reply = Reply("qwen", "qwen", "", events=Chunks(chunks))
+
+    async def collect() -> list[bytes]:
+        return [event async for event in events(reply, HI)]
+
+    lines = b"".join(asyncio.run(collect())).decode().splitlines()
+    assert reply.events.closed
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+
+def test_parts_of_a_call_are_joined():
+    """An engine sends the arguments of a call in parts."""
+    parts = [
+        {"index": 0, "id": "a", "function": {"name": "time", "arguments": '{"zo'}},
+        {"index": 0, "function": {"arguments": 'ne": 1}'}},
+    ]
+    chunks = [
+        {**chunk(""), "choices": [{"index": 0, "delta": {"tool_calls": [part]}}]} for part in parts
+    ]
+    found = read([*chunks, END])
+    [item] = found[-1]["response"]["output"]
+    assert (item["call_id"], item["name"], item["arguments"]) == ("a", "time", '{"zone": 1}')
+    done = [event for event in found if event["type"] == "response.function_call_arguments.done"]
+    assert done[0]["arguments"] == '{"zone": 1}'
+
+
+def test_an_error_in_a_started_stream_is_its_last_event():
+    error = Refused(500, "broken_off", "the answer broke off").body()
+    found = read([chunk("one"), error])
+    assert [event["type"] for event in found][-2:] == ["response.output_text.delta", "error"]
+    assert (found[-1]["code"], found[-1]["message"]) == ("broken_off", "the answer broke off")
