@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..backends.processes.model_processes import ProcessBackend
 from ..errors import FleetUnavailable, GpuError, NotAllowed
 from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
 from ..runtime import Runtime
@@ -32,6 +33,8 @@ log = logging.getLogger("gpu_runtime")
 GROUPS = {"offers": 8, "loads": 64, "calls": 64, "verbs": 8}
 WATCH_SECONDS = 0.3  # how often the jobs of clients are checked
 NODE_TURNS = 3  # every so many of these checks, the own node is checked too
+# Backends whose models run in processes of their own, as servers do. The agent loads none itself.
+IN_PROCESSES = ("fake", "llama_cpp", "transformers")
 VERBS = (  # methods of Runtime that others may call through the agent
     "status models leases events evictions history decisions fragmentation health plan why doctor "
     "schedule preload evict restore move pin unpin drain defrag specs"
@@ -75,6 +78,9 @@ class HostAgent:
                 "  For a drill:  gpu fleet join --devices sim:2x24GiB",
                 why="no card",
             )
+        self.rt._session.backends.update(
+            (name, ProcessBackend(name, devices, self.rt.probe)) for name in IN_PROCESSES
+        )
         self.holds = Holds(self.rt, self.host)
         start(self._watch)
 
@@ -189,9 +195,9 @@ class HostAgent:
         self.holds.enter(Hold(hold, job, name), timeout, importance)
         return True
 
-    def call(self, hold: str, path: tuple[str, ...], args: Any, kwargs: Any) -> Any:
-        """The result of a call on the model of `hold`. Tensors come back in host memory."""
-        return self.holds.call(hold, path, args, kwargs)
+    def call(self, hold: str, path: tuple[str, ...], given: bytes) -> bytes:
+        """The pickled result of a call on the model of `hold`; see `Holds.call`."""
+        return self.holds.call(hold, path, given)
 
     def leave(self, hold: str) -> None:
         """Ends the hold `hold`. Without such a hold, nothing happens."""

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ class Controller:
         self._hosts = Hosts()
         self._silent: dict[str, float] = {}  # host that did not answer -> until when it is left out
         self._loading: set[str] = set()  # names of wished models that are being loaded
+        self._filling: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by model
         self._hosts.refresh()
         start(self._watch)
 
@@ -178,7 +180,14 @@ class Controller:
         return self._hosts.ask("holdings", group="offers", timeout=cluster.OFFER_SECONDS)[0]
 
     def _fill(self, name: str) -> str:
-        """Loads the missing copies of a wished model. Returns its hosts, or why it has none."""
+        """Loads the missing copies of a wished model. Returns its hosts, or why it has none.
+
+        Two threads never fill the same wish at once, since each would load the missing copies.
+        """
+        with self._filling[name]:
+            return self._fill_now(name)
+
+    def _fill_now(self, name: str) -> str:
         wish = self._wishes.find(name)
         if wish is None or not wish.copies:
             return "on request"
@@ -225,9 +234,10 @@ class Controller:
 
     def _evict_everywhere(self, names: Iterable[str]) -> None:
         for name in names:
-            for host, models in self._holdings().items():
-                if name in models:
-                    self._evict(name, host)
+            with self._filling[name]:  # a copy that is being loaded for the old wish leaves too
+                for host, models in self._holdings().items():
+                    if name in models:
+                        self._evict(name, host)
 
     def _evict(self, name: str, host: str) -> None:
         """Evicts the model from `host`. If it is in use, it stays, and this is logged."""

@@ -10,11 +10,12 @@ import _thread
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..errors import NodeLost
-from ..threads import imported, start
+from ..backends.processes import remote_calls
+from ..backends.processes.model_processes import ProcessModel
+from ..errors import EngineDied, NodeLost, NotResident
+from ..threads import start
 
 MOST_RELEASED = 1000  # early releases that are remembered
 
@@ -30,9 +31,8 @@ class _Call(NamedTuple):
     """A call that the hold's thread runs, and the box for its result."""
 
     path: tuple[str, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: queue.SimpleQueue[tuple[Any, BaseException | None]]
+    given: bytes  # the pickled arguments
+    result: queue.SimpleQueue[tuple[bytes, BaseException | None]]
 
 
 class Hold:
@@ -77,18 +77,21 @@ class Holds:
             self._all.pop(hold.id, None)
             raise error
 
-    def call(self, id: str, path: tuple[str, ...], args: Any, kwargs: Any) -> Any:
-        """The result of a call on the model of the hold `id`, run in the hold's thread.
+    def call(self, id: str, path: tuple[str, ...], given: bytes) -> bytes:
+        """The pickled result of a call on the model of the hold `id`, run in the hold's thread.
 
-        Raises the errors of the call. Raises NodeLost if there is no such hold, because the agent
-        has been restarted.
+        `path` and `given` are those of `remote_calls.run`. Raises the errors of the call. Raises
+        NodeLost if there is no such hold, because the agent has been restarted, and if the model's
+        process is gone for good.
         """
         hold = self._all.get(id)
         if hold is None or hold.released.is_set():
             raise NodeLost("", self._host, "its agent has been restarted")
-        call = _Call(path, args, kwargs, queue.SimpleQueue())
+        call = _Call(path, given, queue.SimpleQueue())
         hold.calls.put(call)
         value, error = call.result.get()
+        if isinstance(error, (EngineDied, NotResident)) and not self._rt.here(hold.model):
+            raise NodeLost(hold.model, self._host, "its process is gone") from None
         if error is not None:
             raise error
         return value
@@ -138,7 +141,7 @@ class Holds:
         while not hold.calls.empty():
             late = hold.calls.get()
             if late is not None:
-                late.result.put((None, NodeLost(hold.model, self._host, "the use has ended")))
+                late.result.put((b"", NodeLost(hold.model, self._host, "the use has ended")))
 
     def _on_wait(self, model: str, wait: Any) -> None:
         """Runs in the hold's thread each time the ledger decides that its request must wait."""
@@ -147,46 +150,11 @@ class Holds:
             raise _Released
 
 
-def _outcome(value: Any, call: _Call) -> tuple[Any, BaseException | None]:
-    """The result of `call` on the model `value`, with tensors in host memory, or its error."""
+def _outcome(value: Any, call: _Call) -> tuple[bytes, BaseException | None]:
+    """The pickled result of `call` on the model `value`, or its error."""
     try:
-        target = value
-        for name in call.path:
-            target = getattr(target, name)
-        move = _mover(value)
-        args, kwargs = _each_tensor((call.args, call.kwargs), move)
-        found = target(*args, **kwargs)
-        return _each_tensor(found, lambda tensor: tensor.detach().cpu()), None
+        if isinstance(value, ProcessModel):
+            return value.run_there(call.path, call.given), None
+        return remote_calls.run(value, call.path, call.given), None
     except Exception as error:  # noqa: BLE001 - raised where the client waits
-        return None, error
-
-
-def _mover(value: Any) -> Callable[[Any], Any]:
-    """A function that moves a tensor to the device of the model `value`."""
-    parameters = getattr(value, "parameters", None)
-    first = next(iter(parameters()), None) if callable(parameters) else None
-    device = getattr(first, "device", None)
-    return lambda tensor: tensor if device is None else tensor.to(device)
-
-
-def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The `value` with `change` applied to every tensor in it. Without torch it is unchanged."""
-    torch = imported("torch")
-    if torch is None:
-        return value
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) in (list, tuple, set):
-        return type(value)(_each_tensor(one, change) for one in value)
-    if isinstance(value, dict) and hasattr(value, "items"):
-        changed = {key: _each_tensor(one, change) for key, one in value.items()}
-        return changed if type(value) is dict else _same_kind(value, changed)
-    return value
-
-
-def _same_kind(value: Any, changed: dict[Any, Any]) -> Any:
-    """`changed` as a mapping of the class of `value`, such as a model's output."""
-    try:
-        return type(value)(**changed)
-    except TypeError:
-        return changed
+        return b"", error

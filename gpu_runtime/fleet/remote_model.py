@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import secrets
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -115,9 +116,12 @@ class FleetUse:
         Raises the error of the call. Raises NodeLost if the host died. With `retry` the model is
         then used on another host, and the call is repeated there.
         """
-        return self._on_a_living_host(
-            lambda: on(self._agent, "call", "calls", self._hold, path, args, kwargs)
+        # The agent passes the bytes on. Only the model's process and this one read them.
+        given = cluster.ray().cloudpickle.dumps((args, kwargs))
+        found = self._on_a_living_host(
+            lambda: on(self._agent, "call", "calls", self._hold, path, given)
         )
+        return pickle.loads(found)
 
     def _on_a_living_host(self, send: Callable[[], Any]) -> Any:
         while True:

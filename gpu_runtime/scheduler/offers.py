@@ -44,16 +44,16 @@ def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
 
     The effort is compared first: here, restore, free room, restore with evictions, evict, wait,
     never. Of equal efforts, the host with fewer users of the model is first. Then follow the
-    importance of the victims, the seconds, the best fit (the fewest bytes left), and the name.
+    importance of the victims, the whole seconds, the best fit (the fewest bytes left), and the name.
     """
     return tuple(sorted(offers, key=_cost))
 
 
-def _cost(offer: Offer) -> tuple[int, int, int, float, int, str]:
+def _cost(offer: Offer) -> tuple[int, int, int, int, int, str]:
     # A lower importance is more important, so its sign is changed. No victim is best of all.
     victims = -offer.victims_importance if offer.victims else -(10**9)
-    # Two measurements of the same load differ by less than 0.1 s.
-    seconds = round(offer.seconds, 1)
+    # On a busy machine, two loads of the same model differ by up to a second.
+    seconds = int(offer.seconds)
     return offer.level.order, offer.users, victims, seconds, offer.left_bytes, offer.host
 
 

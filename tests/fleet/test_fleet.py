@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ from gpu_runtime import (
     UnknownModel,
     cli,
 )
+from gpu_runtime.backends.processes.orphan_guard import descendants
+from gpu_runtime.backends.processes.processes import MOST_RESTARTS
 from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import cluster, joining
 from gpu_runtime.scheduler.offers import shortlist
@@ -301,6 +304,31 @@ def test_the_pins_of_a_killed_driver_end(empty, hosts):
     eventually(lambda: not pins(empty, host), "the pin of the dead driver ends")
 
 
+def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(empty, hosts):
+    """Its process is restarted under the same lease. Then the rival that waits gets the card."""
+    empty.drain("box2")
+    rival = Runtime(devices=HOSTS["box3"][0], ledger=hosts.ledger("box3"))
+    with empty.use("thirty", retry=True) as model:
+        empty.drain("box2", undo=True)
+        assert model.host == "box3"
+        block = rival.lease("30GiB", timeout=60)
+        waiting = threading.Thread(target=block.__enter__)
+        waiting.start()
+        eventually(lambda: rival.status().tickets, "the rival waits")
+        for count in range(MOST_RESTARTS + 1):
+            *_, program = descendants(hosts.agent_pid("box3"))
+            os.kill(program, signal.SIGKILL)
+            eventually(
+                lambda gone=program: gone not in descendants(hosts.agent_pid("box3")), "its end"
+            )
+            assert model(count) == count
+            assert model.host == ("box3" if count < MOST_RESTARTS else "box2")
+            assert waiting.is_alive() or count == MOST_RESTARTS
+        waiting.join(60)
+        assert [lease.kind for lease in rival.status().leases()] == ["block"]
+    rival.close()
+
+
 def test_a_killed_controller_loses_nothing(empty):
     """It stores wishes only. Ray starts it again and repeats its calls."""
     before = empty._ask_controller("wishes")
@@ -343,9 +371,11 @@ def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
 
 def test_a_frozen_host_is_replaced_and_holds_nothing_when_it_wakes(empty, hosts):
     """Its wished model is loaded elsewhere, too. A node that was declared dead ends when it wakes."""
+    empty.drain("box1")
     assert apply(empty, hosts, "small", copies=1) == {"small": "box2"}
     with empty.use("thirty", retry=True) as model:
         assert model.host == "box2"
+        empty.drain("box1", undo=True)
         wake = hosts.freeze("box2")
         try:
             assert model("words") == "words"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...devices.probe import Probe
 from ...errors import EngineDied, LoadFailed
-from ...facts import Evidence, ModelSpec, Share, Shares
+from ...facts import Evidence, ModelSpec, Shares
 from ..base import Progress
 from ..fault_texts import Kind
 from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
@@ -184,7 +184,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         try:
             server.start()
             handle.value.chat_template = self.recipe.template(server.launch_order())
-            handle.loaded(self._measured(server, shares), self.probe)
+            handle.loaded(self._charged(server.pids, shares), self.probe)
             if progress:
                 progress(total, total)
             return handle
@@ -213,17 +213,4 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
             {**os.environ, **cards},
             port_range=self._port_range,
             start_seconds=spec.options.get("start_seconds", self._start_seconds),
-        )
-
-    def _measured(self, server: Server, shares: Shares) -> Shares:
-        """The bytes that the driver reports for the server's processes; `shares` where it reports
-        none.
-        """
-        devices = tuple(share.device for share in shares)
-        charged: dict[str, int] = {}
-        for pid in server.pids:
-            for device, size in self.probe.charged(pid, devices).items():
-                charged[device] = charged.get(device, 0) + size
-        return tuple(
-            Share(share.device, charged.get(share.device) or share.bytes) for share in shares
         )

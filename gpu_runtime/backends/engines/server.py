@@ -30,11 +30,10 @@ from ...tcp_sockets import Listener, listeners, of_another_user, socket_inodes
 from ..fault_texts import Kind, last_line, recognise
 from ..processes import orphan_guard
 from ..processes.orphan_guard import descendants
-from ..processes.processes import Child, in_words, new_log, python_file
+from ..processes.processes import MOST_RESTARTS, Child, in_words, new_log, python_file
 from .ports import Port, claim
 from .recipe import LaunchOrder, Recipe, SendRequest
 
-MOST_RESTARTS = 3
 MOST_PORTS = 5  # tried, if a process that makes no claims keeps taking the port first
 STOP_SECONDS = 3.0  # for an orderly end
 POLL_SECONDS = 0.05

@@ -7,14 +7,14 @@ No code here changes the weights, so an evicted model is dropped and loaded agai
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 from ...devices.probe import Probe
 from ...devices.process_memory import Block
 from ...errors import CannotGovern, NotResident
-from ...facts import ModelSpec, Shares, where
+from ...facts import ModelSpec, Share, Shares, where
 
 
 class Engine(Protocol):
@@ -107,6 +107,7 @@ class EngineBackend(Generic[H, V]):
     can_split = True
     engine_name: str  # as in messages
     model_type: ClassVar[type]  # what `use` yields
+    probe: Probe
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         """Returns an empty tuple: the engine divides the `model` of `spec` itself. `origin` is
@@ -149,6 +150,20 @@ class EngineBackend(Generic[H, V]):
     def unchanged(self, model: H) -> bool:
         """Always True, because the weights of `model` never change."""
         return True
+
+    def _charged(self, pids: Iterable[int], shares: Shares) -> Shares:
+        """The bytes that the driver reports for the processes `pids` on the devices of `shares`.
+
+        Where it reports none, the bytes are those of `shares`.
+        """
+        devices = tuple(share.device for share in shares)
+        charged: dict[str, int] = {}
+        for pid in pids:
+            for device, size in self.probe.charged(pid, devices).items():
+                charged[device] = charged.get(device, 0) + size
+        return tuple(
+            Share(share.device, charged.get(share.device) or share.bytes) for share in shares
+        )
 
     def _reused(self, into: Any, name: str) -> V:
         """The value of an earlier load (a handle or the value itself), or a new one for `name`."""

@@ -24,6 +24,7 @@ from typing import Any
 from ... import threads
 
 KEPT_LOGS = 50
+MOST_RESTARTS = 3  # of a process that ended by itself; then its model is lost
 TAIL_BYTES = 8192
 _POLL_SECONDS = 0.01
 _numbers = itertools.count(1)

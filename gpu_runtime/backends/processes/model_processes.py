@@ -1,0 +1,413 @@
+"""Models of other backends, each in a child process, which is restarted if it ends by itself.
+
+The lease of the model belongs to this process, not to the child. So the lease stays while the child
+is restarted on the same cards, and no waiting request gets them in between. A guard (see
+`orphan_guard.py`) ends the child when this process ends. `model_program.py` is the child's program.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from ... import threads
+from ...devices.probe import Probe
+from ...devices.process_memory import Block, out_of_memory
+from ...errors import EngineDied, GpuError, LoadFailed
+from ...facts import Evidence, ModelSpec, Shares
+from ..base import Backend, Progress
+from ..fault_texts import Kind, last_line, recognise
+from ..registry import open_backend
+from . import orphan_guard
+from .engine_models import EngineBackend, EngineHandle, EngineModel
+from .orphan_guard import descendants
+from .processes import MOST_RESTARTS, Child, in_words, new_log, python_file
+
+STOP_SECONDS = 3.0  # for the program to end by itself
+
+
+class _Ended(Exception):
+    """The process has ended before it answered."""
+
+
+class _Program:
+    """One start of the program: its process, and requests to it."""
+
+    def __init__(self, log: Path, progress: Progress | None) -> None:
+        """Starts the process under its guard. Its output is appended to the file `log`.
+
+        `progress` is called during the load, with bytes done and in total.
+        """
+        self._line, guard_end = socket.socketpair()  # the guard ends the program when this closes
+        own, its = socket.socketpair()
+        self._connection = Connection(own.detach())
+        with guard_end, its:
+            guard = python_file(Path(orphan_guard.__file__))
+            program = [
+                sys.executable,
+                "-P",
+                "-m",
+                f"{__package__}.model_program",
+                str(its.fileno()),
+            ]
+            words = [str(guard_end.fileno()), str(os.getpid()), str(STOP_SECONDS), *program]
+            fds = (guard_end.fileno(), its.fileno())
+            self.child = Child([*guard, *words], log=log, env={**os.environ}, fds=fds)
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
+        self._lock = threading.Lock()
+        self._over = False
+        self._progress = progress
+        self.reading = threads.start(self._read)
+
+    def request(self, kind: str, *args: Any) -> Any:
+        """The result of a request. Raises its error, and _Ended."""
+        answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        number = next(self._numbers)
+        data = pickle.dumps((number, kind, args))
+        try:
+            with self._lock:
+                if self._over:
+                    raise _Ended
+                self._pending[number] = answers
+                self._connection.send_bytes(data)
+        except OSError:  # it has just ended; the reading thread answers
+            pass
+        try:
+            what, value = answers.get()
+        finally:
+            self._pending.pop(number, None)
+        if what == "result":
+            return value
+        raise value
+
+    def _read(self) -> None:
+        """Distributes the answers until the process ends. This runs in a separate thread."""
+        try:
+            while True:
+                number, what, value = pickle.loads(self._connection.recv_bytes())
+                if what == "progress":
+                    if self._progress:
+                        self._progress(*value)
+                elif answers := self._pending.get(number):
+                    answers.put((what, value))
+        except (EOFError, OSError):
+            pass
+        finally:
+            with self._lock:
+                self._over = True
+                waiting = list(self._pending.values())
+            for answers in waiting:
+                answers.put(("error", _Ended()))
+
+    def end(self) -> int:
+        """Ends the process with all that it started. Returns its exit status. Repeating is safe."""
+        self._line.close()
+        self.child.wait(STOP_SECONDS + 1.0)
+        return self.child.end()
+
+
+class ModelProcess:
+    """The process of one model, from its first start to its end, restarts included."""
+
+    def __init__(self, backend: str, devices: str, probe: Probe, spec: ModelSpec) -> None:
+        """A process for the model of `spec`, which its `backend` loads there. `load` starts it.
+
+        `devices` is the setting GPU_DEVICES of `probe`.
+        """
+        self.spec, self.log = spec, new_log(spec.name)
+        self.restarts = 0
+        self.error: GpuError | None = None  # why it has ended and is not restarted
+        self._order = (backend, devices, tuple(device.id for device in probe.devices))
+        self._shares: Shares = ()
+        self._program: _Program | None = None
+        self._wanted = True  # False: it was ended on purpose
+        self._on_loss: Callable[[str, str], None] | None = None
+        self._loss_reported = False
+        self._changed = threading.Condition()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ids of its processes: the guard, then the program. Empty while there is none."""
+        program = self._program
+        return (program.child.pid, *descendants(program.child.pid)) if program else ()
+
+    # -- start and end
+
+    def load(self, shares: Shares, progress: Progress | None) -> Shares:
+        """Starts the process and loads the model onto `shares`. Returns the measured shares.
+
+        Raises LoadFailed, the errors of the backend, and the device's out-of-memory error.
+        """
+        program, measured = self._start(shares, progress)
+        self._install(program, measured)
+        threads.start(self._supervise)
+        return measured
+
+    def _start(self, shares: Shares, progress: Progress | None) -> tuple[_Program, Shares]:
+        program = _Program(self.log, progress)
+        try:
+            return program, program.request("load", *self._order, self.spec, shares)
+        except _Ended:
+            raise self._load_error(in_words(program.end()), program.child.tail()) from None
+        except BaseException:
+            program.end()
+            raise
+
+    def _load_error(self, why: str, output: str) -> GpuError:
+        """The error for a process that ended during a load, with the line of `output` about it."""
+        fault = recognise(output)
+        if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
+            return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
+        explanation = fault.line if fault else last_line(output)
+        return LoadFailed(
+            f"{self.spec.name} could not be loaded: {why}"
+            f"{f': {explanation}' if explanation else ''}.\n  Its log:  {self.log}",
+            name=self.spec.name,
+            source=self.spec.source,
+            why=why,
+            kind=fault.kind.value if fault else "",
+            log=str(self.log),
+        )
+
+    def _install(self, program: _Program, shares: Shares) -> None:
+        """Makes a started program the one that answers, unless it is no longer wanted."""
+        with self._changed:
+            if self._wanted:
+                self._program, self._shares = program, shares
+                self._changed.notify_all()
+                return
+        program.end()
+
+    def end(self) -> None:
+        """Ends the process and all that it started. Repeating is safe."""
+        with self._changed:
+            self._wanted = False
+            program, self._program = self._program, None
+            self._changed.notify_all()
+        if program is not None:
+            program.end()
+
+    def _supervise(self) -> None:
+        """Restarts the process when it ends by itself, at most MOST_RESTARTS times.
+
+        This runs in a separate thread.
+        """
+        while (program := self._program) is not None:
+            program.reading.wait()
+            with self._changed:
+                if not self._wanted:
+                    return
+                self._program = None
+            status, output = program.end(), program.child.tail()
+            fault = recognise(output)
+            kind = fault.kind if fault else Kind.CRASH
+            why = f"{in_words(status)}: {fault.line}" if fault else in_words(status)
+            if self.restarts >= MOST_RESTARTS:
+                return self._give_up(kind, why, status)
+            self.restarts += 1
+            try:
+                self._install(*self._start(self._shares, None))
+            except Exception as error:  # noqa: BLE001 - the next call raises it
+                first_line = str(error).splitlines()[0]
+                return self._give_up(kind, f"{why}; the restart failed: {first_line}", status)
+
+    # -- its loss
+
+    def _give_up(self, kind: Kind, why: str, status: int | None) -> None:
+        """Records that the process will not be restarted again, and reports the loss."""
+        times = "once" if self.restarts == 1 else f"{self.restarts} times"
+        with self._changed:
+            self.error = self._died(
+                kind,
+                f"the process of {self.spec.name} is gone: {why.rstrip('.')}.\n"
+                f"  It was restarted {times}. Its memory is free; the next use of "
+                f"{self.spec.name} loads it again.",
+                why,
+                status,
+            )
+        self._report_loss()
+        with self._changed:  # callers see the loss after the book shows it
+            self._changed.notify_all()
+
+    def _died(self, kind: Kind, text: str, why: str, status: int | None = None) -> EngineDied:
+        return EngineDied(
+            f"{text}\n  Its log:  {self.log}",
+            name=self.spec.name,
+            pid=None,
+            status=status,
+            kind=kind.value,
+            why=why,
+            log=str(self.log),
+        )
+
+    def watch(self, on_loss: Callable[[str, str], None]) -> None:
+        """Calls `on_loss(kind, because)` once if the process ends for good; at once if it already
+        has.
+        """
+        self._on_loss = on_loss
+        self._report_loss()
+
+    def _report_loss(self) -> None:
+        with self._changed:
+            if self.error is None or self._on_loss is None:
+                return
+            if self._loss_reported or not self._wanted:
+                return
+            self._loss_reported = True
+        self._on_loss(self.error.facts["kind"], str(self.error).splitlines()[0])
+
+    # -- requests
+
+    def request(self, kind: str, *args: Any) -> Any:
+        """The result of a request. While the process is restarted, this waits for its new start.
+
+        Raises the error of the request, and EngineDied if the process ends before its answer, or is
+        gone for good.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._program or self.error or not self._wanted)
+            if self.error is not None:
+                raise type(self.error)(str(self.error), **self.error.facts)
+            program = self._program
+        name = self.spec.name
+        if program is None:
+            raise self._died(Kind.CRASH, f"{name} was unloaded.", "it was unloaded")
+        try:
+            return program.request(kind, *args)
+        except _Ended:
+            why = "it ended before its answer"
+            text = f"the process of {name} ended before its answer. It is restarted, if it can be."
+            raise self._died(Kind.CRASH, text, why) from None
+
+    def move(self, shares: Shares) -> Shares:
+        """Moves the model to `shares` and returns the measured ones."""
+        self._shares = self.request("move", shares)
+        return self._shares
+
+
+class ProcessModel(EngineModel[ModelProcess]):
+    """The object that `use` yields: a model in a process of its own. `run_there` calls it."""
+
+    def run_there(self, path: tuple[str, ...], given: bytes) -> bytes:
+        """The pickled result of a call; see `remote_calls.run`.
+
+        Call it inside `rt.use`. Raises NotResident, EngineDied.
+        """
+        engine = self._engine
+        if engine is None:
+            raise self._not_loaded(f"Call it inside:  with rt.use({self.name!r}) as model:")
+        return engine.request("call", path, given)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} in a process of its own, on {self._where or 'disk'}>"
+
+
+ProcessHandle = EngineHandle[ModelProcess, ProcessModel]
+
+
+class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
+    """Loads the models of another backend, each into a process of its own."""
+
+    model_type = ProcessModel
+
+    def __init__(self, name: str, devices: str, probe: Probe) -> None:
+        """Loads the models of the backend `name`. `devices` is the setting GPU_DEVICES of `probe`."""
+        self.name = self.engine_name = name
+        self.probe, self._devices = probe, devices
+
+    @functools.cached_property
+    def inner(self) -> Backend:
+        """The other backend, which reads the sources of models in this process. It loads none."""
+        return open_backend(self.name, self.probe)
+
+    @property
+    def can_move(self) -> bool:  # type: ignore[override]
+        """Whether the other backend can move a model."""
+        return self.inner.can_move
+
+    @property
+    def can_split(self) -> bool:  # type: ignore[override]
+        """Whether the other backend can divide a model among devices."""
+        return self.inner.can_split
+
+    def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
+        """What the source of `spec` shows about the model's size. `origin` is ignored."""
+        return self.inner.evidence(spec)
+
+    def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
+        """Relative sizes of the pieces of the model of `spec`. `origin` and `model` are ignored."""
+        return self.inner.pieces(spec)
+
+    def load(
+        self,
+        spec: ModelSpec,
+        shares: Shares,
+        origin: Any = None,
+        *,
+        progress: Progress | None = None,
+        into: Any = None,
+    ) -> ProcessHandle:
+        """Starts a process that loads the model of `spec` onto `shares`, and returns its handle.
+
+        `progress` is called with bytes done and in total. `into` is a handle or a ProcessModel of an
+        earlier load, which gets the new process. `origin` is ignored. Raises what the other backend
+        raises, and LoadFailed.
+        """
+        if self.name == "llama_cpp":  # the process is the model's own already
+            spec = replace(spec, options={**spec.options, "isolated": False})
+        process = ModelProcess(self.name, self._devices, self.probe, spec)
+        handle = ProcessHandle(process, self._reused(into, spec.name))
+        try:
+            measured = process.load(shares, progress)
+            handle.loaded(self._charged(process.pids, measured), self.probe)
+            return handle
+        except BaseException:
+            handle.end()
+            raise
+
+    def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
+        """Moves the model of the handle `model` to `shares`, or nothing."""
+        held: list[Block] = []
+        try:
+            for share in shares:
+                held.append(self.probe.place(share.device).allocate(share.bytes))
+            model.shares = model.engine.move(shares)
+        except BaseException:
+            for block in held:
+                block.free()
+            raise
+        before, model.blocks = model.blocks, held
+        for block in before:
+            block.free()
+
+    def elsewhere(self, model: ProcessHandle) -> tuple[str, ...]:
+        """The tensors of `model` that are not on its shares."""
+        return model.engine.request("elsewhere")
+
+    def droppable(self, model: ProcessHandle) -> bool:
+        """Whether a cheap check suggests that the source could restore `model` byte for byte."""
+        return self._holds(model, "droppable")
+
+    def unchanged(self, model: ProcessHandle) -> bool:
+        """Whether `model` and its source are proven unchanged since the load."""
+        return self._holds(model, "unchanged")
+
+    def _holds(self, model: ProcessHandle, kind: str) -> bool:
+        """The answer of the process of `model`. A process that is gone has no weights to lose."""
+        try:
+            return model.engine.request(kind)
+        except EngineDied:
+            return True

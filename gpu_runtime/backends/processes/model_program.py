@@ -1,0 +1,133 @@
+"""The program of a process that runs one model for another process. See `model_processes.py`.
+
+It answers requests, each a pickled tuple (number, kind, arguments), with (number, "result" or
+"error", value). Each request runs in a thread of its own. The socket connects this process with its
+owner only, so the owner may run any code here anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ...devices.probe import open_probe
+from ...errors import GpuError, ProcessLost
+from ...facts import ModelSpec, Shares
+from ...threads import start
+from ..fault_texts import recognise
+from ..registry import open_backend
+from . import remote_calls
+
+LOST_CODE = 70  # the exit code of a process that can no longer use its card
+
+
+class Model:
+    """The model of this process. Its methods are the kinds of requests."""
+
+    def __init__(self, report: Callable[[int, int], None]) -> None:
+        """Nothing is loaded yet. `report` is called during the load, with bytes done and in total."""
+        self._report = report
+        self._backend: Any = None
+        self._handle: Any = None
+
+    def load(
+        self, backend: str, devices: str, ids: tuple[str, ...], spec: ModelSpec, shares: Shares
+    ) -> Shares:
+        """Loads the model of `spec` onto its `shares` and returns the measured ones.
+
+        `backend` is its name. `devices` is the setting GPU_DEVICES of the owner, and `ids` are the
+        names that the owner has for these devices, in their order.
+        """
+        probe = open_probe(devices)
+        probe.rename({mine.id: id for mine, id in zip(probe.devices, ids, strict=True)})
+        self._backend = open_backend(backend, probe)
+        self._handle = self._backend.load(spec, shares, progress=self._report)
+        return self.measure()
+
+    def move(self, shares: Shares) -> Shares:
+        """Moves the model to `shares` and returns the measured ones."""
+        self._backend.move(self._handle, shares)
+        return self.measure()
+
+    def measure(self) -> Shares:
+        """The bytes of the model on each device."""
+        return self._backend.measure(self._handle)
+
+    def elsewhere(self) -> tuple[str, ...]:
+        """The tensors of the model that are not on its shares."""
+        return self._backend.elsewhere(self._handle)
+
+    def droppable(self) -> bool:
+        """Whether a cheap check suggests that the source could restore the model byte for byte."""
+        return self._backend.droppable(self._handle)
+
+    def unchanged(self) -> bool:
+        """Whether the model is proven unchanged since its load."""
+        return self._backend.unchanged(self._handle)
+
+    def call(self, path: tuple[str, ...], given: bytes) -> bytes:
+        """The result of a call on the model; see `remote_calls.run`."""
+        return remote_calls.run(self._backend.value(self._handle), path, given)
+
+
+KINDS = tuple(name for name in vars(Model) if not name.startswith("_"))
+
+
+def main(number: int) -> None:
+    """Answers requests from the socket `number` until the owner closes it."""
+    connection = Connection(number)
+    sending = threading.Lock()
+
+    def send(*message: Any) -> None:
+        data = _pickled(message)
+        with sending:
+            connection.send_bytes(data)
+
+    model = Model(lambda done, total: send(0, "progress", (done, total)))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, OSError):  # the owner has ended, or it wants this process no more
+            os._exit(0)
+        start(partial(_answer, model, request, send))
+
+
+def _answer(model: Model, request: bytes, send: Callable[..., None]) -> None:
+    """Runs one request. Ends this process if it can no longer use its card."""
+    number, kind, args = pickle.loads(request)
+    try:
+        if kind not in KINDS:
+            raise GpuError(f"{kind} is no request of a model; these are: {', '.join(KINDS)}.")
+        send(number, "result", getattr(model, kind)(*args))
+    except Exception as error:  # noqa: BLE001 - raised where the owner waits
+        fault = None
+        if not isinstance(error, GpuError):
+            fault = recognise(str(error))
+            error.add_note(traceback.format_exc())
+        send(number, "error", error)
+        if isinstance(error, ProcessLost) or (fault is not None and fault.loses_context):
+            print(error, file=sys.stderr, flush=True)
+            os._exit(LOST_CODE)
+
+
+def _pickled(message: tuple[Any, ...]) -> bytes:
+    """The `message` as bytes. An error that cannot be sent becomes a GpuError with its text."""
+    number, what, value = message
+    try:
+        data = pickle.dumps(message)
+        if what == "error":
+            pickle.loads(data)  # some errors can be written, and not be read
+        return data
+    except Exception as error:  # noqa: BLE001 - an error of any class may come from the model
+        return pickle.dumps((number, "error", GpuError(f"{value!r} cannot be sent ({error}).")))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""Calls on a model that another process sends: the arguments come as bytes, and so does the result.
+
+So the processes between the caller and the model need not read them, nor import torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import BadCall
+from ...threads import imported
+
+
+def run(value: Any, path: tuple[str, ...], given: bytes) -> bytes:
+    """The pickled result of a call on the model `value`, with tensors in host memory.
+
+    `path` has the names of the attributes that lead to what is called; it is empty for the model
+    itself. `given` is the pickled pair of arguments and keyword arguments. Tensors in them are moved
+    to the model's device.
+
+    Raises the errors of the call, and BadCall for a result that cannot be sent.
+    """
+    target = value
+    for name in path:
+        target = getattr(target, name)
+    args, kwargs = _each_tensor(pickle.loads(given), _mover(value))
+    found = target(*args, **kwargs)
+    result = _each_tensor(found, lambda tensor: tensor.detach().cpu())
+    try:
+        return pickle.dumps(result)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        method = ".".join(path) or "the call"
+        raise BadCall(
+            f"the result of {method} cannot be sent to another process ({error}).",
+            name=getattr(value, "name", ""),
+            method=method,
+            why=str(error),
+        ) from None
+
+
+def _mover(value: Any) -> Callable[[Any], Any]:
+    """A function that moves a tensor to the device of the model `value`."""
+    parameters = getattr(value, "parameters", None)
+    first = next(iter(parameters()), None) if callable(parameters) else None
+    device = getattr(first, "device", None)
+    return lambda tensor: tensor if device is None else tensor.to(device)
+
+
+def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The `value` with `change` applied to every tensor in it. Without torch it is unchanged."""
+    torch = imported("torch")
+    if torch is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple, set):
+        return type(value)(_each_tensor(one, change) for one in value)
+    if isinstance(value, dict) and hasattr(value, "items"):
+        changed = {key: _each_tensor(one, change) for key, one in value.items()}
+        return changed if type(value) is dict else _same_kind(value, changed)
+    return value
+
+
+def _same_kind(value: Any, changed: dict[Any, Any]) -> Any:
+    """`changed` as a mapping of the class of `value`, such as a model's output."""
+    try:
+        return type(value)(**changed)
+    except TypeError:
+        return changed

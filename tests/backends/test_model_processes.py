@@ -1,0 +1,152 @@
+"""Models in processes of their own: calls, moves, restarts under the same lease, and the loss."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpu_runtime import EngineDied, Runtime
+from gpu_runtime.backends.processes import model_program
+from gpu_runtime.backends.processes.model_processes import ModelProcess, ProcessBackend
+from gpu_runtime.backends.processes.processes import MOST_RESTARTS
+from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.errors import LoadFailed, NotResident
+from gpu_runtime.facts import HOST, ModelSpec, Share
+
+DEVICES = "sim:1x24GiB,host:48GiB"
+GIB = 1 << 30
+
+
+@pytest.fixture
+def rt(tmp_path) -> Iterator[Runtime]:
+    """A runtime whose fake models run in processes of their own."""
+    with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}") as found:
+        found._session.backends["fake"] = ProcessBackend("fake", DEVICES, found.probe)
+        found.register("qwen", backend="fake", size="14GiB")
+        yield found
+
+
+def ask(model: Any, path: tuple[str, ...], *args: object) -> Any:
+    return pickle.loads(model.run_there(path, pickle.dumps((args, {}))))
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Waits until `condition` is true, for 60 s at most."""
+    pause = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"not within 60 s: {what}")
+
+
+def kill(model: Any) -> None:
+    """Kills the program of the model, and waits until it answers again or is gone for good."""
+    process: ModelProcess = model._engine
+    before = process.pids
+    os.kill(before[-1], signal.SIGKILL)
+    until(lambda: process.error or (process.pids and process.pids != before), "its new start")
+
+
+def test_a_call_runs_in_the_process_of_the_model(rt):
+    with rt.use("qwen") as model:
+        guard, program = model._engine.pids
+        assert program not in (os.getpid(), guard)
+        assert ask(model, (), "words") == "words"
+        assert ask(model, ("name", "upper")) == "QWEN"
+        with pytest.raises(AttributeError) as raised:
+            ask(model, ("nothing",))
+        assert "remote_calls.py" in raised.value.__notes__[0], "where it happened there"
+        assert model._engine.restarts == 0
+
+
+def test_a_model_moves_to_host_memory_and_back_in_the_same_process(rt):
+    with rt.use("qwen") as model:
+        pids = model._engine.pids
+    rt.evict("qwen")
+    assert [lease.where for lease in rt.status().leases()] == [HOST]
+    with rt.use("qwen") as again:
+        assert (again, again._engine.pids) == (model, pids)
+        assert ask(again, (), 1) == 1
+    assert rt.probe.place("sim:0").held_bytes() == 14 * GIB
+    rt.forget("qwen")
+    assert (model._engine, rt.probe.place("sim:0").held_bytes()) == (None, 0)
+    with pytest.raises(NotResident):
+        ask(model, (), 1)
+
+
+def test_a_killed_process_keeps_its_lease_three_times_and_then_a_waiting_rival_has_the_card(
+    rt, tmp_path
+):
+    """Without the restart under the same lease, a rival had the card after 0.02 s."""
+    got = threading.Event()
+    with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}") as rival:
+
+        def wait_for_the_card() -> None:
+            """Waits for bytes that are free only once the model is lost."""
+            with rival.lease("20GiB", purpose="training", timeout=120):
+                got.set()
+
+        with rt.use("qwen") as model:
+            waiting = threading.Thread(target=wait_for_the_card)
+            waiting.start()
+            until(lambda: rt.status().tickets, "the rival waits")
+            for count in range(1, MOST_RESTARTS + 1):
+                kill(model)
+                assert model._engine.restarts == count
+                assert ask(model, (), count) == count
+                assert not got.is_set(), "the card was never free"
+                [lease] = [lease for lease in rt.status().leases() if lease.name == "qwen"]
+                assert (lease.where, lease.pins) == ("sim:0", 1)
+            lost = model._engine
+            kill(model)
+            assert isinstance(lost.error, EngineDied) and "restarted 3 times" in str(lost.error)
+            waiting.join(120)
+            assert got.is_set(), "the fourth time the model is lost, and the rival has the card"
+
+
+def test_a_call_that_is_cut_off_raises_and_the_next_one_waits_for_the_restart(rt):
+    """The call may have run, so it is not repeated."""
+    with rt.use("qwen") as model:
+        os.kill(model._engine.pids[-1], signal.SIGSTOP)  # the call is sent, and not answered
+        outcome: list[BaseException] = []
+
+        def call() -> None:
+            """Notes the error of the call."""
+            try:
+                ask(model, (), 1)
+            except BaseException as error:  # noqa: BLE001 - checked below
+                outcome.append(error)
+
+        calling = threading.Thread(target=call)
+        calling.start()
+        until(lambda: model._engine._program._pending, "the call is sent")
+        kill(model)
+        calling.join(60)
+        assert [type(error) for error in outcome] == [EngineDied]
+        assert ask(model, (), 2) == 2
+
+
+def test_a_failed_load_leaves_no_process_and_no_bytes():
+    probe = open_probe(DEVICES)
+    backend = ProcessBackend("fake", DEVICES, probe)
+    spec = ModelSpec("bad", backend="fake", size=GIB, options={"fails": True})
+    with pytest.raises(LoadFailed, match="fails=True"):
+        backend.load(spec, (Share("sim:0", GIB),))
+    assert probe.place("sim:0").held_bytes() == 0
+
+
+def test_an_error_that_cannot_be_sent_becomes_its_text():
+    """A call may raise an error of a class that only its process knows."""
+
+    class Local(Exception):
+        """pickle finds no such class."""
+
+    sent = pickle.loads(model_program._pickled((1, "error", Local("words"))))
+    assert sent[:2] == (1, "error") and "words" in str(sent[2])
