@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from gpu_runtime.errors import GpuError
-from gpu_runtime.facts import THIS_PROCESS, Outcome, Snapshot
+from gpu_runtime.facts import THIS_PROCESS, LeaseId, Outcome, Snapshot
+from gpu_runtime.units import show_bytes
 
-from .data.confirmations import Proposal, changed
+from .data.confirmations import ON_CARDS, Proposal, changed, idle_leases
 
 log = logging.getLogger("gpu_runtime")
 
@@ -40,8 +42,9 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
     Raises the errors of the runtime's method.
     """
     with rt.on_behalf_of(name):
-        if proposal.verb == "defrag":
-            return rt.defrag(proposal.owner, timeout=ANSWER_SECONDS)
+        special = _SPECIAL.get(proposal.verb)
+        if special is not None:
+            return special(rt, proposal)
         # A kernel's lease is evicted and preloaded like a model's. `rt.park` would wait without limit.
         act = getattr(rt, {"park": "evict", "unpark": "preload"}.get(proposal.verb, proposal.verb))
         if proposal.verb in ("pin", "unpin"):
@@ -49,7 +52,38 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
         return act(proposal.subject, timeout=ANSWER_SECONDS)
 
 
+def _evict_idle(rt: Any, proposal: Proposal) -> Outcome:
+    """Evicts the idle models on a card, one after the other. A failure does not stop the others."""
+    leases, failed, freed = idle_leases(rt.status(), proposal.name), [], 0
+    for lease in leases:
+        try:
+            freed += rt.evict(LeaseId(lease.owner, lease.name), timeout=ANSWER_SECONDS).bytes
+        except GpuError as error:
+            failed.append(str(error))
+    left = f"{len(leases) - len(failed)} of {len(leases)} left; {show_bytes(freed)} came free"
+    return Outcome("evict", proposal.name, not failed, ". ".join([left, *failed]), freed)
+
+
+def _unpin_evict(rt: Any, proposal: Proposal) -> Outcome:
+    rt.unpin(proposal.subject)
+    return rt.evict(proposal.subject, timeout=ANSWER_SECONDS)
+
+
+_SPECIAL: dict[str, Callable[[Any, Proposal], Outcome]] = {
+    "defrag": lambda rt, one: rt.defrag(one.owner, timeout=ANSWER_SECONDS),
+    "compact": lambda rt, one: rt.defrag(timeout=ANSWER_SECONDS),
+    "drain": lambda rt, one: rt.drain(one.name, timeout=ANSWER_SECONDS),
+    "undrain": lambda rt, one: rt.drain(one.name, undo=True),
+    "evict_idle": _evict_idle,
+    "drop": lambda rt, one: rt.evict(one.subject, drop=True, timeout=ANSWER_SECONDS),
+    "unpin_evict": _unpin_evict,
+    "move": lambda rt, one: rt.move(one.subject, one.device, timeout=ANSWER_SECONDS),
+}
+
+
 def asked_process(proposal: Proposal, snapshot: Snapshot | None) -> str:
     """The name in `snapshot` of the process that the `proposal` waits for."""
+    if proposal.verb in ON_CARDS:
+        return "the processes concerned"
     section = snapshot.sections.get(proposal.owner) if snapshot else None
     return section.owner.label if section else THIS_PROCESS

@@ -100,7 +100,7 @@ class Actions:
         `target` is `owner id/name`, or `owner id/` for defrag.
         """
         snapshot = self.poller.result.snapshot
-        if not self.may_act or snapshot is None or verb not in VERBS:
+        if not self.may_act or snapshot is None or verb.partition(" ")[0] not in VERBS:
             return
         proposal = propose(verb, target, snapshot)
         difference = changed(proposal, snapshot)
@@ -139,7 +139,7 @@ class Actions:
         self.poller.nudge()
 
     def _report(self, proposal: Proposal, state: str, words: str) -> ActionReport:
-        action = f"{proposal.verb} {proposal.title}".strip()
+        action = f"{VERBS[proposal.verb].lower()} {proposal.title}".strip()
         number = next(self._numbers)
         report = ActionReport(number, self._wall(), action, state, words, proposal.target)
         self._reports = kept((*self._reports, report))

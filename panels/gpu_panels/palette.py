@@ -1,11 +1,9 @@
-"""The colours of the console: the style of each lease, and the style of each pressure level.
+"""The colours of the console: the style of each process, and the style of each pressure level.
 
-`%gpu` uses the same seven colours, which are those of Okabe and Ito. People with any kind of
-colour-blindness can distinguish the colours on a dark and on a light page. Each area has a grey edge
-that is visible on both. Colour is never the only sign: a lease also has its name, and a level has its
-word and a mark.
-
-Source: Okabe & Ito 2008, Color Universal Design.
+A lease has the neutral colour of its process. Saturated colours are for problems only. People with any
+kind of colour-blindness can distinguish the neutral colours on a dark and on a light page. Each area
+has a grey edge that is visible on both. Colour is never the only sign: a lease also has its name, and a
+level has its word and a mark.
 """
 
 from __future__ import annotations
@@ -16,24 +14,24 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gpu_runtime.facts import Lease, Level
-from gpu_runtime.rendering.elements import COLOURS, look
 
+# The nearest two differ by eleven times the just noticeable difference, for any colour-blindness.
+COLOURS = ("#b5b7b0", "#748db1", "#9dd4ef", "#998a65", "#f0deb6", "#878d88", "#d7e2e3")
+INK = "#000000"  # the colour of text on each of these colours
 EDGE = "#808080"  # its contrast with a white and with a dark page is at least 3 : 1
 UNOWNED = "#8c8c8c"  # bytes outside all leases; they are always hatched, unlike leases
 PLAIN = " "  # Bokeh's hatch that draws nothing
-# The first seven leases use the first texture, and the next seven leases the second texture.
-# `%gpu` draws stripes and dots.
+# The first seven processes use the first texture, and the next seven processes the second texture.
 TEXTURES = (PLAIN, ".", "-")
 SLOTS = len(COLOURS) * len(TEXTURES)
-KEPT = 1024  # labels whose style is remembered
-_NEEDS_WHITE_INK = {"#0072b2"}
+KEPT = 1024  # processes whose style is remembered
 
 
 class LeaseStyle(NamedTuple):
-    """How one lease is drawn in every chart and table."""
+    """How a process, and each of its leases, is drawn in every chart and table."""
 
     colour: str
-    ink: str  # colour of text on `colour`, with a contrast of at least 4.5 : 1
+    ink: str = INK  # colour of text on `colour`, with a contrast of at least 4.5 : 1
     texture: str = PLAIN  # one of TEXTURES
 
 
@@ -49,26 +47,15 @@ def label_of(owner_id: str, name: str) -> str:
 
 
 def style_of(slot: int) -> LeaseStyle:
-    """The style with the number `slot`: a colour, its ink and a texture."""
-    colour = COLOURS[slot % len(COLOURS)]
-    ink = "#ffffff" if colour in _NEEDS_WHITE_INK else "#000000"
+    """The style with the number `slot`: a colour and a texture."""
     texture = TEXTURES[slot // len(COLOURS) % len(TEXTURES)]
-    return LeaseStyle(colour, ink, texture)
-
-
-def preferred_slot(label: str) -> int:
-    """The slot that `label` gets if that slot is free.
-
-    It has the colour that `%gpu` gives the model, and no texture.
-    """
-    model = label.rpartition("@")[0] or label
-    return COLOURS.index(look(model).colour)
+    return LeaseStyle(COLOURS[slot % len(COLOURS)], texture=texture)
 
 
 def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
     """A slot (the number of a style) for each of `labels`.
 
-    A label gets its old slot, else its preferred slot, else a free slot. `kept` has the slots assigned
+    A label gets its old slot, else a free slot. `kept` has the slots assigned
     so far, with the most recently seen label last. A new label avoids the slots of labels that are
     shown with it or were seen recently. If all slots are taken, it gets the least used slot.
     """
@@ -81,26 +68,25 @@ def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, in
     for label in wanted:
         if label in assigned:
             continue
-        slot = _best_slot(preferred_slot(label), slot_uses, colour_uses)
+        slot = _best_slot(slot_uses, colour_uses)
         assigned[label] = slot
         slot_uses[slot] += 1
         colour_uses[slot % len(COLOURS)] += 1
     return assigned
 
 
-def _best_slot(preferred: int, slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
-    """The least used slot. Among equals, the least used colour counts, then the preferred colour."""
+def _best_slot(slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
+    """The least used slot. Among equals, the least used colour counts, then the lowest number.
 
-    def cost(slot: int) -> tuple[int, int, bool, int]:
-        colour = slot % len(COLOURS)
-        # The slot number is the last criterion, since low slots have no texture and are most legible.
-        return slot_uses[slot], colour_uses[colour], colour != preferred, slot
-
-    return min(range(SLOTS), key=cost)
+    Low slots have no texture and are most legible.
+    """
+    return min(
+        range(SLOTS), key=lambda slot: (slot_uses[slot], colour_uses[slot % len(COLOURS)], slot)
+    )
 
 
 class Palette:
-    """Remembers the style of each label, so a lease keeps its colour over time and across tabs.
+    """Remembers the style of each process, so it keeps its colour over time and across tabs.
 
     It is thread-safe.
     """
@@ -110,18 +96,19 @@ class Palette:
         self._lock = threading.Lock()
 
     def styles(self, labels: Iterable[str]) -> dict[str, LeaseStyle]:
-        """The style of each of `labels`. A new label gets a style now."""
+        """The style of each of `labels`: that of its process. A new process gets a style now."""
+        pids = {label: label.rpartition("@")[2] for label in labels}
         with self._lock:
-            assigned = assign_slots(self._kept, labels)
-            for label, slot in assigned.items():
-                self._kept.pop(label, None)
-                self._kept[label] = slot  # the label becomes the most recently seen one
+            assigned = assign_slots(self._kept, pids.values())
+            for pid, slot in assigned.items():
+                self._kept.pop(pid, None)
+                self._kept[pid] = slot  # the process becomes the most recently seen one
             for oldest in list(self._kept)[:-KEPT]:
                 del self._kept[oldest]
-        return {label: style_of(slot) for label, slot in assigned.items()}
+        return {label: style_of(assigned[pid]) for label, pid in pids.items()}
 
 
-SHARED = Palette()  # one for the process: every session and tab draws a lease in the same style
+SHARED = Palette()  # one for the process: every session and tab draws a process in the same style
 
 
 class LevelStyle(NamedTuple):

@@ -38,9 +38,8 @@ SETTLED_MS = 2500  # until animations have ended and the first history is drawn
 
 
 def now(seen: BrowserPage) -> None:
-    """Shows the last 24 hours of the tab Now."""
-    seen.page.get_by_role("button", name="24 h").click()
-    seen.page.get_by_text("qwen ·").first.wait_for()
+    """Shows the devices, with the menu of a model."""
+    seen.page.get_by_role("button", name="reranker · analysis.ipynb").click()
 
 
 def evict(seen: BrowserPage) -> None:

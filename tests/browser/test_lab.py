@@ -78,7 +78,7 @@ def test_no_request_goes_to_another_host(live):
     for title in (
         "Now",
         "Leases",
-        "Queue",
+        "Timeline",
         "Decisions",
         "Evictions",
         "Fragmentation",

@@ -8,6 +8,7 @@ import signal
 import sys
 
 import pytest
+from gpu_panels.tabs import registry
 
 from tests.faces.served import OPERATORS, VIEWERS, end, free_port, serving
 from tests.nvml_driver import until
@@ -20,7 +21,7 @@ pytest.importorskip("playwright")
 pytestmark = pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium")
 
 DEVICES = "sim:24GiB,host:64GiB"  # the same as of the served console
-TABS = ("Now", "Models", "Leases", "Queue", "Decisions", "Evictions", "Fragmentation", "What if")
+TABS = tuple(registry.titles())
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,11 @@ import shutil
 import sys
 
 import pytest
+from gpu_panels.data.bars import bars
 from gpu_panels.data.device_words import room_words
 
 from gpu_runtime import Runtime
+from gpu_runtime.units import show_bytes
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.stories.test_processes import Kernel
 
@@ -37,23 +39,21 @@ for n in range(9):
     rt.register(f"model{n}", backend="fake", size=f"{n % 6 + 1}GiB")
 threading.Thread(target=churn, daemon=True).start()
 """
-# The free memory of each device as its heading says it, and as its bar says it.
+# The free memory of each device as its row says it, and the bytes of all leases in its bar.
 FIGURES = """() => {
-  const heads = {}
+  const seen = {}
   const collect = (root) => {
     for (const node of root.querySelectorAll("*")) {
-      const free = node.classList.contains("head") && node.querySelector(".free")
-      if (free) heads[node.querySelector(".name").textContent] = free.textContent
+      if (node.getAttribute("role") === "listitem" && node.querySelector(".free b")) {
+        const names = [...node.querySelectorAll(".part")].map((part) => part.getAttribute("aria-label"))
+        const parts = names.map((name) => name.split(", ").slice(0, 2).join(" "))
+        seen[node.querySelector(".name b").textContent] = [node.querySelector(".free b").textContent, parts.sort()]
+      }
       if (node.shadowRoot) collect(node.shadowRoot)
     }
   }
   collect(document)
-  const bars = []
-  for (const doc of Bokeh.documents)
-    for (const model of doc._all_models.values())
-      for (const text of model.type === "ColumnDataSource" ? model.data.tooltip ?? [] : [])
-        if (/ free; .* may be leased/.test(text)) bars.push(text.split(";")[0])
-  return [heads, bars.sort()]
+  return seen
 }"""
 
 
@@ -64,14 +64,22 @@ def chromium():
         yield browser
 
 
-def figures_of(rt) -> tuple[dict[str, str], list[str]]:
-    """The free memory of each device by the ledger of `rt`, and the same words in order."""
-    words = {view.device.id: room_words(view) for view in rt.status().devices}
-    return words, sorted(words.values())
+def figures_of(rt) -> dict[str, list]:
+    """The free memory and the leases of each device by the ledger of `rt`, in the words of the page."""
+    snapshot = rt.status()
+    return {
+        bar.device.id: [
+            room_words(view),
+            sorted(
+                f"{one.title} · {one.notebook} {show_bytes(one.bytes)}" for one in bar.stretches
+            ),
+        ]
+        for view, bar in zip(snapshot.devices, bars(snapshot), strict=True)
+    }
 
 
 @pytest.mark.parametrize("loads", [4, pytest.param(50, marks=pytest.mark.soak)])
-def test_every_heading_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, tmp_path, loads):
+def test_every_row_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, tmp_path, loads):
     """Leases change from the request of the page until it is drawn. Then they rest.
 
     A change that was lost in between stayed wrong for good, because later snapshots were equal.
@@ -98,7 +106,7 @@ def test_every_heading_and_bar_shows_the_ledger_after_a_load_under_churn(chromiu
 def _compare(seen: BrowserPage, rt) -> None:
     """Waits until the page shows the ledger's figures. Fails with both if it never does."""
     for _ in range(int(SHOWN_MS / 100)):
-        shown, expected = tuple(seen.page.evaluate(FIGURES)), figures_of(rt)
+        shown, expected = seen.page.evaluate(FIGURES), figures_of(rt)
         if shown == expected:
             break
         seen.page.wait_for_timeout(100)

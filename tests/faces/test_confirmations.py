@@ -5,12 +5,13 @@ changes since the click.
 from __future__ import annotations
 
 import pytest
+from gpu_panels.acting import attempt
 from gpu_panels.data.confirmations import Proposal, changed, propose, question
 from msgspec.structs import replace
 
 from gpu_runtime.facts import LeaseId, Phase
 
-from .samples import BOB, HOST, ME, NOW, lease, snapshot
+from .samples import BOB, HOST, ME, NOW, drained, lease, snapshot
 
 
 def idle(**more):
@@ -48,7 +49,7 @@ def test_the_question_of_an_eviction_shows_bytes_process_and_consequence():
     )
 
 
-@pytest.mark.parametrize("verb", ["evict", "restore", "pin", "unpin"])
+@pytest.mark.parametrize("verb", ["evict", "drop", "unpin_evict", "restore", "pin", "unpin"])
 def test_every_question_names_the_model_its_bytes_and_its_user(verb):
     """The model can belong to another user than the one who started the server."""
     world = snapshot(lease("qwen", 14, HOST if verb == "restore" else "sim:0", owner=BOB))
@@ -81,6 +82,7 @@ def test_the_question_shows_that_an_unmovable_model_is_loaded_again():
         ("pin", "no other model can evict it"),
         ("unpin", "it is evicted when other models need the memory"),
         ("defrag", "returns cached blocks"),
+        ("move sim:1", "Its 14.0 GiB move from sim:0 to sim:1"),
     ],
 )
 def test_the_question_of_every_other_verb_shows_its_effect(verb, words):
@@ -109,6 +111,9 @@ def test_a_model_that_is_on_disk_may_be_preloaded():
         ("evict", idle(pins=1), "qwen is in use now"),
         ("evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
         ("evict", idle(phase=Phase.LEAVING), "qwen is already leaving"),
+        ("drop", idle(pins=1), "qwen is in use now"),
+        ("unpin_evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
+        ("move sim:1", snapshot(lease("qwen", 14, "sim:1")), "qwen is on sim:1 now, not on sim:0"),
         ("pin", idle(keep=True), "qwen is already pinned"),
         ("unpin", idle(), "qwen is already not pinned"),
         ("defrag", replace(snapshot(), sections={}), "The process that held qwen has ended"),
@@ -120,6 +125,60 @@ def test_a_change_since_the_click_is_reported_and_nothing_is_done(verb, then, wo
     """In the last case another owner has a model of that name. The visitor did not mean that model."""
     difference = changed(propose(verb, at(), idle()), then)
     assert words in difference and difference.endswith("Nothing was done.")
+
+
+def test_unpin_and_evict_is_one_step_whose_question_says_both():
+    text = question(propose("unpin_evict", at(), idle(keep=True)), idle(keep=True))
+    assert "It is pinned. It is unpinned first." in text.lines and text.grave
+    assert text.confirm == "Unpin and evict, freeing 14.0 GiB"
+
+
+def test_the_question_of_a_drain_counts_what_leaves():
+    """Only idle models leave at once. A pinned one and one in use stay."""
+    seen = snapshot(lease("qwen", 14), lease("llama", 2, pins=1), lease("gemma", 1, keep=True))
+    text = question(propose("drain", "/sim:0", seen), seen)
+    assert text.title == "Drain sim:0?" and text.grave
+    assert "1 idle model with 14.0 GiB leave now." in text.lines[1]
+    text = question(propose("evict_idle", "/sim:0", seen), seen)
+    assert text.confirm == "Evict, freeing 14.0 GiB"
+
+
+@pytest.mark.parametrize(
+    ("verb", "card", "words"),
+    [
+        ("drain", "cuda:1", "cuda:1 is already drained"),
+        ("undrain", "cuda:0", "cuda:0 is not drained"),
+        ("compact", "cuda:9", "cuda:9 is no longer a device"),
+        ("evict_idle", "cuda:1", "No idle model is on cuda:1"),
+    ],
+)
+def test_a_card_is_looked_at_again_before_an_action(verb, card, words):
+    assert words in changed(propose(verb, f"/{card}", drained), drained)
+
+
+def test_what_a_confirmed_action_does(rt):
+    """Each verb of a row and of a part, on a runtime of its own."""
+    rt.register("qwen", backend="fake", size="4GiB")
+    rt.register("llama", backend="fake", size="3GiB", keep=True)
+    for name in ("qwen", "llama"):
+        rt.preload(name)
+
+    def does(verb, target):
+        """Carries out the action, and returns where the two models are."""
+        state, sentence = attempt(rt, propose(verb, target, rt.status()), "ann")
+        assert state == "done", sentence
+        return {lease.name: lease.where for lease in rt.status().leases()}
+
+    ids = {lease.name: lease.id for lease in rt.status().leases()}
+    assert does("evict_idle", "/sim:0") == {"qwen": "host", "llama": "sim:0"}
+    assert does("unpin_evict", ids["llama"]) == {"qwen": "host", "llama": "host"}
+    assert does("restore", ids["qwen"])["qwen"] == "sim:0"
+    assert "qwen" not in does("drop", ids["qwen"])
+    does("drain", "/sim:0")
+    assert rt.status().devices[0].drained.by.startswith("ann")
+    does("undrain", "/sim:0")
+    assert rt.status().devices[0].drained is None
+    does("compact", "/sim:0")
 
 
 def test_control_characters_in_a_name_are_made_visible():

@@ -284,11 +284,11 @@ def test_the_url_leads_to_the_tab_and_what_is_chosen_there(poller):
 
 
 def test_a_device_and_a_range_are_in_the_url(poller):
-    page = Console(poller, VIEWER, address={"device": "host", "range": "2 h"})
-    tab = page._made["Now"]
+    page = Console(poller, VIEWER, address={"tab": "Timeline", "device": "host", "range": "2 h"})
+    tab = page._made["Timeline"]
     assert (tab._device.value, tab._window.value) == ("host", "2 h")
     tab._window.value = "24 h"
-    assert page.status_bar.address == "device=host&range=24+h"
+    assert page.status_bar.address == "tab=Timeline&device=host&range=24+h"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_button_of_a_problem_opens_the_dialog_of_its_lease(page, poller):
     page._problems._handle_msg({"verb": f"pin {target(poller)}", "id": "swapping sim:0"})
     assert page.actions.dialog.open and page.actions.dialog.title == "Pin qwen?"
     page.actions.dialog.open = False
-    for forged in ("", "exec x", f"drop {target(poller)}"):
+    for forged in ("", "exec x", f"delete {target(poller)}"):
         page._problems._handle_msg({"verb": forged, "id": "x"})
     assert not page.actions.dialog.open
 
@@ -565,7 +565,7 @@ def test_a_closed_session_is_freed(poller, monkeypatch):
     """The page of a closed session is freed. Otherwise the server's memory would grow with each
     session.
     """
-    only_tabs(monkeypatch, "Models", "Leases", "Queue")
+    only_tabs(monkeypatch, "Models", "Leases", "Timeline")
     made = Console(poller, OPERATOR)
     for n in range(3):
         made._tabs.active = n
@@ -585,7 +585,7 @@ def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatc
     """The page with its charts and callbacks is freed, and so are its place in the poller and
     Panel's own entries.
     """
-    only_tabs(monkeypatch, "Now", "Models", "Leases", "Queue")
+    only_tabs(monkeypatch, "Now", "Models", "Leases", "Timeline")
     made = []
     monkeypatch.setattr(
         console, "Console", lambda *given, **more: made.append(Console(*given, **more)) or made[-1]

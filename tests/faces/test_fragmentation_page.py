@@ -160,10 +160,10 @@ def test_cancel_changes_nothing_and_confirm_releases_the_cache(visitors, kernel,
     asker, other = visitors(OPERATORS), visitors(VIEWERS)
     asker.shows(kernel, "84.0 MiB")
     other.shows(kernel, "84.0 MiB")
-    for answer, after in (("Cancel", 84 * MIB), ("Defragment", 20 * MIB)):
-        asker.row(kernel).get_by_role("button", name="Defragment").click()
+    for answer, after in (("Cancel", 84 * MIB), ("Compact", 20 * MIB)):
+        asker.row(kernel).get_by_role("button", name="Compact").click()
         dialog = asker.page.get_by_role("dialog")
-        dialog.get_by_text(f"Defragment pid {kernel.process.pid}").wait_for(timeout=20_000)
+        dialog.get_by_text(f"Compact pid {kernel.process.pid}").wait_for(timeout=20_000)
         dialog.get_by_role("button", name=answer).click()
         dialog.wait_for(state="hidden", timeout=20_000)
         assert until(lambda after=after: reserved_bytes(observer) == after)

@@ -1,15 +1,22 @@
-"""The tab Now, without a browser: what it shows, and that its figures are made only once."""
+"""The tab Now, without a browser: the rows of the devices, what is kept for whom, and the buttons."""
 
 from __future__ import annotations
 
+import json
 import re
 
+import pytest
 from gpu_panels.data.bars import bars
+from gpu_panels.data.device_rows import device_rows, labels, lease_buttons, past_rows, reserved
+from gpu_panels.palette import Palette
 from gpu_panels.tabs import now
 from gpu_panels.tabs.now import NowTab
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import History
+from gpu_runtime.facts import HOST, Event, History, Moment, Phase, Share, Ticket
+from gpu_runtime.units import GIB, MIB
 
 from . import pasts, samples
 from .polling import opened, refresh
@@ -20,25 +27,178 @@ def words(html):
     return " ".join(re.sub("<[^>]*>", " ", html).split())
 
 
-def heading(snapshot, device=0):
-    """The heading that the tab shows for a device."""
-    return now.heading(snapshot, snapshot.devices[device], bars(snapshot)[device])
+def rows(snapshot, may_act=True):
+    """The rows of a snapshot by device."""
+    drawn = bars(snapshot)
+    styles = Palette().styles(labels(drawn))
+    return {row.id: row for row in device_rows(snapshot, drawn, styles, may_act).rows}
 
 
-def test_the_heading_shows_free_memory_and_use_and_no_level():
+def wants(key, gib, device="sim:0", owner=samples.BOB, **more):
+    """A request that waits for this much memory."""
+    need = (Share(device, int(gib * GIB)),)
+    return Ticket(key, owner.id, "use", key, samples.NOW - 9, samples.NOW, need=need, **more)
+
+
+def test_a_row_shows_free_memory_and_use_and_no_level():
     """A card full of idle models is no problem, so it has no alarming word."""
-    assert words(heading(samples.busy)).startswith(
-        "sim:0 3.6 GiB free 18.0 of 21.6 GiB leased · 4.0 GiB idle"
+    row = rows(samples.busy)["sim:0"]
+    assert (row.free, row.facts) == ("3.6 GiB free", "18.0 of 21.6 GiB leased · 4.0 GiB idle")
+    assert not row.is_over and (row.busy, row.celsius, row.watts) == ("", "", "")
+
+
+def test_a_figure_that_the_driver_does_not_give_is_empty():
+    """An unknown figure is not shown as 0."""
+    view = samples.unmeasured.devices[0]
+    hot = replace(view.sample, temperature_celsius=61.0, power_watts=240.0)
+    seen = replace(
+        samples.unmeasured,
+        devices=(replace(view, sample=hot), *samples.unmeasured.devices[1:]),
+    )
+    row = rows(seen)["cuda:0"]
+    assert (row.busy, row.celsius, row.watts) == ("37 %", "61 °C", "240 W")
+    assert rows(samples.unmeasured)["cuda:0"].celsius == ""
+
+
+def test_the_parts_of_a_bar_are_its_leases_one_after_the_other():
+    """Positions are in percent of the axis."""
+    first, second = rows(samples.busy)["sim:0"].parts
+    assert (first.title, first.notebook, first.left) == ("qwen", "train.ipynb", 0)
+    assert (first.width, second.left) == (58.33, 58.33)
+    assert first.colour and first.colour != second.colour, "another process"
+    assert first.id == f"{samples.ME.id}/qwen"
+
+
+def test_all_cards_share_one_axis():
+    """A card of 24 GiB beside one of 12 GiB is twice as long. The host has an axis of its own."""
+    two = samples.snapshot(cards=2)
+    small = two.devices[1]
+    device = replace(small.device, total_bytes=12 * GIB)
+    seen = replace(
+        two,
+        devices=(two.devices[0], replace(small, device=device, limit_bytes=GIB), two.devices[2]),
+    )
+    assert [row.length for row in rows(seen).values()] == [100, 50, 100]
+    ticks = device_rows(seen, bars(seen), {}).ticks
+    assert ticks[:2] == ((0.0, "0"), (16.67, "4 GiB")) and ticks[-1] == (100.0, "24 GiB")
+
+
+def test_a_small_card_has_an_axis_in_mib():
+    """On an axis in GiB, a card of 96 MiB would end before the first tick."""
+    small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
+    assert device_rows(small, bars(small), {}).ticks[1] == (16.67, "16 MiB")
+    assert small.devices[0].device.total_bytes == 96 * MIB
+
+
+def test_free_memory_is_kept_for_the_first_in_the_queue():
+    """Of 3.6 GiB, llama's request keeps 2 GiB and the next one the rest. Nothing is left."""
+    seen = replace(samples.busy, tickets=(wants("llama", 2), wants("giant", 20)))
+    row = rows(seen)["sim:0"]
+    kept = [part for part in row.parts if part.kind == "kept"]
+    assert [part.title for part in kept] == ["kept for llama", "kept for giant"]
+    assert kept[0].lines.startswith("2.0 GiB of the 2.0 GiB that it waits for\nfor analysis.ipynb")
+    assert kept[1].lines.startswith("1.6 GiB of the 20.0 GiB")
+    assert row.free == "no memory free" and row.facts.startswith("3.6 GiB kept · ")
+    assert kept[0].left == row.parts[1].left + row.parts[1].width
+
+
+def test_what_victims_will_free_is_used_before_free_memory_is_kept():
+    """The reranker with 4 GiB is recalled for a request of 5 GiB, so 1 GiB is kept."""
+    ticket = wants("llama", 5, owner=samples.ME, recalls=(f"{samples.BOB.id}/reranker",))
+    seen = replace(samples.busy, tickets=(ticket,))
+    assert reserved(seen, seen.devices[0]) == [(ticket, GIB)]
+
+
+def test_a_stopped_process_keeps_nothing():
+    """Other requests overtake a request that is no longer refreshed."""
+    asleep = replace(wants("llama", 2), refreshed=samples.NOW - 60)
+    assert reserved(replace(samples.busy, tickets=(asleep,)), samples.busy.devices[0]) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=6))
+def test_no_more_is_kept_than_is_free(drawn):
+    tickets = [
+        wants(f"m{n}", size, recalls=(f"{samples.BOB.id}/reranker",) if recalls else ())
+        for n, (size, recalls) in enumerate(drawn)
+    ]
+    seen = replace(samples.busy, tickets=tuple(tickets))
+    kept = reserved(seen, seen.devices[0])
+    assert sum(size for _, size in kept) <= seen.devices[0].room_bytes
+    assert all(0 < size <= ticket.need[0].bytes for ticket, size in kept)
+
+
+def verbs(snapshot, name):
+    """The buttons of a model that can be pressed."""
+    lease = next(one for one in snapshot.leases() if one.name == name)
+    owner = snapshot.sections[lease.owner].owner
+    return [one.verb for one in lease_buttons(snapshot, lease, owner) if not one.why_not]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, ["evict", "pin", "drop", "move sim:1", "move sim:2"]),
+        ({"keep": True}, ["unpin_evict", "unpin"]),
+        ({"pins": 1}, ["pin"]),
+        ({"keep": True, "pins": 1}, ["unpin"]),
+        ({"phase": Phase.LEAVING}, ["pin"]),
+        ({"movable": False}, ["evict", "pin", "drop"]),
+    ],
+)
+def test_a_lease_offers_what_is_possible_now(more, expected):
+    """A pinned model has one button that unpins and evicts it. A model in use cannot leave."""
+    seen = samples.snapshot(
+        samples.lease("qwen", 4, droppable=not more.get("keep"), **more),
+        samples.lease("big", 18, "sim:2"),
+        samples.lease("full", 20, "sim:3"),
+        cards=4,
+    )
+    seen = replace(
+        seen,
+        devices=(
+            *seen.devices[:2],
+            replace(seen.devices[2], room_bytes=4 * GIB),
+            *seen.devices[3:],
+        ),
+    )
+    assert verbs(seen, "qwen") == expected
+
+
+def test_a_drained_card_says_by_whom_and_offers_the_end_of_the_drain():
+    row = rows(samples.drained)["cuda:1"]
+    assert row.is_drained and row.notices[0].startswith("drained by ann 10 min ago")
+    assert [one.verb for one in row.buttons] == ["undrain", "compact", "evict_idle"]
+    assert [one.verb for one in rows(samples.busy)["sim:0"].buttons][0] == "drain"
+
+
+def test_a_viewer_has_no_buttons():
+    seen = rows(samples.busy, may_act=False).values()
+    assert not any(row.buttons or any(part.buttons for part in row.parts) for row in seen)
+
+
+def test_a_card_over_its_budget_is_marked():
+    """Only a problem has a saturated colour."""
+    assert rows(samples.overdraft)["cuda:0"].is_over
+    assert not rows(samples.busy)["sim:0"].is_over
+
+
+def moment(ago, gib, device="sim:0"):
+    limit = 20 * GIB
+    wall = samples.WALL - ago
+    claims = {"qwen@1": gib * GIB}
+    return Moment(
+        wall, device, 20 * GIB, limit, gib * GIB, samples.busy.devices[0].level, claims=claims
     )
 
 
-def test_the_heading_has_the_bar_in_words():
-    """A screen reader reads the words of the bar."""
-    assert 'role="img">sim:0: qwen of train.ipynb 14.0 GiB' in heading(samples.busy)
-
-
-def test_names_are_escaped():
-    assert "<img" not in heading(samples.hostile) and "&lt;img" in heading(samples.hostile)
+def test_the_small_history_has_the_use_over_time_and_gaps_stay_gaps():
+    """Between 500 s and 200 s ago nothing was recorded. Equal moments are one rectangle."""
+    moments = [moment(ago, 10) for ago in range(900, 500, -10)]
+    moments += [moment(ago, 5) for ago in range(200, 0, -10)]
+    evicted = Event(1, samples.WALL - 450, "qwen", "offloaded", "request", "x", GIB, "sim:0", "1.1")
+    past = past_rows(History(tuple(moments), (evicted,), 900.0), samples.WALL)["sim:0"]
+    assert past.spans == ((0.0, 44.33, 50.0), (77.67, 100.0, 25.0))
+    assert past.marks == (50.0,) and past.words == "at most 50 % in use, 1 eviction"
 
 
 def test_a_machine_without_leases_shows_what_to_do():
@@ -51,58 +211,14 @@ def test_a_governor_that_is_off_is_noted():
     assert "The governor is off" in text
 
 
-def test_every_device_has_a_card_and_the_first_ones_history_is_shown():
-    tab = opened(
-        NowTab,
-        samples.eight,
-        history=lambda seconds, points: pasts.day(seconds=seconds, cards=1, gib=80),
-    )
-    assert len(tab._grid) == 9 and tab._device.value == "cuda:0"
-    assert [card.chart.source.data["title"] for card in tab._cards.values()][1] == [
-        "meta-llama/Llama-3.1-8B-Instruct"
-    ]
-    assert tab._note.html.startswith("No history of cuda:0"), "the history is of sim:0"
-
-
-def test_figures_are_made_once():
-    """Each second brings new data for the same figures."""
-    tab = opened(NowTab, samples.busy, history=lambda seconds, points: pasts.day(seconds=seconds))
-    made = [card.chart.figure for card in tab._cards.values()] + [tab._chart.figure]
+def test_the_tab_shows_devices_history_and_queue():
+    """Eight cards, the host, the queue and the last 15 minutes are on one page."""
+    past = pasts.day(seconds=900)
+    tab = opened(NowTab, samples.eight, history=lambda seconds, points: past)
+    shown = json.loads(tab.devices.rows)["rows"]
+    assert [row["id"] for row in shown] == [*(f"cuda:{n}" for n in range(8)), HOST]
+    assert "sim:0" in json.loads(tab.devices.past)
     tab.poller.rt.snapshot = samples.waiting
     refresh(tab)
-    assert made == [card.chart.figure for card in tab._cards.values()] + [tab._chart.figure]
-    assert tab._cards["sim:0"].chart.source.data["kind"] == ["settled", "leaving"]
-
-
-def test_another_window_is_fetched_and_shown_whole():
-    fetched = []
-    tab = opened(
-        NowTab,
-        samples.busy,
-        history=lambda seconds, points: fetched.append(seconds) or pasts.day(seconds=seconds),
-    )
-    tab._chart.time.update(start=1, end=2)
-    tab._window.value = "24 h"
-    refresh(tab)
-    assert fetched == [900, 86_400]
-    assert tab._chart.time.end - tab._chart.time.start == 86_400_000
-
-
-def test_an_empty_history_is_noted_above_a_chart_with_axes():
-    """The axes show the last 15 minutes and the device's size. Without data, Bokeh would begin at 1
-    January 1970.
-    """
-    tab = opened(NowTab, samples.busy, history=lambda seconds, points: History((), (), seconds))
-    assert tab._note.html.startswith("No history of sim:0 is recorded yet")
-    assert (tab._chart.time.end, tab._chart.time.end - tab._chart.time.start) == (
-        samples.WALL * 1e3,
-        900_000,
-    )
-    assert tab._chart.height.end > 24
-
-
-def test_the_card_of_a_removed_device_is_removed():
-    tab = opened(NowTab, samples.drained)
-    tab.poller.rt.snapshot = samples.unmeasured
-    refresh(tab)
-    assert list(tab._cards) == ["cuda:0", "host"] and tab._device.options == ["cuda:0", "host"]
+    assert [row["id"] for row in json.loads(tab.devices.rows)["rows"]] == ["sim:0", HOST]
+    assert json.loads(tab.queue.rows)[0][1][1][0] == "llama"

@@ -1,4 +1,4 @@
-"""The console's colours. Every viewer can tell them apart, in both themes, and each lease keeps its
+"""The console's colours. Every viewer can tell them apart, in both themes, and each process keeps its
 colour.
 """
 
@@ -18,7 +18,6 @@ from gpu_panels.palette import (
     assign_slots,
     label,
     level_word,
-    preferred_slot,
     style_of,
 )
 from hypothesis import given
@@ -60,12 +59,18 @@ def test_levels_differ_without_colour():
     assert level_word(Level.HIGH) == "◕ HIGH"
 
 
-def test_a_model_has_the_colour_that_it_has_in_a_notebook():
-    """A lease gets the colour that its model has in a notebook, if no other lease has it already."""
-    from gpu_runtime.rendering.elements import look
+def test_the_leases_of_a_process_have_its_neutral_colour():
+    """Only problems have a saturated colour. Its chroma is less than half of that of a level."""
+    styles = Palette().styles(["qwen@4121", "llama@4121", "qwen@4000"])
+    assert styles["qwen@4121"] == styles["llama@4121"] != styles["qwen@4000"]
+    vivid = max(saturation(look.colour) for look in LEVELS.values())
+    assert max(map(saturation, COLOURS)) < vivid / 2.5
 
-    for name in ("qwen", "llama", "BAAI/bge-m3", "a"):
-        assert style_of(preferred_slot(f"{name}@4121")).colour == look(name).colour
+
+def saturation(colour):
+    """The range of red, green and blue in `#rrggbb`, 0 to 255."""
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return max(parts) - min(parts)
 
 
 def test_a_lease_is_named_by_model_and_process():
@@ -77,7 +82,7 @@ def test_a_lease_keeps_its_style_while_others_change():
     """The style stays the same over time, and in every tab that uses the same palette."""
     palette = Palette()
     before = palette.styles(["qwen@1", "llama@2"])
-    palette.styles([f"model-{n}@3" for n in range(40)])
+    palette.styles([f"model@{n}" for n in range(3, 43)])
     assert palette.styles(["llama@2", "new@9", "qwen@1"]) | before == palette.styles(
         ["llama@2", "new@9", "qwen@1"]
     )

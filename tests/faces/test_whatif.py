@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from gpu_panels.data import bars, whatif
 from gpu_panels.data.whatif import PlanAnswer, after, answer, details, evicted, model_choices
@@ -156,12 +158,13 @@ def test_the_tab_shows_the_plan_and_the_devices_that_change():
     assert "Computing" in tab.answer.html
     refresh(tab)
     assert planned == ["qwen"] and "fits once 1 other" in tab.answer.html
-    assert list(tab._pairs) == ["sim:0", "host"]
-    pair = tab._pairs["sim:0"]
-    assert (pair.now.source.data["title"], pair.then.source.data["title"]) == (
+    rows = json.loads(tab.devices.rows)["rows"]
+    assert [row["id"] for row in rows] == ["sim:0 now", "sim:0 after", "host now", "host after"]
+    assert [[part["title"] for part in row["parts"]] for row in rows[:2]] == [
         ["qwen", "reranker"],
         ["gemma", "reranker"],
-    )
+    ]
+    assert not any(row["buttons"] for row in rows), "a dry run changes nothing"
 
 
 def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
@@ -173,6 +176,6 @@ def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
     tab.size.value = "3 GiB"
     refresh(tab)
     assert tab.model.value == NO_MODEL and planned[-1] == 3 * GIB
-    assert tab._pairs == {} and "does not fit now" in tab.answer.html
+    assert not tab.devices.visible and "does not fit now" in tab.answer.html
     tab.model.value = "llama"
     assert tab.size.value == ""

@@ -23,7 +23,7 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from ..data.bar_columns import unit_of
+from ..data.columns import interval, unit_of
 from ..data.history import (
     BAND_COLUMNS,
     INTERVAL_COLUMNS,
@@ -33,7 +33,6 @@ from ..data.history import (
     HistoryColumns,
 )
 from ..palette import EDGE
-from .bar_chart import interval
 from .data_sources import HATCHED, bring
 
 HEIGHT = 300

@@ -1,8 +1,8 @@
 """The content of each device as a stacked bar: which process holds how many bytes.
 
-This module is pure. It computes positions and tooltips; `bar_columns.py` and `charts/bar_chart.py`
-draw them. The stretches of a bar are the claims in the book, exact to the byte. After them comes the
-measured memory outside all leases.
+This module is pure. It computes sizes and tooltips; `device_rows.py` computes positions. The stretches
+of a bar are the claims in the book, exact to the byte. After them comes the measured memory outside all
+leases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from gpu_runtime.rendering.views import (
 from gpu_runtime.units import show_bytes
 
 from ..palette import label_of
-from .device_words import room_words
 from .names import notebook_name, process_name
 from .row_parts import lasting
 
@@ -55,30 +54,11 @@ class Stretch(NamedTuple):
     label: str = ""  # the key of the lease's style; empty for memory without a lease
 
 
-class Mark(NamedTuple):
-    """A position on a bar that has a meaning."""
-
-    bytes: int
-    kind: str  # budget, moderate, high, critical
-    tooltip: str
-
-
-class Region(NamedTuple):
-    """A part of a device that is empty."""
-
-    start: int
-    end: int
-    kind: str  # budget, beyond, reserve
-    tooltip: str
-
-
 class DeviceBar(NamedTuple):
-    """The bar of one device: its stretches, its marks and its empty regions."""
+    """The bar of one device: its stretches, and its budget."""
 
     device: Device
     stretches: tuple[Stretch, ...]
-    marks: tuple[Mark, ...]
-    regions: tuple[Region, ...]
     limit_bytes: int
 
     @property
@@ -111,59 +91,7 @@ def bars(snapshot: Snapshot) -> tuple[DeviceBar, ...]:
 
 
 def _bar(snapshot: Snapshot, view: DeviceView) -> DeviceBar:
-    stretches = tuple(_stretches(snapshot, view))
-    used = sum(stretch.bytes for stretch in stretches)
-    return DeviceBar(
-        view.device,
-        stretches,
-        marks(snapshot, view),
-        regions(snapshot, view, used),
-        view.limit_bytes,
-    )
-
-
-def marks(snapshot: Snapshot, view: DeviceView) -> tuple[Mark, ...]:
-    """The marks on the bar of `view`: its budget, and the pressure thresholds of `snapshot`."""
-    rules, limit, total = snapshot.rules, view.limit_bytes, view.device.total_bytes
-    found = []
-    if snapshot.governed and limit:
-        thresholds = (
-            ("moderate", rules.moderate),
-            ("high", rules.high),
-            ("critical", rules.critical),
-        )
-        for kind, part in thresholds:
-            leased, in_use = int(limit * part), int(total * part)
-            tooltip = (
-                f"{kind} pressure from {show_bytes(leased)} leased, {part:.0%} of the budget, or "
-                f"{show_bytes(in_use)} in use"
-            )
-            found.append(Mark(leased, kind, tooltip))
-    budget = f"budget: {show_bytes(limit)} of {show_bytes(total)} may be leased"
-    found.append(Mark(limit, "budget", budget))
-    return tuple(found)
-
-
-def regions(snapshot: Snapshot, view: DeviceView, used: int) -> tuple[Region, ...]:
-    """The empty regions after the `used` bytes in the bar of `view`.
-
-    They are memory that may be leased, memory beyond the budget, and the reserve of `snapshot`.
-    """
-    total = view.device.total_bytes
-    limit = min(view.limit_bytes, total)
-    has_reserve = not view.device.simulated and not view.device.is_host
-    reserve = min(snapshot.rules.reserve_bytes, total) if has_reserve else 0
-    budget_tooltip = f"{room_words(view)}; {show_bytes(limit)} may be leased in all"
-    beyond_tooltip = f"{show_bytes(total - limit)} beyond the budget: never leased"
-    reserve_tooltip = (
-        f"reserve: {show_bytes(reserve)} of measured free memory that no grant may use"
-    )
-    found = (
-        Region(used, limit, "budget", budget_tooltip),
-        Region(max(used, limit), total, "beyond", beyond_tooltip),
-        Region(max(used, total - reserve), total, "reserve", reserve_tooltip),
-    )
-    return tuple(region for region in found if region.start < region.end)
+    return DeviceBar(view.device, tuple(_stretches(snapshot, view)), view.limit_bytes)
 
 
 # -- stretches -------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpu_runtime.units import GIB, MIB
+
 Columns = dict[str, list[Any]]  # name -> one value for each row
 
 
@@ -15,3 +17,19 @@ def as_columns(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Columns
     {'x': [1, 3], 'y': [2, 4]}
     """
     return {name: [row[n] for row in rows] for n, name in enumerate(names)}
+
+
+def unit_of(total_bytes: int) -> tuple[int, str]:
+    """The unit of an axis for `total_bytes`, in bytes and as text: GiB, or MiB for a small device."""
+    return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
+
+
+def interval(length: float) -> float:
+    """The step that gives four to eight ticks on an axis of that `length`.
+
+    It is a power of two, as memory sizes are.
+    """
+    step = 1.0
+    while length / step > 8:
+        step *= 2
+    return step

@@ -27,18 +27,28 @@ from .names import process_name
 VERBS = {
     "preload": "Preload",
     "evict": "Evict",
+    "drop": "Drop",
+    "unpin_evict": "Unpin and evict",
+    "move": "Move",
     "restore": "Restore",
     "pin": "Pin",
     "unpin": "Unpin",
-    "defrag": "Defragment",
+    "defrag": "Compact",
     "park": "Park",
     "unpark": "Unpark",
+    # The target of these is a card.
+    "drain": "Drain",
+    "undrain": "End the drain",
+    "compact": "Compact",
+    "evict_idle": "Evict all idle",
 }
+ON_CARDS = ("drain", "undrain", "compact", "evict_idle")
+LEAVES = ("evict", "drop", "unpin_evict")  # the model leaves its card
 NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One action on one lease. The action `defrag` is on one owner instead."""
+    """One action on one lease. The action `defrag` is on one owner, and those ON_CARDS on one card."""
 
     verb: str
     target: str  # owner id / model name, as in the book; the name is empty for defrag
@@ -46,6 +56,7 @@ class Proposal(NamedTuple):
     bytes: int = 0
     pid: int = 0  # pid of the process; 0 if no process had published the model
     title: str = ""  # the name for people: a notebook's own code has the notebook's name
+    device: str = ""  # the card to move to
 
     @property
     def owner(self) -> str:
@@ -76,11 +87,13 @@ class Question(NamedTuple):
 
 
 def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
-    """The proposal for a click on `verb` in the row `target` (owner id / model name).
+    """The proposal for a click on `verb` in the row `target` (owner id / model name, or / card).
 
-    `snapshot` gives the place and size that the visitor saw.
+    `verb` has the card to move to as a second word. `snapshot` gives the place and size that the
+    visitor saw.
     """
-    proposal = Proposal(verb, target, where="disk")
+    verb, _, device = verb.partition(" ")
+    proposal = Proposal(verb, target, where="disk", device=device)
     proposal = proposal._replace(title=proposal.name)
     section = snapshot.sections.get(proposal.owner)
     if section is None:
@@ -99,15 +112,23 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
     `snapshot` gives the process and the use of the model.
     """
     process = _process(proposal, snapshot)
+    if proposal.verb in ON_CARDS:
+        return _question_card(proposal, snapshot)
     if proposal.verb in ("park", "unpark"):
         return _question_park(proposal, process, snapshot)
-    if proposal.verb == "evict":
+    if proposal.verb in LEAVES:
         return _question_evict(proposal, process, snapshot)
     if proposal.verb in ("restore", "preload"):
         return _question_load(proposal, process, _lease(proposal, snapshot))
     name, size = clean(proposal.name), show_bytes(proposal.bytes)
     label = VERBS[proposal.verb]
     held_by = f"Held by {process}."
+    if proposal.verb == "move":
+        effect = (
+            f"Its {size} move from {proposal.where} to {proposal.device}. Only free memory is used: "
+            "no other model is evicted."
+        )
+        return Question(f"Move {name} to {proposal.device}?", (effect, held_by), label)
     if proposal.verb == "pin":
         effect = (
             f"It keeps its {size} on {proposal.where}: no other model can evict it until it is "
@@ -125,7 +146,41 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
         "Models stay where they are. Code that runs there can be slower for a moment, until the "
         "cache is filled again.",
     )
-    return Question(f"Defragment {process}?", lines, label)
+    return Question(f"Compact {process}?", lines, label)
+
+
+def _question_card(proposal: Proposal, snapshot: Snapshot) -> Question:
+    card, label = proposal.name, VERBS[proposal.verb]
+    idle = idle_leases(snapshot, card)
+    size = show_bytes(sum(lease.bytes_on(card) for lease in idle))
+    if proposal.verb == "compact":
+        lines: tuple[str, ...] = (
+            "The allocators of all processes that take your requests return cached blocks.",
+            "Models stay where they are. Code that runs can be slower for a moment.",
+        )
+        return Question("Compact all processes?", lines, label)
+    if proposal.verb == "undrain":
+        return Question(f"End the drain of {card}?", (f"{card} takes new leases again.",), label)
+    count = f"{len(idle)} idle model{'' if len(idle) == 1 else 's'}"
+    if proposal.verb == "evict_idle":
+        lines = (f"This frees {size} on {card}: {count}.", "Each returns at its next use.")
+        return Question(f"Evict all idle models on {card}?", lines, f"Evict, freeing {size}", True)
+    lines = (
+        f"{card} takes no new leases until the drain is ended or the machine restarts.",
+        f"{count} with {size} leave now. Models in use leave when they are idle.",
+    )
+    return Question(f"Drain {card}?", lines, label, grave=True)
+
+
+def idle_leases(snapshot: Snapshot, card: str) -> list[Lease]:
+    """The models on `card` that could be evicted now."""
+    return [lease for lease in snapshot.leases() if is_idle(lease) and lease.bytes_on(card)]
+
+
+def is_idle(lease: Lease) -> bool:
+    """Whether the `lease` is of a model that could be evicted now."""
+    is_settled_model = lease.kind == "model" and lease.phase is Phase.SETTLED
+    return is_settled_model and lease.on_device and not lease.pins and not lease.keep
 
 
 def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
@@ -134,12 +189,14 @@ def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Que
     if lease is not None and lease.in_parts:  # the rest of it is in host memory already
         size = show_bytes(lease.card_bytes)
         place = where(tuple(share for share in lease.shares if share.device != HOST))
-    lines = (
-        f"This frees {size} on {place}.",
-        _use(lease, process, snapshot),
-        _after_eviction(lease),
-    )
-    return Question(f"Evict {clean(proposal.name)}?", lines, f"Evict, freeing {size}", grave=True)
+    verb, name = VERBS[proposal.verb], clean(proposal.name)
+    after = _after_eviction(lease)
+    if proposal.verb == "drop":
+        after = "It leaves host memory too. Its next use loads it again from its source."
+    pinned = "It is pinned. It is unpinned first." if proposal.verb == "unpin_evict" else ""
+    lines = (f"This frees {size} on {place}.", pinned, _use(lease, process, snapshot), after)
+    confirm = f"{verb}, freeing {size}"
+    return Question(f"{verb} {name}?", tuple(filter(None, lines)), confirm, grave=True)
 
 
 def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
@@ -233,6 +290,8 @@ def changed(proposal: Proposal, snapshot: Snapshot) -> str:
 
 def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     name = clean(proposal.title)
+    if proposal.verb in ON_CARDS:
+        return _card_difference(proposal, snapshot)
     section = snapshot.sections.get(proposal.owner)
     if section is None:
         had_process = bool(proposal.pid)
@@ -251,17 +310,28 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     return _lease_difference(proposal, lease, holder(snapshot, proposal.owner))
 
 
+def _card_difference(proposal: Proposal, snapshot: Snapshot) -> str:
+    view = next((view for view in snapshot.devices if view.device.id == proposal.name), None)
+    if view is None:
+        return f"{clean(proposal.name)} is no longer a device of this host."
+    if proposal.verb in ("drain", "undrain") and (proposal.verb == "drain") == bool(view.drained):
+        return f"{view.device.id} is {'already' if view.drained else 'not'} drained."
+    if proposal.verb == "evict_idle" and not idle_leases(snapshot, view.device.id):
+        return f"No idle model is on {view.device.id}."
+    return ""
+
+
 def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
     """A sentence that says what has changed about the lease, or "" if nothing has changed."""
     name, verb = clean(proposal.title), proposal.verb
     if verb == "park" and lease.pins:
         return f"{process} runs a cell now."
-    if verb == "evict" and lease.pins:
+    if verb in (*LEAVES, "move") and lease.pins:
         return f"{name} is in use now, by {process}."
-    moves = ("evict", "restore", "preload", "park", "unpark")
+    moves = (*LEAVES, "move", "restore", "preload", "park", "unpark")
     if verb in moves and lease.where != proposal.where:
         return f"{name} is on {lease.where} now, not on {proposal.where}."
-    if verb in ("evict", "restore", "park", "unpark") and lease.phase is not Phase.SETTLED:
+    if verb in moves and verb != "preload" and lease.phase is not Phase.SETTLED:
         return f"{name} is already {lease.phase}."
     if verb in ("pin", "unpin") and lease.keep == (verb == "pin"):
         return f"{name} is already {'pinned' if lease.keep else 'not pinned'}."

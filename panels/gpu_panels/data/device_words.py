@@ -6,18 +6,24 @@ and `scheduler.transitions.totals`. They reach the console through `owner.status
 
 from __future__ import annotations
 
-from gpu_runtime.facts import DeviceView, Lease, Phase, Snapshot
+from gpu_runtime.facts import DeviceView, Snapshot
 from gpu_runtime.rendering.views import clean, fill
 from gpu_runtime.units import show_bytes, show_seconds
 
+from .confirmations import idle_leases
 
-def room_words(view: DeviceView) -> str:
-    """A short text on the bytes that can still be leased on the device of `view`."""
+
+def room_words(view: DeviceView, kept_bytes: int = 0) -> str:
+    """A short text on the bytes that can still be leased on the device of `view`.
+
+    Of these, `kept_bytes` are reserved for requests that wait.
+    """
     if view.room_bytes is None:
         return f"free memory unknown: {view.blind}" if view.blind else "free memory unknown"
     if view.room_bytes < 0:
         return f"over its budget by {show_bytes(-view.room_bytes)}"
-    return f"{show_bytes(view.room_bytes)} free" if view.room_bytes else "no memory free"
+    free = max(0, view.room_bytes - kept_bytes)
+    return f"{show_bytes(free)} free" if free else "no memory free"
 
 
 def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
@@ -34,29 +40,29 @@ def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
         found.append(f"{show_bytes(idle)} idle")
     if view.measured_bytes is None:
         found.append("not measured")
-    elif not view.device.simulated:
+    elif abs(view.measured_bytes - view.claimed_bytes) > view.device.total_bytes // 100:
         found.append(f"{show_bytes(view.measured_bytes)} in use")
-    if view.sample is not None:
-        measured = (
-            (view.sample.utilisation_percent, "% busy"),
+    return found
+
+
+def figures(view: DeviceView) -> tuple[str, str, str]:
+    """How busy, how warm and how hungry the card of `view` is. An unknown figure is an empty text."""
+    if view.sample is None:
+        return "", "", ""
+    busy, celsius, watts = (
+        "" if value is None else f"{value:.0f} {unit}"
+        for value, unit in (
+            (view.sample.utilisation_percent, "%"),
             (view.sample.temperature_celsius, "°C"),
             (view.sample.power_watts, "W"),
         )
-        found += [f"{value:.0f} {unit}" for value, unit in measured if value is not None]
-    return found
+    )
+    return busy, celsius, watts
 
 
 def _idle_bytes(snapshot: Snapshot, device: str) -> int:
     """The bytes on a device that could be evicted now."""
-    evictable = [lease for lease in snapshot.leases() if _is_evictable(lease)]
-    return sum(
-        share.bytes for lease in evictable for share in lease.shares if share.device == device
-    )
-
-
-def _is_evictable(lease: Lease) -> bool:
-    is_settled_model = lease.kind == "model" and lease.phase is Phase.SETTLED
-    return is_settled_model and not lease.pins and not lease.keep
+    return sum(lease.bytes_on(device) for lease in idle_leases(snapshot, device))
 
 
 def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:

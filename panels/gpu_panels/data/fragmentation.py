@@ -27,7 +27,7 @@ COLUMNS = (
     Column(
         "Releasable",
         True,
-        "Inactive bytes that Defragment returns to the card: segments without a block in use",
+        "Inactive bytes that Compact returns to the card: segments without a block in use",
     ),
     Column(
         "Largest free block",
@@ -150,7 +150,7 @@ def _buttons(
     why_not_defrag = (
         "Nothing to release: every segment has a block in use" if nothing_to_release else ""
     )
-    return (show, Button("defrag", "Defragment", why_not_defrag))
+    return (show, Button("defrag", "Compact", why_not_defrag))
 
 
 def report(memory: ProcessMemory, snapshot: Snapshot) -> str:

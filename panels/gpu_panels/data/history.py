@@ -18,8 +18,7 @@ from gpu_runtime.rendering.words import event_sentence
 from gpu_runtime.units import show_bytes
 
 from ..palette import LEVELS, PLAIN, UNOWNED, LeaseStyle, label_of, level_word
-from .bar_columns import unit_of
-from .columns import Columns, as_columns
+from .columns import Columns, as_columns, unit_of
 from .names import KERNEL, notebook_name
 
 WINDOWS = {"15 min": 900.0, "2 h": 7200.0, "24 h": 86400.0}
@@ -78,12 +77,12 @@ def device_history(
     """
     of_device = [moment for moment in moments if moment.device == device and moment.wall <= end]
     of_device.sort(key=lambda moment: moment.wall)
-    spans = _spans(of_device, end)
+    spans = spans_of(of_device, end)
     labels = ranked(spans)
     marked = [
         event
         for event in events
-        if event.action in MARKED and start <= event.wall <= end and device in _devices(event)
+        if event.action in MARKED and start <= event.wall <= end and device in devices_of(event)
     ]
     return DeviceHistory(
         device,
@@ -101,7 +100,7 @@ def device_history(
 Span = tuple[Moment, float]  # a moment, and the time until which it holds
 
 
-def _spans(moments: Sequence[Moment], end: float) -> list[Span]:
+def spans_of(moments: Sequence[Moment], end: float) -> list[Span]:
     """Each moment together with the time at which it ends.
 
     A moment ends when the next moment begins. Before a gap in the record, a moment ends after the
@@ -195,7 +194,8 @@ def _limits(spans: Sequence[Span]) -> list[tuple[float, int]]:
     return [*points, (end, last.limit_bytes)]
 
 
-def _devices(event: Event) -> set[str]:
+def devices_of(event: Event) -> set[str]:
+    """The devices of the bytes of `event`."""
     shares = event.shares or (Share(event.device, event.bytes),)
     return {share.device for share in shares}
 

@@ -71,7 +71,7 @@ def _waiting_row(
         because = f"{_no_answer_since(silent, snapshot)} {because}"
     cells = (
         Cell(str(position), position),
-        Cell(clean(_title(ticket, snapshot)), kind="strong"),
+        Cell(ticket_title(ticket, snapshot), kind="strong"),
         holder_cell(ticket.owner, snapshot),
         Cell(need, need_bytes) if need else UNKNOWN,
         waited_cell(ticket.arrived, snapshot),
@@ -81,11 +81,11 @@ def _waiting_row(
     return Row(ticket.key, cells)
 
 
-def _title(ticket: Ticket, snapshot: Snapshot) -> str:
+def ticket_title(ticket: Ticket, snapshot: Snapshot) -> str:
     """The name of the model that waits for room, or of the notebook if the notebook's own code waits."""
     section = snapshot.sections.get(ticket.owner)
     lease = section.lease(ticket.name) if section else None
-    return lease_title(lease, section.owner) if lease and section else ticket.name
+    return clean(lease_title(lease, section.owner) if lease and section else ticket.name)
 
 
 def _asked_row(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:

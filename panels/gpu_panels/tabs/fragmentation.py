@@ -24,7 +24,7 @@ CSS = f""".title{{font-weight:600;font-size:15px;margin-top:10px}} div{{font-siz
 HINT = (
     "An allocator takes memory from the card in segments and cuts them into blocks. It returns a "
     "segment only when no block in it is in use, so one small tensor can keep a large segment. "
-    "Defragment returns the segments without a block in use. To free the others, evict the models "
+    "Compact returns the segments without a block in use. To free the others, evict the models "
     "in them and restore them: they are then placed side by side."
 )
 

@@ -10,7 +10,7 @@ TABS = {  # title -> module:class
     "Now": "now:NowTab",
     "Models": "tables:ModelsTab",
     "Leases": "leases:LeasesTab",
-    "Queue": "tables:QueueTab",
+    "Timeline": "timeline:TimelineTab",
     "Decisions": "decisions:DecisionsTab",
     "Evictions": "evictions:EvictionsTab",
     "Fragmentation": "fragmentation:FragmentationTab",

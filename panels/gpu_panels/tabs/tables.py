@@ -1,4 +1,4 @@
-"""The tabs Models and Queue: one table each, encoded once for all sessions."""
+"""The tab Models, and what tabs with one table share. A table is encoded once for all sessions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from gpu_runtime.facts import ModelSpec, Snapshot
 from ..actions import Actions
 from ..data.cells import Column, Row, encoded
 from ..data.model_rows import MODELS, models
-from ..data.queue_rows import QUEUE, queue
 from ..data.row_parts import lease_styles
 from ..poller import Poller
 from ..widgets.table import Table
@@ -65,20 +64,6 @@ class ModelsTab(TableTab):
 
     def _catalogue(self) -> tuple[ModelSpec, ...]:
         return self.poller.latest("catalogue", read_catalogue, CATALOGUE_SECONDS) or ()
-
-
-class QueueTab(TableTab):
-    """The tab with the waiting requests, and the reason why each request waits."""
-
-    title = "Queue"
-    columns = QUEUE
-    empty = (
-        "No request is waiting. A request that does not fit waits here, in order, with the reason."
-    )
-
-    def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
-        """The rows for `snapshot`."""
-        return queue(snapshot)
 
 
 def read_catalogue(rt: Any) -> tuple[ModelSpec, ...]:

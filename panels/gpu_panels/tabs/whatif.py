@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 import panel as pn
 import panel_material_ui as pmui
 
 from gpu_runtime.errors import BadSize, GpuError
 from gpu_runtime.facts import Snapshot, Step
-from gpu_runtime.rendering.elements import esc
-from gpu_runtime.units import parse_room, show_bytes
+from gpu_runtime.units import parse_room
 
 from ..actions import Actions
-from ..charts.bar_chart import BarChart
 from ..data import whatif
-from ..data.bar_columns import bar_columns, labels
-from ..data.bars import DeviceBar, bars
+from ..data.bars import bars
+from ..data.device_rows import device_rows, encoded, labels
 from ..data.whatif import PlanAnswer
 from ..palette import SHARED
 from ..poller import Poller
+from ..widgets.devices import Devices
 from ..widgets.prose import Prose
 from .base import Tab
 from .controls import SELECT
@@ -49,18 +49,23 @@ def request_plan(rt: Any, subject: str, models: Collection[str]) -> PlanAnswer:
         return PlanAnswer(error=str(error))
 
 
-class BarPair:
-    """The bar of a device now, and its bar after the plan."""
-
-    def __init__(self) -> None:
-        self.head = Prose(margin=(6, 10, 0, 10))
-        self.now, self.then = BarChart(), BarChart()
-        self.panel = pn.Column(
-            self.head,
-            pn.pane.Bokeh(self.now.figure, sizing_mode="stretch_width", margin=(0, 6)),
-            pn.pane.Bokeh(self.then.figure, sizing_mode="stretch_width", margin=(0, 6)),
-            sizing_mode="stretch_width",
-        )
+def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
+    """The devices that `steps` change as rows in JSON: each as it is now, and after the steps."""
+    touched = whatif.touched(steps)
+    then = whatif.after(snapshot, steps)
+    drawn = {"now": bars(snapshot), "after": bars(then)}
+    styles = SHARED.styles(labels(bar for found in drawn.values() for bar in found))
+    both = {
+        when: device_rows(seen, drawn[when], styles, may_act=False)
+        for when, seen in (("now", snapshot), ("after", then))
+    }
+    rows = [
+        msgspec.structs.replace(row, id=f"{row.id} {when}", busy="", celsius="", watts="")
+        for pair in zip(both["now"].rows, both["after"].rows, strict=True)
+        for when, row in zip(both, pair, strict=True)
+        if row.id in touched
+    ]
+    return encoded(msgspec.structs.replace(both["now"], rows=tuple(rows)))
 
 
 class WhatIfTab(Tab):
@@ -70,8 +75,6 @@ class WhatIfTab(Tab):
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        self._dark = False
-        self._pairs: dict[str, BarPair] = {}
         self.model = pmui.Select(
             label="A model",
             options=[NO_MODEL],
@@ -87,18 +90,14 @@ class WhatIfTab(Tab):
         self.size.param.watch(self._size_typed, "value")
         self.answer = Prose(f'<div class="hint">{HINT}</div>', margin=(4, 10))
         self.details = Prose(margin=(4, 10))
-        self.bars = pn.Column(sizing_mode="stretch_width")
+        self.devices = Devices(visible=False, margin=(4, 10))
         self.panel = pn.Column(
             pn.FlexBox(self.model, self.size, sizing_mode="stretch_width"),
             self.answer,
-            self.bars,
+            self.devices,
             self.details,
             sizing_mode="stretch_width",
         )
-
-    def dark(self, on: bool) -> None:
-        """Switches to the colours of the dark theme, or of the light theme if `on` is False."""
-        self._dark = on
 
     def update(self, snapshot: Snapshot) -> None:
         """Shows the plan for the chosen model or typed size, and its effect on `snapshot`."""
@@ -137,22 +136,9 @@ class WhatIfTab(Tab):
         )
 
     def _draw(self, snapshot: Snapshot, steps: Sequence[Step]) -> None:
-        """Draws every device that `steps` change, as it is now and as it would be after the steps."""
-        known = {view.device.id for view in snapshot.devices}
-        changed = [device for device in whatif.touched(steps) if device in known]
-        if list(self._pairs) != changed:
-            self._pairs = {device: self._pairs.get(device) or BarPair() for device in changed}
-            self.bars[:] = [pair.panel for pair in self._pairs.values()]
-        if not changed:
-            return
-        now, then = bars(snapshot), bars(whatif.after(snapshot, steps))
-        styles = SHARED.styles(labels((*now, *then)))
-        for bar_now, bar_then in zip(now, then, strict=True):
-            pair = self._pairs.get(bar_now.device.id)
-            if pair is not None:
-                pair.head.show(_heading(bar_now, bar_then))
-                pair.now.show(bar_columns(bar_now, styles, self._dark))
-                pair.then.show(bar_columns(bar_then, styles, self._dark))
+        self.devices.visible = bool(steps)
+        if steps:
+            self.devices.show(rows_after(snapshot, steps))
 
     def _model_chosen(self, event: Any) -> None:
         """Plans for the chosen model, and clears the size field."""
@@ -167,13 +153,3 @@ class WhatIfTab(Tab):
             self.model.value = NO_MODEL  # this change calls `update_again`
         else:
             self.update_again()
-
-
-def _heading(now: DeviceBar, then: DeviceBar) -> str:
-    """The line of HTML above a pair of bars. It describes the second bar for screen readers."""
-    used_now, used_then = esc(show_bytes(now.used_bytes)), esc(show_bytes(then.used_bytes))
-    return (
-        f'<div class="head"><span class="name">{esc(now.device.id)}</span>'
-        f'<span class="soft">above: now, {used_now}; below: after the plan, {used_then}</span>'
-        f'<span class="unread">{esc(then.description)}</span></div>'
-    )

@@ -1,0 +1,337 @@
+"""The rows of the tab Now: one for each device, on one axis that all cards share.
+
+Pure: a snapshot becomes values that `widgets/devices.js` draws. `bars.py` computes what a device holds,
+and `past_rows` the use of the last minutes. Positions are in percent of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from gpu_runtime.facts import (
+    Device,
+    DeviceView,
+    History,
+    Lease,
+    Owner,
+    Phase,
+    Snapshot,
+    Ticket,
+)
+from gpu_runtime.rendering.views import clean
+from gpu_runtime.units import show_bytes
+
+from ..palette import LeaseStyle, label_of
+from . import device_words
+from .bars import DeviceBar, Stretch
+from .cells import Button
+from .columns import interval, unit_of
+from .history import MARKED, devices_of, spans_of
+from .lease_rows import kernel_buttons
+from .model_rows import buttons as model_buttons
+from .names import KERNEL
+from .queue_rows import ASLEEP_SECONDS, ticket_title
+
+MOST_TARGETS = 3  # cards that the menu of a lease offers for a move: those with the most room
+PAST_STEPS = 300  # the resolution of the small history, over its whole width
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One stretch of a bar."""
+
+    key: str  # the same as long as the stretch is shown
+    left: float
+    width: float
+    kind: str  # the kinds of `bars.Stretch`, and `kept`: reserved for a waiting request
+    title: str
+    notebook: str = ""
+    lines: str = ""  # what it is, one fact a line
+    colour: str = ""
+    texture: str = ""
+    id: str = ""  # of the lease, for the buttons
+    buttons: tuple[Button, ...] = ()
+
+
+class DeviceRow(msgspec.Struct, frozen=True):
+    """One device."""
+
+    id: str
+    name: str  # its size, and its name if it is a real card
+    notices: tuple[str, ...]
+    is_drained: bool
+    is_over: bool  # over its budget, or not measured: a problem
+    free: str  # after reservations
+    facts: str
+    busy: str
+    celsius: str
+    watts: str
+    length: float  # the whole device
+    limit: float  # its budget
+    limit_hint: str
+    parts: tuple[Part, ...]
+    description: str  # the bar in words
+    buttons: tuple[Button, ...]
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """All rows, and the ticks of the axis of the cards."""
+
+    ticks: tuple[tuple[float, str], ...]
+    rows: tuple[DeviceRow, ...]
+
+
+def device_rows(
+    snapshot: Snapshot,
+    drawn: Sequence[DeviceBar],
+    styles: Mapping[str, LeaseStyle],
+    may_act: bool = True,
+) -> Rows:
+    """A row for each device of `snapshot`, whose bars are `drawn`.
+
+    `styles` are by label. Without `may_act`, no row has a button. The cards share one axis; the host has
+    an axis of its own, since it is much larger.
+    """
+    cards = [bar.scale_bytes for bar in drawn if not bar.device.is_host]
+    longest = max(cards, default=1)
+    rows = []
+    for view, bar in zip(snapshot.devices, drawn, strict=True):
+        scale = bar.scale_bytes if bar.device.is_host else longest
+        rows.append(_row(snapshot, view, bar, _Drawing(scale, styles, may_act)))
+    return Rows(_ticks(longest) if cards else (), tuple(rows))
+
+
+class _Drawing(NamedTuple):
+    """What all parts of one row need."""
+
+    scale_bytes: int
+    styles: Mapping[str, LeaseStyle]
+    may_act: bool
+
+    def percent(self, size: int) -> float:
+        """The `size` in bytes as a part of the axis."""
+        return round(100 * size / self.scale_bytes, 2)
+
+
+def _ticks(scale_bytes: int) -> tuple[tuple[float, str], ...]:
+    unit_bytes, unit = unit_of(scale_bytes)
+    length = scale_bytes / unit_bytes
+    step = interval(length)
+    values = [n * step for n in range(int(length / step + 1e-9) + 1)]
+    return tuple((round(100 * x / length, 2), f"{x:g} {unit}" if x else "0") for x in values)
+
+
+def _row(snapshot: Snapshot, view: DeviceView, bar: DeviceBar, drawing: _Drawing) -> DeviceRow:
+    kept = reserved(snapshot, view)
+    _, *rest = device_words.facts(snapshot, view)
+    kept_bytes = sum(size for _, size in kept)
+    if kept_bytes:
+        rest.insert(0, f"{show_bytes(kept_bytes)} kept")
+    limit, total = show_bytes(view.limit_bytes), show_bytes(view.device.total_bytes)
+    return DeviceRow(
+        view.device.id,
+        _name(view.device),
+        tuple(device_words.notices(snapshot, view)),
+        view.drained is not None,
+        bool(view.blind) or view.claimed_bytes > view.limit_bytes,
+        device_words.room_words(view, kept_bytes),
+        " · ".join(rest),
+        *device_words.figures(view),
+        drawing.percent(view.device.total_bytes),
+        drawing.percent(view.limit_bytes),
+        f"budget: {limit} of {total} may be leased",
+        (*_parts(snapshot, bar, drawing), *_kept_parts(snapshot, bar, kept, drawing)),
+        bar.description,
+        _card_buttons(view) if drawing.may_act and not view.device.is_host else (),
+    )
+
+
+def _name(device: Device) -> str:
+    size = show_bytes(device.total_bytes)
+    return size if device.simulated or not device.name else f"{size} · {clean(device.name)}"
+
+
+# -- what a bar holds ------------------------------------------------------------------------------
+
+
+def _parts(snapshot: Snapshot, bar: DeviceBar, drawing: _Drawing) -> Iterator[Part]:
+    leases = {label_of(lease.owner, lease.name): lease for lease in snapshot.leases()}
+    position = 0
+    for stretch in bar.stretches:
+        lease = leases.get(stretch.label) if stretch.label else None
+        style = drawing.styles.get(stretch.label)
+        yield Part(
+            f"{stretch.kind} {stretch.label or stretch.title}",
+            drawing.percent(position),
+            drawing.percent(stretch.bytes),
+            stretch.kind,
+            stretch.title,
+            stretch.notebook,
+            stretch.tooltip,
+            style.colour if style else "",
+            style.texture if style else "",
+            lease.id if lease else "",
+            _buttons(snapshot, stretch, lease) if lease and drawing.may_act else (),
+        )
+        position += stretch.bytes
+
+
+def _kept_parts(
+    snapshot: Snapshot, bar: DeviceBar, kept: Sequence[tuple[Ticket, int]], drawing: _Drawing
+) -> Iterator[Part]:
+    position = bar.used_bytes
+    for ticket, size in kept:
+        title = ticket_title(ticket, snapshot)
+        needed = sum(share.bytes for share in ticket.need if share.device == bar.device.id)
+        section = snapshot.sections.get(ticket.owner)
+        whose = f"\nfor {clean(section.owner.label)}" if section else ""
+        yield Part(
+            f"kept {ticket.key}",
+            drawing.percent(position),
+            drawing.percent(size),
+            "kept",
+            f"kept for {title}",
+            lines=f"{show_bytes(size)} of the {show_bytes(needed)} that it waits for{whose}",
+        )
+        position += size
+
+
+def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
+    """The free bytes of `view` that are kept for waiting requests, in the order of the queue.
+
+    What victims will free counts first, as in the scheduler. The rest of the need is kept.
+    """
+    id, left = view.device.id, max(0, view.room_bytes or 0)
+    waiting = [ticket for ticket in snapshot.tickets if _is_awake_wait(ticket, snapshot)]
+    recalled = {lease_id for ticket in waiting for lease_id in ticket.recalls}
+    freed = sum(
+        share.bytes
+        for lease in snapshot.leases()
+        for share in (
+            lease.freed_by(lease.target) if lease.phase is Phase.LEAVING else lease.shares
+        )
+        if share.device == id and (lease.phase is Phase.LEAVING or lease.id in recalled)
+    )
+    found = []
+    for ticket in waiting:
+        need = sum(share.bytes for share in ticket.need if share.device == id)
+        from_victims = min(need, freed)
+        freed -= from_victims
+        size = min(need - from_victims, left)
+        left -= size
+        if size:
+            found.append((ticket, size))
+    return found
+
+
+def _is_awake_wait(ticket: Ticket, snapshot: Snapshot) -> bool:
+    return ticket.verb == "use" and snapshot.now - ticket.refreshed <= ASLEEP_SECONDS
+
+
+# -- buttons ---------------------------------------------------------------------------------------
+
+
+def _card_buttons(view: DeviceView) -> tuple[Button, ...]:
+    drain = Button("undrain", "End the drain") if view.drained else Button("drain", "Drain")
+    return drain, Button("compact", "Compact"), Button("evict_idle", "Evict all idle")
+
+
+def _buttons(snapshot: Snapshot, stretch: Stretch, lease: Lease) -> tuple[Button, ...]:
+    """The buttons of a stretch of the device: those of its lease, and those of its process."""
+    owner = snapshot.sections[lease.owner].owner
+    if stretch.kind == "arriving" or lease.kind not in ("model", KERNEL):
+        return ()
+    if lease.kind == KERNEL:
+        return tuple(one for one in kernel_buttons(lease, owner) if one.verb != "who")
+    return tuple(lease_buttons(snapshot, lease, owner))
+
+
+def lease_buttons(snapshot: Snapshot, lease: Lease, owner: Owner) -> Iterator[Button]:
+    """All buttons of a model's `lease` of the process `owner`: also Drop, Move and Compact."""
+    common = {button.verb: button for button in model_buttons(lease, owner)}
+    evict = common.get("evict")
+    if lease.keep and lease.on_device and not lease.pins and lease.phase is Phase.SETTLED:
+        del common["evict"]  # it could not be pressed
+        yield Button("unpin_evict", "Unpin and evict")
+    yield from common.values()
+    why_not = evict.why_not if evict else ""
+    if lease.droppable:
+        yield Button("drop", "Drop", why_not)
+    if not why_not:
+        yield from (Button(f"move {id}", f"Move to {id}") for id in _targets(snapshot, lease))
+
+
+def _targets(snapshot: Snapshot, lease: Lease) -> list[str]:
+    """The cards with room for the model of `lease`, the one with the most room first."""
+    if len(lease.shares) != 1 or not lease.on_device or not lease.movable:
+        return []
+    (share,) = lease.shares
+    room = {
+        view.device.id: view.room_bytes - sum(size for _, size in reserved(snapshot, view))
+        for view in snapshot.devices
+        if view.room_bytes is not None and not view.device.is_host and view.drained is None
+    }
+    fitting = [id for id, left in room.items() if left >= share.bytes and id != share.device]
+    return sorted(fitting, key=lambda id: -room[id])[:MOST_TARGETS]
+
+
+# -- the last minutes ------------------------------------------------------------------------------
+
+
+class Past(msgspec.Struct, frozen=True):
+    """The use of one device in the last minutes, for a drawing that is 100 wide and 100 high."""
+
+    spans: tuple[tuple[float, float, float], ...]  # start, end, bytes in use; gaps stay gaps
+    limit: float
+    marks: tuple[float, ...]  # evictions
+    words: str
+
+
+def past_rows(history: History, end: float) -> dict[str, Past]:
+    """The small history of each device until the epoch seconds `end`."""
+    devices = dict.fromkeys(moment.device for moment in history.moments)
+    return {device: _past(history, device, end) for device in devices}
+
+
+def _past(history: History, device: str, end: float) -> Past:
+    start = end - history.seconds
+    moments = [moment for moment in history.of(device) if moment.wall <= end]
+    total = max((moment.total_bytes for moment in moments), default=0) or 1
+
+    def x(wall: float) -> float:
+        """The place of the epoch seconds `wall`, in steps, so that little is sent."""
+        part = min(1.0, max(0.0, (wall - start) / history.seconds))
+        return round(100 * round(part * PAST_STEPS) / PAST_STEPS, 2)
+
+    spans: list[tuple[float, float, float]] = []
+    for moment, until in spans_of(moments, end):
+        new = (x(moment.wall), x(until), round(100 * moment.peak_bytes / total, 1))
+        if spans and (spans[-1][1], spans[-1][2]) == (new[0], new[2]):
+            new = (spans.pop()[0], *new[1:])
+        if new[0] < new[1]:
+            spans.append(new)
+    evicted = [
+        x(event.wall)
+        for event in history.events
+        if event.action in MARKED and device in devices_of(event) and start <= event.wall <= end
+    ]
+    highest = max((height for *_, height in spans), default=0.0)
+    words = f"at most {highest:.0f} % in use, {_counted(len(evicted), 'eviction')}"
+    limit = moments[-1].limit_bytes if moments else 0
+    return Past(tuple(spans), round(100 * limit / total, 1), tuple(dict.fromkeys(evicted)), words)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def encoded(value: Rows | Mapping[str, Past]) -> str:
+    """The `value` as JSON for the browser."""
+    return msgspec.json.encode(value).decode()
+
+
+def labels(drawn: Iterable[DeviceBar]) -> list[str]:
+    """The labels of all leases in the `drawn` bars, for the palette, in an order that stays."""
+    return sorted({one.label for bar in drawn for one in bar.stretches if one.label})
