@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run lint check test soak bench docs clean packages
+.PHONY: help run lint check test soak bench gpu-figures docs clean packages
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,6 +45,7 @@ help:
 	@echo "make test    lint, and every test, doctest and notebook"
 	@echo "make soak    every property test with long counts, and the long stories (tests/bench/SOAK.md)"
 	@echo "make bench   the figures"
+	@echo "make gpu-figures   the figures of a real card; without one, on a simulated accelerator"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -73,6 +74,9 @@ soak: $(STAMP) packages
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench
+
+gpu-figures: $(STAMP)
+	$(BIN)/python -m tests.bench.gpu_figures
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html

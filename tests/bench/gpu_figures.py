@@ -1,0 +1,277 @@
+"""The figures that need a real card: `make gpu-figures` prints them with date, driver and clock.
+
+The same code runs on the simulated accelerator where there is no card. Its table then has the bytes, and says "not run"
+for each figure that only a card can give. `python -m tests.bench.gpu_figures --gib 0.25` measures smaller models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from gpu_runtime.backends.pytorch import storages
+from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import Probe, open_probe
+from gpu_runtime.facts import HOST, ModelSpec, Share
+from gpu_runtime.units import GIB, MIB, show_bytes
+
+ROUNDS = 5
+LAYER_BYTES = 32 * MIB
+NOT_RUN = "not run: no card"
+
+
+class Row(NamedTuple):
+    """One line of the table. `reached` is None if the figure was not measured."""
+
+    what: str
+    figure: str
+    target: str
+    reached: bool | None
+
+
+class Bench:
+    """The card under test, real or simulated, and models of `size` bytes on it."""
+
+    def __init__(self, size: int) -> None:
+        self.real = torch.cuda.is_available()
+        self.size = size
+        host = f"sim:{6 * size},host:{6 * size}"
+        self.probe: Probe = open_probe("cuda" if self.real else host)
+        self.card = next(device.id for device in self.probe.devices if not device.is_host)
+        self.torch = self.probe.place(self.card).torch
+        self.backend = open_backend("torch", self.probe)
+
+    def on(self, device: str) -> tuple[Share, ...]:
+        return (Share(device, 0),)
+
+    def settle(self) -> None:
+        """Waits until the card has finished its work."""
+        if self.real:
+            torch.cuda.synchronize()
+
+    def seconds(self, act: Callable[[], object]) -> float:
+        self.settle()
+        began = time.perf_counter()
+        act()
+        self.settle()
+        return time.perf_counter() - began
+
+    def module(self) -> torch.nn.Module:
+        """A module of about `size` bytes, in layers of 32 MiB or less."""
+        layers = max(4, self.size // LAYER_BYTES)
+        width = int((self.size / 4 / layers) ** 0.5)
+        parts = (torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        return torch.nn.Sequential(*parts).eval().requires_grad_(False)
+
+    def model(self, name: str) -> Any:
+        return self.backend.load(ModelSpec(name, "torch"), self.on(self.card), self.module)
+
+    def bytes_of(self, model: Any) -> int:
+        return sum(share.bytes for share in self.backend.measure(model))
+
+
+def machine(bench: Bench) -> str:
+    """The date, the card, its driver and its clocks; or that the accelerator is simulated."""
+    today = datetime.date.today()
+    if not bench.real:
+        return f"{today}, simulated accelerator, torch {torch.__version__}, no driver, no clock"
+    import pynvml
+
+    pynvml.nvmlInit()
+    card = pynvml.nvmlDeviceGetHandleByIndex(0)
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    now = pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM)
+    most = pynvml.nvmlDeviceGetMaxClockInfo(card, pynvml.NVML_CLOCK_SM)
+    memory = pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_MEM)
+    name = torch.cuda.get_device_name(0)
+    clocks = f"SM {now} of {most} MHz, memory {memory} MHz"
+    return f"{today}, {name}, driver {driver}, CUDA {torch.version.cuda}, {clocks}"
+
+
+def restore_and_pinned(bench: Bench) -> Iterator[Row]:
+    """Restore against the peak of the bus, and the pinned bytes of a model in host memory."""
+    model = bench.model("net")
+    size = bench.bytes_of(model)
+    copy = _copy(bench, size)
+    copies, taken = [], []
+    for _ in range(ROUNDS + 1):  # in turn, because the speed of a busy machine changes
+        copies.append(bench.seconds(copy))
+        bench.backend.move(model, bench.on(HOST))
+        taken.append(
+            bench.seconds(lambda: bench.backend.move(model, bench.on(bench.card)))  # noqa: B023
+        )
+    del copy
+    peak, restore = (size / statistics.median(seconds[1:]) for seconds in (copies, taken))
+    ratio = restore / peak
+    reference = "pinned `cudaMemcpyAsync`" if bench.real else "a preallocated copy"
+    yield Row(
+        f"restore of {show_bytes(size)}, against {reference} at {peak / 1e9:.1f} GB/s",
+        f"{restore / 1e9:.1f} GB/s = {ratio:.2f}×",
+        "≥ 0.90×",
+        ratio >= 0.90,
+    )
+    bench.backend.move(model, bench.on(HOST))
+    bench.probe.place(HOST).empty_cache()
+    regions = list(bench.probe.place(HOST)._regions.values())
+    mapped = sum(len(region) for region in regions) / size
+    pinned = sum(len(region) for region in regions if region.pinned) / size
+    figure = f"{pinned:.3f}×" if bench.real else f"{NOT_RUN} (mapped: {mapped:.3f}×)"
+    reached = 0 < pinned <= 1.02 if bench.real else None
+    yield Row("pinned bytes, against the weights", figure, "≤ 1.02×", reached)
+    bench.backend.drop(model)
+
+
+def _copy(bench: Bench, size: int) -> Callable[[], object]:
+    """A copy from host memory to the card, between buffers that exist already."""
+    host = bench.probe.place(HOST)
+    [block] = host.allocate_row([size])
+    here = torch.frombuffer(block.buffer(), dtype=torch.uint8)
+    here.fill_(1)
+    there = torch.ones(size, dtype=torch.uint8, device=bench.torch)
+    return lambda: there.copy_(here, non_blocking=True)
+
+
+def duplex(bench: Bench) -> Iterator[Row]:
+    """A copy-out and a copy-in at once, against the longer of the two."""
+    one, other = bench.model("one"), bench.model("other")
+    bench.backend.move(other, bench.on(HOST))
+    alone: dict[str, list[float]] = {"out": [], "in": []}
+    both = []
+    for _ in range(ROUNDS + 1):
+        out = lambda: bench.backend.move(one, bench.on(HOST))  # noqa: B023, E731
+        back = lambda: bench.backend.move(one, bench.on(bench.card))  # noqa: B023, E731
+        alone["out"].append(bench.seconds(out))
+        alone["in"].append(bench.seconds(back))
+        swap = lambda: _together(out, lambda: bench.backend.move(other, bench.on(bench.card)))  # noqa: B023, E731
+        both.append(bench.seconds(swap))
+        one, other = other, one
+    longer = max(statistics.median(taken[1:]) for taken in alone.values())
+    ratio = statistics.median(both[1:]) / longer
+    yield Row(
+        "duplex: one model out and another in at once, against the longer of the two",
+        f"{ratio:.2f}×" if bench.real else NOT_RUN,
+        "≤ 1.15×",
+        ratio <= 1.15 if bench.real else None,
+    )
+    bench.backend.drop(one)
+    bench.backend.drop(other)
+
+
+def _together(*acts: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=act) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def clean_offload(bench: Bench) -> Iterator[Row]:
+    """The offload of an unchanged model that has a shadow, against `module.to("cpu")`."""
+    with tempfile.TemporaryDirectory() as place:
+        _save(bench, place)
+        backend = TransformersBackend(bench.probe)
+        spec = ModelSpec("saved", "transformers", source=place)
+        model = backend.load(spec, bench.on(bench.card), shadow=True)
+        copied: list[int] = []
+        with _counting(copied):
+            taken = bench.seconds(lambda: backend.move(model, bench.on(HOST)))
+        size = sum(share.bytes for share in backend.measure(model))
+        backend.drop(model)
+    what = f'clean offload of {show_bytes(size)} with a shadow, against `module.to("cpu")`'
+    if not bench.real:
+        yield Row(f"{what}: bytes copied", f"{sum(copied)}", "0", not sum(copied))
+        yield Row(f"{what}: seconds", NOT_RUN, "≤ 0.02×", None)
+        return
+    plain = bench.module().to(bench.torch)
+    ratio = taken / bench.seconds(lambda: plain.to("cpu"))
+    yield Row(f"{what}: bytes copied", f"{sum(copied)}", "0", not sum(copied))
+    yield Row(f"{what}: seconds", f"{ratio:.3f}×", "≤ 0.02×", ratio <= 0.02)
+
+
+def _save(bench: Bench, place: str) -> None:
+    """Writes a transformers model of about the bench's size into the directory `place`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    hidden, heads = (2048, 16) if bench.size >= GIB else (256, 4)
+    layer = 4 * (4 * hidden * hidden + 3 * hidden * 2 * hidden)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=heads,
+        num_hidden_layers=max(2, bench.size // layer),
+        vocab_size=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(place)
+
+
+class _counting:  # noqa: N801
+    """A block in which the bytes of each copy of storages are appended to a list."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.copy_all = sizes, storages._copy_all
+
+    def __enter__(self) -> None:
+        def counted(sources: list[torch.Tensor], *rest: Any) -> None:
+            self.sizes.append(sum(source.nbytes for source in sources))
+            self.copy_all(sources, *rest)
+
+        storages._copy_all = counted
+
+    def __exit__(self, *_: object) -> None:
+        storages._copy_all = self.copy_all
+
+
+def part(bench: Bench) -> Iterator[Row]:
+    """A part of an idle model that leaves and returns: the bytes moved each way."""
+    model = bench.model("large")
+    size, piece = bench.bytes_of(model), next(model.module.parameters()).nbytes
+    wanted = max(piece, size * 3 // 40 // piece * piece)
+    copied: list[int] = []
+    with _counting(copied):
+        shares = (Share(bench.card, size - wanted), Share(HOST, wanted))
+        bench.backend.move(model, shares)
+        bench.backend.move(model, bench.on(bench.card))
+    most = max(copied, default=0)
+    yield Row(
+        f"{show_bytes(wanted)} taken from an idle model of {show_bytes(size)} and given back: bytes moved each way",
+        show_bytes(most),
+        f"≤ {show_bytes(wanted + piece)}: these bytes and one piece",
+        0 < most <= wanted + piece,
+    )
+    bench.backend.drop(model)
+
+
+FIGURES = (restore_and_pinned, duplex, clean_offload, part)
+MARKS = {True: "reached", False: "**missed**", None: "not run"}
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| what | figure | target | |", "|---|---|---|---|"]
+    lines += [
+        f"| {row.what} | {row.figure} | {row.target} | {MARKS[row.reached]} |" for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Prints the machine and the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=2.0, help="bytes of a model, in GiB (2)")
+    bench = Bench(int(parser.parse_args(words).gib * GIB))
+    print(f"Measured {machine(bench)}.\n")
+    print(table([row for figure in FIGURES for row in figure(bench)]))
+
+
+if __name__ == "__main__":
+    main()
