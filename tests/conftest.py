@@ -193,6 +193,8 @@ def _empty_cards(_small_collections: None) -> Iterator[None]:
     them.
     """
     yield
+    # An interrupt between two instructions can leave its error as the context of all later errors.
+    assert sys.exc_info()[1] is None, "this module left an error that this thread still handles"
     simgpu = sys.modules.get("tests.simgpu")
     if simgpu is not None and any(map(simgpu.used_bytes, range(simgpu.CARDS))):
         from gpu_runtime.backends.pytorch import fingerprint
