@@ -17,6 +17,7 @@ does not know tensors.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import ctypes
 import mmap
@@ -132,6 +133,7 @@ class Card:
         self.segments: list[Segment] = []  # by address
         self.queues: dict[int, Queue] = {}
         self._places: dict[int, tuple[Segment, Block]] = {}  # by address, blocks in use
+        self._pending: dict[int, Segment] = {}  # by address; they have blocks that wait for work
         self._gone: collections.deque[int] = collections.deque()  # freed, and not yet seen
         self._lock = threading.RLock()
 
@@ -206,22 +208,31 @@ class Card:
             self._sweeping = True
             try:
                 while self._gone:
-                    self._note_free(self._gone.popleft())
-                for segment in self.segments:
-                    for block in segment.blocks:
-                        block.waits = [(q, number) for q, number in block.waits if q.done < number]
-                    segment.merge()
-                if not self.caching:
-                    self.segments = [segment for segment in self.segments if not segment.is_free]
+                    segment = self._note_free(self._gone.popleft())
+                    self._pending[segment.address] = segment
+                for segment in list(self._pending.values()):
+                    self._settle(segment)
             finally:
                 self._sweeping = False
 
-    def _note_free(self, address: int) -> None:
+    def _settle(self, segment: Segment) -> None:
+        """Joins the free blocks of a segment, and gives the segment back if no cache keeps it."""
+        for block in segment.blocks:
+            block.waits = [(q, number) for q, number in block.waits if q.done < number]
+        segment.merge()
+        if not any(block.waits for block in segment.blocks):
+            del self._pending[segment.address]
+        if not self.caching and segment.is_free:
+            self.segments.remove(segment)
+
+    def _note_free(self, address: int) -> Segment:
+        """Marks the block at that address as free, and returns its segment."""
         segment, block = self._places.pop(address)
         self.used_bytes -= block.size
         users = (self.queue(stream) for stream in block.users)
         block.waits = [(queue, queue.launched) for queue in users]
         block.size, block.users = 0, set()
+        return segment
 
     def _cached(
         self, size: int, stream: int, pool: tuple[int, int]
@@ -246,14 +257,14 @@ class Card:
         wanted = max(size, self.segment_bytes if self.caching else 0)
         if self.reserved_bytes + wanted > self.capacity_bytes:
             self.empty_cache()
-        if self.reserved_bytes + wanted > self.capacity_bytes:
-            wanted = size
-        if self.reserved_bytes + wanted > self.capacity_bytes:
-            self.ooms += 1
-            raise Full
+            if self.reserved_bytes + wanted > self.capacity_bytes:
+                wanted = size
+            if self.reserved_bytes + wanted > self.capacity_bytes:
+                self.ooms += 1
+                raise Full
         address = next(at for at, end in self._gaps() if end - at >= rounded(wanted))
         segment = Segment(address, wanted, stream, pool)
-        self.segments = sorted([*self.segments, segment], key=lambda one: one.address)
+        bisect.insort(self.segments, segment, key=lambda one: one.address)
         return segment, segment.blocks[0]
 
     def _gaps(self) -> Iterator[tuple[int, int]]:

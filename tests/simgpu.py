@@ -203,7 +203,8 @@ class SimProbe(Probe):
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operator. Its bytes are computed at once, or late by the current stream."""
-    leaves, _ = pytree.tree_flatten((args, kwargs))
+    leaves: list[Any] = []
+    _mapped(leaves.append, (args, kwargs))
     _refuse_several_devices(op, leaves)
     here = [leaf for leaf in leaves if is_on_card(leaf)]
     card, to_card = (here[0].device.index if here else 0), True
@@ -221,6 +222,18 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         _queue(card).run()
         return _done_now(op, args, kwargs, here, card, to_card)
     return _launched(op, args, kwargs, planned, card, to_card)
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with each leaf changed. It is `pytree.tree_map`, but quick for the usual containers."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([_mapped(change, part) for part in tree])
+    if kind is dict:
+        return {key: _mapped(change, part) for key, part in tree.items()}
+    if isinstance(tree, (tuple, list, dict)):
+        return pytree.tree_map(change, tree)
+    return change(tree)
 
 
 def _refuse_several_devices(op: Any, leaves: list[Any]) -> None:
@@ -276,7 +289,7 @@ def _done_now(
         storage = storages.get(own.data_ptr()) if own.nbytes() else None
         return over(storage, leaf) if storage is not None else adopted(leaf, card)
 
-    cpu_args, cpu_kwargs = pytree.tree_map(unwrap, (args, kwargs))
+    cpu_args, cpu_kwargs = _mapped(unwrap, (args, kwargs))
     try:
         result = op(*cpu_args, **cpu_kwargs)
     except RuntimeError as error:
@@ -284,9 +297,9 @@ def _done_now(
             raise
         aliases.clear()
         enlarging = partial(unwrap, resizable=True)
-        cpu_args, cpu_kwargs = pytree.tree_map(enlarging, (args, kwargs))
+        cpu_args, cpu_kwargs = _mapped(enlarging, (args, kwargs))
         result = op(*cpu_args, **cpu_kwargs)
-    return pytree.tree_map(wrap, result)
+    return _mapped(wrap, result)
 
 
 def _updated(alias: torch.Tensor, tensor: torch.Tensor, card: int) -> torch.Tensor:
@@ -330,7 +343,7 @@ def _planned(op: Any, args: Any, kwargs: Any) -> tuple[Any, dict[int, torch.Tens
         kept.append(meta)
         return meta
 
-    meta_args, meta_kwargs = pytree.tree_map(shape, (args, kwargs))
+    meta_args, meta_kwargs = _mapped(shape, (args, kwargs))
     if "device" in kwargs:
         meta_kwargs["device"] = torch.device("meta")
     try:
@@ -362,7 +375,7 @@ def _launched(op: Any, args: Any, kwargs: Any, planned: Any, card: int, to_card:
             results.append((place, flat[place]))
     if op not in _UNINITIALISED:
         blocking = not kwargs.get("non_blocking")
-        frozen = pytree.tree_map(partial(_frozen, blocking=blocking), (args, kwargs))
+        frozen = _mapped(partial(_frozen, blocking=blocking), (args, kwargs))
         _queue(card).launch(partial(_compute, op, frozen, results))
     return pytree.tree_unflatten(flat, form)
 
