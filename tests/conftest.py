@@ -54,7 +54,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.fixture(scope="session")
-def mark(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], None]:
+def mark() -> Callable[[int, str], None]:
     """torch's call that marks a storage, so that each later access raises an error with a given
     sentence.
 
@@ -62,7 +62,7 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], None]
     """
     from tests import storage_mark
 
-    return storage_mark.compiled(tmp_path_factory.mktemp("mark"))
+    return storage_mark.compiled()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from gpu_runtime.facts import HOST
 from gpu_runtime.telemetry import measurements
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
-from tests import simgpu, storage_mark
+from tests import simgpu
 
 from .conftest import claims, fakes
 from .kernels import FLOATS, Quiet, cell, own
@@ -198,12 +198,10 @@ def test_the_number_of_remembered_cells_is_bounded(monkeypatch):
 
 
 @pytest.fixture
-def cards(started, monkeypatch, tmp_path_factory):
+def cards(started, guards, monkeypatch):
     """A runtime and its kernel on the simulated accelerator, whose cards have limits and raise
     their own errors.
     """
-    mark = storage_mark.compiled(tmp_path_factory.mktemp("mark"))
-    monkeypatch.setattr(torch._C, storage_mark.NAME, mark, raising=False)
     monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_BYTES", MIB)
     gc.collect()
     return started(
