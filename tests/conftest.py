@@ -103,11 +103,13 @@ PROCESSES = (
     "ledgers/test_sqlite.py",
     "ledgers/test_torn_directories.py",
     "owner/test_catalog.py",
+    "owner/test_checkpoints.py",
     "owner/test_engines.py",
     "owner/test_torn_ledger.py",
     "fleet/test_fleet.py",
     "serving/test_gateway.py",
     "serving/test_headless.py",
+    "serving/test_openai_client.py",
     "serving/test_openapi.py",
 )
 

@@ -47,6 +47,7 @@ def loads(tmp_path, monkeypatch):
     return tmp_path / "loaded"
 
 
+@pytest.mark.processes
 @needs_root
 def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, loads):
     """Another user's program listens before our engine does and answers 200. Our engine gets the
@@ -65,6 +66,7 @@ def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, l
         assert false.heard() == []
 
 
+@pytest.mark.processes
 def test_another_process_of_this_user_on_the_port_is_sent_nothing(server, unseen, loads):
     """An engine of an earlier start may still listen on the port. Our engine cannot listen there
     and gets the next port.
@@ -77,12 +79,14 @@ def test_another_process_of_this_user_on_the_port_is_sent_nothing(server, unseen
         assert false.heard() == []
 
 
+@pytest.mark.processes
 @needs_root
 def test_ports_taken_by_another_user_end_in_one_clear_error(server, unseen, loads):
     with impostor(PORTS[0], NOBODY), pytest.raises(LoadFailed, match="all ports .* are taken"):
         server(among=range(PORTS[0], PORTS[0] + 1)).start()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
 def test_no_health_check_carries_the_key(server, engine, tmp_path, monkeypatch, tiny_gguf):
     monkeypatch.setenv("STAND_IN_HEARD", str(tmp_path / "heard"))
@@ -112,6 +116,7 @@ def robbed(record, monkeypatch):
     backend.drop(loaded)
 
 
+@pytest.mark.processes
 def test_the_address_of_an_engine_whose_port_was_taken_is_not_given(robbed):
     served, _, port = robbed
     with impostor(port) as false:
@@ -122,6 +127,7 @@ def test_the_address_of_an_engine_whose_port_was_taken_is_not_given(robbed):
         assert false.heard() == []
 
 
+@pytest.mark.processes
 def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
     """The listener is checked on the open connection. So it makes no difference that the address
     was read before.
@@ -176,6 +182,7 @@ def test_a_socket_that_a_connection_to_loopback_does_not_reach_is_not_listed(sou
 # -- claims ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @needs_root
 def test_no_other_user_can_hold_a_claim(tmp_path, monkeypatch):
     """A claim is a lock on a file in our own directory. Another user could guess and take a name in

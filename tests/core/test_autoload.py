@@ -43,6 +43,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         autoload(prefix=str(tmp_path))
 
 
+@pytest.mark.processes
 def test_a_kernel_finds_the_extension_and_imports_no_torch(tmp_path):
     """The test starts IPython as a kernel does: it reads the configuration, and then loads the
     extensions named there.

@@ -50,6 +50,7 @@ def server(tmp_path_factory):
         yield server
 
 
+@pytest.mark.processes
 def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
     """During a flood of wrong tokens, only the answers to wrong tokens are delayed."""
 
@@ -72,6 +73,7 @@ def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
     assert set(statuses) == {401, 429}
 
 
+@pytest.mark.processes
 @needs_root
 def test_half_open_connections_of_another_user_keep_nobody_out(tmp_path):
     """The stranger opens as many connections as the server could once have. They are closed, and

@@ -649,6 +649,7 @@ def test_help_is_the_table_of_verbs(shell):
     )
 
 
+@pytest.mark.processes
 def test_loading_imports_nothing_heavy(child_environment):
     """Loading the extension imports no packages for models or tables. They are imported when they
     are first needed.

@@ -49,6 +49,7 @@ def owner(tmp_path, child_environment, monkeypatch):
     process.communicate("\n", timeout=60)
 
 
+@pytest.mark.processes
 def test_the_ledger_that_a_process_uses_is_followed(default, owner):
     """Without a setting, the console of a JupyterLab without the notebooks' environment finds them."""
     [active] = watching.active_ledgers()
@@ -62,6 +63,7 @@ def test_the_ledger_that_a_process_uses_is_followed(default, owner):
     assert rt._closed
 
 
+@pytest.mark.processes
 def test_a_ledger_that_is_set_is_never_replaced(default, owner):
     default.settings = default.settings.model_copy(update={"gpu_ledger": "sqlite:///somewhere"})
     assert watching.followed() is default
@@ -72,6 +74,7 @@ def test_the_default_ledger_stays_if_nobody_uses_another(default, monkeypatch):
     assert watching.followed() is default and default.guest
 
 
+@pytest.mark.processes
 def test_a_process_that_only_watches_is_no_use(default, owner, monkeypatch):
     """Consoles and commands open a ledger too. They hold nothing in it."""
     [active] = watching.active_ledgers()

@@ -61,6 +61,7 @@ def test_a_size_in_text_needs_a_unit(rt, words):
         rt.plan(words)
 
 
+@pytest.mark.processes
 def test_a_plan_opens_no_torch(tmp_path):
     """A plan does not import torch, since that would make `gpu plan PATH` in a terminal slower by
     seconds.

@@ -125,6 +125,7 @@ def _many(path, who):
         known.remember(replace(SPEC, source=f"/models/{who}/{number}"), EVIDENCE, SEEN)
 
 
+@pytest.mark.processes
 def test_processes_that_write_at_once_lose_nothing_of_each_other(path):
     spawn = multiprocessing.get_context("spawn")
     writers = [spawn.Process(target=_many, args=(path, who)) for who in range(3)]

@@ -126,6 +126,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.processes
 def test_a_notebook_of_any_name_keeps_its_bytes(tmp_path):
     """In an earlier version, another process did not see this notebook's lease, and was granted the
     same bytes again.

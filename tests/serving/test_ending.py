@@ -54,6 +54,7 @@ def post(port: int, body: dict) -> http.client.HTTPResponse:
     return connection.getresponse()
 
 
+@pytest.mark.processes
 def test_sigterm_lets_running_answers_end_and_sighup_reads_the_tasks_again(tmp_path):
     """New calls get a 503 meanwhile, over new connections too. The server then ends in order."""
     tasks = tmp_path / "tasks.yaml"

@@ -45,7 +45,8 @@ async def with_models(
         yield k
 
 
-both = pytest.mark.parametrize("name", ["writer", "gguf"])
+in_a_worker = pytest.param("gguf", marks=pytest.mark.processes)
+both = pytest.mark.parametrize("name", ["writer", in_a_worker])
 
 
 @both
@@ -215,6 +216,7 @@ async def test_a_biased_token_is_written(name, sources):
             assert refused.value.facts["param"] == "logit_bias"
 
 
+@pytest.mark.processes
 @in_loop
 async def test_a_json_schema_is_enforced(sources):
     """The model of this test writes random words. The schema allows one answer only."""
@@ -227,6 +229,7 @@ async def test_a_json_schema_is_enforced(sources):
             await k.chat("gguf", response_format={"type": "yaml"})
 
 
+@pytest.mark.processes
 @in_loop
 async def test_a_tool_call_is_forced(sources):
     """Without a choice of the caller, a template that takes no tools is refused."""
@@ -481,6 +484,7 @@ async def test_a_call_that_does_not_fit_the_models_type_is_refused(sources):
         assert all(state.failures == 0 for state in k.gateway.state().breakers.values())
 
 
+@pytest.mark.processes
 @in_loop
 async def test_after_a_killed_worker_one_call_fails_and_the_next_reloads(
     sources,
