@@ -230,6 +230,7 @@ def _serve(args: argparse.Namespace) -> str:
             port=args.port,
             socket_path=args.socket,
             read_only=args.read_only,
+            log_level=args.log_level,
         )
     finally:
         rt.close()

@@ -231,6 +231,13 @@ HOST = option(
     "--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1"
 )
 SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "files")
+LOG_LEVEL = option(
+    "--log-level",
+    "LEVEL",
+    "the messages on standard error: debug, info (unless given), warning, error",
+    choices=("debug", "info", "warning", "error"),
+    default="info",
+)
 
 
 def with_sizes_joined(words: Iterable[str]) -> list[str]:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -27,10 +26,12 @@ from .engines import openai_http
 from .engines.base import EngineAdapter, EngineFailed, require, require_room
 from .engines.endings import require_ended, until_ended
 from .engines.long_prompts import MOST_AT_ONCE, require_tokens
+from .engines.openai_format import asks_usage
 from .engines.registry import adapter_for
 from .fields import require_fields
 from .health.blame import DECODE_FAILURES, Blame, blame, first_line, is_decode_failure, no_answer
 from .health.breaker import BreakerOpen, Breakers, BreakerState, Permit
+from .health.call_figures import CallFigures
 from .health.clients import Clients, Pattern
 from .health.costs import Costs, Timing
 from .queue.concurrency import calls_at_once
@@ -41,10 +42,10 @@ from .queue.thread_stream import in_thread
 from .replies import Streamed, add_origin, count_refusals, server_ending, why_this_model
 from .request_log import CallRecord, current
 from .requests import Call, Refused, Reply, read_call
-from .routing.fallback import Choice, CloudGuard, cloud_of
+from .routing.fallback import Choice, CloudGuard, cloud_of, guard_file
 from .routing.profiles import apply_profile, wants_thinking
 from .routing.tasks import ServingConfig, measured_parts
-from .routing.tasks_file import TasksFile
+from .routing.tasks_file import TasksFile, default_file
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -54,18 +55,6 @@ DRAIN_POLL_SECONDS = 0.05
 CLOSING_SECONDS = 5.0  # the longest wait until calls have released their models
 log = logging.getLogger("gpu_runtime")
 MakeAdapter = Callable[[Any, ModelSpec, Any], EngineAdapter]
-
-
-def tasks_file() -> Path:
-    """The path of `tasks.yaml` if GPU_TASKS is not set."""
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(config) / "gpu-console" / "tasks.yaml"
-
-
-def guard_file() -> Path:
-    """The path of the cloud guard's file, in the state directory, which survives restarts."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "gpu-console" / "serving.json"
 
 
 class GatewayState(Value):
@@ -106,7 +95,7 @@ class Gateway:
         self._make_adapter = make_adapter
         self._environment = os.environ if environment is None else environment
         self._tasks = (
-            TasksFile(settings.gpu_tasks or tasks_file(), clock) if serving is None else None
+            TasksFile(settings.gpu_tasks or default_file(), clock) if serving is None else None
         )
         self._serving = serving or ServingConfig()
         self.guard = guard or CloudGuard(guard_file(), settings.model_boss_allow_cloud_fallback)
@@ -117,6 +106,7 @@ class Gateway:
         )
         self.clients = Clients()
         self.costs = Costs()
+        self.figures = CallFigures()
         self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)
         self._holds = Holds(rt, lambda: self.queue.advance(), self.costs.add_load, clock)
         self.keep_warm = KeepWarm(clock, self._evict)
@@ -288,9 +278,13 @@ class Gateway:
                     self._record_success(choice.model, permit)
                     timing.succeeded(answer)
                     record.note(model=choice.model, **timing.facts())
+                    self.figures.add(choice.model, record.facts)
                     return Reply(choice.model, call.model, "", json=answer)
+                hides_usage = adapter.counts_tokens and not asks_usage(body)
+                if hides_usage:
+                    body["stream_options"] = {"include_usage": True}
                 made = adapter.stream(call.kind, body, think)
-                events = until_ended(made, choice.model, timing.note)
+                events = until_ended(made, choice.model, timing.note, hides_usage)
                 stack.push_async_callback(events.aclose)
                 first = await anext(events, None)
                 if first is None:
@@ -313,6 +307,8 @@ class Gateway:
             def left() -> None:
                 record.note(model=choice.model, **timing.facts())
                 record.write()
+                if record.facts["outcome"] == "answered":
+                    self.figures.add(choice.model, record.facts)
 
             record.streams = True
             stack.callback(left)

@@ -34,7 +34,7 @@ class CallRecord:
         self._began = clock()
         self._written = False
         self.streams = False  # the call ends with its stream
-        self._facts: dict[str, Any] = {
+        self.facts: dict[str, Any] = {
             "time": round(time.time(), 3),
             "id": request_id.get(),
             "kind": kind,
@@ -45,7 +45,7 @@ class CallRecord:
     def note(self, **facts: Any) -> None:
         """Adds `facts`. Seconds are rounded to milliseconds."""
         for name, value in facts.items():
-            self._facts[name] = round(value, 3) if isinstance(value, float) else value
+            self.facts[name] = round(value, 3) if isinstance(value, float) else value
 
     def write(self) -> None:
         """Writes the line, once."""
@@ -53,7 +53,7 @@ class CallRecord:
             return
         self._written = True
         self.note(seconds=self._clock() - self._began)
-        log.info(json.dumps(self._facts, ensure_ascii=False))
+        log.info(json.dumps(self.facts, ensure_ascii=False))
 
     @contextlib.contextmanager
     def until_answered(self) -> Iterator[None]:

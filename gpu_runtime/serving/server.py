@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -24,8 +26,8 @@ from ..web.cors import origins_of
 from ..web.http_server import Address, MakeServer, Service
 from . import request_log
 from .api.app import application
-from .gateway import Gateway, tasks_file
-from .routing.tasks_file import read_serving_config
+from .gateway import Gateway
+from .routing.tasks_file import default_file, read_serving_config
 
 DEFAULT_PORT = 8210
 ROUTES = r"/(?:memory|v1|api|health|metrics|docs|openapi\.json|static-offline-docs)(?:/.*)?"
@@ -87,6 +89,17 @@ class _LazyGateway:
             await self._gateway.close()
 
 
+def show_messages(level: str) -> None:
+    """Writes the messages of `gpu_runtime` of this `level` (debug, info, warning, error) to standard error."""
+    log = logging.getLogger("gpu_runtime")
+    if not any(isinstance(known, logging.StreamHandler) for known in log.handlers):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False  # a handler of another library would show them again
+    log.setLevel(level.upper())
+
+
 def _open_request_log(target: str | None) -> None:
     """Opens the request log. Raises BadSetting."""
     try:
@@ -104,6 +117,7 @@ def run(
     port: int | None = None,
     socket_path: str | None = None,
     read_only: bool = False,
+    log_level: str = "info",
 ) -> None:
     """Serves until the process is interrupted, and prints the URL to open.
 
@@ -112,10 +126,12 @@ def run(
     If a model in the catalogue is called, the runtime `rt` of this process loads it. `console` makes a server
     that also has a console's page. Without `console` there is no page. The server listens on
     `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
+    Messages of `log_level` or graver go to standard error.
     """
-    read_serving_config(rt.settings.gpu_tasks or tasks_file())  # a mistake is reported now
+    read_serving_config(rt.settings.gpu_tasks or default_file())  # a mistake is reported now
     origins = origins_of(rt.settings.gpu_serve_cors)
     _open_request_log(rt.settings.gpu_serve_log)
+    show_messages(log_level)
     gateway = _LazyGateway(rt)
     app = application(rt, gateway, version("gpu-console"))
 

@@ -89,7 +89,10 @@ ANSWERS = {
         "console",
         "-h",
     ): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser]",
-    ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
+    (
+        "serve",
+        "-h",
+    ): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only] [--log-level LEVEL]",
     ("evict", "-h"): "gpu evict [NAME]",
     ("autoload", "-h"): "gpu autoload [--remove]",
     ("park", "-h"): "gpu park [NOTEBOOK] [--checkpoint] [--yes]",

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.app import application
+from gpu_runtime.serving.health.call_figures import CallFigures
 from gpu_runtime.serving.requests import Refused, Reply, read_call
 from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.web.auth import Visitor
@@ -44,6 +45,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
+        self.figures = CallFigures()
 
     def models(self) -> list[dict[str, Any]]:
         return [{"id": "echo", "object": "model", "created": 0, "owned_by": "local"}]

@@ -8,6 +8,7 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpu_runtime.engine_logs import new_log
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import ProblemKind
 from gpu_runtime.serving.api.app import READS, application
@@ -47,11 +48,32 @@ def test_without_a_gate_every_request_is_refused(rt):
     assert {call for call, status in statuses.items() if status != 401} == set()
 
 
-def test_a_viewer_may_read_every_route_and_act_on_none(rt):
+def test_a_viewer_may_read_every_route_but_logs_and_act_on_none(rt):
     http = client(rt, VIEWER)
     for method, path in every_call(rt):
         status = http.request(method, path, json={}).status_code
-        assert (status != 403) if method in READS else status == 403, (method, path)
+        may = method in READS and not path.endswith("/log")
+        assert (status != 403) if may else status == 403, (method, path)
+
+
+def test_the_log_of_an_engine_is_read_while_it_grows(rt, tmp_path, monkeypatch):
+    """The log is that of the engine which this process started last for the model."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    http = client(rt)
+    assert http.get("/v1/engines/org/qwen:4b/log").json()["error"]["code"] == "no_log"
+    new_log("org/qwen:4b").write_text("the first engine\n")
+    new_log("org/qwen").write_text("of another model\n")
+    log = new_log("org/qwen:4b")
+    log.write_text("loading\n")
+    first = http.get("/v1/engines/org/qwen:4b/log")
+    assert first.text == "loading\n"
+    with open(log, "a") as file:
+        file.write("ready\n")
+    end = first.headers["X-GPU-Log-Next"]
+    assert http.get(f"/v1/engines/org/qwen:4b/log?after={end}").text == "ready\n"
+    log.write_bytes(b"x" * 100_000 + b"end")
+    assert len(http.get("/v1/engines/org/qwen:4b/log").text) == 1 << 16
+    assert http.get("/v1/engines/org/qwen:4b/log?after=999999").text.endswith("end")
 
 
 # Calls
@@ -329,6 +351,27 @@ def test_metrics_contain_devices_book_and_queue(rt):
     assert not any(name == "gpu_device_power_watts" for name, *_ in figures), (
         "what no driver tells has no sample"
     )
+
+
+def test_metrics_have_histograms_of_the_calls_of_each_model(rt):
+    """The first token is counted from the arrival of the call, with its time in the queue."""
+    gateway = Gateway()
+    facts = {"queue_seconds": 1.0, "prompt_tokens": 9, "completion_tokens": 5}
+    gateway.figures.add("qwen", {**facts, "first_seconds": 0.5, "answer_seconds": 2.5})
+    gateway.figures.add("qwen", facts)
+    figures = samples(client(rt, gateway=gateway).get("/metrics").text)
+    names = ("queue_seconds", "first_token_seconds", "token_seconds", "prompt_tokens")
+    found = {
+        name: (figures[f"gpu_call_{name}_count", "qwen"], figures[f"gpu_call_{name}_sum", "qwen"])
+        for name in (*names, "answer_tokens")
+    }
+    assert found == {
+        "queue_seconds": (2, 2.0),
+        "first_token_seconds": (1, 1.5),
+        "token_seconds": (1, 0.5),
+        "prompt_tokens": (2, 18),
+        "answer_tokens": (2, 10),
+    }
 
 
 def test_metrics_count_the_problems_of_each_kind(rt):

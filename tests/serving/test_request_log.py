@@ -67,11 +67,12 @@ def test_each_outcome_has_one_line(lines):
         "loaded": True,
         "prompt_tokens": 3,
         "completion_tokens": 3,
+        "answer_seconds": 0.0,
         "seconds": 0.0,
         "outcome": "answered",
     }
     assert streamed["first_seconds"] == 0.0 and streamed["seconds"] > 1.0
-    assert streamed["loaded"] is False
+    assert streamed["loaded"] is False and streamed["completion_tokens"] == 2
     assert (refused["status"], refused["code"], refused["asked"]) == (
         404,
         "model_not_found",
@@ -81,13 +82,50 @@ def test_each_outcome_has_one_line(lines):
 
 
 @in_loop
+async def test_a_stream_is_counted_exactly_and_shows_its_usage_only_on_request():
+    """Calls that got no whole answer are in no histogram."""
+    scripts = {"qwen": [None, None, (RuntimeError("it broke"),)]}
+    async with harness(qwen=4, scripts=scripts) as k:
+        for more in ({}, {"stream_options": {"include_usage": True}}):
+            events = [e async for e in (await k.chat("qwen", stream=True, **more)).events]
+            assert bool(events[-1].get("usage")) == bool(more)
+            assert len([e for e in events if not e["choices"]]) == len(more)
+        async for _ in (await k.chat("qwen", stream=True)).events:
+            pass
+        tokens = {
+            (sample.name, sample.value)
+            for metric in k.gateway.figures.collect()
+            for sample in metric.samples
+            if sample.name in ("gpu_call_answer_tokens_count", "gpu_call_answer_tokens_sum")
+        }
+        assert {("gpu_call_answer_tokens_count", 2), ("gpu_call_answer_tokens_sum", 6)} == tokens
+
+
+@in_loop
 async def test_without_the_setting_nothing_is_written():
     assert not request_log.log.isEnabledFor(logging.INFO)
     async with harness(qwen=4) as k:
         await k.chat("qwen")
 
 
+def test_messages_are_shown_from_the_chosen_level_on(capsys):
+    """Each is shown once, also if the server begins twice in a process or a library logs to the root."""
+    log = logging.getLogger("gpu_runtime")
+    before = log.handlers[:], log.level, log.propagate
+    try:
+        for level, shown in (("info", ["qwen could not answer"]), ("warning", [])):
+            server.show_messages(level)
+            log.info("%s could not answer", "qwen")
+            log.debug("too fine")
+            lines = capsys.readouterr().err.splitlines()
+            assert [line.partition(" INFO ")[2] for line in lines] == shown
+    finally:
+        log.handlers[:], log.level, log.propagate = before
+
+
 def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
-    settings = SimpleNamespace(gpu_tasks=None, gpu_serve_log=str(tmp_path / "none" / "log"))
+    settings = SimpleNamespace(
+        gpu_tasks=None, gpu_serve_cors=None, gpu_serve_log=str(tmp_path / "a" / "b")
+    )
     with pytest.raises(BadSetting, match="GPU_SERVE_LOG"):
         server.run(SimpleNamespace(settings=settings))

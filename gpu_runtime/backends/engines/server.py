@@ -24,13 +24,14 @@ from typing import Any
 
 from ... import threads
 from ...devices.process_memory import out_of_memory
+from ...engine_logs import new_log
 from ...errors import EngineDied, GpuError, LoadFailed
 from ...facts import ModelSpec
 from ...tcp_sockets import Listener, listeners, of_another_user, socket_inodes
 from ..fault_texts import Kind, last_line, recognise
 from ..processes import orphan_guard
 from ..processes.orphan_guard import descendants
-from ..processes.processes import MOST_RESTARTS, Child, in_words, new_log, python_file
+from ..processes.processes import MOST_RESTARTS, Child, in_words, python_file
 from .ports import Port, claim
 from .recipe import LaunchOrder, Recipe, SendRequest
 

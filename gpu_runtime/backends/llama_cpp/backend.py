@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ...devices.probe import Probe
+from ...engine_logs import new_log
 from ...facts import Evidence, ModelSpec, Shares
 from ..base import Progress
 from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
-from ..processes.processes import new_log
 from ..processes.visible_devices import card_environment
 from .channels import Channel, ProcessChannel, ThreadChannel
 from .options import gguf_evidence, gguf_file, gpu_layers, llama_arguments, offloaded, taken

@@ -9,10 +9,8 @@ system closes, and by a signal at their parent's death. The system sends that si
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -23,11 +21,9 @@ from typing import Any
 
 from ... import threads
 
-KEPT_LOGS = 50
 MOST_RESTARTS = 3  # of a process that ended by itself; then its model is lost
 TAIL_BYTES = 8192
 _POLL_SECONDS = 0.01
-_numbers = itertools.count(1)
 _lock = threading.Lock()
 _jobs: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
 
@@ -165,28 +161,6 @@ def in_words(status: int) -> str:
         return f"it was killed by {signal.Signals(-status).name}"
     except ValueError:  # Python has no name for this signal
         return f"it was killed by signal {-status}"
-
-
-def new_log(name: str) -> Path:
-    """The path of a new, empty log for the model `name`, in the state directory.
-
-    The oldest logs are deleted, so that at most KEPT_LOGS remain.
-    """
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    directory = Path(home) / "gpu-console" / "engines"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    known = sorted(directory.glob("*.log"), key=_modified_ns)
-    for old in known[: -KEPT_LOGS + 1]:
-        old.unlink(missing_ok=True)
-    file_name = re.sub(r"[^\w.-]+", "_", name)[:60]
-    log = directory / f"{file_name}-{os.getpid()}-{next(_numbers)}.log"
-    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(log, flags, 0o600))
-    return log
-
-
-def _modified_ns(path: Path) -> int:
-    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def python_file(file: Path) -> list[str]:

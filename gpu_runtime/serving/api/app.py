@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ..request_log import request_id
 from ..requests import Refused
-from . import anthropic, memory, ollama, openai, responses
+from . import anthropic, engine_logs, memory, ollama, openai, responses
 from .jobs import Jobs
 from .metrics import Metrics
 
@@ -58,6 +58,7 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
     routes = openai.router(gateway, app.state.jobs, acts)
     anthropic.add_route(routes, gateway, acts)
     responses.add_route(routes, gateway, acts)
+    engine_logs.add_route(routes, acts)
     app.include_router(routes)
     app.include_router(ollama.router(gateway, version, acts))
     _add_server_routes(app, rt, gateway, acts)
@@ -69,7 +70,7 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
 
 
 def _add_server_routes(app: FastAPI, rt: Any, gateway: Callable[[], Any], acts: Any) -> None:
-    metrics = Metrics(rt, lambda: gateway().state())
+    metrics = Metrics(rt, lambda: gateway().state(), lambda: gateway().figures.collect())
 
     @app.get("/health", tags=["server"])
     def get_health() -> dict[str, Any]:

@@ -36,11 +36,20 @@ TOTALS = {
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self, rt: Any, gateway_state: Callable[[], Any]) -> None:
-        """The metrics of the runtime `rt` and of its gateway, whose figures `gateway_state()` returns."""
+    def __init__(
+        self,
+        rt: Any,
+        gateway_state: Callable[[], Any],
+        call_figures: Callable[[], Iterable[Any]] = tuple,
+    ) -> None:
+        """The metrics of the runtime `rt` and of its gateway.
+
+        `gateway_state()` returns the state of the gateway, and `call_figures()` its histograms.
+        """
         disable_created_metrics()
         self._rt = rt
         self._state = gateway_state
+        self._figures = call_figures
         self.registry = CollectorRegistry()
         self._lock = threading.Lock()
         self._evictions = Counter(
@@ -78,6 +87,7 @@ class Metrics:
         yield GaugeMetricFamily("gpu_processes", "Processes that take part", len(snapshot.sections))
         yield from _problems(snapshot)
         yield from _calls(self._state())
+        yield from self._figures()
 
     def describe(self) -> list[Any]:
         """An empty list. Without this method, the registry would read the book only to learn the names."""

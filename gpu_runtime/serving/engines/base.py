@@ -46,6 +46,8 @@ class EngineAdapter(Protocol):
     engine fails.
     """
 
+    counts_tokens: bool  # whether a stream can always end with the counts of its tokens
+
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """The whole answer to a call of this `kind` with this `body`; `think` turns thinking on or off."""
 
@@ -109,6 +111,7 @@ class TextAdapter:
     """The base class of adapters whose engine writes text piece by piece and computes embedding vectors."""
 
     kind = "a model"  # for messages
+    counts_tokens = True
     can_force_calls = False  # whether the answer can be forced to be a call of a tool
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:

@@ -27,10 +27,14 @@ def require_ended(kind: str, answer: dict[str, Any], model: str) -> None:
 
 
 async def until_ended(
-    events: AsyncIterator[dict[str, Any]], model: str, note: Callable[[dict[str, Any]], None]
+    events: AsyncIterator[dict[str, Any]],
+    model: str,
+    note: Callable[[dict[str, Any]], None],
+    hides_usage: bool = False,
 ) -> AsyncGenerator[dict[str, Any]]:
     """Yields the `events` of a streamed answer of `model`, and calls `note` with each of them before.
 
+    With `hides_usage` the event with the usage alone is left out, since the caller did not ask for it.
     Raises EngineFailed after the last event if a choice was cut off.
     """
     begun: set[int] = set()
@@ -42,7 +46,8 @@ async def until_ended(
                 begun.add(choice.get("index", 0))
                 if _has_ended(choice):
                     ended.add(choice.get("index", 0))
-            yield event
+            if not hides_usage or event.get("choices"):
+                yield event
     if not ended or begun - ended:
         raise _cut_off(model, "its answer was cut off: it ended without a finish_reason")
 

@@ -140,8 +140,7 @@ async def stream_chunks(
             yield header.part(None, index=index, calls=last.calls)
         yield header.part(None, last.finish, index=index)
         lasts.append(last)
-    options = body.get("stream_options")
-    if isinstance(options, dict) and options.get("include_usage"):
+    if asks_usage(body):
         yield header.chunk([], usage=usage(lasts))
 
 
@@ -279,3 +278,9 @@ def wants_json(body: dict[str, Any]) -> bool:
     """Whether the answer to the chat in `body` must be JSON."""
     format = body.get("response_format")
     return isinstance(format, dict) and format.get("type") not in (None, "text")
+
+
+def asks_usage(body: dict[str, Any]) -> bool:
+    """Whether the stream for `body` ends with the usage."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))

@@ -48,6 +48,8 @@ class HttpAdapter:
     The engine may have another name for the model. The adapter replaces the name in both directions.
     """
 
+    counts_tokens = False  # some engines do not know the field
+
     def __init__(
         self, name: str, handle: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None
     ) -> None:

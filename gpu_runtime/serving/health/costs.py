@@ -97,36 +97,48 @@ class Timing:
         self._call = call
         self._began = clock()
         self._first: float | None = None
+        self._seconds: float | None = None
         self._pieces = 0
         self._prompt = prompt_tokens(call)
 
     def note(self, event: dict[str, Any]) -> None:
-        """Counts one `event` of a stream."""
+        """Counts one `event` of a stream. An event with the usage has the exact counts."""
         if self._first is None:
             self._first = self._clock() - self._began
         self._pieces += bool(event.get("choices"))
+        if event.get("usage"):
+            self._count(event)
 
     def facts(self) -> dict[str, Any]:
-        """The figures so far, for the request log: about how many tokens, and seconds until the first piece."""
-        first = {} if self._first is None else {"first_seconds": self._first}
-        return {"prompt_tokens": self._prompt, "completion_tokens": self._pieces, **first}
+        """The figures so far, for the request log: how many tokens, and seconds.
+
+        `first_seconds` end with the first piece, and `answer_seconds` with the whole answer.
+        """
+        seconds = {"first_seconds": self._first, "answer_seconds": self._seconds}
+        known = {name: value for name, value in seconds.items() if value is not None}
+        return {"prompt_tokens": self._prompt, "completion_tokens": self._pieces, **known}
 
     def succeeded(self, answer: dict[str, Any] | None = None) -> None:
         """Records the duration. `answer` is the whole answer, or None for a stream."""
         if answer is not None:
-            self._pieces = _tokens_of(self._call, answer)
-            usage = answer.get("usage")
-            counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-            self._prompt = counted if isinstance(counted, int) else self._prompt
+            self._count(answer)
+        self._seconds = self._clock() - self._began
         self._costs.add_answer(
             self._model,
             self._call.kind,
-            self._clock() - self._began,
+            self._seconds,
             asked=self._call.model,
             prompt=prompt_tokens(self._call),
             answer=self._pieces,
             first=self._first,
         )
+
+    def _count(self, answer: dict[str, Any]) -> None:
+        """Takes the counts of tokens in the `usage` of an answer, or of the last event of a stream."""
+        self._pieces = _tokens_of(self._call, answer)
+        usage = answer.get("usage")
+        counted = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        self._prompt = counted if isinstance(counted, int) else self._prompt
 
 
 def prompt_tokens(call: Call) -> int:

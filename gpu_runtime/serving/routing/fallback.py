@@ -139,6 +139,12 @@ def chain(
     return guarded(choices, allow_cloud)
 
 
+def guard_file() -> Path:
+    """The path of the cloud guard's file, in the state directory, which survives restarts."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home) / "gpu-console" / "serving.json"
+
+
 class CloudGuard:
     """Whether a cloud may stand in for a local model. The value is in one file, which survives restarts."""
 

@@ -28,6 +28,12 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 log = logging.getLogger("gpu_runtime")
 
 
+def default_file() -> Path:
+    """The path of `tasks.yaml` if GPU_TASKS is not set."""
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(config) / "gpu-console" / "tasks.yaml"
+
+
 class TasksFile:
     """The content of one file. It is read again after each change, unless the file has a mistake then."""
 
