@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from ... import threads
 from ...devices.probe import Probe
 from ...devices.process_memory import Block, out_of_memory
+from ...engine_logs import new_log
 from ...errors import EngineDied, GpuError, LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
 from ..base import Backend, Progress
@@ -33,7 +34,7 @@ from ..registry import open_backend
 from . import orphan_guard
 from .engine_models import EngineBackend, EngineHandle, EngineModel
 from .orphan_guard import descendants
-from .processes import MOST_RESTARTS, Child, in_words, new_log, python_file
+from .processes import MOST_RESTARTS, Child, in_words, python_file
 
 STOP_SECONDS = 3.0  # for the program to end by itself
 
