@@ -88,8 +88,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     # 3. The request is hopeless, or beyond the operator's caps.
     request = _as_measured(request, lease) if lease else request
-    # A model whose tensors all belong to another one claims 0 bytes, and may use a drained card.
-    out = drained(book, world) if request.footprint.bytes else {}
+    out = _drained_for(book, request, world)
     # The bytes that the lease has on a card do not stand in its own way.
     others = book.without_lease(lease.owner, lease.name) if lease and lease.in_parts else book
     never = _never_alone(others, request, world, out)
@@ -104,9 +103,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     possible = without_hopeless(candidates, never)
     measured = not_on(context.blind, possible)
     if measured and measured[0].fits:
-        if needs_entry(book, request):
-            return _free_an_entry(book, request, world, rank, context, measured[0])
-        return _grant(book, request, world, context, measured[0], candidates)
+        return _take_free_room(book, request, world, rank, context, measured[0], candidates)
 
     # 5. It fits once idle leases have left.
     if evicting := _evict(book, request, world, rank, context, measured):
@@ -163,6 +160,14 @@ def _as_measured(request: Request, lease: Lease) -> Request:
     return replace(request, footprint=replace(request.footprint, parts=tuple(parts)))
 
 
+def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str]:
+    """The drained cards that the request may not use, each with a sentence that names the user.
+
+    A model whose tensors all belong to another one claims 0 bytes, and may use a drained card.
+    """
+    return drained(book, world) if request.footprint.bytes else {}
+
+
 def _never_alone(
     book: Book,
     request: Request,
@@ -197,6 +202,21 @@ def _evict(
         return None
     emptier, wait = make_room(book, request, world, rank, context, way)
     return _enqueue(emptier, request, world, wait, context.missing(way.candidate.shares))
+
+
+def _take_free_room(
+    book: Book,
+    request: Request,
+    world: World,
+    rank: Policy,
+    context: Context,
+    chosen: Candidate,
+    candidates: tuple[Candidate, ...],
+) -> tuple[Book, Verdict]:
+    """The book and the Grant on the free bytes of `chosen`; a Wait or a refusal if the page is full."""
+    if needs_entry(book, request):
+        return _free_an_entry(book, request, world, rank, context, chosen)
+    return _grant(book, request, world, context, chosen, candidates)
 
 
 def _free_an_entry(

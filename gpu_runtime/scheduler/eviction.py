@@ -103,64 +103,79 @@ def _cheapest(
     spared: frozenset[str],
 ) -> Way | None:
     """The cheapest way that evicts none of the leases whose ids are `spared`."""
-    asker, importance = request.lease.owner, request.lease.importance
     idle = eviction_order(_evictable(request, world, context, spared), world, rank)
     host_room = context.room_now.get(HOST, 0)
     host_later = host_room
-    able: list[Lease] = []
+    shadowed: list[Lease] = []
     if not all([lease.droppable for lease in idle]):
-        able = shadows.held(book, spared=context.silent_shadows)
-        host_later += shadows.total(able)
-        pool = warm(book, world, asker=asker, importance=importance, wanted=request.lease.id)
-        host_later += sum(lease.bytes_on(HOST) for lease in pool)
+        shadowed = shadows.held(book, spared=context.silent_shadows)
+        host_later += shadows.total(shadowed) + _warm_pool_bytes(book, request, world)
     host = PartsRoom(host_room, host_later) if _may_cut(idle, world) else None
     found: list[_Priced] = []
-    for candidate, leaving in _ways(
-        book,
-        request,
-        world,
-        context,
-        candidates,
-        idle,
-        host_later,
-        host,
-    ):
-        found.append(
-            _priced(
-                candidate,
-                leaving,
-                len(found),
-                request,
-                world,
-                rank,
-            )
-        )
+    ways = _ways(book, request, world, context, candidates, idle, host_later, host)
+    for candidate, leaving in ways:
+        priced = _priced(candidate, leaving, len(found), request, world, rank)
+        found.append(priced)
     if not found:
         return None
     found.sort()
     best = found[0]
-    going = {lease.id for lease in best.leaving}
-    able = [lease for lease in able if lease.id not in going]
-    shortage = _precious_bytes(best.leaving) - host_room
-    freed = shadows.enough(able, shortage, world, rank)
-    from_warm_pool = warm_pool_victims(
-        book,
-        shortage - shadows.total(freed),
-        world,
-        rank,
-        asker=asker,
-        importance=importance,
-        wanted=request.lease.id,
+    freed, unloaded = _leaving_the_host(
+        book, request, world, rank, best.leaving, shadowed, host_room
     )
     others = found[1 : MOST_OTHERS + 1] if request.wait else found[1:]  # a plan shows all ways
     return Way(
         best.candidate,
         best.leaving,
-        from_warm_pool or (),
-        tuple(freed),
+        unloaded,
+        freed,
         best.seconds,
         tuple([Way(one.candidate, one.leaving, seconds=one.seconds) for one in others]),
     )
+
+
+def _warm_pool_bytes(book: Book, request: Request, world: World) -> int:
+    """The bytes in host memory of the evicted models that may be unloaded for the `request`."""
+    wanted = request.lease
+    pool = warm(
+        book,
+        world,
+        asker=wanted.owner,
+        importance=wanted.importance,
+        wanted=wanted.id,
+    )
+    return sum([lease.bytes_on(HOST) for lease in pool])
+
+
+def _leaving_the_host(
+    book: Book,
+    request: Request,
+    world: World,
+    rank: Policy,
+    leaving: tuple[Lease, ...],
+    shadowed: list[Lease],
+    host_room: int,
+) -> tuple[tuple[Lease, ...], tuple[Lease, ...]]:
+    """The leases that make room in host memory for those `leaving` a card.
+
+    The first tuple has the leases whose shadows are freed, chosen from `shadowed`. The second one
+    has the leases that are unloaded from host memory, which has `host_room` free bytes.
+    """
+    wanted = request.lease
+    going = {lease.id for lease in leaving}
+    able = [lease for lease in shadowed if lease.id not in going]
+    shortage = _precious_bytes(leaving) - host_room
+    freed = shadows.enough(able, shortage, world, rank)
+    unloaded = warm_pool_victims(
+        book,
+        shortage - shadows.total(freed),
+        world,
+        rank,
+        asker=wanted.owner,
+        importance=wanted.importance,
+        wanted=wanted.id,
+    )
+    return tuple(freed), unloaded or ()
 
 
 def _may_cut(idle: Iterable[Lease], world: World) -> bool:

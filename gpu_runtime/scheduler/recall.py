@@ -177,66 +177,92 @@ def _steps_for(
     )
     if stays:
         return ()
-    owner = book.owner(ticket.owner)
-    who = attributed(ticket.said_by, owner.label if owner else "another process")
-    by = attributed(ticket.said_by, process_of(asker.user, owner))
     if not lease.all_on_device and not person and lease.away_since >= ticket.refreshed:
         return ()  # the ticket recalled these bytes from their device, and they have left it since
+    who, by = _names_of_asker(book, ticket, asker)
     if lease.on_host:
-        if person and DISK in ticket.places and lease.droppable:
-            because = f"{who} asked to unload it."
-            return (Drop(lease.id, lease.shares, because, "evict", by),)
-        # Only a program recalls leases from host memory (the warm pool).
-        if person or not lease.droppable:
-            return ()
-        because = f"{who} needs host memory to make room for {ticket.name}."
-        return (Drop(lease.id, lease.shares, because, "recall", by),)
-    because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
-    reason = "evict" if person else "recall"
+        return _unload_from_host(lease, ticket, who, by)
     part = 0 if person else ticket.bytes_recalled(lease.id)
     drop = person and DISK in ticket.places
+    because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
+    reason = "evict" if person else "recall"
     step = eviction_step(
         lease, host_room, world, part=part, drop=drop, because=because, reason=reason
     )
-    if isinstance(step, Drop) and drop:
-        return (replace(step, by=by),)
-    if isinstance(step, Move):
-        return (replace(step, by=by),)
-    importance = PERSON if person else lease.importance
+    alone = (replace(step, by=by),) if step is not None else ()
+    if isinstance(step, Move) or (step is not None and drop):
+        return alone
+    # Host memory has no room for the lease.
     going = replace(lease, target=(Share(HOST, part),) if part else ())
-    if step is None and not person:
-        renewed: shadows.Renewed = lambda host_room: ()
-    elif step is None:
-        renewed = partial(host_victims, book, lease, world=world)
-    else:
-        renewed = partial(
-            worth_less,
-            book,
-            going,
-            world=world,
-            rank=rank,
-            asker=lease.owner,
-            importance=importance,
-            owner=lease.owner,
-        )
+    renewed = _unloaded_for(book, going, step, person, world, rank)
     found = shadows.room_for(
         book, going, host_room, world, rank, owner=lease.owner, renewed=renewed
     )
     if found is None:
-        return (replace(step, by=by),) if step is not None else ()
+        return alone
     # The lease itself is moved by a later call, once these have left host memory.
     because = f"The warm pool is full; {because}"
     freed = [shadows.shed(other, because, reason, by) for other in found[0]]
     return (*freed, *[Drop(warm.id, warm.shares, because, reason, by) for warm in found[1]])
 
 
+def _names_of_asker(book: Book, ticket: Ticket, asker: Asker) -> tuple[str, str]:
+    """The requester's name as sentences show it, and as steps record it (the step's `by`)."""
+    owner = book.owner(ticket.owner)
+    shown = attributed(ticket.said_by, owner.label if owner else "another process")
+    return shown, attributed(ticket.said_by, process_of(asker.user, owner))
+
+
+def _unload_from_host(lease: Lease, ticket: Ticket, who: str, by: str) -> tuple[Drop, ...]:
+    """The step that unloads an evicted lease from host memory; empty if it stays there.
+
+    A person unloads the lease only with `--drop`. A program unloads any lease that has a source.
+    """
+    if not lease.droppable:
+        return ()
+    if ticket.verb != "evict":
+        because = f"{who} needs host memory to make room for {ticket.name}."
+        return (Drop(lease.id, lease.shares, because, "recall", by),)
+    if DISK in ticket.places:
+        return (Drop(lease.id, lease.shares, f"{who} asked to unload it.", "evict", by),)
+    return ()
+
+
+def _unloaded_for(
+    book: Book,
+    lease: Lease,
+    step: Move | Drop | None,
+    person: bool,
+    world: World,
+    rank: Policy,
+) -> shadows.Renewed:
+    """Chooses the leases that are unloaded from host memory so that `lease` fits there.
+
+    Without a `step` the lease cannot be dropped: other leases are unloaded only for a `person`. A
+    lease that can be dropped displaces only leases that are worth less.
+    """
+    if step is None and not person:
+        return lambda host_room: ()
+    if step is None:
+        return partial(host_victims, book, lease, world=world)
+    importance = PERSON if person else lease.importance
+    return partial(
+        worth_less,
+        book,
+        lease,
+        world=world,
+        rank=rank,
+        asker=lease.owner,
+        importance=importance,
+        owner=lease.owner,
+    )
+
+
 def _shed_for(book: Book, lease: Lease, ticket: Ticket, asker: Asker) -> list[Shed]:
     """The step that frees the shadow of this lease for the ticket; empty if it has none."""
     if not lease.shadow_bytes:
         return []
-    owner = book.owner(ticket.owner)
-    who = attributed(ticket.said_by, owner.label if owner else "another process")
-    by = attributed(ticket.said_by, process_of(asker.user, owner))
+    who, by = _names_of_asker(book, ticket, asker)
     return [shadows.shed(lease, f"{who} needs host memory.", "recall", by)]
 
 

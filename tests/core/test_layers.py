@@ -192,6 +192,51 @@ def test_what_the_console_shows_is_computed_without_panel():
             assert is_ours or not name.startswith("gpu_panels."), f"{path.name} imports {name}"
 
 
+LONGEST_FUNCTION, LONGEST_FILE, MOST_METHODS = 60, 450, 40
+LONGEST_FACADE = 700  # lines of `runtime.py`, where each method is one call
+
+
+def too_large(source: str, module: str) -> list[str]:
+    """The functions, classes and the file that exceed their limits in the source of `module`."""
+    is_facade = module == "gpu_runtime.runtime"
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, functions):
+            length = node.end_lineno - node.lineno + 1
+            if length > LONGEST_FUNCTION:
+                found.append(f"{node.name} has {length} lines")
+        elif isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(each, functions) for each in node.body)
+            if methods > MOST_METHODS and not is_facade:
+                found.append(f"{node.name} has {methods} methods")
+    lines = source.count("\n")
+    if lines > (LONGEST_FACADE if is_facade else LONGEST_FILE):
+        found.append(f"the file has {lines} lines")
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_of)
+def test_no_function_class_or_file_is_too_large(path):
+    """A function has at most 60 lines, a class 40 methods and a file 450 lines. `runtime.py` may be
+    larger.
+    """
+    assert too_large(path.read_text(), module_of(path)) == []
+
+
+def test_what_is_too_large_is_named():
+    """A function, class or file at its limit is allowed; one more line or method is reported."""
+    body = "    x = 1\n" * 59
+    method = "    def m{}(self): ...\n"
+    forty = "".join(method.format(n) for n in range(40))
+    assert too_large(f"def f():\n{body}", "m") == []
+    assert too_large(f"def f():\n    x = 1\n{body}", "m") == ["f has 61 lines"]
+    assert too_large(f"class C:\n{forty}", "m") == []
+    assert too_large(f"class C:\n{forty}    async def n(self): ...\n", "m") == ["C has 41 methods"]
+    assert too_large("x = 1\n" * 451, "m") == ["the file has 451 lines"]
+    assert too_large("x = 1\n" * 450, "m") == []
+
+
 @pytest.mark.parametrize(("module", "source", "complaint"), [
     ("gpu_runtime.scheduler.queue", "from ..ledgers import memory", "scheduler may not import ledgers"),
     ("gpu_runtime.scheduler.queue", "def f():\n    from ..devices import probe", "scheduler may not import devices"),
