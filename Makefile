@@ -63,11 +63,11 @@ lint: $(STAMP)
 check: lint
 	$(BIN)/python -m pytest -q $(SPREAD) $(LEAN) -m "not processes and not thorough and not soak" --hypothesis-profile=quick tests
 
-# One run for all. Three workers on two cores: many tests wait for processes.
+# One run for all. Four workers on two cores: the tests with processes wait for half of their time.
 test:
 	@$(MAKE) --no-print-directory -j2 $(STAMP) packages
 	@$(MAKE) --no-print-directory lint
-	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 3 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
+	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 4 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
 
 soak: $(STAMP) packages
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests

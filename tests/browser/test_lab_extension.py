@@ -69,9 +69,9 @@ def test_the_status_bar_and_the_panel_show_what_the_notebook_loaded(train, home)
     panel.get_by_role("heading", name="train.ipynb").wait_for()
     with Runtime(ledger=f"sqlite://{home}/ledger", monitor=False) as rt:
         assert rt.status().devices[0].claimed_bytes == 14 << 30
-    assert panel.get_by_text("14.0 of 21.6 GiB").count() == 1
+    panel.get_by_text("14.0 of 21.6 GiB").wait_for()  # raises if there are two
     for name in ("Evict qwen: train.ipynb", "Open notebook: train.ipynb"):
-        assert panel.get_by_role("button", name=name).count() == 1
+        panel.get_by_role("button", name=name).wait_for()
     assert train.seen.errors == [] and train.seen.elsewhere == []
 
 

@@ -141,7 +141,8 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
         page.goto(f"http://127.0.0.1:{jupyter}/lab?token={JUPYTERS}")
         tile = page.locator(".jp-LauncherCard", has_text="GPU console")
         tile.wait_for(timeout=60_000)
-        assert tile.locator("img").evaluate("image => image.naturalWidth") > 0
+        shown = "image => image.decode().then(() => image.naturalWidth)"  # waits for the picture
+        assert tile.locator("img").evaluate(shown) > 0
         tile.click()
         frame = page.frame_locator("iframe[src*='gpu-console']")
         frame.get_by_text("simulated").first.wait_for(timeout=60_000)  # in the status bar
