@@ -40,6 +40,26 @@ FIRST_SECONDS = 0.5  # the longest time that a new page waits for the first figu
 MARGIN = (0, 20)  # between the page's edge and its contents
 
 
+FINGER = {"@media (pointer: coarse)": {"minWidth": 44, "minHeight": 44}}  # pixels
+FINGER_IN_FIELD = {
+    "@media (pointer: coarse)": {"minHeight": "27px !important"}
+}  # and a padding of 17
+# On a phone the tabs are at the bottom, where a thumb reaches them.
+TABS = {
+    "@media (max-width: 700px)": {
+        "paddingBottom": "64px",
+        "& > .MuiTabs-root": {
+            "position": "fixed",
+            "inset": "auto 0 0 0",
+            "zIndex": 1100,
+            "backgroundColor": "background.paper",
+            "borderTop": "1px solid rgba(128, 128, 128, .5)",
+        },
+        "& > .MuiTabs-root .MuiTabs-indicator": {"top": 0, "bottom": "auto"},
+    }
+}
+
+
 def _theme(primary: str, bar: str) -> dict[str, Any]:
     app_bar = {
         "backgroundColor": bar,
@@ -50,7 +70,13 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     return {
         "palette": {"primary": {"main": primary}},
         "typography": {"button": {"textTransform": "none"}},
-        "components": {"MuiAppBar": {"styleOverrides": {"root": app_bar, "colorPrimary": app_bar}}},
+        "components": {
+            "MuiAppBar": {"styleOverrides": {"root": app_bar, "colorPrimary": app_bar}},
+            # Material draws it although no busy indicator is wanted, and it has no name.
+            "MuiLinearProgress": {"styleOverrides": {"root": {"display": "none"}}},
+            "MuiIconButton": {"styleOverrides": {"root": FINGER}},
+            "MuiOutlinedInput": {"styleOverrides": {"input": FINGER_IN_FIELD}},
+        },
     }
 
 
@@ -103,6 +129,7 @@ class Console:
             *self._holders.items(),
             active=self._titles.index(first) if first in self._titles else 0,
             sizing_mode="stretch_width",
+            sx=TABS,
         )
         self._tabs.param.watch(self._tab_changed, "active")
         self.page = self._make_page(theme_toggle)

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from gpu_panels.tabs import registry
@@ -102,13 +103,17 @@ def pid(kernel: Kernel) -> str:
     return str(kernel.process.pid)
 
 
-def test_every_tab_renders_without_an_error_or_a_foreign_request(opened, kernel):
-    """Every tab is opened in both themes. No request goes to another host, so no internet is needed."""
+def test_every_tab_renders_accessibly_without_an_error_or_a_foreign_request(opened, kernel):
+    """Every tab is opened in both themes. No request goes to another host, so no internet is needed.
+
+    axe-core checks names, roles and contrasts.
+    """
     seen = opened()
     for _ in range(2):
         for title in TABS:
             seen.tab(title)
             seen.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
+            assert serious(seen) == [], title
         seen.tab("Models")
         seen.row("qwen", pid(kernel)).wait_for()
         assert not seen.page.locator("text=could not be drawn").count()
@@ -116,6 +121,20 @@ def test_every_tab_renders_without_an_error_or_a_foreign_request(opened, kernel)
         was = background(seen)
         seen.page.click("[aria-label='Toggle theme']")
         seen.page.wait_for_function(f"(was) => {BACKGROUND} !== was", arg=was)
+
+
+AXE = """async () => {
+  const found = await axe.run(document, {resultTypes: ["violations"]})
+  return found.violations.filter(({impact}) => ["serious", "critical"].includes(impact))
+    .map(({id, nodes}) => [id, ...nodes.map(({html}) => html.slice(0, 200))])
+}"""
+
+
+def serious(seen) -> list:
+    """What axe-core finds on the page that is serious or critical."""
+    axe = pytest.importorskip("axe_playwright_python", reason="needs the test extra")
+    seen.page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
+    return seen.page.evaluate(AXE)
 
 
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
@@ -140,17 +159,44 @@ def test_a_reload_stays_where_it_was(opened, kernel):
     assert seen.errors == []
 
 
-def test_a_phone_has_one_header_line_and_targets_for_fingers(opened, kernel):
-    """Screen readers hear of problems and of silence, and not of each new second."""
+# Every control that can be seen and is smaller than 44 pixels in a direction. Parts of bars are as wide as they are.
+SMALL = """() => {
+  const found = []
+  const collect = (root) => {
+    for (const node of root.querySelectorAll("button, [role=tab], [role=combobox], input:not([aria-hidden])")) {
+      const {width, height} = node.getBoundingClientRect()
+      const least = node.closest(".parts") ? height : Math.min(width, height)
+      if (width && least < 44) found.push(node.outerHTML.slice(0, 200))
+    }
+    for (const node of root.querySelectorAll("*")) if (node.shadowRoot) collect(node.shadowRoot)
+  }
+  collect(document)
+  return found
+}"""
+
+
+def test_a_phone_has_one_header_line_tabs_at_the_bottom_and_targets_for_fingers(opened, kernel):
+    """Rows are cards. Screen readers hear of problems and of silence, and not of each new second."""
     seen = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    for title in TABS:
+        seen.tab(title)
+        seen.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
+        assert seen.page.evaluate(SMALL) == [], title
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
+    tabs = seen.page.get_by_role("tablist").bounding_box()
+    assert tabs["y"] + tabs["height"] > 840 and serious(seen) == []
     seen.tab("Models")
-    button = seen.row("qwen", pid(kernel)).locator("button", has_text="Pin")
-    button.wait_for()
-    assert button.bounding_box()["height"] >= 44
+    row = seen.row("qwen", pid(kernel))
+    row.wait_for()
+    assert row.bounding_box()["height"] > 100, "a card"
     assert seen.page.locator("header").first.bounding_box()["height"] <= 72
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
     spoken = seen.page.locator("[role=status].spoken")
     assert "problem" in spoken.text_content() and "as of" not in spoken.text_content()
+    button = row.locator("button", has_text="Pin")
+    button.click()
+    seen.page.locator("[role=dialog] button", has_text="Cancel").wait_for()
+    seen.page.keyboard.press("Escape")
+    until(lambda: button.evaluate("(node) => node.getRootNode().activeElement === node"), 20)
 
 
 def test_a_first_load_is_small(opened, served, kernel):

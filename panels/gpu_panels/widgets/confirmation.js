@@ -25,5 +25,15 @@ export function render({model, el}) {
   for (const wait of [0, 60, 150, 300, 600]) {
     setTimeout(() => { if (!root.contains(root.getRootNode().activeElement)) cancel.focus() }, wait)
   }
+  // When the dialog has closed, the button that opened it has the focus again. Material restores the focus only outside
+  // of shadow roots.
+  let wasOpen = false
+  const watching = setInterval(() => {
+    wasOpen ||= root.isConnected
+    if (!wasOpen || root.isConnected) return
+    clearInterval(watching)
+    if (window.gpuOpener?.isConnected) window.gpuOpener.focus()
+    window.gpuOpener = undefined
+  }, 100)
   return root
 }

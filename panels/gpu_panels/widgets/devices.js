@@ -228,7 +228,11 @@ export function render({model}) {
       button.title = why_not || `${label}: ${what}`
       button.setAttribute("aria-label", why_not ? `${label}: ${what}. ${why_not}` : `${label}: ${what}`)
       button.dataset.press = `${verb} ${id}`
-      button.onclick = () => { close(true); model.send_msg({verb, id}) }
+      button.onclick = () => {
+        window.gpuOpener = menu.opener  // gets the focus back when the dialog closes; see confirmation.js
+        close(true)
+        model.send_msg({verb, id})
+      }
     }
   }
 

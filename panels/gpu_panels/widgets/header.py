@@ -54,7 +54,7 @@ def status_html(snapshot: Snapshot, visitor: Any) -> str:
     simulated = snapshot.simulated
     return "".join(
         (
-            '<span class="title">GPU console</span>',
+            '<h1 class="title">GPU console</h1>',
             f'<span class="problems{"" if problems == NO_PROBLEMS else " some"}">{_esc(problems)}</span>',
             _span(
                 device_title(snapshot),

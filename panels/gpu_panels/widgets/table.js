@@ -24,9 +24,11 @@ function clock(cell, td) {  // in the viewer's time zone, in 24 hours as every o
   return `${date.toLocaleDateString(undefined, {dateStyle: "short"})} ${time}`
 }
 
-function fill(td, cell, numeric) {
+function fill(td, cell, [title, numeric]) {
+  td.dataset.title = title  // on a phone a row is a card, with a title in front of each cell
   td.className = [numeric ? "num" : "", cell[KIND]].filter(Boolean).join(" ")
   td.title = cell[HINT]
+  td.classList.toggle("none", cell[KIND] !== "time" && ["", "–"].includes(cell[TEXT]))
   td.replaceChildren()
   if (cell[COLOUR]) {
     const swatch = made("span", `swatch ${{".": "dots", "-": "stripes"}[cell[TEXTURE]] || ""}`, td)
@@ -65,10 +67,11 @@ export function render({model}) {
         draw()
       }
     })
-    made("th", "buttons", head)
+    made("td", "buttons", head)
   }
 
-  function press(id, verb) {
+  function press(id, verb, button) {
+    window.gpuOpener = button  // gets the focus back when the dialog closes; see confirmation.js
     model.send_msg({id, verb})
   }
 
@@ -82,7 +85,7 @@ export function render({model}) {
     }
     cells.forEach((cell, n) => {
       if (!seen.row || JSON.stringify(seen.row[1][n]) !== JSON.stringify(cell)) {
-        fill(seen.cells[n], cell, model.columns[n][1])
+        fill(seen.cells[n], cell, model.columns[n])
       }
     })
     if (!seen.row || JSON.stringify(seen.row[2]) !== JSON.stringify(buttons)) {
@@ -93,8 +96,9 @@ export function render({model}) {
         button.textContent = label
         button.dataset.verb = verb
         button.title = why_not || `${label} ${cells[0][TEXT]}`
+        button.setAttribute("aria-label", `${label}: ${cells[0][TEXT]}${why_not ? `. ${why_not}` : ""}`)
         button.disabled = Boolean(why_not)
-        button.onclick = () => press(id, verb)
+        button.onclick = () => press(id, verb, button)
         if (verb === focused && seen.tr.contains(document.activeElement)) button.focus()
       }
     }
@@ -122,7 +126,7 @@ export function render({model}) {
       const n = sorted.column
       kept.sort((one, other) => compare(one[1][n], other[1][n]) * (sorted.down ? -1 : 1))
     }
-    [...head.children].forEach((th, n) => {
+    head.querySelectorAll("th").forEach((th, n) => {
       const here = n === sorted.column
       th.setAttribute("aria-sort", here ? (sorted.down ? "descending" : "ascending") : "none")
     })
