@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -286,10 +286,7 @@ class Gateway:
                 made = adapter.stream(call.kind, body, think)
                 events = until_ended(made, choice.model, timing.note, hides_usage)
                 stack.push_async_callback(events.aclose)
-                first = await anext(events, None)
-                if first is None:
-                    text = f"{choice.model} answered with nothing"
-                    raise EngineFailed(text, name=choice.model, why="no event")
+                first = await _first_event(events, choice.model)
             except Exception as error:
                 self._record_failure(choice.model, permit, error)
                 raise
@@ -418,6 +415,14 @@ class Gateway:
         except GpuError as error:
             log.debug("%s stays: %s", model, error)
         return True
+
+
+async def _first_event(events: AsyncIterator[dict[str, Any]], model: str) -> dict[str, Any]:
+    """The first of the `events` that the `model` streams. Raises EngineFailed if there is none."""
+    first = await anext(events, None)
+    if first is None:
+        raise EngineFailed(f"{model} answered with nothing", name=model, why="no event")
+    return first
 
 
 def _final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> Refused | None:
