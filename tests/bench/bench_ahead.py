@@ -1,0 +1,94 @@
+"""Measures look-ahead in real kernels: the load time that it hides, and what it costs the running cell.
+
+python -m tests.bench.bench_ahead [hidden slowdown]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.stories.test_look_ahead import hidden, outcome, run_all, running_kernel, three_models
+
+ROUNDS = 4
+LAYERS = 24  # of 16 MiB each
+# A model of LAYERS in a file, and a cell that computes without pause for some 3 seconds.
+SETUP = """
+%env GPU_DEVICES=sim:24GiB,host:64GiB
+%env GPU_PREFETCH={mode}
+import time
+import torch
+from safetensors.torch import load_file, save_file
+%load_ext gpu
+torch.set_num_threads(1)
+def built():
+    layers = [torch.nn.Linear(2048, 2048, bias=False) for _ in range({layers})]
+    model = torch.nn.Sequential(*layers)
+    model.load_state_dict(load_file({file!r}))
+    return model
+if {new}:
+    save_file({{f"{{n}}.weight": torch.zeros(2048, 2048) for n in range({layers})}}, {file!r})
+rt.register("model", built, size="400MiB")
+def queued():
+    "The seconds for which this thread could have run, and waited for a processor."
+    return int(open("/proc/thread-self/schedstat").read().split()[1]) / 1e9
+def spin():
+    began, waited, total = time.perf_counter(), queued(), 0
+    for number in range(60_000_000):
+        total += number
+    return time.perf_counter() - began - (queued() - waited)
+"""
+USE = """
+with rt.use("model"):
+    print("end", [seconds, rt.schedule().loaded_ahead])
+"""
+
+
+def hidden_share() -> float:
+    """The median share of the load time for which no cell waits. The card holds two of three models."""
+    shares = []
+    for _ in range(ROUNDS):
+        with running_kernel() as (_, client):
+            setup, *cells = three_models("24GiB", "abc")
+            run_all(client, [setup])
+            waited, arrivals, _ = outcome(run_all(client, cells)[-1][1])
+        shares.append(hidden(waited, arrivals))
+    return statistics.median(shares)
+
+
+def slowdown() -> dict[str, float]:
+    """The least seconds of a cell that computes in pure Python, with and without a load beside it.
+
+    The load reads a file and builds a model in another thread. Both ways are measured alternately.
+    The time in which the cell's thread waits for a processor is left out: other programs cause it.
+    """
+    taken: dict[str, list[float]] = {"never": [], "auto": []}
+    with tempfile.TemporaryDirectory() as directory:
+        file = str(Path(directory, "weights.safetensors"))
+        for number in range(ROUNDS):
+            for mode, times in taken.items():
+                setup = SETUP.format(
+                    mode=mode, layers=LAYERS, file=file, new=not number and mode == "never"
+                )
+                with running_kernel() as (_, client):
+                    run_all(client, [setup])
+                    printed = run_all(client, ["seconds = spin()", USE])[-1][1]
+                found = re.search(r"end (.*)", printed)
+                assert found, printed
+                seconds, ahead = json.loads(found[1])
+                assert ahead == (mode == "auto"), printed
+                times.append(seconds)
+    return {mode: min(times) for mode, times in taken.items()}
+
+
+PARTS: dict[str, Callable[[], Any]] = {"hidden": hidden_share, "slowdown": slowdown}
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or PARTS:
+        print(f"{part:>8}  {PARTS[part]()}", flush=True)
