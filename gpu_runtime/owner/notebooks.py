@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..errors import AmbiguousName, GpuError
 from ..facts import LeaseId, Outcome, Section
 from ..safe_text import quoted
@@ -25,18 +27,17 @@ def evict(
     drop: bool = False,
 ) -> Outcome:
     """Evicts a model, all that a notebook holds, or all idle models; see Runtime.evict."""
+    evict_one = partial(operations.evict, session, timeout=timeout, wait=wait, drop=drop)
     if name == ALL_IDLE:
         targets = _idle(session, drop)
-    elif isinstance(name, str) and name.endswith(".ipynb") and "@" not in name:
-        if registry.by_key(session, name):
-            return operations.evict(session, name, timeout=timeout, wait=wait, drop=drop)
-        targets = held_by(session, name)
+    elif _is_notebook(session, name):
+        targets = held_by(session, str(name))
     else:
-        return operations.evict(session, name, timeout=timeout, wait=wait, drop=drop)
+        return evict_one(name)
     freed, left, stays = 0, [], []
     for id in targets:
         try:
-            done = operations.evict(session, id, timeout=timeout, wait=wait, drop=drop)
+            done = evict_one(id)
         except GpuError as error:
             stays.append(error)
             continue
@@ -47,6 +48,13 @@ def evict(
     because = f"{', '.join(left) or 'nothing'} left; {show_bytes(freed)} came free"
     because += "".join(f". {first_line(error).rstrip('.')}" for error in stays)
     return Outcome("evict", str(name), not stays, because, freed)
+
+
+def _is_notebook(session: Session, name: str | LeaseId) -> bool:
+    """Whether `name` is the file name or path of a notebook, and not the name of a model."""
+    if not isinstance(name, str) or "@" in name or not name.endswith(".ipynb"):
+        return False
+    return registry.by_key(session, name) is None
 
 
 def _idle(session: Session, drop: bool) -> list[LeaseId]:

@@ -6,35 +6,42 @@ The columns keep the raw numbers for code. This module is pure.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from . import elements, text
 
+Show = Callable[[Any], str]  # a DataFrame -> what is shown
 MOST_SHOWN = 60  # rows; of a longer table the first and the last rows are shown
 
 
 def for_people(frame: Any) -> Any:
-    """The DataFrame `frame`, which shows itself in units for people.
+    """The DataFrame `frame`, which shows itself in units for people."""
+    return showing(frame, as_text, as_html)
+
+
+def showing(frame: Any, text_of: Show, html_of: Show) -> Any:
+    """The DataFrame `frame`, which shows itself by `text_of` in a terminal and by `html_of` in Jupyter.
 
     Selections and sorted copies of it are plain DataFrames.
     """
-    shown = _frame_class()(frame)
+    shown = _class_that_shows(text_of, html_of)(frame)
     shown.attrs = dict(frame.attrs)
     return shown
 
 
 @functools.cache
-def _frame_class() -> type:
+def _class_that_shows(text_of: Show, html_of: Show) -> type:
     import pandas
 
     class Table(pandas.DataFrame):
         """A table that shows itself."""
 
         def __repr__(self) -> str:
-            return as_text(self)
+            return text_of(self)
 
         def _repr_html_(self) -> str:
-            return as_html(self)
+            return html_of(self)
 
     return Table
 

@@ -5,13 +5,12 @@ This module is pure.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from gpu_runtime.units import show_bytes
 
-from . import elements, text
+from . import elements, frames, text
 from .views import clean
 
 HEADERS = ("NAME", "KIND", "DEVICE", "HOLDS", "FREES", "CELL", "WHAT")
@@ -28,25 +27,7 @@ def table(frame: Any) -> Any:
 
     Selections and sorted copies of it are plain DataFrames.
     """
-    shown = _frame_class()(frame)
-    shown.attrs = dict(frame.attrs)
-    return shown
-
-
-@functools.cache
-def _frame_class() -> type:
-    import pandas
-
-    class Holders(pandas.DataFrame):
-        """The table of `who`, which shows itself."""
-
-        def __repr__(self) -> str:
-            return as_text(self)
-
-        def _repr_html_(self) -> str:
-            return as_html(self)
-
-    return Holders
+    return frames.showing(frame, as_text, as_html)
 
 
 def as_text(frame: Any) -> str:

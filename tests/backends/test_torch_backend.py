@@ -57,6 +57,24 @@ class Odd(nn.Module):
         self.scalar = nn.Parameter(torch.tensor(3.0))
 
 
+def test_a_model_that_is_dropped_while_it_is_measured_holds_nothing(backend, monkeypatch):
+    """A status may read the size of a model in the moment in which another thread drops the model."""
+    model = backend.adopt(SPEC, nn.Linear(4, 4).eval())
+    backend.move(model, CARD)
+    model.module.bias = nn.Parameter(torch.zeros(4))  # a storage that torch allocated
+    groups = model.groups
+
+    def dropped_meanwhile():
+        found = groups()
+        monkeypatch.undo()
+        backend.drop(model)
+        return found
+
+    monkeypatch.setattr(model, "groups", dropped_meanwhile)
+    assert backend.measure(model) == ()
+    assert model.noted == {}
+
+
 def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
     """Values, strides, dtypes, flags and object identity stay the same. Each storage is counted
     once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,19 @@ NEEDED_LATER = [
 ]
 
 
+def output_of(program: str, folder: Path) -> tuple[str, str]:
+    """What a new interpreter prints, and writes as errors, when it runs `program` in `folder`."""
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return shown.stdout.strip(), shown.stderr
+
+
 @pytest.mark.parametrize(
     "package", ["gpu_runtime", "gpu", "gpu_runtime.web.auth", "gpu_panels.launcher"]
 )
@@ -30,15 +44,7 @@ def test_an_import_loads_no_library_that_is_only_needed_later(package, tmp_path)
     program = (
         f"import sys, {package}; print(*(name for name in {NEEDED_LATER} if name in sys.modules))"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (shown.stdout.strip(), shown.stderr) == ("", "")
+    assert output_of(program, tmp_path) == ("", "")
 
 
 @pytest.mark.parametrize("name", ["runtime", "fleet"])
@@ -57,12 +63,4 @@ def test_a_function_and_a_module_of_one_name_do_not_replace_each_other(
             "from gpu_runtime.fleet.wishes import Wishes; from gpu_runtime.runtime import Runtime",
         ]
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (shown.stdout, shown.stderr) == ("", "")
+    assert output_of(program, tmp_path) == ("", "")

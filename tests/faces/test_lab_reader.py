@@ -15,20 +15,14 @@ import gpu_runtime
 from gpu_runtime import watching
 from gpu_runtime.errors import GpuError
 from gpu_runtime.ledgers import in_use
+from tests.clock import Clock
 
 KERNEL = LabKernel("k1", (41,), "train.ipynb")
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

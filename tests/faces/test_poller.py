@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Phase
+from tests.clock import Clock
 
 from . import samples
 
@@ -40,18 +41,9 @@ class FakeRuntime:
         return replace(self.snapshot, now=self.snapshot.now + self.status_calls)
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture

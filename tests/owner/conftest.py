@@ -12,21 +12,11 @@ from typing import Any
 import pytest
 
 from gpu_runtime import Runtime
+from tests.clock import Clock
 
 from .kernels import Quiet
 
 _books = itertools.count()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture

@@ -13,15 +13,8 @@ from gpu_runtime.serving.engines.registry import EchoAdapter, adapter_for
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.routing.tasks import ServingConfig
+from tests.clock import Clock
 from tests.serving.loops import settle, until
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def chat(model: str, text: str = "one two three", **more: Any) -> dict[str, Any]:

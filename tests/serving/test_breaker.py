@@ -15,13 +15,7 @@ from gpu_runtime.serving.health.breaker import (
     BreakerState,
     Permit,
 )
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 @pytest.fixture

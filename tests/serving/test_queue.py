@@ -14,14 +14,8 @@ from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.queue.model_hold import Hold
 from gpu_runtime.serving.queue.queue import LoadShared, Queue
 from gpu_runtime.serving.requests import Refused
+from tests.clock import Clock
 from tests.serving.loops import in_loop, settle
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Shelf:
@@ -34,7 +28,7 @@ class Shelf:
         self.warm, self.room, self.many = list(warm), room, concurrency
         self.holds: list[Hold] = []
         self.log: list[str] = []
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.queue = Queue(
             self.take,
             lambda model: model in self.warm,

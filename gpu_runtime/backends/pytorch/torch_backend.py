@@ -32,7 +32,7 @@ from . import storages as st
 from .device_hooks import Dispatch
 from .pieces import holder, pieces
 from .torch_model import Destination, TorchModel, destination
-from .two_phases import NOWHERE, Move, assignments
+from .two_phases import Move, assignments, nowhere
 
 # The models that were placed on the devices of a probe, by all backends.
 _models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]] = (
@@ -174,13 +174,13 @@ class TorchBackend:
         model.hand_over()
         away = [group for group in model.groups() if group.storage._cdata in model.away]
         calls = st.rebinding(away, [model.away[group.storage._cdata] for group in away])
-        nothing = {**NOWHERE, "module": nn.Module(), "optimizer": None}
+        nothing = {**nowhere(), "module": nn.Module(), "optimizer": None}
         swap.at_once([*calls, *assignments(model, **nothing)])
         del away, calls
         release_cached(left)
 
     def measure(self, model: TorchModel) -> Shares:
-        """The bytes of `model` on each device now.
+        """The bytes of `model` on each device now; empty if the model was dropped.
 
         Storages that torch has allocated since the last call are noted as held by the model.
         Gradients and optimizer state that grew during training are such storages.
@@ -188,6 +188,8 @@ class TorchBackend:
         held: dict[Memory, int] = dict.fromkeys(model.memories, 0)
         foreign: dict[Memory, int] = {}
         for group in model.groups() if held else ():
+            if not model.memories:
+                return ()  # another thread dropped the model meanwhile
             memory = model.place_of(group, self._by_torch_device)
             held[memory] = held.get(memory, 0) + group.nbytes
             if group.storage._cdata not in model.own:
@@ -386,7 +388,7 @@ class TorchBackend:
 
         `more` are other attributes of the model after the move.
         """
-        before = {name: getattr(model, name) for name in NOWHERE if name != "dispatch"}
+        before = {name: getattr(model, name) for name in nowhere() if name != "dispatch"}
         after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}
         after |= {"own": move.own, "away": move.away, **more}
         try:

@@ -34,7 +34,7 @@ from . import swap
 from .fingerprint import digest
 from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel
-from .two_phases import NOWHERE, assignments, dropped_sentence
+from .two_phases import assignments, dropped_sentence, nowhere
 
 AUTO_CLASSES = {  # task or model type -> transformers' class
     "llm": "AutoModelForCausalLM",
@@ -189,7 +189,7 @@ class TransformersBackend(TorchBackend):
             else:
                 calls += st.emptying(group.slots)
         try:
-            swap.at_once([*exchange.calls, *calls, *assignments(model, **NOWHERE)])
+            swap.at_once([*exchange.calls, *calls, *assignments(model, **nowhere())])
         except BaseException:
             if model.memories:
                 exchange.undo()

@@ -21,17 +21,6 @@ from . import swap
 from .torch_model import TorchModel
 
 T = TypeVar("T")
-# What the handle of a model records while the model is on no device.
-NOWHERE: dict[str, Any] = {
-    "memories": (),
-    "own": {},
-    "away": {},
-    "noted": {},
-    "layout": {},
-    "dispatch": None,
-    "shadow": {},
-    "digests": {},
-}
 
 
 class Move:
@@ -124,6 +113,20 @@ def dropped_sentence(name: str) -> str:
         f"{name} is unloaded (gpu-console), and its weights are in its source. "
         f"Load them again:  with rt.use({name!r}) as model:"
     )
+
+
+def nowhere() -> dict[str, Any]:
+    """What the handle of a model records while the model is on no device, as new objects."""
+    return {
+        "memories": (),
+        "own": {},
+        "away": {},
+        "noted": {},
+        "layout": {},
+        "dispatch": None,
+        "shadow": {},
+        "digests": {},
+    }
 
 
 def assignments(model: TorchModel, **values: Any) -> list[Callable[[], Any]]:
