@@ -251,6 +251,9 @@ class Settings(BaseSettings):
         None,
         description="The file for one line of JSON per call, or - for standard error. Unset: none.",
     )
+    gpu_serve_keys: str | None = Field(
+        None, description="The file of keys for programs. Unset: the user's own keys.json."
+    )
     gpu_serve_cors: str | None = Field(
         None, description="The origins of web pages that may call gpu serve, with commas, or *."
     )

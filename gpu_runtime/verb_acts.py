@@ -166,6 +166,39 @@ def ledger(rt: Any, args: argparse.Namespace) -> Any:
     return setup.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
 
 
+def keys(rt: Any, args: argparse.Namespace) -> str:
+    """Adds or removes a key of `gpu serve`, or lists the keys, as `args` say. `rt` is not used.
+
+    The text of a new key is in the result only, and in no file.
+    """
+    from pathlib import Path
+
+    from . import access_keys, settings
+
+    path = Path(settings.Settings.load().gpu_serve_keys or access_keys.default_file())
+    if args.action == "list":
+        return access_keys.table(access_keys.read(path))
+    if not args.name:
+        raise GpuError(f"{args.action} needs a name:  gpu keys {args.action} NAME")
+    if args.action == "remove":
+        access_keys.remove(path, args.name)
+        return f"The key {args.name} is removed. A running gpu serve refuses it within a second."
+    key, sha256 = access_keys.new_key()
+    access_keys.add(
+        path,
+        args.name,
+        access_keys.AccessKey(
+            sha256,
+            role=args.role,
+            models=tuple(args.models.split(",")) if args.models else ("*",),
+            importance=args.importance,
+            requests_a_minute=args.requests,
+            tokens_a_minute=args.tokens,
+        ),
+    )
+    return f"The key of {args.name}, which is not shown again:\n{key}"
+
+
 def fleet(rt: Any, args: argparse.Namespace) -> Any:
     """The hosts of the fleet, or the outcome of the action in `args`. `rt` is not used."""
     import gpu_runtime

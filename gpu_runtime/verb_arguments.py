@@ -152,6 +152,11 @@ def rows(text: str) -> int:
     return _whole(text, 1, "a number of rows")
 
 
+def limit(text: str) -> int:
+    """A limit, at least 1. Raises ArgumentTypeError if `text` is anything else."""
+    return _whole(text, 1, "a number")
+
+
 def days(text: str) -> float:
     """A number of days above 0. Raises ArgumentTypeError if `text` is anything else."""
     try:
@@ -290,6 +295,32 @@ FLEET = (
     option("--devices", "D", "with join: its cards, such as sim:2x24GiB"),
     option("--ledger", "URL", "with join: its ledger; the machine's unless given"),
     option("--address", "A", "of Ray's head, such as box1:6379", default="auto"),
+)
+
+KEYS = (
+    positional("action", "ACTION", "add, list or remove", choices=["add", "list", "remove"]),
+    positional("name", "NAME", "of the key, such as the program's", nargs="?"),
+    option(
+        "--role",
+        "R",
+        "with add: user (calls models; unless given) or viewer",
+        choices=("user", "viewer"),
+        default="user",
+    ),
+    option("--models", "NAMES", "with add: its models, as in qwen*,task:chat; all unless given"),
+    option("--importance", "I", "with add: the highest that its calls can have", type=importance),
+    option("--requests", "N", "with add: requests a minute", type=limit),
+    option("--tokens", "N", "with add: tokens a minute", type=limit),
+)
+LEDGER = (
+    positional("action", "init", "the only action", choices=["init"]),
+    option("--group", "G", "the users' group, such as gpu", required=True),
+    positional(
+        "directory",
+        "DIR",
+        "the ledger's directory, such as /var/lib/gpu-console/ledger",
+        "files",
+    ),
 )
 
 

@@ -19,8 +19,10 @@ from weakref import WeakSet
 
 import httpx
 
+from ..access_keys import Keys
 from ..errors import GpuError, StillInUse
 from ..facts import ModelSpec, Value
+from .access import Access
 from .choices import Choices
 from .engines import openai_http
 from .engines.base import EngineAdapter, EngineFailed, require, require_room
@@ -81,12 +83,14 @@ class Gateway:
         guard: CloudGuard | None = None,
         clock: Callable[[], float] = time.monotonic,
         environment: Mapping[str, str] | None = None,
+        keys: Callable[[], Keys] = dict,
         make_adapter: MakeAdapter = adapter_for,
     ) -> None:
         """The gateway over the runtime `rt`. Without `settings`, the settings of `rt` apply.
 
         `serving` replaces the content of `tasks.yaml`, and `guard` the cloud guard. `clock` returns monotonic
-        seconds. `environment` has the clouds' addresses and keys. `make_adapter` makes the adapter of a pinned model.
+        seconds. `environment` has the clouds' addresses and keys.
+        `keys()` returns the keys of programs. `make_adapter` makes the adapter of a pinned model.
         Raises BadDocument for a mistake in `tasks.yaml`.
         """
         settings = settings or rt.settings
@@ -105,6 +109,7 @@ class Gateway:
             open_seconds=settings.gpu_serve_breaker_seconds,
         )
         self.clients = Clients()
+        self._access = Access(keys, clock)
         self.costs = Costs()
         self.figures = CallFigures()
         self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)
@@ -136,15 +141,18 @@ class Gateway:
             call = read_call(kind, body, client)
             call = apply_profile(call, self.serving.clients.get(call.profile))
             record.note(client=call.client, asked=call.model)
-            choices, call = self._choices.of(call)
             async with AsyncExitStack() as stack:
+                call = stack.enter_context(self._access.admitted(call, client))
+                choices, call = self._choices.of(call)
+                choices = self._access.allowed(choices, call, client)
                 self.clients.enter(call.client, call.model, self._clock())
                 stack.callback(self._leave, call)
                 return await self._first_answer(call, choices, stack)
 
-    def models(self) -> list[dict[str, Any]]:
-        """The rows of `/v1/models`: models of this process, of the catalogue, and tasks."""
-        return self._choices.models()
+    def models(self, client: str = "") -> list[dict[str, Any]]:
+        """The rows of `/v1/models` for the visitor `client`: models of this process, of the catalogue, and tasks."""
+        rows = self._choices.models()
+        return [row for row in rows if self._access.may_call(client, row["id"])]
 
     @property
     def serving(self) -> ServingConfig:
@@ -339,6 +347,7 @@ class Gateway:
         require_room(call, spec)
         await require_tokens(call, spec, self._counts_at_once)
         importance = spec.importance if call.importance is None else call.importance
+        importance = max(importance, call.highest)
         if not spec.keep:
             stack.callback(lambda: self.keep_warm.keep(spec.name, self._stay_warm(call, spec)))
         was_here = self._rt.here(spec.name)

@@ -72,6 +72,7 @@ class Call(Value):
     client: str = ""  # the visitor of the token, then "/" and the program's own name
     profile: str = ""  # the program's own name alone (x_client_id)
     importance: int | None = None  # None: the profile's, else the model's
+    highest: int = 1  # the highest importance that its key allows; a lower number is higher
     stay_warm: float | None = None  # seconds that the model stays on its device; None: by its type
     cooldown: float = 0.0  # seconds after this call in which this client's calls are refused
     thinking: bool | None = None

@@ -10,13 +10,18 @@ import gc
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets, bind_unix_socket
 from tornado.web import Application
 
+from .. import access_keys
+from ..access_keys import Keys, KeysFile
 from ..errors import BadSetting
 from ..web import gate, http_server
 from ..web.asgi import Asgi
@@ -25,6 +30,7 @@ from ..web.connections import Connections
 from ..web.cors import origins_of
 from ..web.http_server import Address, MakeServer, Service
 from . import request_log
+from .access import visitor_of
 from .api.app import application
 from .gateway import Gateway
 from .routing.tasks_file import default_file, read_serving_config
@@ -66,13 +72,14 @@ class HeadlessServer:
 class _LazyGateway:
     """Makes the gateway at the first call, in the event loop that it belongs to."""
 
-    def __init__(self, rt: Any) -> None:
+    def __init__(self, rt: Any, keys: Callable[[], Keys]) -> None:
         self._rt = rt
+        self._keys = keys
         self._gateway: Gateway | None = None
 
     def __call__(self) -> Gateway:
         if self._gateway is None:
-            self._gateway = Gateway(self._rt, self._rt.settings)
+            self._gateway = Gateway(self._rt, self._rt.settings, keys=self._keys)
         return self._gateway
 
     async def drain(self, seconds: float) -> None:
@@ -121,7 +128,8 @@ def run(
 ) -> None:
     """Serves until the process is interrupted, and prints the URL to open.
 
-    Raises GpuError if it cannot listen, and BadDocument or BadSetting for a mistake in `tasks.yaml` or in a setting.
+    Raises GpuError if it cannot listen, and BadDocument or BadSetting for a mistake in `tasks.yaml`,
+    in the file of keys or in a setting.
 
     If a model in the catalogue is called, the runtime `rt` of this process loads it. `console` makes a server
     that also has a console's page. Without `console` there is no page. The server listens on
@@ -132,7 +140,9 @@ def run(
     origins = origins_of(rt.settings.gpu_serve_cors)
     _open_request_log(rt.settings.gpu_serve_log)
     show_messages(log_level)
-    gateway = _LazyGateway(rt)
+    keys_file = Path(rt.settings.gpu_serve_keys or access_keys.default_file())
+    keys = KeysFile(keys_file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
+    gateway = _LazyGateway(rt, keys)
     app = application(rt, gateway, version("gpu-console"))
 
     async def close() -> None:
@@ -152,6 +162,7 @@ def run(
         routes=((ROUTES, Asgi, {"app": app}),),
         max_body_bytes=MAX_BODY_BYTES,
         cors=origins,
+        key_visitor=lambda offered: visitor_of(keys(), offered, read_only=read_only),
         drain=lambda: gateway.drain(rt.settings.gpu_serve_grace_seconds),
         reload=gateway.reload_tasks,
         close=close,

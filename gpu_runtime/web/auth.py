@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 Role = Literal["operator", "viewer"]
 OPERATOR: Role = "operator"
 VIEWER: Role = "viewer"
+API_PATHS = ("/v1/", "/api/", "/health", "/usage")
 GUEST = "guest"  # Panel's name for a visitor without a login, if its options admit such visitors
 
 
@@ -27,6 +28,8 @@ class Visitor:
 
     name: str  # is written to the journal and shown on the page, where it must be escaped
     may_act: bool
+    may_call: bool = False  # whether models may be called, by a visitor who may not act otherwise
+    api_only: bool = False  # whether only the paths of API_PATHS are admitted
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class AccessRules:
     operators: frozenset[str] = frozenset()  # names that a login proves; "*" means every name
     viewers: frozenset[str] = frozenset()
     read_only: bool = False  # nobody may act, whatever the role
+    # Returns the visitor with a key, or None. Keys are for programs, beside the two tokens.
+    key_visitor: Callable[[str], Visitor | None] | None = field(default=None, repr=False)
     cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
 
     def visitor(self, role: Role, name: str = "") -> Visitor:

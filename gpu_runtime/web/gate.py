@@ -168,11 +168,22 @@ class Gate(ReversibleRouter):
     def _admit_by_token(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
         role = self._role_of(credentials)
         if role is None:
-            return self._ask_for_token(request, credentials)
+            return self._admit_by_key(request, credentials)
         is_page = request.method in ("GET", "HEAD") and not is_websocket(request)
         if credentials.query and is_page:
             return self._answer_with(request, login.RedirectHandler, {"role": role})
         return self._let_in(request, self.rules.visitor(role))
+
+    def _admit_by_key(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
+        """Admits the visitor with a key. A key counts in a header only."""
+        offered = auth.bearer(credentials.authorization)
+        find = self.rules.key_visitor
+        visitor = find(offered) if find is not None and offered else None
+        if visitor is None:
+            return self._ask_for_token(request, credentials)
+        if visitor.api_only and not request.path.startswith(auth.API_PATHS):
+            return self._refuse(request, 403, login.KEY_IS_FOR_CALLS)
+        return self._let_in(request, visitor)
 
     def _role_of(self, credentials: Credentials) -> Role | None:
         role = auth.role_of_tokens(

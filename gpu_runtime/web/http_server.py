@@ -30,7 +30,7 @@ from tornado.websocket import WebSocketClosedError
 from ..errors import GpuError
 from ..settings import Settings, masked
 from . import sockets
-from .auth import AccessRules
+from .auth import AccessRules, Visitor
 
 MASKED_LOGS = ("tornado.access", "tornado.application", "tornado.general")
 LIMITED_LOGS = (*MASKED_LOGS, "asyncio")  # what strangers do is logged there
@@ -49,6 +49,7 @@ class Service:
     routes: tuple[Any, ...] = ()  # Tornado's routes
     max_body_bytes: int = 1 << 20  # limit of one request's body
     cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
+    key_visitor: Callable[[str], Visitor | None] | None = None  # see AccessRules
     # Runs after SIGTERM, in the server's event loop, while the server still listens. A second SIGTERM ends it.
     drain: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None  # runs after SIGHUP, in the server's event loop
@@ -98,7 +99,8 @@ def run(
     `make_server` makes the server. The server listens on `socket_path`, else on `port` of `host`. Without a `port`, it
     uses the service's default port. With `read_only` no visitor may act. With `browser` a browser opens the URL.
     """
-    rules = replace(access_rules(read_only=read_only), cors=service.cors)
+    rules = access_rules(read_only=read_only)
+    rules = replace(rules, cors=service.cors, key_visitor=service.key_visitor)
     address = _free_address(service, host, port, socket_path)
     try:
         server = make_server(service, rules, address)

@@ -21,6 +21,7 @@ WRONG_TOKEN = (
 TOO_MANY_GUESSES = "Too many wrong tokens were tried. Wait a few seconds, then try again."
 TOO_MANY_SECONDS = 10.0  # until that refusal is sent
 FOREIGN_ORIGIN = "This request came from a page of another origin."
+KEY_IS_FOR_CALLS = "This key is for calls of models. It opens no other page."
 OTHER_VISITORS_SESSION = "This session belongs to another visitor. Open the page again."
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }

@@ -100,6 +100,7 @@ ANSWERS = {
     ("who", "-h"): "gpu who [NOTEBOOK]",
     ("fleet", "-h"): "gpu fleet [ACTION] [HOST] [--undo] [--create NAME@HOST] [--on CARDS]",
     ("ledger", "-h"): "gpu ledger init --group G DIR",
+    ("keys", "-h"): "gpu keys ACTION [NAME] [--role R] [--models NAMES]",
 }
 
 

@@ -32,6 +32,7 @@ ELSEWHERE = {  # settings that are tested with real servers
     "gpu_serve_breaker_seconds": "serving/test_gateway.py",
     "gpu_serve_grace_seconds": "serving/test_ending.py",
     "gpu_serve_log": "serving/test_request_log.py",
+    "gpu_serve_keys": "serving/test_keys.py",
     "gpu_serve_cors": "serving/test_cors.py",
     "gpu_prefetch": "owner/test_look_ahead.py",
     "gpu_progress_seconds": "faces/test_waiting.py",

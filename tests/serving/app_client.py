@@ -47,7 +47,7 @@ class Gateway:
         self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
         self.figures = CallFigures()
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self, client: str = "") -> list[dict[str, Any]]:
         return [{"id": "echo", "object": "model", "created": 0, "owned_by": "local"}]
 
     def require_open(self) -> None:

@@ -80,6 +80,7 @@ class Harness:
         make_adapter: Callable[..., EngineAdapter] | None = None,
         guard: CloudGuard | None = None,
         settings: dict[str, Any] | None = None,
+        keys: Callable[[], Any] = dict,
         **models: float,
     ) -> None:
         self.clock, self.log, self.scripts = Clock(), [], scripts or {}
@@ -93,6 +94,7 @@ class Harness:
             clock=self.clock,
             environment=environment or {},
             guard=guard or CloudGuard(None, True),
+            keys=keys,
             make_adapter=make_adapter or self._adapter,
         )
 

@@ -191,7 +191,7 @@ def test_one_model_is_described_by_its_id(rt):
     """An id may contain slashes and colons, as the names of clouds' models and of tasks do."""
     gateway = Gateway()
     rows = [{"id": id, "object": "model"} for id in ("echo", "task:write", "org/name:8b")]
-    gateway.models = lambda: rows
+    gateway.models = lambda client: rows
     http = client(rt, gateway=gateway)
     for row in rows:
         assert http.get(f"/v1/models/{row['id']}").json() == row

@@ -52,15 +52,15 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
         description="GPU memory that notebooks and programs share: models, memory, metrics. Every route needs the "
         "token: `Authorization: Bearer TOKEN`.",
     )
-    acts = Depends(_actor)
+    acts, calls = Depends(_actor), Depends(_caller)
     app.state.jobs = Jobs()
     app.include_router(memory.router(rt, acts))
-    routes = openai.router(gateway, app.state.jobs, acts)
-    anthropic.add_route(routes, gateway, acts)
-    responses.add_route(routes, gateway, acts)
+    routes = openai.router(gateway, app.state.jobs, calls)
+    anthropic.add_route(routes, gateway, calls)
+    responses.add_route(routes, gateway, calls)
     engine_logs.add_route(routes, acts)
     app.include_router(routes)
-    app.include_router(ollama.router(gateway, version, acts))
+    app.include_router(ollama.router(gateway, version, calls))
     _add_server_routes(app, rt, gateway, acts)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(GpuError, _failed)
@@ -161,6 +161,12 @@ async def _actor(request: Request) -> str:
             f"that is not read-only",
         )
     return visitor.name
+
+
+async def _caller(request: Request) -> str:
+    """The name of a visitor who may call models. Raises HTTPException (403) for a viewer."""
+    visitor = request.scope["state"]["visitor"]
+    return visitor.name if visitor.may_call else await _actor(request)
 
 
 async def _refused(request: Request, refused: Any) -> Response:

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from ..requests import MAX_SECONDS, Refused, Reply, bad
 from .call_parts import CallParts
-from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
+from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone, visitor_name
 
 NDJSON = "application/x-ndjson"
 _OPTIONS = {  # Ollama's name of an option -> OpenAI's name of the field
@@ -57,14 +57,15 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
         return {"version": version}
 
     @routes.get("/tags")
-    def get_tags() -> dict[str, Any]:
-        """The models that can be called."""
-        return {"models": [_row(row) for row in gateway().models()]}
+    def get_tags(request: Request) -> dict[str, Any]:
+        """The models that this visitor can call."""
+        return {"models": [_row(row) for row in gateway().models(visitor_name(request))]}
 
     @routes.get("/ps")
-    def get_ps() -> dict[str, Any]:
-        """The models that are on a device."""
-        warm = (row for row in gateway().models() if row.get("x_gpu", {}).get("warm"))
+    def get_ps(request: Request) -> dict[str, Any]:
+        """The models that this visitor can call and that are on a device."""
+        rows = gateway().models(visitor_name(request))
+        warm = (row for row in rows if row.get("x_gpu", {}).get("warm"))
         return {"models": [_row(row) for row in warm]}
 
     @routes.post("/show", openapi_extra=request_body(_SCHEMA), responses=REFUSALS)
@@ -72,7 +73,7 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
         """What is known of one model."""
         body = await read_json(request)
         name = body.get("model") if isinstance(body, Mapping) else None
-        for row in gateway().models():
+        for row in gateway().models(actor):
             if row["id"] == name:
                 kind = row.get("x_gpu", {}).get("model_type", "llm")
                 capabilities = ["embedding"] if kind == "embedding" else ["completion"]

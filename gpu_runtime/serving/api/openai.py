@@ -95,6 +95,12 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
+def visitor_name(request: Request) -> str:
+    """The name of the visitor who sent `request`."""
+    name: str = request.scope["state"]["visitor"].name
+    return name
+
+
 class Gone(Exception):
     """The client has disconnected."""
 
@@ -182,18 +188,18 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
     @routes.get("/models", tags=["models"])
-    def get_models() -> dict[str, Any]:
-        """The models that can be called."""
-        return {"object": "list", "data": gateway().models()}
+    def get_models(request: Request) -> dict[str, Any]:
+        """The models that this visitor can call."""
+        return {"object": "list", "data": gateway().models(visitor_name(request))}
 
     @routes.get(
         "/models/{id:path}",
         tags=["models"],
         responses={404: {"description": "no such model or task"}},
     )
-    def get_model(id: str) -> dict[str, Any]:
-        """One of the models that can be called."""
-        for row in gateway().models():
+    def get_model(id: str, request: Request) -> dict[str, Any]:
+        """One of the models that this visitor can call."""
+        for row in gateway().models(visitor_name(request)):
             if row["id"] == id:
                 return row
         text = f"there is no model {id[:64]!r}; see them: GET /v1/models"
@@ -249,8 +255,7 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
     @routes.get("/jobs", tags=["jobs"])
     def get_jobs(request: Request) -> dict[str, Any]:
         """The jobs that this visitor has started, without their results. The newest job is first."""
-        visitor = request.scope["state"]["visitor"]
-        return {"object": "list", "data": jobs.of(visitor.name)}
+        return {"object": "list", "data": jobs.of(visitor_name(request))}
 
     @routes.get(
         "/jobs/{id}",
@@ -262,8 +267,10 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
         return jobs.find(id).as_json()
 
     @routes.delete("/jobs/{id}", tags=["jobs"], responses={404: {"description": "no such job"}})
-    async def delete_job(id: str, actor: str = acts) -> dict[str, Any]:
-        """Ends a job, and drops its result."""
+    async def delete_job(id: str, request: Request, actor: str = acts) -> dict[str, Any]:
+        """Ends a job, and drops its result. A key ends its own jobs only."""
+        if not request.scope["state"]["visitor"].may_act and jobs.find(id).client != actor:
+            raise Refused(403, "not_yours", "another visitor has started this job", param="id")
         return (await jobs.end(id)).as_json()
 
 

@@ -1,0 +1,232 @@
+"""The file of keys with which programs call `gpu serve`: who each key belongs to, and what it may do.
+
+A key has 256 random bits, so its SHA-256 reveals nothing, and no slow hash is needed. The file has
+hashes only, and must be readable by its owner alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from .errors import BadDocument, GpuError
+from .facts import Value, parse_importance
+from .private_paths import weak_step
+from .safe_text import printable
+
+BEGIN = "gpu-"  # of each key, so that people and scanners recognise one
+MOST_KEYS = 10_000
+MOST_BYTES = 8 << 20
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+Limit = Annotated[int, Meta(ge=1, le=10**12)]
+
+
+class AccessKey(Value, forbid_unknown_fields=True):
+    """What one key may do. It calls models (`user`) or only looks (`viewer`)."""
+
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    role: Literal["user", "viewer"] = "user"
+    models: tuple[str, ...] = ("*",)  # the names that it may call; * and ? as in the shell
+    importance: str | int | None = None  # the highest that its calls can have; None: no limit
+    requests_a_minute: Limit | None = None
+    tokens_a_minute: Limit | None = None  # of prompts and answers
+
+    def may_call(self, model: str) -> bool:
+        """Whether the key may call the model, the task or the cloud's model of this name.
+
+        >>> key = AccessKey("0" * 64, models=("qwen*",))
+        >>> key.may_call("qwen-4b"), key.may_call("phi")
+        (True, False)
+        """
+        return any(fnmatchcase(model, pattern) for pattern in self.models)
+
+
+Keys = dict[str, AccessKey]
+
+
+def default_file() -> Path:
+    """The path of the keys' file if GPU_SERVE_KEYS is not set."""
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(config) / "gpu-console" / "keys.json"
+
+
+def read(path: Path) -> Keys:
+    """The keys in the file `path`, by name. Without the file there are none.
+
+    Raises BadDocument for a mistake in the file, or if another user may read or replace it.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise _bad(path, f"it cannot be read ({error.strerror or error})") from None
+    try:
+        _require_private(path, os.fstat(handle))
+        parts = []
+        while part := os.read(handle, MOST_BYTES + 1):
+            parts.append(part)
+    finally:
+        os.close(handle)
+    return _parsed(path, b"".join(parts))
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    """Checks that the open file, whose figures were `found`, belongs to this user alone. Raises BadDocument."""
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise _bad(path, "it is not a file of this user")
+    if found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise _bad(path, f"other users may use it (mode {mode:o}). Type:  chmod 600 {path}")
+    if found.st_size > MOST_BYTES:
+        raise _bad(path, f"it is larger than {MOST_BYTES >> 20} MiB")
+    weak = weak_step(path.parent)
+    if weak:
+        raise _bad(path, f"another user could replace it: {weak}")
+
+
+def add(path: Path, name: str, key: AccessKey) -> None:
+    """Writes `key` under a new `name` into the file `path`. Raises GpuError."""
+    if not _NAME.fullmatch(name):
+        raise GpuError("the name of a key has at most 64 letters, digits and ._-", name=name)
+    if key.importance is not None:
+        parse_importance(key.importance, least=1, most=100)
+    with _changing(path) as keys:
+        if name in keys:
+            raise GpuError(f"a key {name} exists already.\n  Remove it:  gpu keys remove {name}")
+        keys[name] = key
+
+
+def remove(path: Path, name: str) -> None:
+    """Removes the key called `name` from the file `path`. Raises GpuError if there is none."""
+    with _changing(path) as keys:
+        if name not in keys:
+            raise GpuError(f"there is no key {name!r}; see them:  gpu keys list", name=name)
+        del keys[name]
+
+
+def table(keys: Keys) -> str:
+    """The `keys` as a table for people."""
+    if not keys:
+        return "There are no keys. Make one:  gpu keys add NAME"
+    rows = [("NAME", "ROLE", "MODELS", "IMPORTANCE", "REQUESTS/MIN", "TOKENS/MIN")]
+    for name, key in sorted(keys.items()):
+        limits = (key.importance, key.requests_a_minute, key.tokens_a_minute)
+        shown = ("-" if limit is None else str(limit) for limit in limits)
+        rows.append((name, key.role, printable(",".join(key.models), 60), *shown))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def new_key() -> tuple[str, str]:
+    """A new random key, and its SHA-256."""
+    key = BEGIN + secrets.token_urlsafe(32)
+    return key, digest(key)
+
+
+def digest(key: str) -> str:
+    """The SHA-256 of a `key`, as hexadecimal text."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def name_of(keys: Keys, offered: str) -> str:
+    """The name of the `offered` key, or "". It is compared with each key in constant time."""
+    sha256 = digest(offered)
+    found = ""
+    for name, key in keys.items():
+        if hmac.compare_digest(sha256, key.sha256):
+            found = name
+    return found
+
+
+class KeysFile:
+    """The keys of one file. A changed file is read again; after a mistake in it the earlier keys stay."""
+
+    def __init__(
+        self, path: Path, clock: Callable[[], float], report: Callable[[str], None]
+    ) -> None:
+        """The keys in the file `path`. `clock` returns seconds. `report` gets a sentence on each mistake.
+
+        Raises BadDocument.
+        """
+        self._path = path
+        self._clock = clock
+        self._report = report
+        self._stamp = self._look()
+        self._checked_at = clock()
+        self._keys = read(path)
+
+    def keys(self) -> Keys:
+        """The keys, by name. The file is looked at once a second at most."""
+        if self._clock() - self._checked_at >= 1.0:
+            self._checked_at = self._clock()
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._read_again()
+        return self._keys
+
+    def _read_again(self) -> None:
+        try:
+            self._keys = read(self._path)
+        except BadDocument as error:
+            self._report(f"the earlier keys stay: {error}")
+
+    def _look(self) -> tuple[int, ...] | None:
+        """Figures that differ after each change of the file, also of its mode; None without a file."""
+        try:
+            found = os.stat(self._path)
+        except OSError:  # `read` reports it
+            return None
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[Keys]:
+    """The keys of the file. Changes of the block are written at its end, in one step, with mode 0600."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        keys = read(path)
+        yield keys
+        draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+        try:
+            with open(os.open(draft, flags | os.O_EXCL, 0o600), "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode({"keys": keys})) + b"\n")
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _parsed(path: Path, data: bytes) -> Keys:
+    try:
+        keys = msgspec.json.decode(data, type=dict[Literal["keys"], Keys])["keys"]
+        for name, key in keys.items():
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"the name {name[:80]!r} has other letters than A-Z, 0-9 and ._-")
+            if key.importance is not None:
+                parse_importance(key.importance, least=1, most=100)
+    except (ValueError, KeyError) as error:  # also of msgspec
+        raise _bad(path, f"it is no file of keys: {error}") from None
+    if len(keys) > MOST_KEYS:
+        raise _bad(path, f"it has more than {MOST_KEYS} keys")
+    return keys
+
+
+def _bad(path: Path, problem: str) -> BadDocument:
+    return BadDocument(str(path), 0, "", problem)

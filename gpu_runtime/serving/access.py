@@ -1,0 +1,116 @@
+"""What the key of a visitor allows: which models, which importance, and how much in a minute.
+
+The visitor of a key is called `key:NAME`. A visitor with the operator's token has no key and no limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from msgspec.structs import replace
+
+from ..access_keys import AccessKey, Keys, name_of
+from ..facts import parse_importance
+from ..web.auth import Visitor
+from .choices import TASK_PREFIX
+from .engines.openai_format import max_tokens_of
+from .health.allowance import Allowance
+from .health.costs import prompt_tokens
+from .request_log import current
+from .requests import Call, Refused
+from .routing.fallback import Choice
+
+BEGIN = "key:"  # of the visitor's name
+_WRITTEN = ("chat", "completions")
+_TIME_OUT = 504  # the engine has worked for such a call
+
+
+def visitor_of(keys: Keys, offered: str, *, read_only: bool) -> Visitor | None:
+    """The visitor with the `offered` key, or None if there is no such key in `keys`.
+
+    With `read_only` no visitor calls a model.
+    """
+    name = name_of(keys, offered)
+    if not name:
+        return None
+    calls = keys[name].role == "user"
+    return Visitor(BEGIN + name, False, may_call=calls and not read_only, api_only=calls)
+
+
+class Access:
+    """The rules of the keys for the calls of one gateway."""
+
+    def __init__(self, keys: Callable[[], Keys], clock: Callable[[], float]) -> None:
+        """`keys()` returns the current keys. `clock` returns seconds."""
+        self._keys = keys
+        self._allowance = Allowance(clock)
+
+    def may_call(self, visitor: str, model: str) -> bool:
+        """Whether this `visitor` may call the `model`."""
+        key = self._key(visitor)
+        return key is None or key.may_call(model)
+
+    @contextmanager
+    def admitted(self, call: Call, visitor: str) -> Iterator[Call]:
+        """A block in which the `call` of this `visitor` runs, as its key allows it.
+
+        Raises Refused with 403 for a model that is not allowed, and with 429 if a limit is reached.
+        """
+        key = self._key(visitor)
+        if key is None:
+            yield call
+            return
+        if not key.may_call(call.model):
+            text = f"the key {visitor.removeprefix(BEGIN)} may not call {call.model[:64]!r}"
+            raise Refused(403, "model_not_allowed", text, param="model")
+        if key.importance is not None:
+            call = replace(call, highest=parse_importance(key.importance))
+        record = current()
+        choices = call.body.get("n") or 1
+        asked = max_tokens_of(call.body) if call.kind in _WRITTEN else 0
+        total = None if asked is None else asked * choices
+        name = visitor.removeprefix(BEGIN)
+        with self._allowance.granted(name, key, prompt_tokens(call), total, choices) as grant:
+            if grant.answer is not None and call.kind in _WRITTEN:
+                call = _limited(call, grant.answer // choices)
+            try:
+                yield call
+            except Refused as refused:
+                if refused.status != _TIME_OUT:
+                    grant.used = 0
+                raise
+            finally:
+                if "completion_tokens" in record.facts:
+                    facts = record.facts
+                    grant.used = facts["prompt_tokens"] + facts["completion_tokens"]
+
+    def allowed(self, choices: tuple[Choice, ...], call: Call, visitor: str) -> tuple[Choice, ...]:
+        """The `choices` that the key of `visitor` allows. A task that is allowed by name has all its candidates.
+
+        Raises Refused (403) if no choice is left.
+        """
+        if call.model.startswith(TASK_PREFIX):
+            return choices
+        found = tuple(choice for choice in choices if self.may_call(visitor, choice.model))
+        if not found:
+            text = (
+                f"the stand-ins of {call.model} that could answer now are not allowed for this key"
+            )
+            raise Refused(403, "model_not_allowed", text, param="model")
+        return found
+
+    def _key(self, visitor: str) -> AccessKey | None:
+        if not visitor.startswith(BEGIN):
+            return None
+        key = self._keys().get(visitor.removeprefix(BEGIN))
+        if key is None:  # it was removed a moment ago
+            raise Refused(401, "no_key", "this key was removed")
+        return key
+
+
+def _limited(call: Call, most: int) -> Call:
+    """The `call`, in which each choice has at most `most` tokens."""
+    name = "max_completion_tokens" if "max_completion_tokens" in call.body else "max_tokens"
+    most = min(most, call.body.get(name) or most)
+    return replace(call, body={**call.body, name: most})

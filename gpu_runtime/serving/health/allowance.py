@@ -1,0 +1,111 @@
+"""The limits of each key: requests and tokens in any minute.
+
+A call reserves its tokens before it starts, so calls side by side cannot pass a limit together. At its end the counted
+tokens replace the reserved ones. All calls of a key are counted in one event loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ...access_keys import AccessKey
+from ..requests import Refused
+
+WINDOW_SECONDS = 60.0
+UNSAID_TOKENS = 1024  # reserved for an answer, and its limit, if the caller sets none
+
+
+class Grant:
+    """The tokens of one call that runs. `used` is set at its end."""
+
+    def __init__(self, prompt: int, answer: int | None) -> None:
+        """`prompt` tokens are read, and at most `answer` tokens may be written. None: no limit."""
+        self.answer = answer
+        self.reserved = prompt + (answer or 0)
+        self.used: int | None = None
+
+
+class _Recent:
+    """The calls of one key in the last minute, and those that run."""
+
+    def __init__(self) -> None:
+        self.begun: deque[float] = deque()
+        self.ended: deque[tuple[float, int]] = deque()  # when, and the tokens
+        self.running: set[Grant] = set()
+
+
+class Allowance:
+    """What the keys have used in the last minute."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds."""
+        self._clock = clock
+        self._recent: dict[str, _Recent] = {}
+
+    @contextmanager
+    def granted(
+        self, name: str, key: AccessKey, prompt: int, asked: int | None, least: int = 1
+    ) -> Iterator[Grant]:
+        """A block in which a call of the `key` called `name` runs. Raises Refused (429).
+
+        The call has about `prompt` tokens, and `asked` for as many at most. Without `asked` the answer is limited to
+        what is left, if that is `least` tokens or more.
+        """
+        recent = self._recent.setdefault(name, _Recent())
+        now = self._clock()
+        _forget(recent, now - WINDOW_SECONDS)
+        self._require_request(name, key, recent, now)
+        grant = self._grant(name, key, recent, prompt, asked, least)
+        recent.begun.append(now)
+        recent.running.add(grant)
+        try:
+            yield grant
+        finally:
+            recent.running.discard(grant)
+            used = grant.reserved if grant.used is None else grant.used
+            recent.ended.append((self._clock(), used))
+
+    def _require_request(self, name: str, key: AccessKey, recent: _Recent, now: float) -> None:
+        limit = key.requests_a_minute
+        if limit is not None and len(recent.begun) >= limit:
+            wait = recent.begun[-limit] + WINDOW_SECONDS - now
+            raise _refusal(name, f"{limit} requests", wait)
+
+    def _grant(
+        self,
+        name: str,
+        key: AccessKey,
+        recent: _Recent,
+        prompt: int,
+        asked: int | None,
+        least: int,
+    ) -> Grant:
+        limit = key.tokens_a_minute
+        if limit is None:
+            return Grant(prompt, asked)
+        needed = prompt + (least if asked is None else asked)
+        if needed > limit:
+            text = f"the call has about {needed} tokens; the key {name} has {limit} a minute"
+            raise Refused(400, "over_limit", text)
+        taken = sum(tokens for _, tokens in recent.ended)
+        taken += sum(grant.reserved for grant in recent.running)
+        if taken + needed > limit:
+            first = recent.ended[0][0] if recent.ended else self._clock()
+            raise _refusal(name, f"{limit} tokens", first + WINDOW_SECONDS - self._clock())
+        if asked is None:
+            return Grant(prompt, min(max(least, UNSAID_TOKENS), limit - taken - prompt))
+        return Grant(prompt, asked)
+
+
+def _forget(recent: _Recent, before: float) -> None:
+    while recent.begun and recent.begun[0] <= before:
+        recent.begun.popleft()
+    while recent.ended and recent.ended[0][0] <= before:
+        recent.ended.popleft()
+
+
+def _refusal(name: str, limit: str, wait: float) -> Refused:
+    text = f"the key {name} has {limit} a minute, which are used. Try again in {wait:.0f} s."
+    return Refused(429, "rate_limit_exceeded", text, max(1.0, wait))

@@ -1,0 +1,243 @@
+"""Keys of programs: which models and routes they open, and limits that parallel calls cannot pass.
+
+`tests/core/test_access_keys.py` tests their file, GPU_SERVE_KEYS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from tornado.httpclient import AsyncHTTPClient
+from tornado.httpserver import HTTPServer
+from tornado.testing import bind_unused_port
+from tornado.web import Application
+
+from gpu_runtime.access_keys import AccessKey, digest
+from gpu_runtime.serving.access import visitor_of
+from gpu_runtime.serving.api.app import application
+from gpu_runtime.serving.health.allowance import WINDOW_SECONDS, Allowance
+from gpu_runtime.serving.requests import Refused
+from gpu_runtime.serving.routing.tasks import ServingConfig, Task
+from gpu_runtime.web import gate
+from gpu_runtime.web.asgi import Asgi
+from gpu_runtime.web.auth import AccessRules, Visitor
+from tests.serving.app_client import with_visitor
+from tests.serving.harness import Harness, answer_text, chat, harness
+from tests.serving.loops import in_loop, settle
+
+BOT, LOOK = "gpu-" + "b" * 43, "gpu-" + "v" * 43
+KEYS = {
+    "bot": AccessKey(digest(BOT), models=("qwen*", "task:chat")),
+    "look": AccessKey(digest(LOOK), role="viewer"),
+}
+
+
+async def call(k: Harness, model: str = "qwen", text: str = "one two three", **more: Any) -> Any:
+    return await k.gateway.answer("chat", chat(model, text, **more), "key:bot")
+
+
+def bot(**limits: Any) -> dict[str, AccessKey]:
+    return {"bot": AccessKey(digest(BOT), **limits)}
+
+
+@in_loop
+async def test_a_key_calls_its_models_only():
+    """A stand-in must be allowed too. A task that is allowed by name has all its candidates."""
+    config = ServingConfig(tasks={"chat": Task(("phi",))}, fallback={"qwen": ("phi", "qwen-2")})
+    scripts = {"qwen": [RuntimeError("it broke")]}
+    options = {"serving": config, "keys": lambda: KEYS, "scripts": scripts}
+    async with harness(qwen=4, **{"qwen-2": 4}, phi=4, **options) as k:
+        for model in ("phi", "nothing", "claude:sonnet"):
+            with pytest.raises(Refused) as refused:
+                await call(k, model)
+            assert (refused.value.status, refused.value.code) == (403, "model_not_allowed")
+        assert (await call(k, "qwen")).model == "qwen-2", "phi may not stand in"
+        assert (await call(k, "task:chat")).model == "phi"
+        listed = [row["id"] for row in k.gateway.models("key:bot")]
+        assert sorted(listed) == ["qwen", "qwen-2", "task:chat"]
+        assert len(k.gateway.models("ann")) == 4, "the operator has no limits"
+
+
+@in_loop
+async def test_a_key_limits_the_importance():
+    """A call of the key that asks for more waits behind the calls of others."""
+    gate_open = asyncio.Event()
+    keys = bot(importance="low")
+    options = {"options": {"qwen": {"sequences": 1, "context_length": 64}}, "keys": lambda: keys}
+    async with harness(qwen=4, scripts={"qwen": [gate_open]}, **options) as k:
+        first = asyncio.ensure_future(k.chat("qwen", "first"))
+        await settle()
+        urgent = asyncio.ensure_future(call(k, text="urgent", x_priority="urgent"))
+        await settle()
+        normal = asyncio.ensure_future(k.chat("qwen", "normal"))
+        await settle()
+        gate_open.set()
+        await asyncio.gather(first, urgent, normal)
+        begun = [line for line in k.log if not line.endswith("ended")]
+        assert begun == ["qwen: first", "qwen: normal", "qwen: urgent"]
+
+
+@in_loop
+async def test_requests_a_minute_hold_for_calls_at_once():
+    keys = bot(requests_a_minute=3)
+    async with harness(qwen=4, keys=lambda: keys) as k:
+        made = await asyncio.gather(*(call(k) for _ in range(8)), return_exceptions=True)
+        refused = [one for one in made if isinstance(one, Refused)]
+        assert len(refused) == 5
+        assert {(one.status, one.code) for one in refused} == {(429, "rate_limit_exceeded")}
+        assert refused[0].headers["Retry-After"] == "60"
+        assert (await k.chat("qwen")).model == "qwen", "others have no limit"
+        k.clock.now += WINDOW_SECONDS
+        assert (await call(k)).model == "qwen"
+
+
+@in_loop
+async def test_tokens_a_minute_hold_for_calls_at_once():
+    """A call without a limit of its own gets what is left. The counted tokens replace the reserved ones."""
+    keys = bot(tokens_a_minute=100)
+    async with harness(qwen=4, keys=lambda: keys) as k:
+        text = " ".join(["word"] * 70)
+        made = await asyncio.gather(
+            *(call(k, text="a b", max_tokens=40) for _ in range(5)), return_exceptions=True
+        )
+        assert [isinstance(one, Refused) for one in made] == [False] * 2 + [True] * 3
+        k.clock.now += WINDOW_SECONDS
+        reply = await call(k, text=text)
+        assert reply.json["choices"][0]["finish_reason"] == "length"
+        assert len(answer_text(reply).split()) == 100 - 350 // 4
+        with pytest.raises(Refused) as refused:
+            await call(k, text="x" * 600)
+        assert (refused.value.status, refused.value.code) == (400, "over_limit")
+        k.clock.now += WINDOW_SECONDS
+        stream = await call(k, text="a b c", stream=True)
+        assert [event async for event in stream.events]
+        assert (await call(k, max_tokens=80)).model == "qwen", "the stream used 6, not 100"
+
+
+@in_loop
+async def test_a_refused_call_uses_no_tokens():
+    keys = bot(tokens_a_minute=100)
+    async with harness(qwen=4, keys=lambda: keys) as k:
+        for _ in range(5):
+            with pytest.raises(Refused, match="nothing"):
+                await call(k, "nothing", max_tokens=90)
+        assert (await call(k, max_tokens=90)).model == "qwen"
+
+
+@given(
+    calls=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0, 90)), max_size=40
+    )
+)
+@settings(deadline=None)
+def test_no_minute_has_more_tokens_than_the_limit(calls):
+    """Calls begin, overlap and end in any order: running reservations and ended tokens stay below the limit."""
+    clock = [0.0]
+    allowance, key = Allowance(lambda: clock[0]), AccessKey(digest("a"), tokens_a_minute=100)
+    running: list[Any] = []
+    ended: list[tuple[float, int]] = []
+    for pause, prompt, asked in calls:
+        clock[0] += pause
+        if running and pause % 3 == 0:
+            block, grant = running.pop(0)
+            grant.used = grant.reserved // 2
+            block.__exit__(None, None, None)
+            ended.append((clock[0], grant.used))
+        block = allowance.granted("bot", key, prompt, asked or None)
+        try:
+            grant = block.__enter__()
+        except Refused:
+            continue
+        running.append((block, grant))
+        recent = sum(used for at, used in ended if at > clock[0] - WINDOW_SECONDS)
+        assert recent + sum(grant.reserved for _, grant in running) <= 100
+
+
+def test_a_key_acts_on_nothing_else():
+    """It calls models. It evicts nothing, changes no setting, reads no log, and ends no other visitor's job."""
+    k = Harness(qwen=4, keys=lambda: KEYS)
+    visitor = visitor_of(KEYS, BOT, read_only=False)
+    assert visitor == Visitor("key:bot", False, may_call=True, api_only=True)
+    assert visitor_of(KEYS, BOT, read_only=True).may_call is False
+    assert visitor_of(KEYS, LOOK, read_only=False) == Visitor("key:look", False)
+    app = application(k.rt, lambda: k.gateway, "0")
+    with TestClient(with_visitor(app, visitor), raise_server_exceptions=False) as http:
+        assert http.post("/v1/chat/completions", json=chat("qwen")).status_code == 200
+        for method, path in (
+            ("POST", "/memory/evict/*"),
+            ("POST", "/memory/defragment"),
+            ("PUT", "/api/v1/config"),
+            ("GET", "/v1/engines/qwen/log"),
+        ):
+            assert http.request(method, path, json={}).status_code == 403, path
+        job = {"endpoint": "/v1/chat/completions", "body": chat("qwen")}
+        own = http.post("/v1/jobs", json=job).json()["id"]
+        other = TestClient(with_visitor(app, Visitor("ann", True))).post("/v1/jobs", json=job)
+        assert http.delete(f"/v1/jobs/{other.json()['id']}").status_code == 403
+        assert http.delete(f"/v1/jobs/{own}").status_code == 200
+        http.portal.call(k.gateway.close)
+    k.rt.close()
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    headers = b" ".join(value for _, value in scope["headers"])
+    body = f"{scope['state']['visitor'].name} {headers.decode()}".encode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+@in_loop
+async def test_the_gate_admits_a_key_in_a_header_to_the_routes_of_models(caplog):
+    """A key in a URL or a cookie counts for nothing, opens no page and no websocket, and is in no log."""
+    caplog.set_level(logging.DEBUG)
+    app = Application([(r"/.*", Asgi, {"app": hello})])
+    rules = AccessRules(
+        "ann", "o" * 32, key_visitor=lambda offered: visitor_of(KEYS, offered, read_only=False)
+    )
+    gate.install(app, rules)
+    socket, port = bind_unused_port()
+    server = HTTPServer(app)
+    server.add_socket(socket)
+
+    async def ask(path: str, **headers: str) -> tuple[int, str]:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        url = f"http://127.0.0.1:{port}{path}"
+        answer = await AsyncHTTPClient().fetch(
+            url, headers={"Accept": "*/*", **sent}, raise_error=False, follow_redirects=False
+        )
+        return answer.code, answer.body.decode()
+
+    try:
+        for headers in ({"Authorization": f"Bearer {BOT}"}, {"X_Api_Key": BOT}):
+            status, body = await ask("/v1/models", **headers)
+            assert status == 200 and body.startswith("key:bot ") and BOT not in body
+            for path in ("/", "/metrics", "/memory/stats", "/v1", "/docs"):
+                assert (await ask(path, **headers))[0] == 403, path
+        look = {"Authorization": f"Bearer {LOOK}"}
+        assert (await ask("/metrics", **look))[1].startswith("key:look ")
+        assert (await ask(f"/v1/models?token={BOT}"))[0] == 401
+        assert (await ask("/v1/models", Cookie=f"gpu-console={BOT}"))[0] == 401
+        assert (await ask("/v1/models", X_Api_Key=KEYS["bot"].sha256))[0] == 401
+        upgrade = {"Upgrade": "websocket", "Connection": "Upgrade"}
+        assert (await ask("/ws", X_Api_Key=BOT, **upgrade))[0] == 403
+    finally:
+        server.stop()
+        await server.close_all_connections()
+    assert BOT not in caplog.text and LOOK not in caplog.text
+
+
+@in_loop
+async def test_a_removed_key_is_refused_at_its_next_call():
+    keys = dict(KEYS)
+    async with harness(qwen=4, keys=lambda: keys) as k:
+        await call(k)
+        del keys["bot"]
+        with pytest.raises(Refused, match="was removed") as refused:
+            await call(k)
+        assert refused.value.status == 401
