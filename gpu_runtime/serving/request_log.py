@@ -23,6 +23,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 log = logging.getLogger("gpu_runtime.requests")
 log.propagate = False  # other handlers would show the lines among the messages for people
 log.addHandler(logging.NullHandler())
+log.setLevel(logging.WARNING)  # no line is made until `open_log` is called
 
 
 class CallRecord:

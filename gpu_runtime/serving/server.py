@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -96,15 +97,21 @@ class _LazyGateway:
             await self._gateway.close()
 
 
-def show_messages(level: str) -> None:
-    """Writes the messages of `gpu_runtime` of this `level` (debug, info, warning, error) to standard error."""
+@contextmanager
+def messages_shown(level: str) -> Iterator[None]:
+    """A block in which messages of this `level` (debug, info, warning, error) or graver go to standard error."""
     log = logging.getLogger("gpu_runtime")
-    if not any(isinstance(known, logging.StreamHandler) for known in log.handlers):
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(handler)
-        log.propagate = False  # a handler of another library would show them again
+    before = log.level, log.propagate
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False  # a handler of another library would show them again
     log.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before
 
 
 def _open_request_log(target: str | None) -> None:
@@ -139,7 +146,6 @@ def run(
     read_serving_config(rt.settings.gpu_tasks or default_file())  # a mistake is reported now
     origins = origins_of(rt.settings.gpu_serve_cors)
     _open_request_log(rt.settings.gpu_serve_log)
-    show_messages(log_level)
     keys_file = Path(rt.settings.gpu_serve_keys or access_keys.default_file())
     keys = KeysFile(keys_file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
     gateway = _LazyGateway(rt, keys)
@@ -167,11 +173,12 @@ def run(
         reload=gateway.reload_tasks,
         close=close,
     )
-    http_server.run(
-        console or HeadlessServer,
-        service,
-        host=host,
-        port=port,
-        socket_path=socket_path,
-        read_only=read_only,
-    )
+    with messages_shown(log_level):
+        http_server.run(
+            console or HeadlessServer,
+            service,
+            host=host,
+            port=port,
+            socket_path=socket_path,
+            read_only=read_only,
+        )

@@ -112,15 +112,13 @@ def test_messages_are_shown_from_the_chosen_level_on(capsys):
     """Each is shown once, also if the server begins twice in a process or a library logs to the root."""
     log = logging.getLogger("gpu_runtime")
     before = log.handlers[:], log.level, log.propagate
-    try:
-        for level, shown in (("info", ["qwen could not answer"]), ("warning", [])):
-            server.show_messages(level)
+    for level, shown in (("info", ["qwen could not answer"]), ("warning", [])):
+        with server.messages_shown(level):
             log.info("%s could not answer", "qwen")
             log.debug("too fine")
-            lines = capsys.readouterr().err.splitlines()
-            assert [line.partition(" INFO ")[2] for line in lines] == shown
-    finally:
-        log.handlers[:], log.level, log.propagate = before
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.partition(" INFO ")[2] for line in lines] == shown
+    assert (log.handlers, log.level, log.propagate) == before
 
 
 def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
