@@ -21,6 +21,8 @@ LOCKS = {"Lock", "RLock", "Condition", "allocate_lock"}
 
 def bare_locks(source: str) -> list[int]:
     """The lines of a module's top level that make a lock without registering it in `forks`."""
+    if not any(f"{lock}(" in source for lock in LOCKS):
+        return []
     found = []
     for node in ast.parse(source).body:
         value = getattr(node, "value", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -133,9 +134,8 @@ def imports(tree: ast.AST, module: str) -> Iterator[str]:
                 yield f"{base}.{alias.name}" if is_module else base
 
 
-def complaints(source: str, module: str) -> list[str]:
-    """One sentence for each forbidden import in the source of `module`."""
-    tree = ast.parse(source)
+def complaints(tree: ast.Module, module: str) -> list[str]:
+    """One sentence for each forbidden import in `module`."""
     folder = folder_of(module)
     if folder not in MAY_IMPORT:
         return [f"{module} lies in a folder that MAY_IMPORT does not name"]
@@ -159,20 +159,41 @@ def complaints(source: str, module: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sources(), ids=module_of)
-def test_every_module_imports_downward_only(path):
+class Module(NamedTuple):
+    """What the laws need to know about one module."""
+
+    complaints: list[str]
+    imports: set[str]
+    too_large: list[str]
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Module]:
+    """Every module by its name. Each is read and parsed once."""
+    read = {}
+    for path in sources():
+        module, source = module_of(path), path.read_text()
+        tree = ast.parse(source)
+        all_imports = set(imports(tree, module))
+        read[module] = Module(
+            complaints(tree, module), all_imports, too_large(tree, source, module)
+        )
+    return read
+
+
+def test_every_module_imports_downward_only(modules):
     """A module imports only what its folder may import. The scheduler and the layers that act never
     import each other. Only the owner imports both.
     """
-    assert complaints(path.read_text(), module_of(path)) == []
+    assert len(modules) > 300
+    assert {name: module.complaints for name, module in modules.items() if module.complaints} == {}
 
 
-def test_no_two_modules_import_each_other():
+def test_no_two_modules_import_each_other(modules):
     """Imports inside functions or for types count, too. Two files that import each other cannot be
     read one after the other.
     """
-    uses = {module_of(path): set(imports(ast.parse(path.read_text()), module_of(path))) & MODULES
-            for path in sources()}  # fmt: skip
+    uses = {name: module.imports & MODULES for name, module in modules.items()}
     uses["gpu_runtime"] -= {"gpu_runtime.runtime", "gpu_runtime.fleet.client"}  # the facade
     left = {module: found - {module} for module, found in uses.items()}
     while free := [module for module, found in left.items() if not found & left.keys()]:
@@ -182,27 +203,27 @@ def test_no_two_modules_import_each_other():
     assert in_circles == {}
 
 
-def test_what_the_console_shows_is_computed_without_panel():
+def test_what_the_console_shows_is_computed_without_panel(modules):
     """`gpu_panels/data` is pure. Of its own package it imports only itself and the palette."""
-    pure = [path for path in sources() if path.parent.name == "data" and "gpu_panels" in path.parts]
+    pure = [name for name in modules if name.startswith("gpu_panels.data.")]
     assert pure
-    for path in pure:
-        for name in imports(ast.parse(path.read_text()), module_of(path)):
-            assert name.split(".")[0] not in NOT_IN_DATA, f"{path.name} imports {name}"
+    for module in pure:
+        for name in modules[module].imports:
+            assert name.split(".")[0] not in NOT_IN_DATA, f"{module} imports {name}"
             is_ours = name.startswith(("gpu_panels.data", "gpu_panels.palette"))
-            assert is_ours or not name.startswith("gpu_panels."), f"{path.name} imports {name}"
+            assert is_ours or not name.startswith("gpu_panels."), f"{module} imports {name}"
 
 
 LONGEST_FUNCTION, LONGEST_FILE, MOST_METHODS = 60, 450, 40
 LONGEST_FACADE = 700  # lines of `runtime.py`, where each method is one call
 
 
-def too_large(source: str, module: str) -> list[str]:
-    """The functions, classes and the file that exceed their limits in the source of `module`."""
+def too_large(tree: ast.Module, source: str, module: str) -> list[str]:
+    """The functions, classes and the file of `module` that exceed their limits."""
     is_facade = module == "gpu_runtime.runtime"
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, functions):
             length = node.end_lineno - node.lineno + 1
             if length > LONGEST_FUNCTION:
@@ -217,25 +238,28 @@ def too_large(source: str, module: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sources(), ids=module_of)
-def test_no_function_class_or_file_is_too_large(path):
+def test_no_function_class_or_file_is_too_large(modules):
     """A function has at most 60 lines, a class 40 methods and a file 450 lines. `runtime.py` may be
     larger.
     """
-    assert too_large(path.read_text(), module_of(path)) == []
+    assert {name: module.too_large for name, module in modules.items() if module.too_large} == {}
 
 
 def test_what_is_too_large_is_named():
     """A function, class or file at its limit is allowed; one more line or method is reported."""
+
+    def found(source: str) -> list[str]:
+        return too_large(ast.parse(source), source, "m")
+
     body = "    x = 1\n" * 59
     method = "    def m{}(self): ...\n"
     forty = "".join(method.format(n) for n in range(40))
-    assert too_large(f"def f():\n{body}", "m") == []
-    assert too_large(f"def f():\n    x = 1\n{body}", "m") == ["f has 61 lines"]
-    assert too_large(f"class C:\n{forty}", "m") == []
-    assert too_large(f"class C:\n{forty}    async def n(self): ...\n", "m") == ["C has 41 methods"]
-    assert too_large("x = 1\n" * 451, "m") == ["the file has 451 lines"]
-    assert too_large("x = 1\n" * 450, "m") == []
+    assert found(f"def f():\n{body}") == []
+    assert found(f"def f():\n    x = 1\n{body}") == ["f has 61 lines"]
+    assert found(f"class C:\n{forty}") == []
+    assert found(f"class C:\n{forty}    async def n(self): ...\n") == ["C has 41 methods"]
+    assert found("x = 1\n" * 451) == ["the file has 451 lines"]
+    assert found("x = 1\n" * 450) == []
 
 
 @pytest.mark.parametrize(("module", "source", "complaint"), [
@@ -255,7 +279,7 @@ def test_what_is_too_large_is_named():
 ])  # fmt: skip
 def test_a_forbidden_import_is_caught(module, source, complaint):
     """The checks notice a fault: each of these imports is forbidden."""
-    found = complaints(source, module)
+    found = complaints(ast.parse(source), module)
     assert len(found) == 1 and complaint in found[0]
 
 
@@ -267,4 +291,4 @@ def test_a_forbidden_import_is_caught(module, source, complaint):
 ])  # fmt: skip
 def test_an_allowed_import_is_not_reported(module, source):
     """The checks do not complain without a reason: each of these imports is allowed."""
-    assert complaints(source, module) == []
+    assert complaints(ast.parse(source), module) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -20,12 +19,9 @@ PEOPLE = (
 
 def existing_tests() -> set[str]:
     """The names of all test functions below `tests/`."""
-    found = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                found.add(node.name)
-    return found
+    files = (ROOT / "tests").rglob("test_*.py")
+    function = re.compile(r"^ *(?:async )?def (test_\w+)\(", re.M)
+    return {name for path in files for name in function.findall(path.read_text())}
 
 
 def claims(page: str) -> list[tuple[str, str]]:
