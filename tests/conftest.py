@@ -168,7 +168,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(here).as_posix() if inside else item.path.name
         if inside and path.startswith(PROCESSES):
             item.add_marker(pytest.mark.processes)
-    items.sort(key=_turn)
+    turns = {here / path: turn for turn, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: _turn(item, turns))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else ""
     if reason:
@@ -176,14 +177,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _turn(item: pytest.Item) -> int:
-    """The rank of `item` in the order of a run.
+def _turn(item: pytest.Item, turns: dict[Path, int]) -> int:
+    """The rank of `item` in the order of a run. `turns` has the ranks of the longest files.
 
     The longest files run first, then tests with processes and notebooks, then the rest.
     """
-    place = next((i for i, path in enumerate(LONGEST) if item.path.match(f"tests/{path}")), None)
-    if place is not None:
-        return place
+    if item.path in turns:
+        return turns[item.path]
     waits = item.get_closest_marker("processes") or item.path.suffix == ".ipynb"
     return len(LONGEST) if waits else len(LONGEST) + 1
 

@@ -506,7 +506,13 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name == "llama" else pytest.mark.thorough)
+        for name in ARCHITECTURES
+    ],
+)
 def test_pieces_before_the_load_are_those_of_the_loaded_model(box, tmp_path, architecture):
     """Before the load, the cuts come from the names in the header, or from the module without data.
     Each of them is also a cut of the loaded module.

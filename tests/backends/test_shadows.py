@@ -168,7 +168,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples * 5 // 8)  # each example loads a model
 @given(st.lists(STEPS, max_size=8))
 def test_the_weights_are_right_after_any_journey(llama, steps):
     probe = open_probe("sim:2x64MiB,host:64MiB")

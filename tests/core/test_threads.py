@@ -20,6 +20,7 @@ def test_it_runs_in_parallel_and_can_be_waited_for():
     assert running.ident != threading.get_ident()
 
 
+@pytest.mark.thorough
 def test_an_interrupt_during_its_start_leaves_it_running():
     """`threading.Thread.start` waits for the new thread. In an earlier version, an interrupt of
     that wait left a thread that never ran and a process that never ended. This happened about once

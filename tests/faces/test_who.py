@@ -45,12 +45,15 @@ def fails(shell, cell):
 def notebook(shell):
     """A shell without outputs and errors of other tests."""
     registered.front_end.release(registered.front_end.names())
+    mode = shell.InteractiveTB.mode
+    shell.InteractiveTB.set_mode("Minimal")  # else IPython looks for sources in every module
     fails(shell, "raise ValueError('the last error of this fixture')")
     run(shell, SETUP)
     gc.collect()
     gc.disable()  # else garbage may be gone before a test looks
     yield shell
     gc.enable()
+    shell.InteractiveTB.set_mode(mode)
     registered.front_end.release(registered.front_end.names())
 
 

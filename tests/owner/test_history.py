@@ -92,6 +92,7 @@ def test_thinning_keeps_every_peak_and_forgets_yesterday(tmp_path_factory, rows)
         assert {repr(one) for one in kept if one.wall > now - 1800} <= set(map(repr, left))
 
 
+@pytest.mark.thorough
 def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
     """The record has two devices with a dozen leases and a moment every two seconds. It is written
     and thinned as the recorder does it.
