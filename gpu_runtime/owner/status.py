@@ -37,7 +37,7 @@ from ..scheduler.queue import queue
 from ..scheduler.unmanaged import stranger_bytes, strangers
 from ..telemetry.moments import moments_of
 from ..units import parse_seconds
-from . import dry_run, loading, permissions, presence, registry
+from . import dry_run, kernel_names, loading, permissions, presence, registry
 from . import replays as recorded
 from .history import recorded_events
 from .session import Session
@@ -273,7 +273,7 @@ def history(session: Session, found: Snapshot, seconds: str | float, points: int
 
 
 def why(session: Session, name: str) -> tuple[Event, ...]:
-    """The last decisions on a model, the newest first.
+    """The last decisions on a model, or on the memory of the notebook `name`, the newest first.
 
     Raises UnknownModel if there is no decision on it and no model has that name.
     """
@@ -281,8 +281,18 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
     resident = registry.by_key(session, bare)
     found = recorded_events(session, 20, resident.spec.name if resident else bare)
     if not found and resident is None and session.catalogue.spec(bare) is None:
-        raise UnknownModel(bare, registry.known_names(session))
+        found = _on_kernel(session, bare)
     return found[::-1]
+
+
+def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
+    """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel."""
+    try:
+        owner, kernel = kernel_names.find(session, who)
+    except GpuError:
+        raise UnknownModel(who, registry.known_names(session)) from None
+    of_all = recorded_events(session, model=kernel)
+    return tuple(event for event in of_all if event.owner == owner)[-20:]
 
 
 def replays(session: Session, name: str) -> tuple[Replayed, ...]:

@@ -10,14 +10,12 @@ wait.
 from __future__ import annotations
 
 import ast
-import asyncio
 import contextlib
 import gc
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 from IPython.core.error import InputRejected
 
@@ -28,37 +26,11 @@ from gpu_runtime.notebook import notebook_path
 from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB
 
-from . import messages
+from . import messages, obstacles
 
 LOOP_SECONDS = 10.0  # the longest wait until the kernel's loop begins the exchange
 UNDISTURBED_SECONDS = 60.0  # the switch interval meanwhile: no other thread gets the interpreter
-# These libraries may have stored the addresses of tensors, or run code of their own on the card.
-OTHER_LIBRARIES = (
-    "cupy", "numba.cuda", "jax", "tensorflow", "cudf", "rmm", "pycuda", "tensorrt", "warp", "vllm",
-    "deepspeed", "transformer_engine", "dgl",
-)  # fmt: skip
-KERNEL_THREADS = frozenset(
-    ("MainThread", "IOPub", "Control", "Heartbeat", "Shell channel", "IPythonHistorySavingThread")
-)
-KERNEL_THREAD_TYPES = frozenset(
-    (
-        "ParentPollerUnix", "HistorySavingThread", "Heartbeat", "ControlThread", "ShellChannelThread",
-        "WriterThread", "ReaderThread", "TMonitor",
-    )
-)  # fmt: skip
-KERNEL_TASKS = frozenset(
-    ("Kernel.dispatch_queue", "Kernel.shell_main", "Kernel.dispatch_shell", "Kernel.process_one")
-)
-# The places where the kernel's own threads wait: the file and the function of the innermost frame.
-RESTING = frozenset(
-    (
-        ("selectors.py", "select"), ("threading.py", "wait"), ("iostream.py", "_watch_pipe_fd"),
-        ("__init__.py", "device"), ("parentpoller.py", "run"), ("_monitor.py", "run"),
-        ("queue.py", "get"), ("thread.py", "_worker"),
-    )
-)  # fmt: skip
 DEBUG = "debug_request"  # the type of a message to the debugger
-OURS = "gpu_runtime."  # modules whose threads touch no tensor except through this exchange
 
 
 class Parking:
@@ -233,9 +205,9 @@ class Parking:
         if self._cells:
             return "a cell runs"
         return (
-            self._why_not_loop()
-            or _why_not_modules()
-            or _why_not_threads(self._main)
+            obstacles.why_not_loop(self._kernel)
+            or obstacles.why_not_modules()
+            or obstacles.why_not_threads(self._main)
             or ("gc.freeze() has hidden objects from the search" if gc.get_freeze_count() else "")
         )
 
@@ -277,30 +249,11 @@ class Parking:
         with _Undisturbed():
             if self._mark != mark:
                 return "the kernel was used meanwhile"
-            moving = _not_at_rest({threading.get_ident(), caller, self._main or 0})
+            moving = obstacles.not_at_rest({threading.get_ident(), caller, self._main or 0})
             if moving:
                 return f"a thread runs ({moving})"
             act()
             return ""
-
-    def _why_not_loop(self) -> str:
-        kernel = self._kernel
-        if getattr(kernel, "eventloop", None) is not None:
-            return "a GUI event loop runs its callbacks (%gui)"
-        loop = getattr(kernel.io_loop, "asyncio_loop", None)
-        if loop is None:
-            return ""
-        for task in asyncio.all_tasks(loop):
-            if not _is_kernel_task(task):
-                name = getattr(task.get_coro(), "__qualname__", "?")
-                return f"an asyncio task is pending ({name})"
-        for handle in getattr(loop, "_scheduled", ()):
-            if not handle.cancelled() and not _is_kernels(handle):
-                return "a callback is scheduled (call_later)"
-        manager = getattr(getattr(kernel, "shell_channel_thread", None), "_manager", None)
-        if manager is not None and manager.list_subshell():
-            return "a subshell is open"
-        return ""
 
 
 class _Refusing(ast.NodeTransformer):
@@ -347,103 +300,3 @@ def _holds_memory() -> bool:
         return True
     found = instances({torch.Tensor, torch.nn.Parameter})
     return any(one.nbytes >= MIB and one.device.type == "cpu" for one in found)
-
-
-def _why_not_modules() -> str:
-    for name in OTHER_LIBRARIES:
-        if name in sys.modules:
-            return f"{name} is loaded, which may keep addresses of its own"
-    torch = sys.modules.get("torch")
-    group = getattr(torch, "distributed", None)
-    if group is not None and group.is_available() and group.is_initialized():
-        return "a process group is open (torch.distributed)"
-    return ""
-
-
-class _Thread(NamedTuple):
-    """The position of a thread, as a file and a function.
-
-    It does not keep the frame. A frame that refers to itself would keep the old bytes alive.
-    """
-
-    code: CodeType  # the code of its innermost function
-    is_ours: bool  # gpu_runtime started it
-
-    @property
-    def rests(self) -> bool:
-        """Whether the thread waits in one of the functions where the kernel's own threads wait."""
-        return (self.code.co_filename.rpartition("/")[2], self.code.co_name) in RESTING
-
-
-def _threads() -> dict[int, _Thread]:
-    """The threads that run Python, by their identifiers."""
-    return {
-        ident: _Thread(frame.f_code, _is_ours(frame))
-        for ident, frame in sys._current_frames().items()
-    }
-
-
-def _is_ours(frame: Any) -> bool:
-    """Whether gpu_runtime started the thread of `frame`: its outermost frame is in the module `threads`."""
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_globals.get("__name__", "").startswith(OURS)
-
-
-def _why_not_threads(main: int | None) -> str:
-    """The name of a thread that prevents moving the kernel's memory, as a reason, or "" if no thread does.
-
-    Such a thread is not the kernel's, was not started by gpu_runtime, and does not wait. `main` is the
-    identifier of the main thread.
-    """
-    known = {thread.ident: thread for thread in threading.enumerate()}
-    for ident, found in _threads().items():
-        if ident in (main, threading.get_ident()) or found.rests or found.is_ours:
-            continue
-        thread = known.get(ident)
-        if thread is None or not _is_kernel_thread(thread):
-            return f"a thread of its own runs ({thread.name if thread else ident})"
-    return ""
-
-
-def _is_kernel_thread(thread: threading.Thread) -> bool:
-    return thread.name in KERNEL_THREADS or type(thread).__name__ in KERNEL_THREAD_TYPES
-
-
-def _not_at_rest(but: set[int]) -> str:
-    """The function in which a thread runs instead of waiting, or "" if all threads wait.
-
-    The threads in `but` are not examined.
-    """
-    for ident, found in _threads().items():
-        if ident not in but and not found.rests and not found.is_ours:
-            return f"{found.code.co_name} in {found.code.co_filename}"
-    return ""
-
-
-def _is_kernel_task(task: asyncio.Task[Any]) -> bool:
-    """Whether the kernel itself made the `task`, and not a cell.
-
-    ipykernel 7 makes its tasks through a function in `ipykernel.utils`. The coroutine of that function
-    waits for a second task, which has a name of its own.
-    """
-    coroutine = task.get_coro()
-    if getattr(coroutine, "__qualname__", "") in KERNEL_TASKS:
-        return True
-    code, utils = getattr(coroutine, "cr_code", None), sys.modules.get("ipykernel.utils")
-    made_by = getattr(utils, "_async_in_context", None)
-    constants = made_by.__code__.co_consts if made_by is not None else ()
-    return any(code is one for one in constants if code is not None)
-
-
-def _is_kernels(handle: Any) -> bool:
-    """Whether the kernel itself scheduled the task of `handle`, and not a cell.
-
-    The file of a cell is in a directory called ipykernel_PID.
-    """
-    callback = handle._callback
-    while hasattr(callback, "func"):
-        callback = callback.func
-    owner = getattr(callback, "__self__", None)
-    module = getattr(callback, "__module__", "") or type(owner).__module__
-    return module.split(".")[0] in ("ipykernel", "tornado", "zmq", "asyncio", "jupyter_client")

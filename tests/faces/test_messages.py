@@ -11,7 +11,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from gpu.parking import Parking, _is_kernel_task
+from gpu.obstacles import is_kernel_task
+from gpu.parking import Parking
 from IPython.core.events import EventManager, available_events
 from pyviz_comms import JupyterComm
 
@@ -208,7 +209,7 @@ def test_a_task_that_ipykernel_wraps_is_the_kernels_and_the_users_task_is_not():
         await asyncio.sleep(0)
         inner = asyncio.all_tasks() - {*tasks.values(), asyncio.current_task()}
         tasks |= {f"inner {number}": task for number, task in enumerate(inner)}
-        said = {name: _is_kernel_task(task) for name, task in tasks.items()}
+        said = {name: is_kernel_task(task) for name, task in tasks.items()}
         for task in tasks.values():
             task.cancel()
         return said

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from gpu_runtime import Runtime
+from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST
 from tests.nvml_driver import until
 
@@ -173,6 +173,64 @@ def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(two, rt):
     until(lambda: "host memory" in other.run("%gpu park one.ipynb"), 20)
     assert places(rt)["one.ipynb"] == {HOST}
     assert "came back from RAM" in busy.run("assert float(x.sum()) == 0")
+
+
+# What a cell begins, what ends it, and the reason that the notebook gives while it is pending.
+OBSTACLES = {
+    "a timer": (
+        "import threading\nt = threading.Timer(600, x.sum); t.start()",
+        "t.cancel(); t.join()",
+        "a thread of its own runs",
+    ),
+    "a periodic callback": (
+        "from tornado.ioloop import PeriodicCallback\n"
+        "h = PeriodicCallback(lambda: x.sum(), 600_000); h.start()",
+        "h.stop()",
+        "a callback is scheduled (call_later)",
+    ),
+    "gc.freeze": ("import gc; gc.freeze()", "gc.unfreeze()", "gc.freeze() has hidden objects"),
+}
+# These wait for a cell, and do not prevent parking.
+IDLE = """
+import queue, threading
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1); pool.submit(int).result()
+todo = queue.Queue(); consumer = threading.Thread(target=todo.get); consumer.start()
+"""
+
+
+def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
+    """Every obstacle is a sentence of the failed park, and of `%gpu why`. When it ends, the notebook is parked."""
+    one, _ = two
+    one.run("import torch; x = torch.ones(5_000_000)")
+
+    def answer(end: str) -> str:
+        """The answer to a request to park, as soon as it has `end` in it."""
+        answers: list[str] = []
+
+        def is_given() -> bool:
+            try:
+                answers.append(str(rt.park("one.ipynb")))
+            except GpuError as error:
+                answers.append(str(error))
+            return end in answers[-1]
+
+        try:
+            until(is_given, 15)
+        except AssertionError:
+            raise AssertionError(f"wanted {end!r}: {answers}") from None
+        return answers[-1]
+
+    for name, (begin, end, reason) in OBSTACLES.items():
+        one.run(begin)
+        assert answer(reason), name
+        assert reason in rt.why("one.ipynb")[0].because, name
+        assert places(rt)["one.ipynb"] == {"sim:0"}, name
+        one.run(end)
+    one.run(IDLE)
+    until(lambda: answer("") and places(rt)["one.ipynb"] == {HOST}, 15)
+    assert "x is whole" in one.run("if bool((x == 1).all()): print('x is whole')")
+    one.run("todo.put(1); consumer.join(); pool.shutdown()")
 
 
 def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):

@@ -189,7 +189,8 @@ def hammered(url: str, wanted: int) -> dict[str, int]:
     An operator that has begun has its pointer already. So the exchange is made only while the thread waits.
     """
     import torch
-    from gpu.parking import _not_at_rest, _Undisturbed
+    from gpu.obstacles import not_at_rest
+    from gpu.parking import _Undisturbed
 
     from gpu_runtime.backends.registry import open_backend
     from gpu_runtime.devices.probe import open_probe
@@ -211,7 +212,7 @@ def hammered(url: str, wanted: int) -> dict[str, int]:
     class Guarded(Quiet):
         def change(self, mark: object, act: Callable[[], None]) -> str:
             with _Undisturbed():
-                if why := _not_at_rest({threading.get_ident()}):
+                if why := not_at_rest({threading.get_ident()}):
                     return why
                 act()
             return ""

@@ -1,0 +1,224 @@
+"""The reasons why the memory of a kernel must not be moved now: threads, tasks and callbacks of the
+user, and other libraries.
+
+They could run code while the memory is away, or have stored addresses of it. Nothing here moves
+memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from types import BuiltinMethodType, CodeType, MethodType
+from typing import Any, NamedTuple
+
+# These libraries may have stored the addresses of tensors, or run code of their own on the card.
+OTHER_LIBRARIES = (
+    "cupy", "numba.cuda", "jax", "tensorflow", "cudf", "rmm", "pycuda", "tensorrt", "warp", "vllm",
+    "deepspeed", "transformer_engine", "dgl",
+)  # fmt: skip
+KERNEL_THREADS = frozenset(
+    ("MainThread", "IOPub", "Control", "Heartbeat", "Shell channel", "IPythonHistorySavingThread")
+)
+KERNEL_THREAD_TYPES = frozenset(
+    (
+        "ParentPollerUnix", "HistorySavingThread", "Heartbeat", "ControlThread", "ShellChannelThread",
+        "WriterThread", "ReaderThread", "TMonitor",
+    )
+)  # fmt: skip
+KERNEL_TASKS = frozenset(
+    ("Kernel.dispatch_queue", "Kernel.shell_main", "Kernel.dispatch_shell", "Kernel.process_one")
+)
+# A callback of these packages runs no code of the user.
+CALLBACK_PACKAGES = frozenset(
+    ("ipykernel", "tornado", "zmq", "asyncio", "jupyter_client", "panel", "bokeh")
+)
+# The places where the kernel's own threads wait: the file and the function of the innermost frame.
+WAITING = ("threading.py", "wait")
+RESTING = frozenset(
+    (
+        ("selectors.py", "select"), WAITING, ("iostream.py", "_watch_pipe_fd"),
+        ("__init__.py", "device"), ("parentpoller.py", "run"), ("_monitor.py", "run"),
+        ("queue.py", "get"), ("thread.py", "_worker"),
+    )
+)  # fmt: skip
+# A foreign thread may wait here: a worker with an empty queue, and two threads without a known name.
+IDLE = frozenset(
+    (("thread.py", "_worker"), ("iostream.py", "_watch_pipe_fd"), ("_monitor.py", "run"))
+)
+OURS = "gpu_runtime."  # modules whose threads touch no tensor except through this exchange
+
+
+def why_not_modules() -> str:
+    """The library that may have addresses of the kernel's tensors, as a reason, or ""."""
+    for name in OTHER_LIBRARIES:
+        if name in sys.modules:
+            return f"{name} is loaded, which may keep addresses of its own"
+    torch = sys.modules.get("torch")
+    group = getattr(torch, "distributed", None)
+    if group is not None and group.is_available() and group.is_initialized():
+        return "a process group is open (torch.distributed)"
+    return ""
+
+
+def why_not_loop(kernel: Any) -> str:
+    """The user's code that waits in the loop of the `kernel`, as a reason, or ""."""
+    if getattr(kernel, "eventloop", None) is not None:
+        return "a GUI event loop runs its callbacks (%gui)"
+    loop = getattr(kernel.io_loop, "asyncio_loop", None)
+    if loop is None:
+        return ""
+    for task in asyncio.all_tasks(loop):
+        if not is_kernel_task(task):
+            name = getattr(task.get_coro(), "__qualname__", "?")
+            return f"an asyncio task is pending ({name})"
+    for handle in getattr(loop, "_scheduled", ()):
+        if not handle.cancelled() and not _is_kernels(handle._callback, *(handle._args or ())):
+            return "a callback is scheduled (call_later)"
+    for handlers in _handlers(kernel.io_loop, loop):
+        if not _is_kernels(*handlers):
+            return "a callback waits for a file or a socket (add_reader)"
+    manager = getattr(getattr(kernel, "shell_channel_thread", None), "_manager", None)
+    if manager is not None and manager.list_subshell():
+        return "a subshell is open"
+    return ""
+
+
+def _handlers(io_loop: Any, loop: Any) -> Iterator[tuple[Any, ...]]:
+    """The callbacks that wait for a file or a socket, each with its arguments."""
+    selector = getattr(loop, "_selector", None)
+    watched = (selector.get_map() if selector is not None else None) or {}
+    for key in list(watched.values()):
+        for handle in key.data if isinstance(key.data, tuple) else ():
+            if handle is not None and not handle.cancelled():
+                yield (handle._callback, *(handle._args or ()))
+    for _, handler in list(getattr(io_loop, "handlers", {}).values()):
+        yield (handler,)
+
+
+def is_kernel_task(task: asyncio.Task[Any]) -> bool:
+    """Whether the kernel itself made the `task`, and not a cell.
+
+    ipykernel 7 makes its tasks through a function in `ipykernel.utils`. The coroutine of that function
+    waits for a second task, which has a name of its own.
+    """
+    coroutine = task.get_coro()
+    if getattr(coroutine, "__qualname__", "") in KERNEL_TASKS:
+        return True
+    code, utils = getattr(coroutine, "cr_code", None), sys.modules.get("ipykernel.utils")
+    made_by = getattr(utils, "_async_in_context", None)
+    constants = made_by.__code__.co_consts if made_by is not None else ()
+    return any(code is one for one in constants if code is not None)
+
+
+def _is_kernels(*values: Any) -> bool:
+    """Whether all functions among the `values` belong to the kernel's own packages."""
+    functions = (function for value in values for function in _functions(value))
+    return all(_package(function) in CALLBACK_PACKAGES for function in functions)
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """The functions that a callback or one of its arguments calls.
+
+    tornado and Panel wrap the user's function into a method of their own.
+    """
+    if isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            yield from _functions(part)
+    elif isinstance(value, MethodType) and type(value.__self__).__name__ == "PeriodicCallback":
+        yield from _functions(value.__self__.callback)
+    elif callable(value):
+        yield value
+
+
+def _package(function: Any) -> str:
+    if isinstance(function, MethodType):
+        function = function.__func__
+    of_type = isinstance(function, BuiltinMethodType) and function.__self__ is not None
+    module = type(function.__self__).__module__ if of_type else getattr(function, "__module__", "")
+    return str(module).partition(".")[0]
+
+
+class _Thread(NamedTuple):
+    """The position of a thread, as a file and a function.
+
+    It does not keep the frame. A frame that refers to itself would keep the old bytes alive.
+    """
+
+    code: CodeType  # the code of its innermost function
+    is_ours: bool  # gpu_runtime started it
+    wakes: bool  # it waits with a time limit, and then runs by itself
+
+    @property
+    def rests(self) -> bool:
+        """Whether the thread waits in one of the functions where the kernel's own threads wait."""
+        return self.place in RESTING
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the thread waits until a cell gives it work."""
+        return self.place in IDLE or (self.place == WAITING and not self.wakes)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The name of the file, and the function."""
+        return self.code.co_filename.rpartition("/")[2], self.code.co_name
+
+
+def _threads() -> dict[int, _Thread]:
+    """The threads that run Python, by their identifiers."""
+    return {
+        ident: _Thread(frame.f_code, _is_ours(frame), _wakes(frame))
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+def _is_ours(frame: Any) -> bool:
+    """Whether gpu_runtime started the thread of `frame`: its outermost frame is in the module `threads`."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith(OURS)
+
+
+def _wakes(frame: Any) -> bool:
+    """Whether the thread of `frame` waits for another thread, and has a time limit."""
+    place = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
+    return place == WAITING and frame.f_locals.get("timeout") is not None
+
+
+def why_not_threads(main: int | None) -> str:
+    """The name of a thread that prevents moving the kernel's memory, as a reason, or "" if no thread does.
+
+    Such a thread is not the kernel's, was not started by gpu_runtime, and runs or will run by itself,
+    as a `threading.Timer` does. `main` is the identifier of the main thread.
+    """
+    known = {thread.ident: thread for thread in threading.enumerate()}
+    for ident, found in _threads().items():
+        if ident in (main, threading.get_ident()) or found.is_idle or found.is_ours:
+            continue
+        thread = known.get(ident)
+        if thread is None or not _is_kernel_thread(thread):
+            return f"a thread of its own runs ({thread.name if thread else ident})"
+    return ""
+
+
+def _is_kernel_thread(thread: threading.Thread) -> bool:
+    return (
+        thread.name in KERNEL_THREADS
+        or type(thread).__name__ in KERNEL_THREAD_TYPES
+        or getattr(thread, "is_pydev_daemon_thread", False)  # of the debugger
+    )
+
+
+def not_at_rest(but: set[int]) -> str:
+    """The function in which a thread runs instead of waiting, or "" if all threads wait.
+
+    The threads in `but` are not examined.
+    """
+    for ident, found in _threads().items():
+        if ident not in but and not found.rests and not found.is_ours:
+            return f"{found.code.co_name} in {found.code.co_filename}"
+    return ""
