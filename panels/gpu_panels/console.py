@@ -30,7 +30,7 @@ from .tabs.base import Tab
 
 # Every widget is imported before the first page. A page in a notebook contains the definitions of the
 # components that exist when it is shown. Its browser cannot show a component that is defined later.
-from .widgets import confirmation, devices, header, prose  # noqa: F401
+from .widgets import confirmation, devices, header, prose, timeline  # noqa: F401
 from .widgets.table import Table
 
 log = logging.getLogger("gpu_runtime")

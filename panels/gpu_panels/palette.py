@@ -1,9 +1,8 @@
-"""The colours of the console: the style of each process, and the style of each pressure level.
+"""The colours of the console: the style of each process.
 
 A lease has the neutral colour of its process. Saturated colours are for problems only. People with any
 kind of colour-blindness can distinguish the neutral colours on a dark and on a light page. Each area
-has a grey edge that is visible on both. Colour is never the only sign: a lease also has its name, and a
-level has its word and a mark.
+has a grey edge that is visible on both. Colour is never the only sign: a lease also has its name.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gpu_runtime.facts import Lease, Level
+from gpu_runtime.facts import Lease
 
 # The nearest two differ by eleven times the just noticeable difference, for any colour-blindness.
 COLOURS = ("#b5b7b0", "#748db1", "#9dd4ef", "#998a65", "#f0deb6", "#878d88", "#d7e2e3")
@@ -109,27 +108,3 @@ class Palette:
 
 
 SHARED = Palette()  # one for the process: every session and tab draws a process in the same style
-
-
-class LevelStyle(NamedTuple):
-    """The look of a pressure level: a mark, a colour, and the band in a chart."""
-
-    mark: str
-    colour: str
-    ink: str  # colour of text on `colour`
-    alpha: float  # opacity of the band behind a chart
-    hatch: str  # hatch of that band
-
-
-LEVELS: dict[Level, LevelStyle] = {
-    Level.LOW: LevelStyle("○", "#009e73", "#000000", 0.0, PLAIN),
-    Level.MODERATE: LevelStyle("◔", "#56b4e9", "#000000", 0.14, PLAIN),
-    Level.HIGH: LevelStyle("◕", "#e69f00", "#000000", 0.20, "/"),
-    Level.CRITICAL: LevelStyle("●", "#d55e00", "#000000", 0.28, "x"),
-    Level.UNKNOWN: LevelStyle("?", "#808080", "#000000", 0.10, "."),
-}
-
-
-def level_word(level: Level) -> str:
-    """The level with its mark, readable without colour: `◕ HIGH`."""
-    return f"{LEVELS[level].mark} {level}"

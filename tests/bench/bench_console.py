@@ -179,7 +179,7 @@ def effect(times: int = 8) -> Waits:
 
 # -- many open pages --------------------------------------------------------------------------------------------------
 
-TABS = ("Now", "Models", "Leases", "Evictions", "Fragmentation")
+TABS = ("Now", "Models", "Leases", "Timeline", "Fragmentation")
 
 
 class Session:

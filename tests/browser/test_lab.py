@@ -79,8 +79,6 @@ def test_no_request_goes_to_another_host(live):
         "Now",
         "Leases",
         "Timeline",
-        "Decisions",
-        "Evictions",
         "Fragmentation",
         "What if",
         "Models",

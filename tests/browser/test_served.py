@@ -143,7 +143,7 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 def test_a_reload_stays_where_it_was(opened, kernel):
     """The tab, the choices and the words of a filter are in the URL."""
     seen = opened()
-    seen.tab("Evictions")
+    seen.tab("Timeline")
     seen.page.get_by_role("button", name="7 days").click()
     seen.page.wait_for_function("() => location.search.includes('range=7+days')")
     seen.tab("Leases")
@@ -242,10 +242,9 @@ def test_a_narrow_page_shows_its_buttons_and_times_in_24_hours(opened, kernel):
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).locator("button", has_text="Pin").wait_for()
     until(lambda: 0 < right_edge(seen.row("qwen", pid(kernel)), "Pin") <= 760, 20)
-    seen.tab("Decisions")
-    assert re.fullmatch(
-        r"\d\d:\d\d:\d\d", seen.row("granted", "qwen").first.locator("td").first.inner_text()
-    )
+    seen.tab("Timeline")
+    line = seen.page.locator("summary", has_text="qwen").first
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", line.locator(".when").inner_text())
     seen.page.set_viewport_size(WIDE)
 
 
@@ -336,6 +335,35 @@ def test_a_viewer_has_no_buttons(opened, kernel):
     seen.row("qwen", pid(kernel)).wait_for()
     assert seen.page.locator("text=viewer, read only").count()
     assert not seen.page.locator("tbody button").count()
+
+
+def test_the_timeline_follows_a_kernel_and_keeps_what_is_open(opened, kernel):
+    """Models come and go while a line is open, a kind is chosen, and a range is dragged."""
+    seen = opened()
+    seen.tab("Timeline")
+    page = seen.page
+    page.get_by_role("button", name="15 min").click()
+    page.get_by_role("img", name="qwen · ").first.wait_for()
+    page.get_by_role("button", name="evict", exact=True).click()
+    assert kernel.tell("rt.evict('qwen')") == "done"
+    line = page.locator("details", has_text="was offloaded").first
+    line.locator("summary").click()
+    line.get_by_text("qwen was evicted by hand").wait_for()
+    for _ in range(3):
+        assert kernel.tell("rt.preload('qwen'); rt.evict('qwen')") == "done"
+    until(lambda: page.locator("details", has_text="was offloaded").count() >= 4, 30)
+    assert page.locator("details[open]").get_by_text("evicted by hand").is_visible()
+    assert not page.locator("details", has_text="was restored").count()
+    box = page.locator(".area").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 30)
+    page.mouse.up()
+    page.wait_for_function("() => /range=free&span=[0-9]+-[0-9]+/.test(location.search)")
+    assert "kinds=evict" in page.url
+    page.get_by_role("button", name="evict", exact=True).click()  # other tests share this page
+    page.get_by_role("button", name="15 min").click()
+    assert seen.errors == []
 
 
 def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):

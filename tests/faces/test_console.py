@@ -271,33 +271,26 @@ def test_a_tick_changes_nothing_while_the_browser_still_draws_the_page(two_tabs,
 def test_the_url_leads_to_the_tab_and_what_is_chosen_there(poller):
     """What the page puts into the URL opens the same view again. Defaults are left out."""
     first = Console(poller, VIEWER)
-    first._tabs.active = first._titles.index("Evictions")
-    first._made["Evictions"].window.value = "7 days"
-    first._made["Evictions"].model.value_input = "qwen & co"
-    assert first.status_bar.address == "tab=Evictions&range=7+days&model=qwen+%26+co"
+    first._tabs.active = first._titles.index("Timeline")
+    first._made["Timeline"].chart._handle_msg({"start": 1_763_640_000, "end": 1_763_640_900.4})
+    assert first.status_bar.address == "tab=Timeline&range=free&span=1763640000-1763640900"
     again = Console(poller, VIEWER, address=dict(parse_qsl(first.status_bar.address)))
-    assert list(again._made) == ["Evictions"], "no other tab is made"
-    tab = again._made["Evictions"]
-    assert (tab.window.value, tab.model.value_input) == ("7 days", "qwen & co")
+    assert list(again._made) == ["Timeline"], "no other tab is made"
+    tab = again._made["Timeline"]
+    assert (tab.window.value, tab.span.value) == ("free", "1763640000-1763640900")
+    tab.window.value = "2 h"
+    assert again.status_bar.address == "tab=Timeline&range=2+h&span=1763640000-1763640900"
     again._tabs.active = 0
     assert again.status_bar.address == ""
 
 
-def test_a_device_and_a_range_are_in_the_url(poller):
-    page = Console(poller, VIEWER, address={"tab": "Timeline", "device": "host", "range": "2 h"})
-    tab = page._made["Timeline"]
-    assert (tab._device.value, tab._window.value) == ("host", "2 h")
-    tab._window.value = "24 h"
-    assert page.status_bar.address == "tab=Timeline&device=host&range=24+h"
-
-
 @pytest.mark.parametrize(
-    "address", [{"tab": "<script>"}, {"tab": "Decisions", "verdict": "x"}, {"range": "1e9 y"}]
+    "address", [{"tab": "<script>"}, {"tab": "Timeline", "range": "x"}, {"range": "1e9 y"}]
 )
 def test_an_unknown_value_in_the_url_is_ignored(poller, address):
     page = Console(poller, VIEWER, address=address)
     [(title, tab)] = page._made.items()
-    assert title == ("Decisions" if "verdict" in address else "Now") and tab.address() == {}
+    assert title == ("Timeline" if address.get("range") == "x" else "Now") and tab.address() == {}
 
 
 # -- the status bar and the banner -----------------------------------------------------------------

@@ -1,39 +1,225 @@
-"""The tab Timeline, without a browser."""
+"""The tab Timeline: what is drawn of the record, and which time is shown."""
 
 from __future__ import annotations
 
-from gpu_panels.tabs.timeline import TimelineTab
+import json
 
-from gpu_runtime.facts import History
+import pytest
+from gpu_panels.data import history
+from gpu_panels.data.timeline import FOLDED_PART, Range, arrows, timeline
+from gpu_panels.tabs.timeline import TimelineTab
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import HOST, Event, History, Level, Moment
+from gpu_runtime.units import GIB
 
 from . import pasts, samples
 from .polling import opened, refresh
 
 
-def test_another_window_is_fetched_and_shown_whole():
+def moment(wall, device="sim:0", busy=None, celsius=None, watts=None, **gib):
+    claims = {f"{name}@1": int(size * GIB) for name, size in gib.items()}
+    return Moment(
+        wall, device, 24 * GIB, 20 * GIB, None, Level.LOW, busy, celsius, watts, claims=claims
+    )
+
+
+def evicted(wall, model="llama", because="qwen needs 8.0 GiB on sim:0; llama was idle", **more):
+    more.setdefault("device", "sim:0")
+    return Event(1, wall, model, "offloaded", "request", because, 8 * GIB, owner="1.1.0", **more)
+
+
+def drawn(*moments, events=(), start=0.0, end=100.0):
+    """What is drawn of the record between the two times."""
+    return timeline(History(moments, events, end - start), samples.busy, Range(start, end))
+
+
+def bars(drawing):
+    """Start, end and device of every bar, by the key of its row."""
+    return {row.key: [(one.start, one.end, one.device) for one in row.bars] for row in drawing.rows}
+
+
+def test_memory_held_without_a_change_is_one_bar():
+    """The number of bars does not depend on the number of recorded moments."""
+    found = drawn(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
+    assert bars(found) == {"qwen@1": [(0, 1000, "sim:0")]}
+    assert found.rows[0].bars[0].hint == "8.0 GiB on sim:0 for 100 s"
+
+
+def test_a_model_that_leaves_for_ram_continues_there():
+    """In RAM it is hatched, as the host has no colour. Both places are in the words for screen readers."""
+    on_card = [moment(wall, qwen=8) if wall < 50 else moment(wall) for wall in range(0, 100, 10)]
+    in_ram = [
+        moment(wall, HOST, **({"qwen": 8} if wall >= 50 else {})) for wall in range(0, 100, 10)
+    ]
+    found = drawn(*on_card, *in_ram)
+    assert bars(found) == {"qwen@1": [(0, 500, "sim:0"), (500, 1000, HOST)]}
+    assert found.rows[0].words == "qwen · pid 1: 50 s on sim:0, 50 s in RAM"
+    assert list(found.colours) == ["sim:0"]
+
+
+def test_a_gap_in_the_record_stays_a_gap():
+    """If nothing was sampled for an hour, the use in that hour is unknown and is not drawn."""
+    moments = [moment(wall, qwen=8, busy=50) for wall in (0, 10, 20, 3600, 3610)]
+    found = drawn(*moments, end=4000)
+    assert bars(found) == {"qwen@1": [(0, 7.5, "sim:0"), (900, 905, "sim:0")]}
+    assert found.gaps == ((7.5, 900), (905, 1000))
+    assert [len(piece) for piece in found.figures[0].lines["%"]] == [3, 2]
+
+
+CLAIMS = st.lists(st.booleans(), min_size=1, max_size=30)
+
+
+@given(CLAIMS)
+def test_bars_cover_exactly_the_moments_in_which_the_model_was_there(there):
+    """Bars of one device never overlap and never touch."""
+    moments = [moment(10.0 * n, **({"qwen": 8} if here else {})) for n, here in enumerate(there)]
+    end = 10.0 * len(there)
+    found = bars(drawn(*moments, end=end)).get("qwen@1", [])
+    for n, here in enumerate(there):
+        middle = 1000 * (n + 0.5) / len(there)
+        assert any(start <= middle < stop for start, stop, _ in found) == here
+    assert all(one[1] < other[0] for one, other in zip(found, found[1:], strict=False))
+
+
+def test_an_eviction_for_another_model_is_an_arrow_from_the_victim():
+    found = drawn(moment(0, qwen=8, llama=8), events=(evicted(50),))
+    (arrow,) = found.arrows
+    assert (arrow.at, arrow.victim, arrow.heir, arrow.label) == (500, "llama@1", "qwen@1", "")
+    assert "llama offloaded: qwen needs 8.0 GiB" in arrow.hint
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        evicted(50, because="llama was evicted by hand."),
+        evicted(50, because="nobody needs 8.0 GiB on sim:0"),
+        evicted(50, because="The warm pool is full; qwen needs room on sim:0.", device=HOST),
+        evicted(150),
+        evicted(50, model="unknown"),
+    ],
+)
+def test_no_arrow_is_drawn_without_a_row_at_both_ends(event):
+    assert drawn(moment(0, qwen=8, llama=8), events=(event,)).arrows == ()
+
+
+@given(st.lists(st.floats(0, 100), max_size=20))
+def test_repeated_arrows_are_folded_and_none_is_lost(walls):
+    """Evictions of the same two that are close together are one arrow with their number."""
+    events = [evicted(wall) for wall in sorted(walls)]
+    found = arrows(events, {"qwen@1", "llama@1"}, Range(0, 100))
+    numbers = [int(one.label.partition("×")[0]) if one.label else 1 for one in found]
+    assert sum(numbers) == len(walls)
+    starts = [one.at for one in found]
+    assert all(b - a > 1000 * FOLDED_PART - 0.2 for a, b in zip(starts, starts[1:], strict=False))
+
+
+def test_six_swaps_in_two_minutes_are_one_arrow():
+    events = [evicted(1000 + 24 * n) for n in range(6)]
+    (arrow,) = arrows(events, {"qwen@1", "llama@1"}, Range(0, 3600))
+    assert arrow.label == "6× in 2 min"
+
+
+def test_what_the_driver_measured_is_drawn_and_the_rest_is_left_out():
+    """An unknown temperature is not drawn as 0."""
+    found = drawn(moment(0, busy=10, watts=100), moment(50, busy=30.4, watts=250))
+    (figures,) = found.figures
+    assert figures.lines["%"] == (((0, 10), (500, 30)),) and figures.lines["°C"] == ()
+    assert (figures.now, figures.highest_watts) == ("30 % · 250 W", 250)
+
+
+def test_the_models_that_held_least_have_no_row_and_are_counted():
+    found = drawn(moment(0, **{f"m{n}": 0.1 + n / 10 for n in range(40)}))
+    assert len(found.rows) == 30 and found.note == "10 more held less, and have no row."
+    assert "m39@1" in bars(found) and "m0@1" not in bars(found)
+
+
+def test_an_empty_drawing_shows_why_it_is_empty():
+    assert drawn(moment(0)).note == "No process held memory in this time."
+    assert drawn().note.startswith("No history is recorded in this time.")
+
+
+def test_a_lease_is_named_by_its_notebook_where_that_is_known():
+    """A notebook's own code has the notebook's name alone."""
+    titles = history.lease_titles(["qwen@4000", "kernel@4000", "old@77"], samples.busy)
+    assert titles == {
+        "qwen@4000": "qwen · train.ipynb",
+        "kernel@4000": "train.ipynb",
+        "old@77": "old · pid 77",
+    }
+
+
+def test_a_busy_day_is_small():
+    """600 moments with 250 changes are sent as one bar for each stay."""
+    found = timeline(pasts.day(busy=1.5), samples.busy, Range(samples.WALL - 86_400, samples.WALL))
+    assert sum(len(row.bars) for row in found.rows) < 200
+
+
+# -- the tab ---------------------------------------------------------------------------------------
+
+
+def test_another_window_is_fetched_and_one_range_is_for_the_whole_tab():
     fetched = []
     tab = opened(
         TimelineTab,
         samples.busy,
         history=lambda seconds, points: fetched.append(seconds) or pasts.day(seconds=seconds),
     )
-    tab._chart.time.update(start=1, end=2)
-    tab._window.value = "24 h"
+    tab.window.value = "2 h"
     refresh(tab)
-    assert fetched == [900, 86_400]
-    assert tab._chart.time.end - tab._chart.time.start == 86_400_000
+    assert fetched == [900, 7200]
+    drawing, lines = json.loads(tab.chart.drawing), json.loads(tab.chart.lines)
+    assert drawing["end"] - drawing["start"] == 7200
+    assert all(drawing["start"] <= line["wall"] <= drawing["end"] for line in lines)
+    assert lines[0]["wall"] == max(line["wall"] for line in lines)
 
 
-def test_an_empty_history_is_noted_above_a_chart_with_axes():
-    """The axes show the last 15 minutes and the device's size. Without data, Bokeh would begin at 1
-    January 1970.
-    """
+def test_a_free_range_ends_in_the_past():
+    """Its record is read from its start on. Events after its end are not shown."""
+    fetched = []
     tab = opened(
-        TimelineTab, samples.busy, history=lambda seconds, points: History((), (), seconds)
+        TimelineTab,
+        samples.busy,
+        history=lambda seconds, points: fetched.append(seconds) or pasts.day(seconds=seconds),
     )
-    assert tab._note.html.startswith("No history of sim:0 is recorded yet")
-    assert (tab._chart.time.end, tab._chart.time.end - tab._chart.time.start) == (
-        samples.WALL * 1e3,
-        900_000,
-    )
-    assert tab._chart.height.end > 24
+    start = samples.WALL - 7200
+    tab.chart._handle_msg({"start": start, "end": start + 600})
+    refresh(tab)
+    drawing, lines = json.loads(tab.chart.drawing), json.loads(tab.chart.lines)
+    assert tab.window.value == "free" and fetched[-1] == 7200
+    assert (drawing["start"], drawing["end"]) == (start, start + 600)
+    assert all(line["wall"] <= start + 600 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "x",
+        {"start": "1", "end": 2},
+        {"start": 5, "end": 5},
+        {"start": 0, "end": 1e12},
+        {"end": None},
+    ],
+)
+def test_a_range_that_no_person_can_choose_is_ignored(message):
+    """A browser may send anything."""
+    tab = opened(TimelineTab, samples.busy)
+    tab.chart._handle_msg(message)
+    assert tab.window.value == "15 min"
+
+
+@pytest.mark.parametrize("span", ["", "1-2", "a-b", "99999999999-999999999999"])
+def test_an_unusable_free_range_in_the_url_shows_the_last_minutes(span):
+    tab = opened(TimelineTab, samples.busy)
+    tab.span.value = span
+    tab.window.value = "free"
+    shown = tab.shown(samples.busy)
+    assert shown == Range(samples.WALL - 900, samples.WALL)
+
+
+def test_the_saved_file_has_the_events_of_the_range():
+    past = pasts.day(seconds=900, busy=3)
+    tab = opened(TimelineTab, samples.busy, history=lambda seconds, points: past)
+    lines = tab._file().read().decode().splitlines()
+    assert len(lines) == 1 + len(json.loads(tab.chart.lines)) > 5

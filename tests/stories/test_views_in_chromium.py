@@ -118,9 +118,7 @@ def opened(browser, url, **context):
 
 SHOWN = {
     "Now": "18.0 of 21.6 GiB leased",
-    "Timeline": "Memory by lease.",
-    "Decisions": "sim:1: too full",
-    "Evictions": "since this machine started",
+    "Timeline": "since this machine started",
     "What if": "Choose a model, or type a size such as",
 }
 
@@ -134,8 +132,6 @@ def test_each_view_is_drawn_in_both_themes(pages, tab):
         page.get_by_label("Toggle theme").click()
         page.wait_for_function(f"(light) => ({background})() !== light", arg=light)
         page.get_by_text(SHOWN[tab]).first.wait_for()
-        if tab in ("Timeline", "Evictions"):
-            page.locator("canvas").first.wait_for()
 
 
 def test_the_menu_of_a_lease_shows_its_process_and_returns_the_focus(pages):
@@ -161,57 +157,24 @@ def test_eight_cards_fit_on_a_laptop(pages):
         assert len({(bar["x"], bar["width"]) for bar in bars}) == 1
 
 
-_ZOOM = """async () => {
-  const plot = Bokeh.documents.map((doc) => doc.get_model_by_name("history")).find((one) => one);
-  const range = plot.x_range, [start, end] = [range.start, range.end], took = [];
-  for (let n = 1; n <= 12; n++) {
-    await new Promise((done) => setTimeout(done, 60));
-    const began = performance.now();
-    range.setv({start: start + (end - start) * n / 40, end: end - (end - start) * n / 60});
-    await new Promise((done) => requestAnimationFrame(() => {
-      const after = new MessageChannel();  // after the frame was handed to the screen
-      after.port1.onmessage = done;
-      after.port2.postMessage(0);
-    }));
-    took.push(performance.now() - began);
-  }
-  return {took, rectangles: plot.renderers[1].data_source.get_length()};
-}"""
-
-
-def test_a_day_is_repainted_within_a_tenth_of_a_second_when_zoomed(pages):
-    """The time is measured from the change of the range to the painted frame. The best of twelve
-    counts, since the machine may be busy.
-    """
-    with pages.at("Timeline") as page:
-        page.get_by_role("button", name="24 h").click(timeout=30_000)
-        page.wait_for_function("""() => Bokeh.documents.map((doc) => doc.get_model_by_name("history")).some((plot) =>
-            plot && plot.x_range.end - plot.x_range.start > 80_000_000)""")
-        told = page.evaluate(_ZOOM)
-        assert told["rectangles"] > 500, "a busy day"
-        assert min(told["took"]) <= 100, told
-
-
 def test_times_are_shown_in_the_viewers_time_zone(pages):
-    """Times are shown in the viewer's time zone: 12:03:04 on a server in London is 17:33:04 in
+    """Times are shown in the viewer's time zone: 12:02:08 on a server in London is 17:32:08 in
     Kolkata.
     """
-    with pages.at("Decisions", timezone_id="Asia/Kolkata", locale="en-GB") as page:
-        page.get_by_text("17:33:04").first.wait_for(timeout=30_000)
+    with pages.at("Timeline", timezone_id="Asia/Kolkata", locale="en-GB") as page:
+        page.get_by_text("17:32:08").first.wait_for(timeout=30_000)
 
 
-def test_the_filtered_events_can_be_saved(pages):
+def test_the_events_of_the_range_can_be_saved(pages):
     day = pasts.day(busy=1.5)
-    expected = [event for event in day.events if event.action == "unloaded"]
-    with pages.at("Evictions") as page:
-        page.get_by_role("combobox", name="What").click(timeout=30_000)
-        page.locator("li", has_text="unloaded").click()
-        page.get_by_text("⊠ unloaded").first.wait_for()
-        page.get_by_text("▼ offloaded").first.wait_for(state="detached")
+    with pages.at("Timeline") as page:
+        page.get_by_role("button", name="24 h").click(timeout=30_000)
+        page.get_by_text("bge · ").first.wait_for()
         with page.expect_download(timeout=30_000) as saved:
             page.get_by_text("Save as CSV").click()
         lines = saved.value.path().read_text().splitlines()
-    assert lines[0].startswith("time,model,action") and len(lines) == len(expected) + 1
+    own = 4  # events of the snapshot, which the journal here does not have
+    assert lines[0].startswith("time,model,action") and len(lines) == len(day.events) + own + 1
 
 
 def test_a_plan_is_shown_and_drawn(pages):

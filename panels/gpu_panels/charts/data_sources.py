@@ -11,11 +11,10 @@ SIDES = {"left": "left", "right": "right", "bottom": "bottom", "top": "top"}
 HATCHED = {**SIDES, "fill_color": "colour", "line_color": None, "hatch_pattern": "hatch"}
 
 
-def bring(source: Any, columns: Columns, keep: tuple[str, ...] = ()) -> bool:
+def bring(source: Any, columns: Columns) -> bool:
     """Puts `columns` in the Bokeh `source`, and returns whether anything differed.
 
-    If the number of rows is unchanged, only the cells that differ are sent. The columns named in
-    `keep` are filled by the browser and are sent only together with new rows.
+    If the number of rows is unchanged, only the cells that differ are sent.
     """
     old = source.data
     rows = len(next(iter(columns.values()), ()))
@@ -25,7 +24,7 @@ def bring(source: Any, columns: Columns, keep: tuple[str, ...] = ()) -> bool:
     patches = {}
     for name, column in columns.items():
         differing = [(n, new) for n, new in enumerate(column) if new != old[name][n]]
-        if differing and name not in keep:
+        if differing:
             patches[name] = differing
     changed_cells = sum(map(len, patches.values()))
     if changed_cells > rows * len(columns) / 2:

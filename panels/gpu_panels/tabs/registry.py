@@ -11,8 +11,6 @@ TABS = {  # title -> module:class
     "Models": "tables:ModelsTab",
     "Leases": "leases:LeasesTab",
     "Timeline": "timeline:TimelineTab",
-    "Decisions": "decisions:DecisionsTab",
-    "Evictions": "evictions:EvictionsTab",
     "Fragmentation": "fragmentation:FragmentationTab",
     "What if": "whatif:WhatIfTab",
 }

@@ -1,154 +1,141 @@
-"""The tab Timeline: the history of one device."""
+"""The tab Timeline: which model was where and when, who left for whom, and all that happened.
+
+One range of time is for the whole tab: one of WINDOWS, or a free one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import io
+from typing import Any
 
+import msgspec
 import panel as pn
 import panel_material_ui as pmui
 
-from gpu_runtime.facts import History, Snapshot
+from gpu_runtime.facts import Event, History, Snapshot
 from gpu_runtime.rendering.elements import esc
+from gpu_runtime.rendering.words import counters
 
 from ..actions import Actions
-from ..charts.history_chart import HistoryChart
-from ..data import history
-from ..data.history import HistoryColumns
-from ..palette import SHARED, LeaseStyle
+from ..data import activity
+from ..data.timeline import Range, timeline
 from ..poller import Poller
 from ..widgets.prose import Prose
+from ..widgets.timeline import MOST_SECONDS, Timeline
 from .base import Tab
-from .controls import BUTTONS
+from .controls import BUTTONS, NO_CAPITALS
 
-_TEXTURE_CLASSES = {".": " dots", "-": " stripes"}
-_HISTORY_TITLE = (
-    '<div class="head"><span class="name">History</span><span class="soft">Memory by lease. The '
-    "background shows the pressure. ▼ offloaded, ⊠ unloaded. To zoom in, drag or use Ctrl and the "
-    "wheel; ↺ shows all again.</span></div>"
-)
-
-
-def legend(
-    labels: tuple[str, ...], styles: Mapping[str, LeaseStyle], titles: Mapping[str, str]
-) -> str:
-    """The style and title of each of `labels` as HTML, in the order from the bottom of the stack.
-
-    `styles` and `titles` are by label.
-    """
-    if not labels:
-        return ""
-    chips = "".join(_chip(styles[label], esc(titles[label])) for label in labels)
-    return f'<div class="chips">{chips}</div>'
+WINDOWS = {"15 min": 900.0, "1 h": 3600.0, "2 h": 7200.0, "24 h": 86400.0, "7 days": 604800.0}
+FREE = "free"
+POINTS, MOST_POINTS = (
+    240,
+    5_000,
+)  # moments of each device in the range; moments that are read at most
 
 
-def _chip(style: LeaseStyle, title: str) -> str:
-    texture = _TEXTURE_CLASSES.get(style.texture, "")
-    return (
-        f'<span class="chip" title="{title}"><span class="swatch{texture}" '
-        f'style="background-color:{style.colour}"></span>{title}</span>'
-    )
-
-
-class PastView(NamedTuple):
-    """The history of one device: its chart, its legend as HTML, and a note if it is empty."""
-
-    columns: HistoryColumns
-    legend: str
-    note: str
-
-
-def past_view(past: History | None, device: str, seconds: float, snapshot: Snapshot) -> PastView:
-    """The last `seconds` of `device`. `past` is None while the record is being read."""
-    moments, events = (past.moments, past.events) if past else ((), ())
-    end = max((moment.wall for moment in moments), default=snapshot.wall)
-    found = history.device_history(moments, events, device, end - seconds, end)
-    note = history.empty_note(found) if past else "Reading the history …"
-    if not found.total_bytes:  # the axes of an empty chart need a size too
-        found = found._replace(total_bytes=_total_bytes(device, snapshot))
-    styles = SHARED.styles(found.labels)
-    drawn = (*found.labels, history.OTHERS, history.UNLEASED)
-    titles = history.lease_titles(drawn, snapshot)
-    columns = history.history_columns(found, styles, titles)
-    return PastView(columns, legend(found.labels, styles, titles), note)
-
-
-def _total_bytes(device: str, snapshot: Snapshot) -> int:
-    totals = {view.device.id: view.device.total_bytes for view in snapshot.devices}
-    return totals.get(device, 0)
+def encoded(value: Any) -> str:
+    """The `value` as JSON for the browser."""
+    return msgspec.json.encode(value).decode()
 
 
 class TimelineTab(Tab):
-    """The tab that shows the history of one device."""
+    """The tab with the timeline and the activity."""
 
     title = "Timeline"
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        self._home = True  # whether the next update resets the zoom
-        self._drawn: HistoryColumns | None = None
-        self._device = pmui.RadioButtonGroup(options=[], **BUTTONS)
-        windows = list(history.WINDOWS)
-        self._window = pmui.RadioButtonGroup(options=windows, value=windows[0], **BUTTONS)
-        self._device.param.watch(self._choice_changed, "value")
-        self._window.param.watch(self._choice_changed, "value")
-        self.in_address(device=self._device, range=self._window)
-        self._chart = HistoryChart()
-        self._note, self._legend = Prose(margin=(4, 10)), Prose(margin=(0, 10, 8, 10))
+        options = [*WINDOWS, FREE]
+        self.window = pmui.RadioButtonGroup(options=options, value="15 min", **BUTTONS)
+        self.span = pmui.TextInput(visible=False)  # the free range: two epoch seconds
+        self.window.param.watch(lambda _: self.update_again(), "value")
+        self.in_address(range=self.window, span=self.span)
+        self._counters = Prose(margin=(6, 10, 0, 10))
+        self.chart = Timeline(self._ranged, margin=(4, 10))
+        self.save = pmui.FileDownload(
+            callback=self._file,
+            filename="events.csv",
+            label="Save as CSV",
+            size="small",
+            margin=(5, 10),
+            **NO_CAPITALS,
+        )
+        self.save.variant = "outlined"  # as an argument it warns of one that nobody gave
         self.panel = pn.Column(
-            Prose(_HISTORY_TITLE, margin=(10, 10, 0, 10)),
-            pn.FlexBox(self._device, self._window, sizing_mode="stretch_width"),
-            self._note,
-            pn.pane.Bokeh(self._chart.figure, sizing_mode="stretch_width"),
-            self._legend,
+            self._counters,
+            pn.FlexBox(self.window, self.save, align_items="center", sizing_mode="stretch_width"),
+            self.chart,
             sizing_mode="stretch_width",
         )
 
+    def _ranged(self, start: float, end: float) -> None:
+        """Shows the time between the epoch seconds `start` and `end`."""
+        self.span.param.update(value=f"{start:.0f}-{end:.0f}", value_input=f"{start:.0f}-{end:.0f}")
+        if self.window.value == FREE:
+            self.update_again()
+        else:
+            self.window.value = FREE
+
+    def shown(self, snapshot: Snapshot) -> Range:
+        """The range of time that is shown. An unusable free range counts as the last 15 minutes."""
+        now = snapshot.wall
+        seconds = WINDOWS.get(self.window.value)
+        if seconds is None:
+            start, _, end = (self.span.value or "").partition("-")
+            if start.isdecimal() and end.isdecimal() and float(end) - float(start) >= 1:
+                if now - MOST_SECONDS <= float(start) < now:
+                    return Range(float(start), min(float(end), now))
+            seconds = WINDOWS["15 min"]
+        return Range(now - seconds, now)
+
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the history of the chosen device of `snapshot`."""
-        ids = [view.device.id for view in snapshot.devices]
-        if self._device.options != ids:
-            first = ids[0] if ids else None
-            chosen = self._device.value if self._device.value in ids else first
-            self._device.param.update(options=ids, value=chosen)
-        self._show_past(snapshot)
-
-    # -- the past
-
-    def _choice_changed(self, _: object) -> None:
-        """Shows the history of another device or period, and resets the zoom."""
-        self._home = True
-        if self.poller.result.snapshot is not None:
-            self._show_past(self.poller.result.snapshot)
-
-    def _show_past(self, snapshot: Snapshot) -> None:
-        view = self._past_view(snapshot)
-        if view is None:
+        """Shows the timeline and the activity up to the time of `snapshot`."""
+        self._counters.show(
+            f'<div class="soft">{esc(counters(snapshot))} since this machine started</div>'
+        )
+        past = self._past(snapshot)
+        if past is None:
             return
-        is_shown = view.columns is self._drawn
-        if is_shown and not self._home:
-            return
-        self._chart.show(view.columns, home=self._home)
-        self._home, self._drawn = False, view.columns
-        self._note.show(esc(view.note))
-        self._legend.show(view.legend)
+        # A free range has no key of its own, so that the poller does not keep every range.
+        key = self.window.value
+        is_free = self.window.value == FREE
+        drawing = self.poller.once(
+            f"timeline {key}",
+            past,
+            lambda seen: encoded(timeline(seen, snapshot, self.shown(snapshot))),
+        )
+        found = self.poller.once(
+            f"activity {key}",
+            past if is_free else snapshot,
+            lambda _: encoded(activity.lines(self._events(past, snapshot), snapshot)),
+        )
+        self.chart.show(drawing, found)
 
-    def _past_view(self, snapshot: Snapshot) -> PastView | None:
-        """The chosen history, computed once for all sessions, or None if there is no device."""
-        window, device = self._window.value, self._device.value
-        seconds = history.WINDOWS[window]
+    def _past(self, snapshot: Snapshot) -> History | None:
+        """The record of the range, or None while it is read."""
+        shown = self.shown(snapshot)
+        length, back = shown.end - shown.start, snapshot.wall - shown.start
+        points = int(min(MOST_POINTS, POINTS * max(1.0, back / length)))
+        is_free = self.window.value == FREE
 
         def fetch(rt: Any) -> History:
-            return rt.history(seconds, points=history.POINTS)
+            """The record of the runtime `rt`."""
+            seconds = rt.status().wall - shown.start if is_free else back
+            return rt.history(seconds, points=points)
 
-        every = min(30.0, max(5.0, seconds / 300))
-        past = self.poller.latest(f"history {window}", fetch, every)
-        if device is None:
-            return None
-        if past is None:
-            return past_view(None, device, seconds, snapshot)
-        return self.poller.once(
-            f"chart {window} {device}",
-            past,
-            lambda seen: past_view(seen, device, seconds, snapshot),
-        )
+        every = min(30.0, max(5.0, length / 300))
+        return self.poller.latest(f"timeline {self.window.value} {self.span.value}", fetch, every)
+
+    def _events(self, past: History | None, snapshot: Snapshot) -> list[Event]:
+        """All events of the range, the newest first."""
+        shown = self.shown(snapshot)
+        found = activity.merged(past.events if past else (), snapshot.events)
+        return [event for event in found if shown.start <= event.wall <= shown.end]
+
+    def _file(self) -> io.BytesIO:
+        """Every event of the range as a CSV file."""
+        snapshot = self.poller.result.snapshot
+        if snapshot is None:
+            return io.BytesIO()
+        events = self._events(self._past(snapshot), snapshot)
+        return io.BytesIO(activity.csv_of(events, snapshot).encode())

@@ -43,8 +43,8 @@ function follow(report, shown) {
   else SYSTEM.onchange = () => report(wanted())
 }
 
-// The part of the URL that the server knows; a table keeps the words of its filter under a name of its own.
-const IN_ADDRESS = ["tab", "device", "range", "verdict", "what", "model"]
+// The part of the URL that the server knows; a table and the timeline keep theirs under other names.
+const IN_ADDRESS = ["tab", "range", "span"]
 
 function showAddress(query) {
   const url = new URL(location.href)

@@ -1,0 +1,143 @@
+"""What happened: events as lines that open, their kinds for the filter, and a CSV file. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import msgspec
+
+from gpu_runtime.facts import Event, Snapshot, ended_label
+from gpu_runtime.rendering.views import clean
+from gpu_runtime.rendering.words import event_phrase
+from gpu_runtime.units import show_seconds
+
+from .names import process_name
+
+MOST = 500  # the number of newest lines; the CSV file has all events
+KINDS = {  # kind -> mark, actions
+    "grant": ("✓", ("granted", "loaded", "restored", "preload", "restore")),
+    "wait": ("◷", ("waiting", "refused")),
+    "evict": ("▼", ("offloaded", "unloaded", "moved", "stays", "misplaced")),
+    "ended": ("○", ("released", "reaped", "lost", "left", "ended")),
+    "operator": (
+        "☞",
+        ("asked", "declined", "pin", "unpin", "drained", "undrained", "defrag", "who"),
+    ),
+}
+_KIND_OF = {action: kind for kind, (_, actions) in KINDS.items() for action in actions}
+OTHER_MARK = "·"
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One event."""
+
+    key: str
+    wall: float
+    mark: str
+    kinds: tuple[str, ...]
+    model: str
+    words: str
+    process: str
+    is_problem: bool
+    details: tuple[str, ...]
+
+
+def lines(events: Iterable[Event], snapshot: Snapshot) -> tuple[Line, ...]:
+    """A line for each of the first MOST `events`, in their order; `snapshot` names the processes."""
+    return tuple(_line(event, snapshot) for event in list(events)[:MOST])
+
+
+def _line(event: Event, snapshot: Snapshot) -> Line:
+    kind = _KIND_OF.get(event.action, "")
+    is_by_person = bool(event.by) and ":" not in event.by
+    kinds = {kind, "operator" if is_by_person else kind} - {""}
+    requested = (f"Requested by {clean(event.by)}.",) if event.by else ()
+    took = (f"It took {show_seconds(event.seconds)}.",) if event.seconds else ()
+    considered = tuple(f"Also considered: {clean(other)}" for other in event.runners_up)
+    return Line(
+        f"{event.wall:.6f}.{event.seq}",
+        event.wall,
+        KINDS[kind][0] if kind else OTHER_MARK,
+        tuple(sorted(kinds)),
+        clean(event.model),
+        clean(event_phrase(event)),
+        _process(event, snapshot),
+        event.action in ("refused", "failed", "lost"),
+        (clean(event.because), *requested, *took, *considered),
+    )
+
+
+def _process(event: Event, snapshot: Snapshot) -> str:
+    section = snapshot.sections.get(event.owner)
+    if section:
+        return process_name(section)
+    return ended_label(event.owner) if event.owner else ""
+
+
+def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
+    """All events without duplicates, with the newest first.
+
+    `past` events are from the journal and `recent` events from the snapshot. An event may be in both.
+    The event of the journal is taken, since it alone has the other candidates.
+    """
+    known = {(event.wall, event.seq): event for event in (*recent, *past)}
+    return tuple(sorted(known.values(), key=lambda event: (event.wall, event.seq), reverse=True))
+
+
+# -- as a file -------------------------------------------------------------------------------------
+
+CSV_HEADER = (
+    "time",
+    "model",
+    "action",
+    "reason",
+    "because",
+    "bytes",
+    "device",
+    "owner",
+    "asked_by",
+    "seconds",
+)
+
+
+def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
+    """The `events` as CSV, with times in UTC and the process names of `snapshot`.
+
+    No cell is a formula, even if a model's name looks like one.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(CSV_HEADER)
+    for event in events:
+        section = snapshot.sections.get(event.owner)
+        time = datetime.fromtimestamp(event.wall, UTC).isoformat(timespec="milliseconds")
+        line = [
+            time,
+            safe(event.model),
+            safe(event.action),
+            safe(event.reason),
+            safe(event.because),
+            event.bytes,
+            safe(event.device),
+            safe(section.owner.label if section else event.owner),
+            safe(event.by),
+            round(event.seconds, 3) or "",
+        ]
+        writer.writerow(line)
+    return out.getvalue()
+
+
+def safe(text: str) -> str:
+    """The `text`, with an apostrophe in front if a spreadsheet would run the text as a formula.
+
+    Source: OWASP, CSV injection.
+
+    >>> safe("=1+1"), safe("qwen")
+    ("'=1+1", 'qwen')
+    """
+    cell = clean(text)
+    is_formula = cell.strip() and cell.lstrip()[:1] in tuple("=+-@|%")
+    return f"'{cell}" if is_formula else cell

@@ -1,0 +1,265 @@
+"""The timeline: which model was where and when, who left for whom, and how busy the cards were.
+
+This module is pure. `widgets/timeline.js` draws it. Times are in thousandths of the range, so that what
+did not change is not sent again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from gpu_runtime.facts import HOST, Event, History, Moment, Snapshot
+from gpu_runtime.rendering.views import clean
+from gpu_runtime.units import show_bytes, show_seconds
+
+from ..palette import COLOURS, label_of
+from .history import MARKED, Span, devices_of, lease_titles, spans_of
+from .row_parts import natural
+
+WHOLE = 1000  # the length of the range in the drawing
+MOST_ROWS = 30  # models with a row; those that held the most for the longest time
+FOLDED_PART = (
+    1 / 12
+)  # arrows of the same two models that are closer than this part of the range are one
+_FOR = re.compile(r"(?:^|; )([^;]+?) needs ")
+
+
+class Range(NamedTuple):
+    """The time that the whole tab shows, in epoch seconds."""
+
+    start: float
+    end: float
+
+    def at(self, wall: float) -> float:
+        """The place of the epoch seconds `wall` in the drawing."""
+        part = (wall - self.start) / max(self.end - self.start, 1e-9)
+        return round(WHOLE * min(1.0, max(0.0, part)), 1)
+
+
+class Bar(msgspec.Struct, frozen=True, array_like=True):
+    """A time in which a model's bytes on one device did not change."""
+
+    start: float
+    end: float
+    device: str
+    hint: str
+
+
+class ModelRow(msgspec.Struct, frozen=True):
+    """One model of one process."""
+
+    key: str
+    title: str
+    bars: tuple[Bar, ...]
+    words: str  # for screen readers
+
+
+class Arrow(msgspec.Struct, frozen=True):
+    """An eviction of one model for another, or several of the same two."""
+
+    at: float
+    victim: str  # keys of rows
+    heir: str
+    label: str  # such as `6× in 2 min`; empty for a single one
+    hint: str
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What the driver measured of one card over time. Unknown values are left out."""
+
+    device: str
+    lines: dict[str, tuple[tuple[tuple[float, float], ...], ...]]  # unit -> pieces without a gap
+    now: str
+    highest_watts: float
+
+
+class Drawing(msgspec.Struct, frozen=True):
+    """Everything that is drawn."""
+
+    start: float
+    end: float
+    rows: tuple[ModelRow, ...] = ()
+    arrows: tuple[Arrow, ...] = ()
+    figures: tuple[Figures, ...] = ()
+    gaps: tuple[tuple[float, float], ...] = ()  # nothing was recorded
+    colours: dict[str, str] = {}  # of the devices; the host has none and is hatched
+    note: str = ""
+
+
+def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
+    """The drawing of `history` within the range `shown`; `snapshot` names processes and devices."""
+    moments = [moment for moment in history.moments if shown.start <= moment.wall <= shown.end]
+    devices = sorted({moment.device for moment in moments}, key=natural)
+    spans = {
+        device: spans_of([moment for moment in moments if moment.device == device], shown.end)
+        for device in devices
+    }
+    held = _held(spans)
+    kept = held.most_common(MOST_ROWS)
+    titles = lease_titles((label for label, _ in kept), snapshot)
+    rows = tuple(_row(label, titles[label], spans, shown) for label, _ in kept)
+    cards = [device for device in devices if device != HOST]
+    more = len(held) - len(kept)
+    note = f"{more} more held less, and have no row." if more > 0 else ""
+    if not rows:
+        note = _empty_note(moments)
+    return Drawing(
+        shown.start,
+        shown.end,
+        tuple(sorted(rows, key=lambda row: (row.bars[0].start, natural(row.title)))),
+        arrows(history.events, {label for label, _ in kept}, shown),
+        tuple(_figures(device, spans[device], shown) for device in cards),
+        _gaps(spans, shown),
+        {device: COLOURS[n % len(COLOURS)] for n, device in enumerate(cards)},
+        note,
+    )
+
+
+def _empty_note(moments: Sequence[Moment]) -> str:
+    if moments:
+        return "No process held memory in this time."
+    return (
+        "No history is recorded in this time. Recording runs while any notebook or server uses the "
+        "ledger."
+    )
+
+
+def _held(spans: Mapping[str, Sequence[Span]]) -> Counter[str]:
+    """The bytes times the seconds of each lease, by its label."""
+    held: Counter[str] = Counter()
+    for of_device in spans.values():
+        for moment, end in of_device:
+            for label, size in moment.claims.items():
+                held[label] += int(size * max(end - moment.wall, 0.001))
+    return held
+
+
+# -- the rows --------------------------------------------------------------------------------------
+
+
+def _row(label: str, title: str, spans: Mapping[str, Sequence[Span]], shown: Range) -> ModelRow:
+    bars = [bar for device in spans for bar in _bars(label, device, spans[device], shown)]
+    bars.sort(key=lambda bar: (bar.start, bar.device))
+    seconds: Counter[str] = Counter()
+    for bar in bars:
+        part = (bar.end - bar.start) / WHOLE
+        seconds[bar.device] += round(part * (shown.end - shown.start))
+    places = [
+        f"{show_seconds(lasted)} {'in RAM' if device == HOST else f'on {device}'}"
+        for device, lasted in seconds.items()
+    ]
+    return ModelRow(label, title, tuple(bars), f"{title}: {', '.join(places)}")
+
+
+def _bars(label: str, device: str, spans: Sequence[Span], shown: Range) -> list[Bar]:
+    """The bars of one lease on one device. Equal neighbours are one bar."""
+    found: list[tuple[float, float, int]] = []
+    for moment, end in spans:
+        size = moment.claims.get(label, 0)
+        if not size:
+            continue
+        if found and found[-1][1] == moment.wall and found[-1][2] == size:
+            found[-1] = (found[-1][0], end, size)
+        else:
+            found.append((moment.wall, end, size))
+    place = "in RAM" if device == HOST else f"on {device}"
+    return [
+        Bar(
+            shown.at(start),
+            shown.at(end),
+            device,
+            f"{show_bytes(size)} {place} for {show_seconds(end - start)}",
+        )
+        for start, end, size in found
+    ]
+
+
+def _gaps(spans: Mapping[str, Sequence[Span]], shown: Range) -> tuple[tuple[float, float], ...]:
+    """The times in which no device was recorded."""
+    seen = sorted((moment.wall, end) for of_device in spans.values() for moment, end in of_device)
+    gaps, covered = [], shown.start
+    for start, end in (*seen, (shown.end, shown.end)):
+        if shown.at(start) - shown.at(covered) >= WHOLE / 100:
+            gaps.append((shown.at(covered), shown.at(start)))
+        covered = max(covered, end)
+    return tuple(gaps)
+
+
+# -- who left for whom -----------------------------------------------------------------------------
+
+
+def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arrow, ...]:
+    """An arrow for each eviction within `shown` of one of the leases `labels` for another one.
+
+    Evictions of the same two, each soon after the one before, are one arrow.
+    """
+    found: dict[tuple[str, str], list[list[Event]]] = {}
+    for event in events:
+        pair = _pair(event, labels) if shown.start <= event.wall <= shown.end else None
+        if pair is None:
+            continue
+        groups = found.setdefault(pair, [])
+        apart = FOLDED_PART * (shown.end - shown.start)
+        if groups and event.wall - groups[-1][-1].wall <= apart:
+            groups[-1].append(event)
+        else:
+            groups.append([event])
+    drawn = [_arrow(pair, group, shown) for pair, groups in found.items() for group in groups]
+    return tuple(sorted(drawn, key=lambda arrow: arrow.at))
+
+
+def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
+    """The labels of the evicted lease and of the lease that needed its room."""
+    victim = label_of(event.owner, event.model)
+    needed_by = _FOR.search(event.because)
+    if event.action not in MARKED or victim not in labels or HOST in devices_of(event):
+        return None
+    name = needed_by[1] if needed_by else ""
+    heirs = sorted(label for label in labels if label.rpartition("@")[0] == name)
+    return (victim, heirs[0]) if heirs and heirs[0] != victim else None
+
+
+def _arrow(pair: tuple[str, str], group: Sequence[Event], shown: Range) -> Arrow:
+    first, last = group[0], group[-1]
+    label = ""
+    if len(group) > 1:
+        label = f"{len(group)}× in {show_seconds(max(1.0, last.wall - first.wall))}"
+    hint = f"{clean(first.model)} {first.action}: {clean(first.because)}"
+    return Arrow(shown.at(first.wall), *pair, label, hint)
+
+
+# -- what the driver measured ----------------------------------------------------------------------
+
+_UNITS = {"%": "utilisation_percent", "°C": "temperature_celsius", "W": "power_watts"}
+
+
+def _figures(device: str, spans: Sequence[Span], shown: Range) -> Figures:
+    lines = {unit: _pieces(spans, field, shown) for unit, field in _UNITS.items()}
+    last = spans[-1][0] if spans else None
+    known = {unit: getattr(last, field, None) for unit, field in _UNITS.items()}
+    now = " · ".join(f"{value:.0f} {unit}" for unit, value in known.items() if value is not None)
+    watts = [value for piece in lines["W"] for _, value in piece]
+    return Figures(device, lines, now, max(watts, default=0.0))
+
+
+def _pieces(
+    spans: Sequence[Span], field: str, shown: Range
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """The values of one field over time, in pieces without a gap."""
+    pieces: list[list[tuple[float, float]]] = []
+    until = None
+    for moment, end in spans:
+        value = getattr(moment, field)
+        if value is None:
+            until = None
+            continue
+        if until != moment.wall:
+            pieces.append([])
+        pieces[-1].append((shown.at(moment.wall), round(value)))
+        until = end
+    return tuple(tuple(piece) for piece in pieces)

@@ -1,0 +1,123 @@
+"""The activity: events as lines that open, and as a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from gpu_panels.data.activity import csv_of, lines, merged
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import Event
+from gpu_runtime.rendering.views import clean
+
+from . import samples
+
+GIB, WALL = samples.GIB, samples.WALL
+
+
+def event(seq, action="offloaded", model="llama", ago=60.0, owner=samples.ME.id, **more):
+    because = more.pop("because", "qwen needs room")
+    return Event(
+        seq, WALL - ago, model, action, "request", because, 8 * GIB, "sim:0", owner, **more
+    )
+
+
+def line(*arguments, **more):
+    """The line of one event."""
+    (found,) = lines([event(1, *arguments, **more)], samples.busy)
+    return found
+
+
+def test_a_line_shows_mark_model_words_and_process():
+    found = line()
+    assert (found.mark, found.model, found.kinds) == ("▼", "llama", ("evict",))
+    assert found.words == "was offloaded from sim:0, freeing 8.0 GiB"
+    assert found.process == "train.ipynb (pid 4000), ann" and found.wall == WALL - 60
+
+
+def test_an_open_line_shows_reason_person_duration_and_other_places():
+    found = line("restored", seconds=1.25, by="bob", runners_up=("sim:1: too full",))
+    assert found.details == (
+        "qwen needs room",
+        "Requested by bob.",
+        "It took 1.2 s.",
+        "Also considered: sim:1: too full",
+    )
+    assert found.kinds == ("grant", "operator"), "a person requested it"
+
+
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    [
+        ("granted", "grant"),
+        ("loaded", "grant"),
+        ("waiting", "wait"),
+        ("refused", "wait"),
+        ("unloaded", "evict"),
+        ("reaped", "ended"),
+        ("released", "ended"),
+        ("pin", "operator"),
+        ("drained", "operator"),
+    ],
+)
+def test_each_event_has_the_kind_by_which_it_is_found(action, kind):
+    assert line(action).kinds == (kind,)
+    assert line(action).is_problem == (action == "refused")
+
+
+def test_the_person_is_named_even_if_the_process_has_ended():
+    found = line(owner="77.1.0", by="ann, console")
+    assert found.process == "pid 77, ended" and "Requested by ann, console." in found.details
+
+
+def test_control_characters_in_a_name_are_made_visible():
+    """Markup stays as it is: the browser shows names as text."""
+    assert "\x1b" not in line(model="a\x1b[31m").model and line(model="<b>").model == "<b>"
+
+
+@given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)))
+def test_journal_and_snapshot_are_merged_without_duplicates_newest_first(past, recent):
+    """The snapshot has the newest events and the journal has older ones. Some events are in both."""
+    found = merged([event(n, ago=100 - n) for n in past], [event(n, ago=100 - n) for n in recent])
+    assert [one.seq for one in found] == sorted({*past, *recent}, reverse=True)
+
+
+def test_the_event_of_the_journal_is_taken_since_it_has_the_other_places():
+    full = event(1, runners_up=("sim:1: too full",))
+    assert merged([full], [event(1)]) == (full,)
+
+
+# -- as a file -------------------------------------------------------------------------------------
+
+
+def read(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_the_file_has_times_in_utc():
+    (row,) = read(csv_of([event(3, "restored", ago=40, seconds=1.25)], samples.busy))
+    assert row == {
+        "time": "2025-11-20T12:02:24.000+00:00",
+        "model": "llama",
+        "action": "restored",
+        "reason": "request",
+        "because": "qwen needs room",
+        "bytes": str(8 * GIB),
+        "device": "sim:0",
+        "owner": "train.ipynb (pid 4000)",
+        "asked_by": "",
+        "seconds": "1.25",
+    }
+
+
+@given(st.text(max_size=12))
+def test_no_cell_is_a_formula(name):
+    """A spreadsheet runs a cell that begins like a formula, and a model may have any name. Names
+    that are no formula are not changed.
+    """
+    (row,) = read(csv_of([event(1, model=name)], samples.busy))
+    assert not row["model"].lstrip().startswith(("=", "+", "-", "@", "|", "%"))
+    assert row["model"].removeprefix("'") == clean(name).removeprefix("'")
