@@ -15,9 +15,9 @@ from .devices import Shares, where
 from .leases import Lease, Owner, Phase
 
 THIS_PROCESS = "this process"
-# Backends whose engine computes every layer on all its cards at once (tensor parallel). Other
-# backends put whole layers or components on each card. Such a division is not tensor parallel, even
-# if the shares are equal.
+# Backends that split every layer over all cards of the model (tensor parallel). All other backends
+# put whole layers or whole components on one card each, which is not tensor parallel, even if the
+# shares of the cards are equal.
 TENSOR_PARALLEL = frozenset({"vllm"})
 
 
@@ -131,4 +131,4 @@ def lease_title(lease: Lease, owner: Owner | None) -> str:
     """
     if lease.kind != "kernel" or owner is None:
         return lease.name
-    return owner.notebook.rsplit("/", 1)[-1] or f"pid {owner.pid}"
+    return owner.file or f"pid {owner.pid}"

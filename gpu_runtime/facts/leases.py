@@ -44,8 +44,17 @@ class Owner(Value):
         """The owner's name for people: `train.ipynb (pid 4121)`."""
         if not self.notebook:
             return f"pid {self.pid}"
-        file = self.notebook.rsplit("/", 1)[-1]
-        return f"{file} (pid {self.pid})"
+        return f"{self.file} (pid {self.pid})"
+
+    @property
+    def file(self) -> str:
+        """The file name of the owner's notebook; empty for another program."""
+        return self.notebook.rsplit("/", 1)[-1]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What people may type for this owner: its id, its pid, and its notebook's file and path."""
+        return tuple(filter(None, (self.id, str(self.pid), self.file, self.notebook)))
 
 
 class Phase(enum.StrEnum):

@@ -137,11 +137,11 @@ def _unleased(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _programs(seen: Snapshot, view: DeviceView) -> str:
-    found = [
-        ", ".join(part for part in (one.command, one.user, f"pid {one.pid}") if part)
-        for one in seen.strangers
-        if one.device == view.device.id
-    ]
+    found = []
+    for program in seen.strangers:
+        if program.device == view.device.id:
+            parts = (program.command, program.user, f"pid {program.pid}")
+            found.append(", ".join(filter(None, parts)))
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return "; ".join(found[:2]) + more
 
@@ -281,19 +281,21 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
 def _idle(seen: Snapshot, device: str) -> tuple[tuple[str, str], ...]:
     """An eviction of each of the largest idle models on the `device`."""
     found = [lease for lease in _unused(seen) if not lease.keep and lease.bytes_on(device)]
-    found.sort(key=lambda lease: -lease.bytes_on(device))
-    return tuple(("evict", lease.id) for lease in found[:MOST_BUTTONS])
+    found.sort(key=lambda lease: lease.bytes_on(device), reverse=True)
+    largest = found[:MOST_BUTTONS]
+    return tuple([("evict", lease.id) for lease in largest])
 
 
 def _kept(seen: Snapshot, devices: set[str]) -> tuple[tuple[str, str], ...]:
     """The pinned models on the `devices` that nobody uses; unpinned, they would leave."""
-    found = [
-        lease
-        for lease in _unused(seen)
-        if lease.keep and any(share.device in devices for share in lease.shares)
-    ]
-    found.sort(key=lambda lease: -lease.bytes)
-    return tuple(("unpin", lease.id) for lease in found[:MOST_BUTTONS])
+    found = []
+    for lease in _unused(seen):
+        its_devices = {share.device for share in lease.shares}
+        if lease.keep and its_devices & devices:
+            found.append(lease)
+    found.sort(key=lambda lease: lease.bytes, reverse=True)
+    largest = found[:MOST_BUTTONS]
+    return tuple([("unpin", lease.id) for lease in largest])
 
 
 def _unused(seen: Snapshot) -> Iterator[Lease]:

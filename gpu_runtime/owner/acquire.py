@@ -268,9 +268,13 @@ def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -
     """
     now = session.clock()
     owners = {id.partition("/")[0] for id in verdict.blockers}
-    due = {owner for owner in owners if rung_at.get(owner, -POLL_SECONDS) <= now - POLL_SECONDS}
+    due = set()
+    for owner in owners:
+        last = rung_at.get(owner)
+        if last is None or now - last >= POLL_SECONDS:
+            due.add(owner)
+            rung_at[owner] = now
     session.ledger.ring(due - {session.me})
-    rung_at |= dict.fromkeys(due, now)
 
 
 # -- performing a grant

@@ -69,9 +69,10 @@ class CellRoom:
         if not key or self._session.blocks.leased_bytes != self._leased_bytes:
             return
         before = self._peaks.cell_peak(key)
-        if before.keys() != peak.keys() or any(
-            abs(size - before[card]) > CHANGED * size for card, size in peak.items()
-        ):
+        is_same = before.keys() == peak.keys()
+        for card, size in peak.items():
+            is_same = is_same and abs(size - before[card]) <= CHANGED * size
+        if not is_same:
             self._peaks.remember_cell(key, dict(peak))
 
     # -- before a cell
@@ -84,9 +85,11 @@ class CellRoom:
         session = self._session
         if self._block is not None:  # a cell that runs another one has its room already
             return
-        held = {share.device: share.bytes for share in resident.lease.shares} if resident else {}
-        more = {card: size - held.get(card, 0) for card, size in wanted.items()}
-        more = {card: size for card, size in more.items() if size > 0}
+        more = {}
+        for card, size in wanted.items():
+            missing = size - (resident.lease.bytes_on(card) if resident else 0)
+            if missing > 0:
+                more[card] = missing
         if sum(more.values()) < LEAST_BYTES:
             return
         name = f"room for a cell#{session.blocks.new_number()}"

@@ -19,12 +19,13 @@ def reap_neighbours(session: Session, book: Book) -> int:
     changes from call to call. So every owner is checked at each tick of the owner before it. (When
     each of 64 owners checked all others, the checks used 7 % of a core.)
     """
-    row = sorted(book.sections.keys() | {ticket.owner for ticket in book.tickets} | {session.me})
-    me = row.index(session.me)
+    waiting = {ticket.owner for ticket in book.tickets}
+    owners = sorted(book.sections.keys() | waiting | {session.me})
     session.reap_turn += 1
-    near = {row[(me + 1) % len(row)], row[(me + 1 + session.reap_turn) % len(row)]}
-    sections = {id: section for id, section in book.sections.items() if id in near}
-    tickets = tuple(ticket for ticket in book.tickets if ticket.owner in near)
-    if session.ledger.dead(replace(book, sections=sections, tickets=tickets)):
-        return session.reap()
-    return 0
+    next_place = owners.index(session.me) + 1
+    far_place = next_place + session.reap_turn
+    checked = {owners[place % len(owners)] for place in (next_place, far_place)}
+    sections = {id: section for id, section in book.sections.items() if id in checked}
+    tickets = tuple([ticket for ticket in book.tickets if ticket.owner in checked])
+    dead = session.ledger.dead(replace(book, sections=sections, tickets=tickets))
+    return session.reap() if dead else 0

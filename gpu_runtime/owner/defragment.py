@@ -58,7 +58,10 @@ def empty_cache(session: Session) -> int:
 
 def _all_owners(session: Session, book: Book) -> list[str]:
     names = session.ledger.names()
-    owners = [id for id, section in book.sections.items() if section.leases or id in names]
+    owners = []
+    for id, section in book.sections.items():
+        if section.leases or id in names:
+            owners.append(id)
     return [*owners, session.me]
 
 
@@ -72,9 +75,10 @@ def _named(session: Session, process: str, book: Book) -> list[str]:
     number = process.removeprefix("@")
     if not number.isdigit():
         return [registry.resolve(session, process, loadable=True).owner]
-    owners = [id for id, section in book.sections.items() if str(section.owner.pid) == number]
+    known = [section.owner for section in book.sections.values()]
+    owners = [owner.id for owner in known if str(owner.pid) == number]
     if not owners and number != str(os.getpid()):
-        labels = sorted(section.owner.label for section in book.sections.values())
+        labels = sorted(owner.label for owner in known)
         raise GpuError(
             f"no process {number} shares this ledger's memory. Those that do: "
             f"{', '.join(labels) or 'none'}.\n"

@@ -153,11 +153,11 @@ def _answer_of(source: Any) -> str:
         listing = source.list_cards()
         if listing.absent:
             return listing.absent
-        known = ", ".join(f"{what} {version}" for what, version in source.versions().items())
+        versions = [f"{what} {version}" for what, version in source.versions().items()]
     except drivers.NoAnswer as error:
         return f"fails: {error}"
     lost = "".join(f"; card {number}: {why}" for number, why in listing.failed.items())
-    return f"{len(listing.cards)} devices, {known}{lost}"
+    return f"{len(listing.cards)} devices, {', '.join(versions)}{lost}"
 
 
 def _devices(session: Session) -> Rows:
@@ -225,7 +225,9 @@ def _ledger(session: Session) -> Rows:
         rows.append(("file system", files.file_system_of(directory)))
         rows.append(("shared by", private if group is None else f"group {group}"))
     dead, lost = ledger.dead(book), ledger.unknown(book)
-    owners = f"{len(book.sections)}" + (f", {len(dead)} of them dead" if dead else "")
+    owners = str(len(book.sections))
+    if dead:
+        owners += f", {len(dead)} of them dead"
     rows += [
         ("owners", owners),
         ("leases and tickets", f"{book.entries} ({len(book.tickets)} tickets)"),
@@ -248,7 +250,8 @@ def _refusals(session: Session) -> Rows:
     rows: Rows = []
     for event in found[-REFUSALS:]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall))
-        rows.append((when, f"{event.model} {event.action} ({event.reason}): {event.because}"))
+        text = f"{event.model} {event.action} ({event.reason}): {event.because}"
+        rows.append((when, text))
     return rows or [("", "none")]
 
 
@@ -268,9 +271,11 @@ def _machine(settings: Settings) -> Rows:
     user = name_of(os.geteuid())
     groups = host_config.groups_of(user)
     cap = known.cap(user, groups)
-    limits = [f"[{table}] {key}" for key, table in cap.tables.items()] if cap else []
+    limits = "none"
+    if cap:
+        limits = ", ".join([f"[{table}] {key}" for key, table in cap.tables.items()])
     return [
         (file, f"ledger {known.ledger or 'not named'}"),
-        (f"caps on {user}", ", ".join(limits) if cap else "none"),
+        (f"caps on {user}", limits),
         (f"{user} is", "an operator" if known.is_operator(user, groups) else "no operator"),
     ]

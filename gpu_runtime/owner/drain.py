@@ -25,9 +25,11 @@ def drain(
     seconds = 0.0 if timeout is None else parse_seconds(timeout)
     book = session.read_book()
     device = _card(name, book, session.world())
+    mine = session.owner.user
     if because := permissions.refusal_of_drain(session, book):
-        raise NotAllowed(f"{because}.", name=device.id, because=because, user=session.owner.user)
-    user, world = attributed(speaking_for(), session.owner.user), session.world()
+        raise NotAllowed(f"{because}.", name=device.id, because=because, user=mine)
+    user = attributed(speaking_for(), mine)
+    world = session.world()
     was_drained = device.key in book.drained
     act = drains.undrain if undo else drains.drain
     session.decide(lambda book, world: (act(book, device, user, world), None))
@@ -40,11 +42,12 @@ def drain(
             because=f"{device.id} {said}",
             where=device.id,
         )
-    before = {lease.id: lease for lease, _ in drains.staying(book, device.id, world)}
-    session.ledger.ring({lease.owner for lease in before.values()} - {session.me})
+    before = [lease for lease, _ in drains.staying(book, device.id, world)]
+    session.ledger.ring({lease.owner for lease in before} - {session.me})
     staying = _wait_until_left(session, device, seconds)
     still_there = {lease.id for lease, _ in staying}
-    freed = sum(_bytes_on(lease, device) for id, lease in before.items() if id not in still_there)
+    left = [lease for lease in before if lease.id not in still_there]
+    freed = sum(lease.bytes_on(device.id) for lease in left)
     said = "is drained already" if was_drained else "is drained: it takes no new leases"
     sentences = [f"{device.id} {said}", *_reasons(session, staying)]
     return Outcome(
@@ -59,7 +62,8 @@ def drain(
 
 def _card(name: str, book: Book, world: World) -> Device:
     """The card with the id or UUID `name`, which this process or another owner uses."""
-    known = {device.id: device for device in (*book.devices, *world.devices) if not device.is_host}
+    every = (*book.devices, *world.devices)
+    known = {device.id: device for device in every if not device.is_host}
     for device in known.values():
         if name in (device.id, device.uuid):
             return device
@@ -99,7 +103,3 @@ def _reasons(session: Session, staying: list[tuple[Lease, str]]) -> list[str]:
         }
         sentences.append(known.get(why, f"{what} stays: it {why}"))
     return sentences
-
-
-def _bytes_on(lease: Lease, device: Device) -> int:
-    return sum(share.bytes for share in lease.shares if share.device == device.id)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ..devices.probe import Probe
 from ..errors import GpuError
 from ..estimation.footprint import CONTEXT_BYTES, footprint
-from ..facts import HOST, Evidence, Footprint, Measurement, ModelSpec, Shares
+from ..facts import Device, Evidence, Footprint, Measurement, ModelSpec, Shares
 from ..telemetry.measurements import Measurements
 from .resident import Resident
 
@@ -42,11 +42,10 @@ class Sizing:
         loaded = resident.handle is not None
         evidence = self._require_evidence(resident, spec)
         if loaded:
-            held = sum(share.bytes for share in resident.backend.measure(resident.handle))
-            sized_use = ("context_length", "sequences")
-            wants_use = any(spec.options.get(option) is not None for option in sized_use)
-            measured: Measurement | None = Measurement(held)
-            declared = spec.size if wants_use else None
+            shares = resident.backend.measure(resident.handle)
+            measured: Measurement | None = Measurement(sum(share.bytes for share in shares))
+            uses = [spec.options.get(option) for option in ("context_length", "sequences")]
+            declared = spec.size if uses != [None, None] else None
         else:
             measured = resident.measured or self.measurements.of(spec, evidence)
             declared = spec.size
@@ -152,15 +151,15 @@ class Sizing:
         leases) once it exists. With `own`, the model runs in an engine, which always makes its own
         context.
         """
-        cards = {
-            device.id: device.name
-            for device in self.probe.devices
-            if not device.simulated and device.id != HOST and (not places or device.id in places)
-        }
+        cards: list[Device] = []
+        for device in self.probe.devices:
+            is_card = not device.simulated and not device.is_host
+            if is_card and (not places or device.id in places):
+                cards.append(device)
         if not cards:
             return 0
         used = self.probe.used()
-        if not own and any(used.get(card) for card in cards):
+        if not own and any(used.get(card.id) for card in cards):
             return 0
-        known = (self.measurements.context_bytes(name) for name in cards.values())
+        known = [self.measurements.context_bytes(card.name) for card in cards]
         return max(size or CONTEXT_BYTES for size in known)

@@ -64,19 +64,24 @@ def who(
     storages, whole = _search(session, limit)
     reached, all_reached = _reach(session, registered.current(), storages.keys(), limit)
     models, governed, of_others = _models(session, storages)
-    direct = governed.union(*(one.direct for one in reached))
-    saved = frozenset[int]().union(*(one.saved for one in reached)) - direct
+    direct = set(governed)
+    saved: set[int] = set()
+    for one in reached:
+        direct |= one.direct
+        saved |= one.saved
+    saved -= direct
     left = storages.keys() - direct - saved
     elsewhere, explained = _elsewhere(session, left, limit)
-    rows = [*models, *(_row(one, storages) for one in reached), *elsewhere]
+    names = [_row(one, storages) for one in reached]
+    is_whole = whole and all_reached and not limit.over
     return _summed(
         session,
-        rows,
+        [*models, *names, *elsewhere],
         storages,
         direct | explained,
-        set(saved),
+        saved,
         of_others,
-        whole and all_reached and not limit.over,
+        is_whole,
         limit.elapsed_seconds,
     )
 
@@ -121,8 +126,9 @@ def _summed(
     unseen_bytes = 0 if session.probe.simulated else max(0, allocated - found_bytes)
     cached_bytes = max(0, reserved - allocated)
     parts = (known_bytes, graph_bytes, cached_bytes, unknown_bytes, unseen_bytes)
+    ordered = sorted(rows, key=lambda row: (-row.alone_bytes, -row.bytes, row.name))
     return Holdings(
-        tuple(sorted(rows, key=lambda row: (-row.alone_bytes, -row.bytes, row.name))),
+        tuple(ordered),
         sum(parts),
         *parts,
         whole=whole,
@@ -142,9 +148,11 @@ def _found(session: Session, limit: Any) -> Any:
     from ..backends.pytorch.search import counted_on, search
 
     memories = [session.probe.place(device.id) for device in session.probe.devices]
-    residents = list(session.residents.values())
-    away = (_keys_of(one) for one in residents if one.place is not Place.HERE)
-    return search(counted_on(memories), governed=frozenset[int]().union(*away), limit=limit)
+    away: set[int] = set()
+    for resident in list(session.residents.values()):
+        if resident.place is not Place.HERE:
+            away |= _keys_of(resident)
+    return search(counted_on(memories), governed=frozenset(away), limit=limit)
 
 
 def _reach(
@@ -153,27 +161,31 @@ def _reach(
     """The names that reach any of the storages `keys`, and whether the search was complete."""
     from ..backends.pytorch.holders import Graphs, reached
 
-    wanted, found, whole = frozenset(keys), [], True
+    wanted = frozenset(keys)
+    found: list[_Reached] = []
+    whole = True
     graphs = Graphs(limit)
-    shared = {id(one) for one in (*namespace.shared(), session, session.residents, sys.modules)}
-    shared.update(map(id, session.residents.values()))
+    ours = (session, session.residents, sys.modules, *session.residents.values())
+    shared = {id(one) for one in (*namespace.shared(), *ours)}
     for name in namespace.names():
         reach = reached(namespace.held(name), graphs, shared=shared, limit=limit)
         whole = whole and reach.whole
-        parts = (reach.direct & wanted, reach.saved & wanted, reach.alone & wanted)
-        if parts[0] or parts[1]:
-            found.append(_Reached(name, *parts))
+        one = _Reached(name, reach.direct & wanted, reach.saved & wanted, reach.alone & wanted)
+        if one.every:
+            found.append(one)
     return found, whole
 
 
 def _row(reached: _Reached, storages: Mapping[int, _Storage]) -> Holder:
     name, kind, what, cell = reached.name
+    held = [storages[key] for key in reached.every]
+    alone = [storages[key] for key in reached.alone]
     return Holder(
         name,
         kind,
-        _devices(storages[key].device for key in reached.every),
-        sum(storages[key].bytes for key in reached.every),
-        sum(storages[key].bytes for key in reached.alone),
+        _devices(storage.device for storage in held),
+        sum(storage.bytes for storage in held),
+        sum(storage.bytes for storage in alone),
         cell,
         what,
     )
@@ -181,8 +193,9 @@ def _row(reached: _Reached, storages: Mapping[int, _Storage]) -> Holder:
 
 def _devices(ids: Iterable[str]) -> str:
     """The ids of devices as one word, such as `cuda:0,1`."""
-    every = sorted(set(ids))
-    return ",".join([*every[:1], *(id.partition(":")[2] for id in every[1:])])
+    first, *others = sorted(set(ids)) or [""]
+    numbers = [id.partition(":")[2] for id in others]
+    return ",".join([first, *numbers])
 
 
 # -- governed models -------------------------------------------------------------------------------
@@ -190,23 +203,21 @@ def _devices(ids: Iterable[str]) -> str:
 
 def _on_devices(session: Session) -> list[Resident]:
     """The governed models on a device, without the kernel's own lease, which other rows explain."""
-    residents = list(session.residents.values())
-    here = [
-        resident
-        for resident in residents
-        if resident.place is Place.HERE or resident.lease.in_parts
-    ]
-    return [resident for resident in here if resident.lease.kind == "model"]
+    found: list[Resident] = []
+    for resident in list(session.residents.values()):
+        is_here = resident.place is Place.HERE or resident.lease.in_parts
+        if is_here and resident.lease.kind == "model":
+            found.append(resident)
+    return found
 
 
 def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> Holder:
     """The row of a governed model. All its bytes leave with `%gpu evict`, whatever refers to them."""
+    name = resident.spec.name
     shares = [share for share in resident.lease.shares if share.device != HOST]
     held = sum(share.bytes for share in shares) if size is None else size
     device = device or _devices(share.device for share in shares)
-    return Holder(
-        resident.spec.name, MODEL, device, held, held, "", f"%gpu evict {resident.spec.name}"
-    )
+    return Holder(name, MODEL, device, held, held, what=f"%gpu evict {name}")
 
 
 def _models(
@@ -216,16 +227,20 @@ def _models(
 
     The other models are those whose storages are not in this process.
     """
-    rows, governed, of_others = [], set[int](), 0
+    rows: list[Holder] = []
+    governed: set[int] = set()
+    of_others = 0
     for resident in _on_devices(session):
         keys = _keys_of(resident) & storages.keys()
         if keys:
-            size = sum(storages[key].bytes for key in keys)
-            rows.append(_of_lease(resident, _devices(storages[k].device for k in keys), size))
+            held = [storages[key] for key in keys]
+            device = _devices(storage.device for storage in held)
+            row = _of_lease(resident, device, sum(storage.bytes for storage in held))
             governed |= keys
         else:
-            rows.append(_of_lease(resident))
-            of_others += rows[-1].bytes
+            row = _of_lease(resident)
+            of_others += row.bytes
+        rows.append(row)
     return rows, frozenset(governed), of_others
 
 
@@ -249,9 +264,11 @@ def _elsewhere(
         said = referrer(one, {id(found)}, limit) if number < MOST_REFERRERS else UNKNOWN
         if said != UNKNOWN:
             known.add(one.key)
-        before = rows.get(said)
-        size = one.bytes + (before.bytes if before else 0)
-        device = _devices([one.device, *(before.device.split(",") if before else ())])
+        size, devices = one.bytes, [one.device]
+        if before := rows.get(said):
+            size += before.bytes
+            devices += before.device.split(",")
+        device = _devices(devices)
         rows[said] = Holder(said, ELSEWHERE, device, size, 0, "", "no variable refers to it")
     return list(rows.values()), frozenset(known)
 
@@ -310,15 +327,18 @@ def _release(session: Session, namespace: Namespace) -> list[str]:
 
 def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
     """Deletes a variable. Returns a sentence on the other names that still refer to its memory."""
-    reached = _named(session, namespace)
-    mine = frozenset[int]().union(*(one.every for one in reached if one.name.name == variable))
-    others = {one.name.name: one.every & mine for one in reached if one.name.name != variable}
+    keys_of = {one.name.name: one.every for one in _named(session, namespace)}
+    mine = keys_of.pop(variable, frozenset())
+    others = {name: keys & mine for name, keys in keys_of.items()}
     models = [one for one in _on_devices(session) if mine and mine & _keys_of(one)]
     namespace.delete(variable)
     gc.collect()
     kept = _search_keys(session) if mine else frozenset()
     left = {name.name for name in namespace.names()}
-    names = [name for name, keys in others.items() if keys & kept and name in left]
+    names = []
+    for name, keys in others.items():
+        if keys & kept and name in left:
+            names.append(name)
     names += [f"the model {one.spec.name}" for one in models]
     if not names:
         return []
@@ -352,7 +372,8 @@ def _listed(names: list[str]) -> str:
     """Names as a list for people, such as `a, b and c`. Of more than six names, five are shown."""
     if len(names) > 6:
         names = [*names[:5], f"{len(names) - 5} more"]
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _held_bytes(session: Session) -> int:
@@ -368,5 +389,9 @@ def _held_bytes(session: Session) -> int:
 
 def _allocated(session: Session) -> tuple[int, int]:
     """The allocated bytes and the reserved bytes of this process's allocators on all cards."""
-    maps = [map for map in session.probe.maps() if map.device != HOST]
-    return sum(map.allocated_bytes for map in maps), sum(map.reserved_bytes for map in maps)
+    allocated = reserved = 0
+    for map in session.probe.maps():
+        if map.device != HOST:
+            allocated += map.allocated_bytes
+            reserved += map.reserved_bytes
+    return allocated, reserved

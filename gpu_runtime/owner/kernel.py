@@ -309,11 +309,11 @@ class Kernel:
             return ""
         forget_frames(error)
         self.count_when_due(idle=True)
-        if isinstance(error, GpuError):  # ours: it says who holds the memory
+        if isinstance(error, GpuError):  # an error of this package names the holders itself
             return ""
         freed = make_room(self._session, error)
         if not freed.titles:
-            return "Nothing idle could leave the GPU. Who holds its memory:  %gpu"
+            return "No idle model could leave the GPU. See which process holds its memory:  %gpu"
         return f"{freed}: run the cell again."
 
     def make_room_to_retry(self, error: BaseException) -> str:

@@ -14,11 +14,12 @@ def find(session: Session, who: str) -> LeaseId:
     Raises GpuError with the names of the kernels that hold memory.
     """
     book = session.ledger.read()
-    found = [id for id in book.sections if who in _names_of(book, id)]
+    kernels = [section.owner for section in book.sections.values() if section.lease(NAME)]
+    found = [owner.id for owner in kernels if who in owner.names]
     if len(found) == 1:
         return LeaseId(found[0], NAME)
-    known = [section.owner.label for id, section in book.sections.items() if section.lease(NAME)]
-    those = f"Kernels with memory of their own: {', '.join(sorted(known)) or 'none'}."
+    known = ", ".join(sorted(owner.label for owner in kernels))
+    those = f"Kernels with memory of their own: {known or 'none'}."
     if found:
         raise GpuError(f"{who} is the name of {len(found)} kernels. {those}\n  Use a process id.")
     models = _models_of(book, who)
@@ -30,14 +31,8 @@ def find(session: Session, who: str) -> LeaseId:
 
 def _models_of(book: Book, who: str) -> list[str]:
     """The names of the models that the notebook `who` holds."""
-    sections = [one for one in book.sections.values() if one.owner.notebook.endswith(who)]
-    return [lease.name for one in sections for lease in one.leases if lease.kind == "model"]
-
-
-def _names_of(book: Book, id: str) -> tuple[str, ...]:
-    section = book.sections[id]
-    if section.lease(NAME) is None:
-        return ()
-    owner = section.owner
-    file = owner.notebook.rsplit("/", 1)[-1]
-    return tuple(name for name in (id, str(owner.pid), file, owner.notebook) if name)
+    found: list[str] = []
+    for section in book.sections.values():
+        if section.owner.notebook.endswith(who):
+            found += [lease.name for lease in section.leases if lease.kind == "model"]
+    return found

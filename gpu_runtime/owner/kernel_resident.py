@@ -66,6 +66,10 @@ class KernelResident(Resident):
         self._moving = False
 
     def settle_at(self, lease: Lease, anchor: Any = None) -> None:
+        """Records the `lease` after a move, with what the running cell has claimed on its device.
+
+        Off the device the claim of the cell ends. `anchor` is the pin of the caller.
+        """
         if lease.on_device:
             lease = claiming(lease, self.claims)
         super().settle_at(lease, anchor)

@@ -150,10 +150,15 @@ def _revised(session: Session, known: Resident, given: Given) -> ModelSpec:
 
 def split(given: Given) -> tuple[Given, Given]:
     """The keywords of `register` among those `given`, converted, and the options of the backend."""
-    wishes = {name: value for name, value in given.items() if name in registry.DEFAULTS}
-    options = {name: value for name, value in given.items() if name not in registry.DEFAULTS}
-    rules = {name: RULES.get(f"register.{name}") or RULES[name] for name in wishes}
-    return {name: read(name, value, rules[name]) for name, value in wishes.items()}, options
+    wishes: Given = {}
+    options: Given = {}
+    for name, value in given.items():
+        if name in registry.DEFAULTS:
+            rule = RULES.get(f"register.{name}") or RULES[name]
+            wishes[name] = read(name, value, rule)
+        else:
+            options[name] = value
+    return wishes, options
 
 
 def command(name: str, source: Any, given: Given) -> str:
@@ -164,12 +169,19 @@ def command(name: str, source: Any, given: Given) -> str:
     >>> command("qwen", None, {"gpu_layers": 3})
     "rt.load('qwen', gpu_layers=3)"
     """
-    if not (source is None or isinstance(source, str)) or not given.keys() <= FLAGS.keys():
-        words = [repr(name), *([] if source is None else [quoted(source)])]
-        return f"rt.load({', '.join([*words, *(f'{key}={quoted(given[key])}' for key in given)])})"
-    verb = "load" if source or given.keys() - {"timeout"} or is_source(name) else "preload"
-    words = [verb, name, *([source] if source else [])]
-    return " ".join([*map(shlex.quote, words), *flags(given)])
+    is_typed = source is None or isinstance(source, str)
+    if not is_typed or not given.keys() <= FLAGS.keys():
+        words = [repr(name)]
+        if source is not None:
+            words.append(quoted(source))
+        words += [f"{key}={quoted(value)}" for key, value in given.items()]
+        return f"rt.load({', '.join(words)})"
+    is_load = source or given.keys() - {"timeout"} or is_source(name)
+    words = ["load" if is_load else "preload", name]
+    if source:
+        words.append(source)
+    typed = [shlex.quote(word) for word in words]
+    return " ".join([*typed, *flags(given)])
 
 
 def flags(given: Given) -> list[str]:

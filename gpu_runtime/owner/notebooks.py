@@ -73,27 +73,21 @@ def held_by(session: Session, notebook: str) -> list[LeaseId]:
 
     Raises GpuError with the notebooks that hold memory, AmbiguousName for several notebooks.
     """
-    book = session.ledger.read()
-    found = {
-        id: section
-        for id, section in book.sections.items()
-        if notebook in (section.owner.notebook, _file(section))
-    }
+    sections = session.ledger.read().sections.values()
+    found: list[Section] = []
+    for section in sections:
+        if notebook in (section.owner.notebook, section.owner.file):
+            found.append(section)
     if not found:
-        names = sorted({_file(section) for section in book.sections.values()} - {""})
+        names = sorted({section.owner.file for section in sections} - {""})
         those = f"Notebooks that hold memory: {', '.join(names) or 'none'}."
         raise GpuError(f"no notebook {quoted(notebook)} holds memory. {those}", name=notebook)
-    paths = tuple(sorted({section.owner.notebook for section in found.values()}))
+    paths = tuple(sorted({section.owner.notebook for section in found}))
     if len(paths) > 1:
         raise AmbiguousName(notebook, paths)
-    return [
-        LeaseId(id, lease.name)
-        for id, section in found.items()
-        for lease in section.leases
-        if lease.kind in EVICTED and lease.on_device
-    ]
-
-
-def _file(section: Section) -> str:
-    """The file name of the owner's notebook; empty for another program."""
-    return section.owner.notebook.rsplit("/", 1)[-1]
+    held: list[LeaseId] = []
+    for section in found:
+        for lease in section.leases:
+            if lease.kind in EVICTED and lease.on_device:
+                held.append(LeaseId(lease.owner, lease.name))
+    return held

@@ -70,22 +70,17 @@ def _found(book: Book, process: str) -> str:
 
     Otherwise raises GpuError with the existing processes.
     """
-    found = [id for id, section in book.sections.items() if process in _names(book, id)]
+    owners = [section.owner for section in book.sections.values()]
+    found = [owner.id for owner in owners if process in owner.names]
     if len(found) == 1:
         return found[0]
-    labels = ", ".join(sorted(section.owner.label for section in book.sections.values()))
+    labels = ", ".join(sorted(owner.label for owner in owners))
     if found:
         raise GpuError(f"{process} is the name of {len(found)} processes: {labels}.\n  Use a pid.")
     raise GpuError(
         f"no process {process!r} shares this ledger. Those that do: {labels or 'none'}.",
         process=process,
     )
-
-
-def _names(book: Book, id: str) -> tuple[str, ...]:
-    owner = book.sections[id].owner
-    path = owner.notebook
-    return tuple(name for name in (id, str(owner.pid), path.rsplit("/", 1)[-1], path) if name)
 
 
 # -- the answering side ----------------------------------------------------------------------------

@@ -22,12 +22,13 @@ def asker(session: Session, user: str) -> Asker:
     if known is None:
         groups = groups_of(user)
         cap = session.machine.cap(user, groups)
-        known = session.users[user] = Asker(
+        known = Asker(
             user,
-            user == session.ledger.owner.user,
-            session.machine.is_operator(user, groups),
-            (cap.importance if cap else None) or 0,
+            at_home=user == session.ledger.owner.user,
+            operator=session.machine.is_operator(user, groups),
+            importance=(cap and cap.importance) or 0,
         )
+        session.users[user] = known
     return known
 
 
@@ -38,8 +39,9 @@ def askers(session: Session, book: Book) -> dict[str, Asker]:
     """
     found = {}
     for ticket in book.tickets:
-        targets = (id.partition("/")[0] for id in (ticket.name, *ticket.recalls, *ticket.shadows))
-        if ticket.owner == session.me or session.me not in targets:
+        concerned = (ticket.name, *ticket.recalls, *ticket.shadows)
+        owners = [id.partition("/")[0] for id in concerned]
+        if ticket.owner == session.me or session.me not in owners:
             continue
         if user := session.ledger.user_of(book, ticket.owner, ticket):
             found[ticket.key] = asker(session, user)
@@ -74,7 +76,8 @@ def refusal_of_drain(session: Session, book: Book) -> str:
     Operators may drain a card. So may a user who does not share the cards with other users.
     """
     mine = session.owner.user
-    others = sorted({section.owner.user for section in book.sections.values()} - {mine})
+    users = {section.owner.user for section in book.sections.values()}
+    others = sorted(users - {mine})
     if asker(session, mine).operator or not (is_shared(session) or others):
         return ""
     reason = f"{', '.join(others)} use it too" if others else "the ledger is shared"

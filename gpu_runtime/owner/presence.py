@@ -67,7 +67,8 @@ def _last_sign(section: Section) -> float:
 
 def explained(session: Session, wait: Wait) -> Wait:
     """`wait`, with a sentence for each blocking process that is stopped or has crashed."""
-    in_the_way = {id.partition("/")[0] for id in (*wait.blockers, *wait.asked)} - {session.me}
+    leases = (*wait.blockers, *wait.asked)
+    in_the_way = {id.partition("/")[0] for id in leases} - {session.me}
     if not in_the_way:
         return wait
     book = session.ledger.read()

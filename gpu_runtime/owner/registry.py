@@ -305,8 +305,11 @@ def _refresh(session: Session, resident: Resident) -> None:
 
 def known_names(session: Session) -> tuple[str, ...]:
     """Names of all models of this process and of the catalogue."""
-    own = {name for name, one in list(session.residents.items()) if one.spec.model_type != "kernel"}
-    return tuple({*own, *session.catalogue.names()})
+    names = set(session.catalogue.names())
+    for name, resident in list(session.residents.items()):
+        if resident.spec.model_type != "kernel":
+            names.add(name)
+    return tuple(names)
 
 
 def by_key(session: Session, name: str) -> Resident | None:
@@ -384,7 +387,7 @@ def _holders(
     for id, section in book.sections.items():
         holds = section.lease(name) or name in loadable.get(id, ())
         owner = section.owner
-        file = owner.notebook.rsplit("/", 1)[-1]
+        file = owner.file
         if holds and pid in ("", str(owner.pid), id, *filter(None, (owner.notebook, file))):
             found.append(owner)
     return found

@@ -107,7 +107,10 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
     (seconds of the session's clock).
     """
     now = session.clock()
-    until = min(t for t in (now + POLL_SECONDS, verdict.retry_at, deadline) if t is not None)
+    until = now + POLL_SECONDS
+    for end in (verdict.retry_at, deadline):
+        if end is not None:
+            until = min(until, end)
     residents = list(session.residents.values())
     ours = [r for r in residents if r.lease.id in verdict.blockers and r.pins]
     step = NEAR_SECONDS if ours else POLL_SECONDS

@@ -26,9 +26,9 @@ def residue(
             leased[share.device] = leased.get(share.device, 0) + share.bytes
             if own_allocator and share.device in outside_torch:
                 outside_torch[share.device] -= share.bytes
-    beyond = {
-        device: max(bytes_used - leased.get(device, 0), outside_torch.get(device, 0))
-        for device, bytes_used in used.items()
-        if device != HOST
-    }
-    return {device: size for device, size in beyond.items() if size > 0}
+    found = {}
+    for device, bytes_used in used.items():
+        beyond = max(bytes_used - leased.get(device, 0), outside_torch.get(device, 0))
+        if device != HOST and beyond > 0:
+            found[device] = beyond
+    return found

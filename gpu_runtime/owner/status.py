@@ -127,7 +127,8 @@ def other_hosts(session: Session) -> tuple[Snapshot, ...]:
     read_all = getattr(session.ledger, "read_all", None)
     pages = read_all() if read_all else []
     others = [page for page in pages if page.host != session.owner.boot]
-    return tuple(_of_page(session, page) for page in sorted(others, key=lambda page: page.name))
+    ordered = sorted(others, key=lambda page: page.name)
+    return tuple([_of_page(session, page) for page in ordered])
 
 
 def _of_page(session: Session, page: HostPage) -> Snapshot:

@@ -59,7 +59,9 @@ def models(
             rows.append(_held(*owner_and_lease, now))
         else:
             rows.append(_on_disk(spec, sizes.get(spec.name), "me"))
-    rows += [_held(owner, lease, now, mine=owner.id == me) for owner, lease in held.values()]
+    for owner, lease in held.values():
+        is_mine = owner.id == me
+        rows.append(_held(owner, lease, now, mine=is_mine))
     names = {row[0] for row in rows}
     for spec in catalogued:
         if spec.name not in names:

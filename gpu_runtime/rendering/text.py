@@ -284,8 +284,12 @@ def applied(done: Applied) -> str:
 
 def applied_head(done: Applied) -> str:
     """The first line of `applied`: how many models of `done` are new, changed and unchanged."""
-    kinds = (("new", done.added), ("changed", done.changed), ("unchanged", done.unchanged))
-    parts = [f"{len(names)} {kind} ({clean(', '.join(names))})" for kind, names in kinds if names]
+    kinds = {"new": done.added, "changed": done.changed, "unchanged": done.unchanged}
+    parts = []
+    for kind, names in kinds.items():
+        if names:
+            listed = clean(", ".join(names))
+            parts.append(f"{len(names)} {kind} ({listed})")
     return f"apply {clean(done.file)}: {', '.join(parts)}"
 
 

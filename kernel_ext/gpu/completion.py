@@ -154,4 +154,4 @@ def model_names(rt: Any) -> list[str]:
 def notebook_names(rt: Any) -> list[str]:
     """The file names of the notebooks that hold memory."""
     sections = rt.status().sections.values()
-    return sorted({section.owner.notebook.rsplit("/", 1)[-1] for section in sections} - {""})
+    return sorted({section.owner.file for section in sections} - {""})

@@ -512,7 +512,7 @@ def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     assert kernel.make_room(error) == "300 MiB came free (old stepped aside): run the cell again."
     assert kernel.make_room(ValueError("no")) == ""
     kernel.make_room(error)
-    assert "Nothing idle could leave" in kernel.make_room(error)
+    assert "No idle model could leave" in kernel.make_room(error)
 
 
 def test_consent_to_run_again_counts_for_out_of_memory_errors_only(started, runtime, shared_book):

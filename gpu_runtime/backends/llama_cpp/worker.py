@@ -276,6 +276,7 @@ def _make_cancellable(model: Any) -> None:
     decode = context.decode
 
     def decode_if_wanted(batch: Any) -> None:
+        """Decodes the `batch`. Raises what `require_wanted` raises if nobody waits for the answer."""
         model.require_wanted()
         is_long = batch.n_tokens() > 1
         if is_long:

@@ -34,6 +34,21 @@ def module_of(device: torch.device | str) -> Any:
     return module
 
 
+def current_card(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the card of torch's name `name` is torch's current card.
+
+    If the process has not used a card yet, the card stays the current one afterwards. A CUDA
+    context takes about 400 MB of a card. A context that is created implicitly is on the current
+    card, which is card 0 by default.
+    """
+    device = torch.device(name)
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(device)
+    return torch.cuda.device(device)
+
+
 def segments(device: torch.device | str) -> Segments:
     """The segments of the allocator for the kind of `device`, for all cards together."""
     snapshot = getattr(module_of(device), "memory_snapshot", None)

@@ -14,7 +14,6 @@ instead.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -358,7 +357,7 @@ class TorchBackend:
         places = [goal.places[i] for i in moving]
         sources = [model.content(group) for group in going]
         unchanged = shadows.ready(model, going, places)
-        with _context_on(goal.memories[0]):
+        with streams.current_card(goal.memories[0].torch):
             if unchanged:
                 targets = shadows.copied(unchanged, sources, places, self.probe.place(HOST))
             else:
@@ -427,21 +426,6 @@ def _config(module: nn.Module) -> dict[str, Any]:
     """The config of a module from transformers. Empty for other modules."""
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     return to_dict() if callable(to_dict) else {}
-
-
-def _context_on(memory: Memory) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the card of `memory` is torch's current card.
-
-    If the process has not used a card yet, the card stays the current one afterwards. A CUDA
-    context takes about 400 MB of a card. A context that is created implicitly is on the current
-    card, which is card 0 by default.
-    """
-    device = torch.device(memory.torch)
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    if not torch.cuda.is_initialized():
-        torch.cuda.set_device(device)
-    return torch.cuda.device(device)
 
 
 def release_cached(memories: Sequence[Memory]) -> None:

@@ -47,8 +47,9 @@ class TorchModel:
         self.shadow: dict[int, torch.Tensor] = {}
         self.digests: dict[int, torch.Tensor] = {}
         self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
-        # `bases` are other models, placed before this one, that hold some of its storages. Such a
-        # storage moves only with them. The other set has the models for which this one is a base.
+        # Two models may share storages, such as the parts of one pipeline. A shared storage moves
+        # only with the model that was placed first. Of this model, `bases` has the models that were
+        # placed before it, and `sharers` those that were placed after it.
         self.bases: weakref.WeakSet[TorchModel] = weakref.WeakSet()
         self.sharers: weakref.WeakSet[TorchModel] = weakref.WeakSet()
 

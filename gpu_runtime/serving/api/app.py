@@ -125,6 +125,7 @@ def _with_request_id(scope: Any, send: Send) -> Send:
     request_id.set(id)
 
     async def send_with_id(message: Any) -> None:
+        """Sends the `message`. The start of an answer gets the headers with the id."""
         if message["type"] == "http.response.start":
             names = [b"x-request-id"]
             if scope["path"].startswith(ANTHROPIC_PATH):

@@ -222,7 +222,7 @@ def key(lease: Lease) -> str:
 def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]]:
     """The status and the answer of `POST /memory/evict/{model_type}`. Blocks until the owners have answered.
 
-    If `wanted` is a model type, every idle model of that type is evicted from its card, whoever owns the model.
+    If `wanted` is a model type, every idle model of that type is evicted from its card, whichever process owns it.
     Otherwise `wanted` is the name of one model or its `type:name:quantization`. `rt` is the runtime that requests
     the evictions.
     """

@@ -344,10 +344,17 @@ def _end(finish: str, usage: Any) -> dict[str, Any]:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    created = datetime.fromtimestamp(row.get("created", 0), UTC).isoformat()
-    details = {"family": row.get("x_gpu", {}).get("model_type", ""), "format": ""}
-    names = {"name": row["id"], "model": row["id"]}
-    return {**names, "modified_at": created, "size": 0, "digest": "", "details": details}
+    """A row of `/v1/models` as a row of `/api/tags`."""
+    created = datetime.fromtimestamp(row.get("created", 0), UTC)
+    facts = row.get("x_gpu", {})
+    return {
+        "name": row["id"],
+        "model": row["id"],
+        "modified_at": created.isoformat(),
+        "size": 0,
+        "digest": "",
+        "details": {"family": facts.get("model_type", ""), "format": ""},
+    }
 
 
 def _line(fields: dict[str, Any]) -> bytes:

@@ -44,9 +44,14 @@ class EchoAdapter(TextAdapter):
 
     async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
         """The part of the words of the `query` that each of the `documents` has, and the number of all words."""
-        words = set(query.split())
-        found = [len(words & set(text.split())) / max(1, len(words)) for text in documents]
-        return found, sum(len(text.split()) for text in (query, *documents))
+        wanted = set(query.split())
+        found = []
+        count = len(query.split())
+        for document in documents:
+            words = document.split()
+            count += len(words)
+            found.append(len(wanted.intersection(words)) / max(1, len(wanted)))
+        return found, count
 
 
 def adapter_for(value: Any, spec: ModelSpec, http: Any) -> EngineAdapter:

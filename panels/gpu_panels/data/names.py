@@ -15,7 +15,7 @@ KERNEL = "kernel"  # the name and the kind of the lease of a notebook's own code
 def notebook_name(section: Section) -> str:
     """The process of `section`: `train.ipynb`, or `pid 4121` if it has no notebook."""
     owner = section.owner
-    return clean(owner.notebook.rsplit("/", 1)[-1]) if owner.notebook else f"pid {owner.pid}"
+    return clean(owner.file) if owner.notebook else f"pid {owner.pid}"
 
 
 def process_name(section: Section) -> str:

@@ -89,7 +89,7 @@ def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
     `no notebook` for any other process.
     """
     if owner.notebook:
-        return Cell(clean(owner.notebook.rsplit("/", 1)[-1]), None, clean(owner.notebook))
+        return Cell(clean(owner.file), None, clean(owner.notebook))
     is_this_process = owner.id == snapshot.owner.id
     return Cell(THIS_PROCESS if is_this_process else "no notebook", kind="soft")
 
