@@ -219,6 +219,18 @@ def _serve(args: argparse.Namespace) -> str:
             f"serving needs {error.name}, which is not installed.\n"
             "  Install it:  pip install 'gpu-console[serve]'"
         ) from None
+    where = {
+        "host": args.host,
+        "port": args.port,
+        "socket_path": args.socket,
+        "read_only": args.read_only,
+        "log_level": args.log_level,
+    }
+    if args.fleet is not None:
+        from .serving import fleet_server
+
+        fleet_server.run(args.fleet, **where)
+        return "gpu serve has ended."
     from . import runtime
 
     rt = runtime()
@@ -226,11 +238,7 @@ def _serve(args: argparse.Namespace) -> str:
         server.run(
             rt,
             console=_console_beside(rt),
-            host=args.host,
-            port=args.port,
-            socket_path=args.socket,
-            read_only=args.read_only,
-            log_level=args.log_level,
+            **where,
         )
     finally:
         rt.close()

@@ -314,6 +314,13 @@ _TABLE = (
             SOCKET,
             switch("--read-only", "nobody may act, and no model is called"),
             LOG_LEVEL,
+            option(
+                "--fleet",
+                "ADDRESS",
+                "the models of all hosts of a fleet; its head, such as box1:6379, or auto",
+                nargs="?",
+                const="auto",
+            ),
         ),
         places=(CLI,),
         needs_runtime=False,

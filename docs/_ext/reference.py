@@ -147,10 +147,19 @@ def application() -> Any:
         return make(rt, lambda: None, "docs")
 
 
+@cache
+def route_descriptions() -> dict[str, dict[str, Any]]:
+    """The descriptions of all routes by path and method: of one host, and of a fleet's server."""
+    from gpu_runtime.serving.api.app import fleet_application
+
+    fleet = fleet_application(None, lambda: None, "docs").openapi()["paths"]
+    return {**fleet, **application().openapi()["paths"]}
+
+
 def routes() -> set[str]:
-    """Every route of the application as `GET /health`, the console's page left out."""
+    """Every route of the servers as `GET /health`, the console's page left out."""
     found = set()
-    for path, methods in application().openapi()["paths"].items():
+    for path, methods in route_descriptions().items():
         found.update(f"{method.upper()} {path}" for method in methods)
     return found
 
@@ -160,7 +169,7 @@ def routes_table(lines: Iterable[Line]) -> str:
     rows = []
     for line in lines:
         method, path = line.name.split()
-        said = application().openapi()["paths"][path][method.lower()]
+        said = route_descriptions()[path][method.lower()]
         text = said.get("description") or said.get("summary") or ""
         rows.append((f"`{line.name}`", cell(text)))
     return table(("Route", "What it does"), rows)

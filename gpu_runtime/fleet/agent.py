@@ -14,9 +14,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..backends.processes.model_processes import ProcessBackend
 from ..errors import FleetUnavailable, GpuError, NotAllowed
@@ -28,6 +28,7 @@ from . import cluster, wishes
 from .holds import Hold, Holds
 
 log = logging.getLogger("gpu_runtime")
+T = TypeVar("T")
 
 # Threads of each kind of call. A client that waits for a model occupies one of the loads.
 GROUPS = {"offers": 8, "loads": 64, "calls": 64, "verbs": 8}
@@ -55,7 +56,8 @@ class HostAgent:
         self.host = host
         self._revision = -1
         self._drained = False
-        self._learning = threading.Lock()
+        self._learning, self._serving = threading.Lock(), threading.Lock()
+        self._served: Any = None
         self._trouble: GpuError | None = None
         try:
             cluster.require_token()
@@ -240,6 +242,17 @@ class HostAgent:
         if name not in VERBS:
             raise GpuError(f"{name} is no verb of a host; these are: {', '.join(VERBS)}.")
         return getattr(self.rt, name)(*args, **kwargs)
+
+    def serve(self, begin: Callable[[Runtime, str], T]) -> T:
+        """What `begin(runtime, address)` returns, which starts the HTTP server of this host.
+
+        It is called once. `address` is the address of this host for the other hosts.
+        """
+        with self._serving:
+            if self._served is None:
+                address = cluster.ray().util.get_node_ip_address()
+                self._served = begin(self.rt, address)
+            return self._served
 
     def stop(self) -> None:
         """Ends all holds and frees all models. The actor is then removed by its caller."""

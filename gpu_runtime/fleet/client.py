@@ -27,7 +27,7 @@ from ..units import parse_seconds
 from . import cluster, joining, placing
 from .hosts import Hosts, on
 from .remote_model import FleetUse
-from .wishes import Slot
+from .wishes import Slot, Wishes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -146,9 +146,16 @@ class Fleet:
     def _choose(self, name: str, without: set[str]) -> tuple[tuple[Offer, ...], int]:
         return self._ask_controller("choose", name, tuple(without))
 
+    def _wishes(self) -> Wishes:
+        return self._ask_controller("wishes")
+
+    def _holdings(self) -> dict[str, dict[str, tuple[str, int]]]:
+        """The models that the agents hold, by host: device and bytes of each."""
+        return self._hosts.ask("holdings", group="offers")[0]
+
     def _require_known(self, name: str) -> None:
         """Raises UnknownModel if the fleet has no wish for `name`."""
-        wishes = self._ask_controller("wishes")
+        wishes = self._wishes()
         if wishes.find(name) is None:
             raise UnknownModel(
                 name,
@@ -234,7 +241,7 @@ class Fleet:
 
     def _only_holder(self, name: str) -> str:
         self._hosts.refresh()
-        held, _ = self._hosts.ask("holdings", group="offers")
+        held = self._holdings()
         holders = [host for host, models in sorted(held.items()) if name in models]
         if len(holders) > 1:
             raise AmbiguousName(name, tuple(f"{name}@{host}" for host in holders))
@@ -274,7 +281,7 @@ class Fleet:
 
         Raises UnknownModel if there is no such slot.
         """
-        known = tuple(one.id for one in self._ask_controller("wishes").slots)
+        known = tuple(one.id for one in self._wishes().slots)
         if slot not in known:
             raise UnknownModel(
                 slot, known, none="There is no slot.", advice="See:  gpu fleet slots"
@@ -291,7 +298,7 @@ class Fleet:
         import pandas
 
         self._hosts.refresh()
-        wished = {one.id for one in self._ask_controller("wishes").slots}
+        wished = {one.id for one in self._wishes().slots}
         found, _ = self._hosts.ask("slots")
         rows = [
             (f"{model}@{host}", model, host, device, size, active, f"{model}@{host}" in wished)

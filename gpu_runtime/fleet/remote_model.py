@@ -110,6 +110,14 @@ class FleetUse:
         if agent is not None:
             on(agent, "leave", "verbs", self._hold)
 
+    def serve(self, begin: Callable[[Any, str], Any]) -> Any:
+        """What the host's agent returns for `begin`; see `HostAgent.serve`. Raises as `call` does."""
+        return self._on_a_living_host(lambda: on(self._agent, "serve", "verbs", begin))
+
+    def withdraw(self) -> None:
+        """Ends the use, or the wait for a host. Another thread may call it."""
+        self._fleet._withdraw(self._hold)
+
     def call(self, path: tuple[str, ...], args: Any, kwargs: Any) -> Any:
         """The result of a call on the model.
 

@@ -24,6 +24,7 @@ from tornado.web import Application
 from .. import access_keys
 from ..access_keys import Keys, KeysFile
 from ..errors import BadSetting
+from ..settings import Settings
 from ..web import gate, http_server
 from ..web.asgi import Asgi
 from ..web.auth import AccessRules
@@ -70,17 +71,18 @@ class HeadlessServer:
         """Does nothing, since this server has no background tasks."""
 
 
-class _LazyGateway:
+class LazyGateway:
     """Makes the gateway at the first call, in the event loop that it belongs to."""
 
-    def __init__(self, rt: Any, keys: Callable[[], Keys]) -> None:
-        self._rt = rt
-        self._keys = keys
+    def __init__(self, make: Callable[[], Gateway]) -> None:
+        """`make` makes the gateway."""
+        self._make = make
         self._gateway: Gateway | None = None
 
     def __call__(self) -> Gateway:
+        """The gateway."""
         if self._gateway is None:
-            self._gateway = Gateway(self._rt, self._rt.settings, keys=self._keys)
+            self._gateway = self._make()
         return self._gateway
 
     async def drain(self, seconds: float) -> None:
@@ -143,13 +145,41 @@ def run(
     `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
     Messages of `log_level` or graver go to standard error.
     """
-    read_serving_config(rt.settings.gpu_tasks or default_file())  # a mistake is reported now
-    origins = origins_of(rt.settings.gpu_serve_cors)
-    _open_request_log(rt.settings.gpu_serve_log)
-    keys_file = Path(rt.settings.gpu_serve_keys or access_keys.default_file())
+    run_app(
+        lambda gateway: application(rt, gateway, version("gpu-console")),
+        lambda keys: Gateway(rt, rt.settings, keys=keys),
+        rt.settings,
+        console=console,
+        log_level=log_level,
+        host=host,
+        port=port,
+        socket_path=socket_path,
+        read_only=read_only,
+    )
+
+
+def run_app(
+    make_app: Callable[[Callable[[], Gateway]], Any],
+    make_gateway: Callable[[Callable[[], Keys]], Gateway],
+    settings: Settings,
+    *,
+    console: MakeServer | None = None,
+    log_level: str = "info",
+    read_only: bool = False,
+    **where: Any,
+) -> None:
+    """Serves an application until the process is interrupted.
+
+    `make_app(gateway)` makes the application, and `make_gateway(keys)` its gateway, at the first call. `where` has the
+    arguments host, port and socket_path of `run`. The other arguments and the errors are those of `run`.
+    """
+    read_serving_config(settings.gpu_tasks or default_file())  # a mistake is reported now
+    origins = origins_of(settings.gpu_serve_cors)
+    _open_request_log(settings.gpu_serve_log)
+    keys_file = Path(settings.gpu_serve_keys or access_keys.default_file())
     keys = KeysFile(keys_file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
-    gateway = _LazyGateway(rt, keys)
-    app = application(rt, gateway, version("gpu-console"))
+    gateway = LazyGateway(lambda: make_gateway(keys))
+    app = make_app(gateway)
 
     async def close() -> None:
         """Ends jobs and calls, and waits a moment for their answers."""
@@ -169,16 +199,9 @@ def run(
         max_body_bytes=MAX_BODY_BYTES,
         cors=origins,
         key_visitor=lambda offered: visitor_of(keys(), offered, read_only=read_only),
-        drain=lambda: gateway.drain(rt.settings.gpu_serve_grace_seconds),
+        drain=lambda: gateway.drain(settings.gpu_serve_grace_seconds),
         reload=gateway.reload_tasks,
         close=close,
     )
     with messages_shown(log_level):
-        http_server.run(
-            console or HeadlessServer,
-            service,
-            host=host,
-            port=port,
-            socket_path=socket_path,
-            read_only=read_only,
-        )
+        http_server.run(console or HeadlessServer, service, read_only=read_only, **where)

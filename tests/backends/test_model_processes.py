@@ -150,3 +150,20 @@ def test_an_error_that_cannot_be_sent_becomes_its_text():
 
     sent = pickle.loads(model_program._pickled((1, "error", Local("words"))))
     assert sent[:2] == (1, "error") and "words" in str(sent[2])
+
+
+def count_up(model: Any, words: str) -> Iterator[str]:
+    """An endless stream: the process runs it, and its module is imported there."""
+    yield f"{model.name} {os.getpid()}"
+    while True:
+        yield words
+
+
+def test_a_stream_comes_item_by_item_and_ends_with_its_reader(rt):
+    with rt.use("qwen") as model:
+        program = model._engine.pids[-1]
+        stream = model.stream(count_up, "words")
+        assert [next(stream), next(stream)] == [f"qwen {program}", "words"]
+        stream.close()
+        assert model._engine._program._pending == {}
+        assert ask(model, (), 1) == 1

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import gpu_runtime
 from gpu_runtime import Busy, DoesNotFit, NodeLost, Runtime, samples
-from tests.fleet.ray_cluster import started, write_models
+from tests.faces.served import OPERATORS, free_port, serving
+from tests.fleet.ray_cluster import ENVIRONMENT, started, write_models
 
 DEVICES = "sim:4x40GiB,host:1GiB"
 CLIENTS, SECONDS = 30, 40.0
@@ -76,6 +79,59 @@ def test_no_book_is_overfull_and_every_client_gets_an_answer(tmp_path):
         print(counts)
         for book in books:
             book.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_no_call_is_lost_before_its_first_token_while_a_host_is_killed(tmp_path):
+    """500 calls of OpenAI's own client through `gpu serve --fleet`, half of them streamed."""
+    openai = pytest.importorskip("openai")
+    with started(tmp_path, {name: (DEVICES, 4) for name in ("box1", "box2", "box3")}) as hosts:
+        fleet = gpu_runtime.fleet(hosts.cluster.address)
+        fleet.apply(write_models(tmp_path / "models.yaml", {"echo": 4}), copies=2)
+        port = free_port()
+        words = ["serve", "--fleet", hosts.cluster.address, "--port", str(port)]
+        command = [sys.executable, "-m", "gpu_runtime.cli", *words]
+        environment = {**ENVIRONMENT, "GPU_CONSOLE_TOKEN": OPERATORS}
+        with serving(command, tmp_path, environment, port=port, path="/health"):
+            client = openai.OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key=OPERATORS, max_retries=0
+            )
+            slow: list[float] = []
+
+            def call(number: int) -> str:
+                """The answer to one call."""
+                if number == 200 and len(hosts.nodes) == 3:
+                    hosts.kill(where(fleet, "echo"))
+                messages = [{"role": "user", "content": f"{number} two three"}]
+                began = time.monotonic()
+                made = client.chat.completions.create(
+                    model="echo", messages=messages, stream=bool(number % 2)
+                )
+                if number % 2:
+                    text = ""
+                    try:
+                        for event in made:
+                            text += "".join(c.delta.content or "" for c in event.choices)
+                    except openai.APIError:  # cut off after its first token
+                        assert text
+                        return call(number)
+                else:
+                    text = made.choices[0].message.content
+                slow.append(time.monotonic() - began)
+                return text
+
+            with ThreadPoolExecutor(8) as pool:
+                assert list(pool.map(call, range(500))) == [f"{n} two three" for n in range(500)]
+            slow.sort()
+            print(f"median {slow[250] * 1000:.0f} ms, longest {slow[-1]:.2f} s")
+
+
+def where(fleet: Any, name: str) -> str:
+    """A host that has the model, and that is not the head."""
+    fleet.hosts()  # reads which hosts there are
+    held = fleet._holdings()
+    return next(host for host in ("box3", "box2") if name in held[host])
 
 
 @pytest.mark.soak

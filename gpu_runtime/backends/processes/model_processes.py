@@ -8,16 +8,8 @@ is restarted on the same cards, and no waiting request gets them in between. A g
 from __future__ import annotations
 
 import functools
-import itertools
-import os
-import pickle
-import queue
-import socket
-import sys
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,93 +23,10 @@ from ...facts import Evidence, ModelSpec, Shares
 from ..base import Backend, Progress
 from ..fault_texts import Kind, last_line, recognise
 from ..registry import open_backend
-from . import orphan_guard
 from .engine_models import EngineBackend, EngineHandle, EngineModel
 from .orphan_guard import descendants
-from .processes import MOST_RESTARTS, Child, in_words, python_file
-
-STOP_SECONDS = 3.0  # for the program to end by itself
-
-
-class _Ended(Exception):
-    """The process has ended before it answered."""
-
-
-class _Program:
-    """One start of the program: its process, and requests to it."""
-
-    def __init__(self, log: Path, progress: Progress | None) -> None:
-        """Starts the process under its guard. Its output is appended to the file `log`.
-
-        `progress` is called during the load, with bytes done and in total.
-        """
-        self._line, guard_end = socket.socketpair()  # the guard ends the program when this closes
-        own, its = socket.socketpair()
-        self._connection = Connection(own.detach())
-        with guard_end, its:
-            guard = python_file(Path(orphan_guard.__file__))
-            program = [
-                sys.executable,
-                "-P",
-                "-m",
-                f"{__package__}.model_program",
-                str(its.fileno()),
-            ]
-            words = [str(guard_end.fileno()), str(os.getpid()), str(STOP_SECONDS), *program]
-            fds = (guard_end.fileno(), its.fileno())
-            self.child = Child([*guard, *words], log=log, env={**os.environ}, fds=fds)
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
-        self._lock = threading.Lock()
-        self._over = False
-        self._progress = progress
-        self.reading = threads.start(self._read)
-
-    def request(self, kind: str, *args: Any) -> Any:
-        """The result of a request. Raises its error, and _Ended."""
-        answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        number = next(self._numbers)
-        data = pickle.dumps((number, kind, args))
-        try:
-            with self._lock:
-                if self._over:
-                    raise _Ended
-                self._pending[number] = answers
-                self._connection.send_bytes(data)
-        except OSError:  # it has just ended; the reading thread answers
-            pass
-        try:
-            what, value = answers.get()
-        finally:
-            self._pending.pop(number, None)
-        if what == "result":
-            return value
-        raise value
-
-    def _read(self) -> None:
-        """Distributes the answers until the process ends. This runs in a separate thread."""
-        try:
-            while True:
-                number, what, value = pickle.loads(self._connection.recv_bytes())
-                if what == "progress":
-                    if self._progress:
-                        self._progress(*value)
-                elif answers := self._pending.get(number):
-                    answers.put((what, value))
-        except (EOFError, OSError):
-            pass
-        finally:
-            with self._lock:
-                self._over = True
-                waiting = list(self._pending.values())
-            for answers in waiting:
-                answers.put(("error", _Ended()))
-
-    def end(self) -> int:
-        """Ends the process with all that it started. Returns its exit status. Repeating is safe."""
-        self._line.close()
-        self.child.wait(STOP_SECONDS + 1.0)
-        return self.child.end()
+from .processes import MOST_RESTARTS, in_words
+from .program import Ended, Program
 
 
 class ModelProcess:
@@ -133,7 +42,7 @@ class ModelProcess:
         self.error: GpuError | None = None  # why it has ended and is not restarted
         self._order = (backend, devices, tuple(device.id for device in probe.devices))
         self._shares: Shares = ()
-        self._program: _Program | None = None
+        self._program: Program | None = None
         self._wanted = True  # False: it was ended on purpose
         self._on_loss: Callable[[str, str], None] | None = None
         self._loss_reported = False
@@ -157,11 +66,11 @@ class ModelProcess:
         threads.start(self._supervise)
         return measured
 
-    def _start(self, shares: Shares, progress: Progress | None) -> tuple[_Program, Shares]:
-        program = _Program(self.log, progress)
+    def _start(self, shares: Shares, progress: Progress | None) -> tuple[Program, Shares]:
+        program = Program(self.log, progress)
         try:
             return program, program.request("load", *self._order, self.spec, shares)
-        except _Ended:
+        except Ended:
             raise self._load_error(in_words(program.end()), program.child.tail()) from None
         except BaseException:
             program.end()
@@ -183,7 +92,7 @@ class ModelProcess:
             log=str(self.log),
         )
 
-    def _install(self, program: _Program, shares: Shares) -> None:
+    def _install(self, program: Program, shares: Shares) -> None:
         """Makes a started program the one that answers, unless it is no longer wanted."""
         with self._changed:
             if self._wanted:
@@ -278,20 +187,37 @@ class ModelProcess:
         Raises the error of the request, and EngineDied if the process ends before its answer, or is
         gone for good.
         """
+        program = self._running()
+        try:
+            return program.request(kind, *args)
+        except Ended:
+            raise self._cut_off() from None
+
+    def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
+        """Yields the items of `function(value, *args)`, which runs in the process of the model.
+
+        `value` is the model there. `function` is of a module that the process can import. Raises
+        the errors of `request`.
+        """
+        program = self._running()
+        try:
+            yield from program.stream(function, *args)
+        except Ended:
+            raise self._cut_off() from None
+
+    def _running(self) -> Program:
+        """The program. Waits while the process is restarted. Raises EngineDied."""
         with self._changed:
             self._changed.wait_for(lambda: self._program or self.error or not self._wanted)
             if self.error is not None:
                 raise type(self.error)(str(self.error), **self.error.facts)
-            program = self._program
-        name = self.spec.name
-        if program is None:
-            raise self._died(Kind.CRASH, f"{name} was unloaded.", "it was unloaded")
-        try:
-            return program.request(kind, *args)
-        except _Ended:
-            why = "it ended before its answer"
-            text = f"the process of {name} ended before its answer. It is restarted, if it can be."
-            raise self._died(Kind.CRASH, text, why) from None
+            if self._program is not None:
+                return self._program
+        raise self._died(Kind.CRASH, f"{self.spec.name} was unloaded.", "it was unloaded")
+
+    def _cut_off(self) -> EngineDied:
+        text = f"the process of {self.spec.name} ended before its answer.\n  It is restarted."
+        return self._died(Kind.CRASH, text, "it ended before its answer")
 
     def move(self, shares: Shares) -> Shares:
         """Moves the model to `shares` and returns the measured ones."""
@@ -307,10 +233,19 @@ class ProcessModel(EngineModel[ModelProcess]):
 
         Call it inside `rt.use`. Raises NotResident, EngineDied.
         """
-        engine = self._engine
-        if engine is None:
+        return self._loaded().request("call", path, given)
+
+    def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
+        """Yields the items of `function(value, *args)`; see `ModelProcess.stream`.
+
+        Raises NotResident, EngineDied.
+        """
+        return self._loaded().stream(function, *args)
+
+    def _loaded(self) -> ModelProcess:
+        if self._engine is None:
             raise self._not_loaded(f"Call it inside:  with rt.use({self.name!r}) as model:")
-        return engine.request("call", path, given)
+        return self._engine
 
     def __repr__(self) -> str:
         return f"<{self.name} in a process of its own, on {self._where or 'disk'}>"

@@ -1,18 +1,20 @@
 """The program of a process that runs one model for another process. See `model_processes.py`.
 
 It answers requests, each a pickled tuple (number, kind, arguments), with (number, "result" or
-"error", value). Each request runs in a thread of its own. The socket connects this process with its
-owner only, so the owner may run any code here anyway.
+"error", value). Before the result of "stream", its items come as (number, "item", value). Each
+request runs in a thread of its own. The socket connects this process with its owner only, so the
+owner may run any code here anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -76,6 +78,10 @@ class Model:
         """The result of a call on the model; see `remote_calls.run`."""
         return remote_calls.run(self._backend.value(self._handle), path, given)
 
+    def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
+        """The items of `function(value, *args)`, where `value` is the model."""
+        return function(self._backend.value(self._handle), *args)
+
 
 KINDS = tuple(name for name in vars(Model) if not name.startswith("_"))
 
@@ -91,21 +97,40 @@ def main(number: int) -> None:
             connection.send_bytes(data)
 
     model = Model(lambda done, total: send(0, "progress", (done, total)))
+    cancelled: set[int] = set()  # numbers of streams whose reader has left
     while True:
         try:
             request = connection.recv_bytes()
         except (EOFError, OSError):  # the owner has ended, or it wants this process no more
             os._exit(0)
-        start(partial(_answer, model, request, send))
+        number, kind, args = pickle.loads(request)
+        if kind == "cancel":
+            cancelled.add(*args)
+        else:
+            start(partial(_answer, model, number, kind, args, cancelled, send))
 
 
-def _answer(model: Model, request: bytes, send: Callable[..., None]) -> None:
+def _answer(
+    model: Model,
+    number: int,
+    kind: str,
+    args: tuple[Any, ...],
+    cancelled: set[int],
+    send: Callable[..., None],
+) -> None:
     """Runs one request. Ends this process if it can no longer use its card."""
-    number, kind, args = pickle.loads(request)
     try:
         if kind not in KINDS:
             raise GpuError(f"{kind} is no request of a model; these are: {', '.join(KINDS)}.")
-        send(number, "result", getattr(model, kind)(*args))
+        found = getattr(model, kind)(*args)
+        if kind == "stream":
+            with contextlib.closing(found) as items:
+                for item in items:
+                    send(number, "item", item)
+                    if number in cancelled:
+                        break
+            found = None
+        send(number, "result", found)
     except Exception as error:  # noqa: BLE001 - raised where the owner waits
         fault = None
         if not isinstance(error, GpuError):
@@ -115,6 +140,8 @@ def _answer(model: Model, request: bytes, send: Callable[..., None]) -> None:
         if isinstance(error, ProcessLost) or (fault is not None and fault.loses_context):
             print(error, file=sys.stderr, flush=True)
             os._exit(LOST_CODE)
+    finally:
+        cancelled.discard(number)
 
 
 def _pickled(message: tuple[Any, ...]) -> bytes:

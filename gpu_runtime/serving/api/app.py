@@ -20,7 +20,8 @@ from starlette.exceptions import HTTPException as StarletteError
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ..request_log import request_id
 from ..requests import Refused
-from . import anthropic, engine_logs, memory, ollama, openai, responses
+from . import anthropic, engine_logs, fleet, memory, ollama, openai, responses
+from .fleet_metrics import FleetMetrics
 from .jobs import Jobs
 from .metrics import Metrics
 
@@ -44,6 +45,30 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
 
     `gateway()` returns the Gateway, which is made at the first call.
     """
+    app = _application(gateway, version)
+    app.include_router(memory.router(rt, ACTS))
+    app.include_router(engine_logs.router(ACTS))
+    metrics = Metrics(rt, lambda: gateway().state(), lambda: gateway().figures.collect())
+
+    @app.get("/health", tags=["server"])
+    def get_health() -> dict[str, Any]:
+        """Whether the server works, and how full the cards are. The status is always 200."""
+        return {"status": "ok", **memory.health(rt.health())}
+
+    add_metrics(app, metrics)
+    return app
+
+
+def fleet_application(models: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
+    """The application in front of a fleet, whose models `models` reads. See `application`."""
+    app = _application(gateway, version)
+    app.include_router(fleet.router(models, ACTS))
+    add_metrics(app, FleetMetrics(models, gateway))
+    return app
+
+
+def _application(gateway: Callable[[], Any], version: str) -> FastAPI:
+    """The routes that call models, which one host and a fleet have in common."""
     app = FastAPIOffline(
         title="gpu-console",
         version=version,
@@ -52,16 +77,14 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
         description="GPU memory that notebooks and programs share: models, memory, metrics. Every route needs the "
         "token: `Authorization: Bearer TOKEN`.",
     )
-    acts, calls = Depends(_actor), Depends(_caller)
+    calls = Depends(_caller)
     app.state.jobs = Jobs()
-    app.include_router(memory.router(rt, acts))
     routes = openai.router(gateway, app.state.jobs, calls)
     anthropic.add_route(routes, gateway, calls)
     responses.add_route(routes, gateway, calls)
-    engine_logs.add_route(routes, acts)
     app.include_router(routes)
     app.include_router(ollama.router(gateway, version, calls))
-    _add_server_routes(app, rt, gateway, acts)
+    _add_config_routes(app, gateway, ACTS)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(GpuError, _failed)
     app.add_exception_handler(StarletteError, _http_error)
@@ -69,13 +92,8 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
     return app
 
 
-def _add_server_routes(app: FastAPI, rt: Any, gateway: Callable[[], Any], acts: Any) -> None:
-    metrics = Metrics(rt, lambda: gateway().state(), lambda: gateway().figures.collect())
-
-    @app.get("/health", tags=["server"])
-    def get_health() -> dict[str, Any]:
-        """Whether the server works, and how full the cards are. The status is always 200."""
-        return {"status": "ok", **memory.health(rt.health())}
+def add_metrics(app: FastAPI, metrics: Any) -> None:
+    """Adds the route /metrics with the text of `metrics`."""
 
     @app.get("/metrics", tags=["server"], response_class=Response)
     def get_metrics(request: Request) -> Response:
@@ -83,6 +101,8 @@ def _add_server_routes(app: FastAPI, rt: Any, gateway: Callable[[], Any], acts: 
         body, kind = metrics.text(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": kind})
 
+
+def _add_config_routes(app: FastAPI, gateway: Callable[[], Any], acts: Any) -> None:
     @app.get("/api/v1/config", tags=["server"])
     def get_config() -> dict[str, Any]:
         """The settings that can be changed while the server runs."""
@@ -168,6 +188,9 @@ async def _caller(request: Request) -> str:
     """The name of a visitor who may call models. Raises HTTPException (403) for a viewer."""
     visitor = request.scope["state"]["visitor"]
     return visitor.name if visitor.may_call else await _actor(request)
+
+
+ACTS = Depends(_actor)
 
 
 async def _refused(request: Request, refused: Any) -> Response:

@@ -14,8 +14,9 @@ MOST_BYTES = 1 << 16  # of one answer
 NEXT = "X-GPU-Log-Next"
 
 
-def add_route(routes: APIRouter, acts: Any) -> None:
-    """Adds the route to `routes`. `acts` admits visitors who may act."""
+def router(acts: Any) -> APIRouter:
+    """The route. `acts` admits visitors who may act."""
+    routes = APIRouter(prefix="/v1")
 
     @routes.get(
         "/engines/{id:path}/log",
@@ -40,3 +41,5 @@ def add_route(routes: APIRouter, acts: Any) -> None:
                 return PlainTextResponse(text, headers={NEXT: str(end)})
         why = f"{id[:64]!r} has no log: no engine that is a process was started for it here"
         raise Refused(404, "no_log", why, param="id")
+
+    return routes

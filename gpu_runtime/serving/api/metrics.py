@@ -71,14 +71,12 @@ class Metrics:
     def text(self, accepts: str) -> tuple[bytes, str]:
         """The metrics and their content type, in the format of the scraper's header `accepts`."""
         self._count_new_events()
-        if "application/openmetrics-text" in accepts:
-            return openmetrics(self.registry), OPENMETRICS
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        return exposition(self.registry, accepts)
 
     def collect(self) -> Iterator[Any]:
         """The figures that each scrape reads anew. The registry calls it."""
         snapshot: Snapshot = self._rt.status()
-        yield from _devices(snapshot)
+        yield from devices([((), snapshot)])
         for name, text in TOTALS.items():
             value = snapshot.totals.get(name, 0)
             yield CounterMetricFamily(f"gpu_{name}", f"{text}, since the boot", value)
@@ -86,7 +84,7 @@ class Metrics:
         yield GaugeMetricFamily("gpu_waiting_requests", "Requests for memory that wait", waiting)
         yield GaugeMetricFamily("gpu_processes", "Processes that take part", len(snapshot.sections))
         yield from _problems(snapshot)
-        yield from _calls(self._state())
+        yield from calls(self._state())
         yield from self._figures()
 
     def describe(self) -> list[Any]:
@@ -123,40 +121,47 @@ class Metrics:
         return max(events, default=(snapshot.wall, 0))
 
 
+def exposition(registry: CollectorRegistry, accepts: str) -> tuple[bytes, str]:
+    """The metrics of `registry` and their content type, in the format of the header `accepts`."""
+    if "application/openmetrics-text" in accepts:
+        return openmetrics(registry), OPENMETRICS
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
 def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
     """Yields the problems of each kind, and the bytes that they concern. A kind without any has the value 0."""
     counts, sizes = dict.fromkeys(ProblemKind, 0), dict.fromkeys(ProblemKind, 0)
     for problem in problems(snapshot):
         counts[problem.kind] += 1
         sizes[problem.kind] += problem.bytes
-    yield _gauge("gpu_problems", "Problems of the host", ["kind"], counts.items())
-    yield _gauge("gpu_problem_bytes", "Memory in these problems", ["kind"], sizes.items())
+    yield gauge("gpu_problems", "Problems of the host", ["kind"], counts.items())
+    yield gauge("gpu_problem_bytes", "Memory in these problems", ["kind"], sizes.items())
 
 
-def _calls(state: Any) -> Iterator[Any]:
+def calls(state: Any) -> Iterator[Any]:
     """Yields the figures of the gateway.
 
     A model without calls gets a sample with the value 0. Otherwise Prometheus could not compute sums over models.
     """
     waiting = {**dict.fromkeys(state.breakers, 0), **state.waiting}
-    yield _gauge("gpu_queue_depth", "Calls that wait for a model", ["model"], waiting.items())
+    yield gauge("gpu_queue_depth", "Calls that wait for a model", ["model"], waiting.items())
     running = {**dict.fromkeys(state.breakers, 0), **state.running}
-    yield _gauge("gpu_active_calls", "Calls that a model is answering", ["model"], running.items())
+    yield gauge("gpu_active_calls", "Calls that a model is answering", ["model"], running.items())
     breakers = _breaker_values(state.breakers)
-    yield _gauge("gpu_breaker_state", "0 closed, 1 half open, 2 open", ["model"], breakers.items())
-    calls = CounterMetricFamily(
+    yield gauge("gpu_breaker_state", "0 closed, 1 half open, 2 open", ["model"], breakers.items())
+    ends = CounterMetricFamily(
         "gpu_calls", "Calls by how they ended, since this server began", labels=["ended"]
     )
     for ended, count in state.counts.items():
-        calls.add_metric([ended], count)
-    yield calls
+        ends.add_metric([ended], count)
+    yield ends
 
 
 def _breaker_values(breakers: Mapping[str, Any]) -> dict[str, int]:
     return {model: BREAKER_VALUES.get(breaker.state, 0) for model, breaker in breakers.items()}
 
 
-def _gauge(
+def gauge(
     name: str, text: str, labels: list[str], values: Iterable[tuple[str, float]]
 ) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, text, labels=labels)
@@ -188,19 +193,22 @@ _DEVICE_FIGURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def _devices(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
-    """Yields the figures of each device.
+def devices(
+    snapshots: Iterable[tuple[tuple[str, ...], Snapshot]], labels: tuple[str, ...] = ()
+) -> Iterator[GaugeMetricFamily]:
+    """Yields the figures of each device of `snapshots`, each of which has values of the `labels`.
 
     A figure that the driver does not report has no sample, since a sample of 0 would be wrong.
     """
+    listed = list(snapshots)
     for name, (text, figure) in _DEVICE_FIGURES.items():
-        family = GaugeMetricFamily(
-            f"gpu_device_{name}", text, labels=["device", "name", "simulated"]
-        )
-        for view in snapshot.devices:
-            value = figure(view)
-            if value is not None:
-                device = view.device
-                labels = [device.id, device.name, str(device.simulated).lower()]
-                family.add_metric(labels, value)
+        names = [*labels, "device", "name", "simulated"]
+        family = GaugeMetricFamily(f"gpu_device_{name}", text, labels=names)
+        for given, snapshot in listed:
+            for view in snapshot.devices:
+                value = figure(view)
+                if value is not None:
+                    device = view.device
+                    simulated = str(device.simulated).lower()
+                    family.add_metric([*given, device.id, device.name, simulated], value)
         yield family

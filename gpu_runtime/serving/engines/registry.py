@@ -59,6 +59,10 @@ def adapter_for(value: Any, spec: ModelSpec, http: Any) -> EngineAdapter:
 
     `http` is the client for engines that are servers. Raises Refused if no adapter fits.
     """
+    if hasattr(value, "run_there"):
+        from .model_process import ProcessAdapter
+
+        return ProcessAdapter(value, spec, adapter_for)
     if hasattr(value, "base_url"):
         from .openai_http import HttpAdapter
 

@@ -1,0 +1,130 @@
+"""One start of the program that runs a model: its process, and requests to it.
+
+`model_program.py` is the program. `model_processes.py` restarts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ... import threads
+from ..base import Progress
+from . import orphan_guard
+from .processes import Child, python_file
+
+STOP_SECONDS = 3.0  # for the program to end by itself
+
+
+class Ended(Exception):
+    """The process has ended before it answered."""
+
+
+class Program:
+    """One start of the program: its process, and requests to it."""
+
+    def __init__(self, log: Path, progress: Progress | None) -> None:
+        """Starts the process under its guard. Its output is appended to the file `log`.
+
+        `progress` is called during the load, with bytes done and in total.
+        """
+        self._line, guard_end = socket.socketpair()  # the guard ends the program when this closes
+        own, its = socket.socketpair()
+        self._connection = Connection(own.detach())
+        with guard_end, its:
+            guard = python_file(Path(orphan_guard.__file__))
+            program = [
+                sys.executable,
+                "-P",
+                "-m",
+                f"{__package__}.model_program",
+                str(its.fileno()),
+            ]
+            words = [str(guard_end.fileno()), str(os.getpid()), str(STOP_SECONDS), *program]
+            fds = (guard_end.fileno(), its.fileno())
+            self.child = Child([*guard, *words], log=log, env={**os.environ}, fds=fds)
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
+        self._lock = threading.Lock()
+        self._over = False
+        self._progress = progress
+        self.reading = threads.start(self._read)
+
+    def request(self, kind: str, *args: Any) -> Any:
+        """The result of a request. Raises its error, and Ended."""
+        with self._answers(kind, args) as answers:
+            what, value = answers.get()
+        if what == "result":
+            return value
+        raise value
+
+    def stream(self, *args: Any) -> Iterator[Any]:
+        """Yields the items of a request "stream". Raises its error, and Ended.
+
+        If the iterator is closed before its end, the program ends the stream after its next item.
+        """
+        with self._answers("stream", args) as answers:
+            while (found := answers.get())[0] == "item":
+                yield found[1]
+            if found[0] == "error":
+                raise found[1]
+
+    @contextlib.contextmanager
+    def _answers(self, kind: str, args: tuple[Any, ...]) -> Iterator[queue.SimpleQueue[Any]]:
+        """Sends a request. Gives the queue of its answers, which end with its result or its error."""
+        answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        number = next(self._numbers)
+        self._send(number, kind, args, answers)
+        try:
+            yield answers
+        finally:
+            if self._pending.pop(number, None) and kind == "stream":
+                with contextlib.suppress(Ended):
+                    self._send(number, "cancel", (number,))
+
+    def _send(self, number: int, kind: str, args: tuple[Any, ...], answers: Any = None) -> None:
+        data = pickle.dumps((number, kind, args))
+        with self._lock:
+            if self._over:
+                raise Ended
+            if answers is not None:
+                self._pending[number] = answers
+            with contextlib.suppress(OSError):  # it has just ended; the reading thread answers
+                self._connection.send_bytes(data)
+
+    def _read(self) -> None:
+        """Distributes the answers until the process ends. This runs in a separate thread."""
+        try:
+            while True:
+                number, what, value = pickle.loads(self._connection.recv_bytes())
+                if what == "progress":
+                    if self._progress:
+                        self._progress(*value)
+                    continue
+                known = self._pending.get if what == "item" else self._pending.pop
+                if answers := known(number, None):
+                    answers.put((what, value))
+        except (EOFError, OSError):
+            pass
+        finally:
+            with self._lock:
+                self._over = True
+                waiting = list(self._pending.values())
+            for answers in waiting:
+                answers.put(("error", Ended()))
+
+    def end(self) -> int:
+        """Ends the process with all that it started. Returns its exit status. Repeating is safe."""
+        self._line.close()
+        self.child.wait(STOP_SECONDS + 1.0)
+        return self.child.end()

@@ -1,0 +1,293 @@
+"""The models of a fleet as the gateway sees them: each call runs on the `gpu serve` of some host.
+
+A call uses its model on the best host, and holds it there until its answer ends. If the host dies
+before the first token of the answer, the call runs again on another host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from ..access_keys import Keys
+from ..catalog.store import Catalog
+from ..errors import GpuError, NodeLost, UnknownModel
+from ..facts import ModelSpec, Outcome
+from ..fleet.client import Fleet
+from ..fleet.wishes import Wishes
+from ..settings import Settings
+from ..threads import Cancellation, start
+from .engines.base import EngineFailed
+from .engines.openai_http import HttpAdapter
+from .gateway import Gateway
+from .host_server import HostServer, serve
+from .queue.concurrency import calls_at_once
+from .queue.thread_stream import in_thread, in_thread_until
+
+log = logging.getLogger("gpu_runtime")
+LOOK_SECONDS = 1.0  # how often the hosts and their models are read
+ALIVE_SECONDS = 0.2  # how often a call that waits looks whether its host is still there
+MOST_HOSTS = 3  # that may die under one call: a call that kills its host must not kill all
+
+
+class FleetModels:
+    """The models of a fleet, with the methods of a runtime that the gateway needs."""
+
+    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+        """Reads the hosts and models of `fleet` once, and then every second until `close`."""
+        self.fleet, self.settings = fleet, settings
+        self._revision = -1
+        self._specs: dict[str, ModelSpec] = {}
+        self.hosts: tuple[str, ...] = ()
+        self.copies: dict[str, int] = {}  # model -> number of hosts that have it on a card
+        self._closed = threading.Event()
+        self.look()
+        start(self._watch)
+
+    def close(self) -> None:
+        """Reads no more."""
+        self._closed.set()
+
+    def look(self) -> None:
+        """Reads the hosts, the wishes, and which hosts have which models on a card."""
+        wishes = self.fleet._wishes()
+        if wishes.revision != self._revision:
+            self._specs = {spec.name: spec for spec in _specs_of(wishes)}
+            self._revision = wishes.revision
+        self.hosts = self.fleet.hosts()
+        copies: dict[str, int] = {}
+        for held in self.fleet._holdings().values():
+            for name, (where, _) in held.items():
+                copies[name] = copies.get(name, 0) + (where != "host")
+        self.copies = copies
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001 - the head restarts: read again
+                log.debug("the fleet cannot be read: %s", error)
+
+    # -- what the gateway calls
+
+    def spec(self, name: str) -> ModelSpec:
+        """The specification of the model `name`. Raises UnknownModel."""
+        if name not in self._specs:
+            raise UnknownModel(
+                name,
+                tuple(self._specs),
+                none="The fleet has no model yet.",
+                advice="See:  gpu fleet",
+            )
+        return self._specs[name]
+
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """The specifications of all models of the fleet."""
+        return tuple(self._specs.values())
+
+    def catalog_names(self) -> tuple[str, ...]:
+        """The names of all models of the fleet."""
+        return tuple(self._specs)
+
+    def here(self, name: str) -> bool:
+        """Whether a host has the model on a card, as last read."""
+        return self.copies.get(name, 0) > 0
+
+    @contextlib.contextmanager
+    def use(self, name: str, *, importance: int | None = None) -> Iterator[FleetModel]:
+        """The model `name` for calls of this `importance`. Each call chooses its host itself."""
+        yield FleetModel(self, name, importance)
+
+    def evict(self, name: str, **_: Any) -> Outcome:
+        """Nothing: each host evicts the model `name` by itself, as its own settings say."""
+        return Outcome("evict", name, False, "its hosts evict it")
+
+    def tell_waits(self, _: Any) -> None:
+        """Nothing: a use does not wait here."""
+
+    def status(self) -> Any:
+        """The parts of a snapshot that the gateway reads: the owner, and a cap, which is none."""
+        return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=SimpleNamespace(cap=None))
+
+
+def _specs_of(wishes: Wishes) -> tuple[ModelSpec, ...]:
+    """The specifications of all wished models."""
+    with tempfile.TemporaryDirectory() as directory:
+        lines = [json.dumps(wish.body) for wish in wishes.models]
+        (Path(directory) / "fleet.json").write_text("\n".join(lines))
+        return Catalog(Settings.load(gpu_catalog=directory)).specs()
+
+
+class FleetModel:
+    """The object that `FleetModels.use` yields."""
+
+    def __init__(self, models: FleetModels, name: str, importance: int | None) -> None:
+        """The model `name` for calls of this `importance`."""
+        self.models, self.name, self.importance = models, name, importance
+
+
+class _Place:
+    """The server of a host, as `HttpAdapter` reads it."""
+
+    chat_template = ""  # the host applies the template
+
+    def __init__(self, model: str, host: str, server: HostServer) -> None:
+        self.model, self.host = model, host
+        self.base_url = f"{server.url}/v1"
+        self.headers = {"Authorization": f"Bearer {server.token}"}
+
+
+class FleetAdapter:
+    """Sends a body to the `gpu serve` of the best host. See `EngineAdapter`."""
+
+    counts_tokens = False  # some engines of the hosts do not know the field
+
+    def __init__(self, value: FleetModel, spec: ModelSpec, http: httpx.AsyncClient) -> None:
+        """The adapter of `value`, which is the model of `spec`. `http` is the client for hosts."""
+        self._value, self._spec, self._http = value, spec, http
+
+    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
+        """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
+        for attempt in range(1, MOST_HOSTS + 1):
+            async with AsyncExitStack() as stack:
+                place, adapter = await self._on_a_host(stack)
+                try:
+                    return await self._while_alive(
+                        place, adapter.answer(kind, _with(body, think), None)
+                    )
+                except Exception as error:
+                    self._again(error, place, attempt)
+        raise AssertionError  # the last attempt raises
+
+    async def stream(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`.
+
+        Events before the first token are kept back, so that the call may still run elsewhere.
+        """
+        for attempt in range(1, MOST_HOSTS + 1):
+            early: list[dict[str, Any]] | None = []  # None after the first token
+            async with AsyncExitStack() as stack:
+                place, adapter = await self._on_a_host(stack)
+                try:
+                    async with aclosing(adapter.stream(kind, _with(body, think), None)) as events:
+                        while True:
+                            event = await self._while_alive(place, anext(events, None))
+                            if event is None:
+                                break
+                            if early is not None:
+                                early.append(event)
+                                if not _has_token(event):
+                                    continue
+                                ready, early = early, None
+                            else:
+                                ready = [event]
+                            for one in ready:
+                                yield one
+                    for one in early or ():
+                        yield one
+                    return
+                except Exception as error:
+                    if early is None:
+                        raise
+                    self._again(error, place, attempt)
+
+    async def _on_a_host(self, stack: AsyncExitStack) -> tuple[_Place, HttpAdapter]:
+        """Uses the model on the best host until the end of `stack`. Raises as `fleet.use` does."""
+        name, fleet = self._value.name, self._value.models.fleet
+
+        def enter(cancelled: Cancellation) -> tuple[Any, HostServer]:
+            """Enters the use, and reads where the host's server is."""
+            use = fleet.use(name, importance=self._value.importance, retry=True)
+            cancelled.then(use.withdraw)
+            use.__enter__()
+            try:
+                return use, use.serve(serve)
+            except BaseException:
+                use.__exit__(None, None, None)
+                raise
+
+        use, server = await in_thread_until(enter)
+        stack.push_async_callback(in_thread, lambda: use.__exit__(None, None, None))
+        place = _Place(name, use.host, server)
+        return place, HttpAdapter(name, place, self._http)
+
+    async def _while_alive(self, place: _Place, work: Any) -> Any:
+        """The result of `work`. Raises NodeLost once the host of `place` is gone.
+
+        A host without power closes no connection, so its absence is looked for.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=ALIVE_SECONDS))[0]:
+                if place.host not in self._value.models.hosts:
+                    raise NodeLost(self._value.name, place.host, "its host is gone")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+    def _again(self, error: Exception, place: _Place, attempt: int) -> None:
+        """Returns if the call may run again after this `error`. Otherwise raises the error."""
+        lost = isinstance(error, NodeLost) or isinstance(error.__cause__, httpx.HTTPError)
+        if not lost:
+            raise error
+        log.info("%s was lost on %s: attempt %d", self._value.name, place.host, attempt)
+        if attempt == MOST_HOSTS:
+            why = f"{attempt} hosts were lost under this call"
+            raise EngineFailed(
+                f"{self._value.name} failed: {why}", name=self._value.name, why=why
+            ) from error
+
+
+def _with(body: dict[str, Any], think: bool | None) -> dict[str, Any]:
+    return body if think is None else {**body, "x_thinking": think}
+
+
+def _has_token(event: dict[str, Any]) -> bool:
+    """Whether an event of a stream has a part of the answer, or ends it."""
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        parts = (choice.get("text"), choice.get("finish_reason"))
+        if any(parts) or any(delta.get(name) for name in delta if name != "role"):
+            return True
+    return False
+
+
+def fleet_adapter(value: FleetModel, spec: ModelSpec, http: httpx.AsyncClient) -> FleetAdapter:
+    """The adapter of `value`, as the gateway makes it."""
+    return FleetAdapter(value, spec, http)
+
+
+class FleetGateway(Gateway):
+    """The gateway in front of all hosts of a fleet."""
+
+    def __init__(self, models: FleetModels, keys: Callable[[], Keys] = dict) -> None:
+        """The gateway over the `models` of a fleet. `keys()` returns the keys of programs."""
+        super().__init__(
+            models,  # type: ignore[arg-type]
+            models.settings,
+            keys=keys,
+            make_adapter=fleet_adapter,
+        )
+        self._models = models
+
+    def _concurrency(self, model: str) -> int:
+        """Calls that all copies of the model run at once."""
+        with contextlib.suppress(GpuError):  # the use of the model reports the error
+            each = calls_at_once(self._models.spec(model))
+            return each * max(1, self._models.copies.get(model, 0))
+        return 1
