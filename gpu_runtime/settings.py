@@ -156,10 +156,10 @@ class Settings(BaseSettings):
         description="With GPU_FRACTION_FACTOR: a model that would claim this part of a GPU or more claims "
         "the whole GPU.",
     )
-    gpu_shadows: Literal["auto", "never"] = Field(
+    gpu_shadows: Literal["auto", "private", "never"] = Field(
         "auto",
         description="Whether an unchanged copy of a model on a GPU stays in RAM while RAM has room, so that "
-        "the model leaves its GPU without a copy: auto or never.",
+        "the model leaves its GPU without a copy: auto (one for all processes of a user), private or never.",
     )
     gpu_relief: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -428,7 +428,7 @@ _WORDS = {
     "gpu_split_margin_mb": "a whole number of MiB, such as 512",
     "gpu_fraction_factor": "a number above 0, such as 3",
     "gpu_relief": "auto, always or never",
-    "gpu_shadows": "auto or never",
+    "gpu_shadows": "auto, private or never",
     "gpu_prefetch": "auto or never",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
     "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",

@@ -89,8 +89,10 @@ class Memory:
         self.squeezed_bytes = 0
         self.alloc_retries = self.ooms = 0
         self._state = simulated_allocator.Segments()
-        self._regions: dict[int, _Region] = {}
+        self._regions: dict[int, Region] = {}
         self._sizes: dict[int, int] = {}  # segment id -> bytes, for the segment's region
+        # Pages that other processes share, which no segment has.
+        self._shared: weakref.WeakSet[Region] = weakref.WeakSet()
         self._freed: collections.deque[Note] = collections.deque()
         self._notes: dict[int, Note] = {}  # key -> note of an existing block
         self._failures = 0
@@ -175,10 +177,15 @@ class Memory:
     def contains(self, address: int) -> bool:
         """Whether that `address` is in real pages of this memory."""
         with self._lock:
-            for region in self._regions.values():
+            for region in (*self._regions.values(), *self._shared):
                 if 0 <= address - region.start < len(region):
                     return True
         return False
+
+    def add_region(self, region: Region) -> None:
+        """Adds pages that were mapped elsewhere, so that `contains` knows them while they exist."""
+        with self._lock:
+            self._shared.add(region)
 
     def fail_next(self, times: int = 1) -> None:
         """Lets the next `times` allocations fail as if the device were full. For drills."""
@@ -212,7 +219,7 @@ class Memory:
         for gone in self._regions.keys() - alive.keys():
             del self._regions[gone]
 
-    def _region(self, segment: int) -> _Region:
+    def _region(self, segment: int) -> Region:
         with self._lock:
             region = self._regions.get(segment)
             if region is None:
@@ -245,11 +252,12 @@ def _free_bytes(segment: simulated_allocator.Segment) -> int:
     return sum(run.size for run in segment.runs if run.key == simulated_allocator.FREE)
 
 
-class _Region(mmap.mmap):
+class Region(mmap.mmap):
     """Real pages of one segment, mapped until the last buffer in them is gone."""
 
     start = 0  # the region's address
     pinned = False
+    pages: Any = None  # the shared pages that it maps, which it keeps open
 
     def __del__(self) -> None:
         torch = sys.modules.get("torch") if self.pinned else None
@@ -258,14 +266,14 @@ class _Region(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.start)
 
 
-def _map_pages(memory: Memory, size: int) -> _Region:
+def _map_pages(memory: Memory, size: int) -> Region:
     """New pages, in huge pages if the system has them.
 
     Measured: a copy into new small pages runs at 0.7 GB/s, into new huge pages at 18 GB/s, and into
     used pages at 22 GB/s.
     """
     try:
-        region = _Region(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region = Region(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise out_of_memory(
             f"{memory.device} out of memory. Tried to allocate {show_bytes(size)}: "
@@ -284,12 +292,14 @@ def _map_pages(memory: Memory, size: int) -> _Region:
     if memory.pinned:
         if hasattr(mmap, "MADV_DONTFORK"):  # a fork must not copy pages that a card may write
             region.madvise(mmap.MADV_DONTFORK)
-        _pin(region)
+        pinned(region)
     return region
 
 
-def _pin(region: _Region) -> None:
+def pinned(region: Region, *, touched: bool = False) -> None:
     """Locks the pages in memory for the card's copy engine.
+
+    Unless they are `touched` already, their content is undefined afterwards.
 
     Without the lock, copies reach a fifth of the bus speed. torch's own pinned memory is not used,
     because it rounds up to powers of two. For a request of 6 GiB it locked 10 GiB.
@@ -298,7 +308,7 @@ def _pin(region: _Region) -> None:
     if cuda is None or not cuda.is_initialized():
         return
     pieces = []
-    for at in range(0, len(region), _TOUCH_BYTES):
+    for at in range(0, 0 if touched else len(region), _TOUCH_BYTES):
         pieces.append((region.start + at, min(_TOUCH_BYTES, len(region) - at)))
     # Locking untouched pages is slow, so they are touched first. ctypes releases the GIL meanwhile.
     with ThreadPoolExecutor(8) as threads:

@@ -316,8 +316,8 @@ def _load(
     handle = None
     try:
         session.probe.watch_peaks()
-        shadow = shadows.reserve(session, resident, step.shares)
-        handle, shares, seconds = resident.load(step.shares, progress, shadow)
+        more = shadows.reserve(session, resident, step.shares)
+        handle, shares, seconds = resident.load(step.shares, progress, more)
         settled = replace(
             lease.holding(shares),
             pins=0,

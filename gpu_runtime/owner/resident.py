@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -236,21 +236,20 @@ class Resident:
                 self._worker = 0
 
     def load(
-        self, shares: Shares, progress: Progress | None, shadow: bool = False
+        self, shares: Shares, progress: Progress | None, more: Mapping[str, Any] | None = None
     ) -> tuple[Any, Shares, float]:
         """Loads the model. Returns the backend's handle, the measured shares, and the seconds.
 
-        The model is not installed yet. `shares` are the bytes reserved on each device. With `shadow`,
-        as many are reserved in host memory, and a copy of the model stays there.
+        The model is not installed yet. `shares` are the bytes reserved on each device. `more` are
+        options of backends that keep a copy of the model in host memory.
         """
         with self._working():
             began = time.perf_counter()
             shell = self._shell()
             self._shell = _weakly(shell)  # an interrupted load must not keep its bytes
             try:
-                more = {"shadow": True} if shadow else {}  # only some backends keep shadows
                 handle = self.backend.load(
-                    self.spec, shares, self.origin, progress=progress, into=shell, **more
+                    self.spec, shares, self.origin, progress=progress, into=shell, **(more or {})
                 )
                 return handle, self.backend.measure(handle), time.perf_counter() - began
             except Exception:

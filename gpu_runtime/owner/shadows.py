@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..facts import Shares, Shed
+from typing import Any
+
+from ..facts import Book, Shares, Shed, World
 from ..scheduler import shadows
 from .resident import Place, Resident
 from .session import Session
@@ -16,16 +18,43 @@ def wanted(session: Session, resident: Resident) -> bool:
     return keeps is not None and keeps(resident.spec)
 
 
-def reserve(session: Session, resident: Resident, shares: Shares) -> bool:
+def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
     """Reserves host memory for the shadow of a model that is loaded onto `shares`.
 
-    Returns False if the host has no room for it now.
+    Returns the options with which the backend keeps the shadow, or none if the host has no room.
     """
     if not wanted(session, resident):
-        return False
+        return {}
     size = sum(share.bytes for share in shares)
     name = resident.spec.name
-    return session.decide(lambda book, world: shadows.reserve(book, session.me, name, size, world))
+
+    def decide(book: Book, world: World) -> tuple[Book, tuple[Book, bool]]:
+        after, done = shadows.reserve(book, session.me, name, size, world)
+        return after, (after, done)
+
+    book, done = session.decide(decide)
+    if not done:
+        return {}
+    if session.settings.gpu_shadows == "private" or not getattr(resident.backend, "shares", False):
+        return {"shadow": True}
+    return {"shadow": True, "copies": _holders(session, book)}
+
+
+def _holders(session: Session, book: Book) -> tuple[int, ...]:
+    """The pids of this process and of the others that may hold a copy of a model from disk.
+
+    They are processes of this user, on this host, whose pids mean the same processes here.
+    """
+    me = session.ledger.owner
+    found = [me.pid]
+    for section in book.sections.values():
+        owner = section.owner
+        near = (owner.host, owner.boot, owner.user, owner.namespaces)
+        if near != (me.host, me.boot, me.user, me.namespaces):
+            continue
+        if any(lease.source for lease in section.leases):
+            found.append(owner.pid)
+    return tuple(dict.fromkeys(found))
 
 
 def free(resident: Resident) -> bool:

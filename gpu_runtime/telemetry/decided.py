@@ -57,7 +57,7 @@ def unpack(content: bytes) -> Decided | None:
         return None
     try:
         return _decode(zlib.decompressobj(zdict=WORDS).decompress(content[1:], MOST_BYTES))
-    except (zlib.error, msgspec.MsgspecError):
+    except (zlib.error, msgspec.MsgspecError):  # damaged, or with fields of another version
         return None
 
 

@@ -32,6 +32,7 @@ from . import (
     bench_placement,
     bench_restore,
     bench_serving,
+    bench_shared,
     bench_use,
 )
 
@@ -237,6 +238,18 @@ def restore() -> Iterator[Row]:
         f"{taken.restore / 1e9:.1f} GB/s = {taken.restore_ratio:.2f}×",
         "≥ 0.8×",
         taken.restore_ratio >= 0.8,
+    )
+
+
+def shared() -> Iterator[Row]:
+    first, second = bench_shared.figures()
+    ratio = second["seconds"] / first["seconds"]
+    yield Row(
+        f"a second kernel loads the same 2 GB model; the first took {first['seconds']:.1f} s and read "
+        f"{first['read'] / 1e9:.1f} GB of weights from disk",
+        f"{second['seconds']:.1f} s = {ratio:.2f}×, {second['read']:,} bytes of weights read",
+        "≤ 0.5×, 0 bytes",
+        ratio <= 0.5 and not second["read"],
     )
 
 
@@ -457,6 +470,7 @@ BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "placement": placement,
     "ledger": ledger,
     "restore": restore,
+    "shared": shared,
     "idle": idle,
     "fleet": fleet,
     "estimate": estimate,

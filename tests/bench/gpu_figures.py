@@ -24,6 +24,8 @@ from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from gpu_runtime.units import GIB, MIB, show_bytes
 
+from .bench_shared import save
+
 ROUNDS = 5
 LAYER_BYTES = 32 * MIB
 NOT_RUN = "not run: no card"
@@ -177,7 +179,7 @@ def _together(*acts: Callable[[], object]) -> None:
 def clean_offload(bench: Bench) -> Iterator[Row]:
     """The offload of an unchanged model that has a shadow, against `module.to("cpu")`."""
     with tempfile.TemporaryDirectory() as place:
-        _save(bench, place)
+        save(place, bench.size)
         backend = TransformersBackend(bench.probe)
         spec = ModelSpec("saved", "transformers", source=place)
         model = backend.load(spec, bench.on(bench.card), shadow=True)
@@ -195,24 +197,6 @@ def clean_offload(bench: Bench) -> Iterator[Row]:
     ratio = taken / bench.seconds(lambda: plain.to("cpu"))
     yield Row(f"{what}: bytes copied", f"{sum(copied)}", "0", not sum(copied))
     yield Row(f"{what}: seconds", f"{ratio:.3f}×", "≤ 0.02×", ratio <= 0.02)
-
-
-def _save(bench: Bench, place: str) -> None:
-    """Writes a transformers model of about the bench's size into the directory `place`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    hidden, heads = (2048, 16) if bench.size >= GIB else (256, 4)
-    layer = 4 * (4 * hidden * hidden + 3 * hidden * 2 * hidden)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_attention_heads=heads,
-        num_hidden_layers=max(2, bench.size // layer),
-        vocab_size=256,
-    )
-    LlamaForCausalLM(config).save_pretrained(place)
 
 
 class _counting:  # noqa: N801

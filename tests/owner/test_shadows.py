@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import gc
+import os
 
+import pytest
+import torch
+from msgspec.structs import replace
+
+from gpu_runtime.backends.pytorch import shared_copies
+from gpu_runtime.devices.shared_pages import held_by
 from gpu_runtime.facts import HOST
+from gpu_runtime.owner import shadows as own_shadows
 from gpu_runtime.units import GIB
+from tests import tiny_models
 
 from .conftest import claims, fakes, where
 
@@ -120,3 +129,53 @@ def test_a_failed_move_leaves_the_copy_and_the_books_true(runtime):
     with pytest.raises(RuntimeError):
         rt.evict("a")
     assert (where(rt), shadows(rt), held(rt)) == ({"a": "sim:0"}, {"a": 6}, 6)
+
+
+# -- one copy for the processes of a user ------------------------------------------------------------
+
+
+def shared_files():
+    return {os.fstat(pages.file).st_ino for pages in held_by([os.getpid()])}
+
+
+@pytest.mark.parametrize(("mode", "files"), [("auto", 1), ("private", 0)])
+def test_two_kernels_share_the_copy_of_one_model(
+    runtime, shared_book, tmp_path, monkeypatch, mode, files
+):
+    llama = tiny_models.causal_lm(tmp_path / "model")
+    monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
+    gc.collect()
+    before = shared_files()
+    more = dict(devices="sim:1GiB,host:1GiB", ledger=shared_book, gpu_shadows=mode)
+    first, second = runtime(**more), runtime(**more)
+    for rt in (first, second):
+        rt.register("llama", str(llama))
+        rt.preload("llama")
+    assert len(shared_files() - before) == files
+    assert shadows(first) == shadows(second) and shadows(first)["llama"] > 0
+    with second.use("llama") as model:
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert second.evict("llama").where == "host"
+    first.forget("llama")
+    with second.use("llama") as model:
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, weights[name])
+
+
+def test_only_processes_of_this_user_and_host_are_searched(runtime):
+    rt = runtime()
+    fakes(rt, a="1GiB")
+    rt.preload("a")
+    session = rt._session
+    section = session.ledger.read().sections[session.me]
+    named = tuple(replace(lease, source="abc") for lease in section.leases)
+    book = session.ledger.read()
+    others = {"user": "somebody", "host": "elsewhere", "namespaces": "1:2", "boot": "earlier"}
+    for pid, (field, value) in enumerate(others.items(), 100):
+        owner = replace(section.owner, pid=pid, **{field: value})
+        book = book.with_section(replace(section, owner=owner, leases=named))
+    near = replace(section.owner, pid=7)
+    book = book.with_section(replace(section, owner=near, leases=named))
+    idle = replace(section.owner, pid=8)
+    book = book.with_section(replace(section, owner=idle, leases=()))
+    assert own_shadows._holders(session, book) == (session.ledger.owner.pid, 7)

@@ -8,7 +8,9 @@ bytes that the source gave.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ def digest(content: Tensor) -> Tensor:
 
     The result is [rows, 2] int64 on the CPU. Only the sums leave the card. Each is Σ wordᵢ·keyᵢ
     modulo 2⁶⁴ over 32-bit words, with a random 64-bit key for every place in the row, drawn once
-    per process.
+    per boot and user.
 
     If two rows differ, some word differs by less than 2³², so by an odd multiple of at most 2³¹.
     For random keys one sum then agrees with probability 2⁻³³ at most, and both sums with 2⁻⁶⁶. This
@@ -61,7 +63,17 @@ def _sums(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _keys(device: torch.device) -> Tensor:
-    """The random keys, [2, WORDS] int64, which are the same for every device of this process."""
+    """The random keys, [2, WORDS] int64, which are the same for every device and until a reboot.
+
+    So processes can compare their digests of the same bytes. The keys are derived from the random
+    id of the boot and the user.
+    """
     if device.type != "cpu":
         return _keys(torch.device("cpu")).to(device)
-    return torch.frombuffer(bytearray(os.urandom(2 * WORDS * 8)), dtype=torch.int64).view(2, WORDS)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:  # the digests of this process are not comparable
+        boot = os.urandom(32)
+    seed = b"gpu-console digest %d %s" % (os.getuid(), boot)
+    keys = bytearray(hashlib.shake_256(seed).digest(2 * WORDS * 8))
+    return torch.frombuffer(keys, dtype=torch.int64).view(2, WORDS)

@@ -30,6 +30,7 @@ from . import shadows, streams, swap, unsupported
 from . import storages as st
 from .device_hooks import Dispatch
 from .pieces import holder, pieces
+from .shared_copies import SharedCopy
 from .torch_model import Destination, TorchModel, destination
 from .two_phases import Move, assignments, nowhere
 
@@ -279,6 +280,7 @@ class TorchBackend:
             if shadow and not model.bases and self._is_on_host(model, progress):
                 progress = None
             self._place(model, shares, progress, shadow)
+            self._compare(model)
             self._models.add(model)
             held = into.former() if isinstance(into, TorchModel) else into
             if isinstance(held, nn.Module) and held is not model.module:
@@ -290,13 +292,21 @@ class TorchBackend:
             raise
         return model
 
+    def _shared(self, model: TorchModel) -> SharedCopy | None:
+        """Pages for the bytes of a new `model` that other processes can use, too; None without."""
+        return None
+
+    def _compare(self, model: TorchModel) -> None:
+        """Compares the bytes of a new `model` with the digests of the shared pages they are from."""
+
     def _is_on_host(self, model: TorchModel, progress: Progress | None) -> bool:
         """Copies the bytes of a new `model` to host memory; False if the host has no room."""
         try:
-            self._place(model, (Share(HOST, st.nbytes(model.groups())),), progress)
+            there = (Share(HOST, st.nbytes(model.groups())),)
+            self._place(model, there, progress, shared=self._shared(model))
             return True
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not (is_out_of_memory(error) or isinstance(error, OSError)):
                 raise
             st.let_go(error)
             return False
@@ -336,11 +346,13 @@ class TorchBackend:
         shares: Shares,
         progress: Progress | None = None,
         shadow: bool = False,
+        shared: SharedCopy | None = None,
     ) -> None:
         """Moves all storages that are not on `shares` yet, or none.
 
-        The old bytes are freed last; with `shadow`, those in host memory stay. Raises CannotGovern,
-        and the device's out-of-memory error.
+        The old bytes are freed last; with `shadow`, those in host memory stay. The new bytes are in
+        the `shared` pages, if they are given. Raises CannotGovern, and the device's out-of-memory
+        error.
         """
         self._check(model)
         groups = model.groups()
@@ -358,7 +370,9 @@ class TorchBackend:
         sources = [model.content(group) for group in going]
         unchanged = shadows.ready(model, going, places)
         with streams.current_card(goal.memories[0].torch):
-            if unchanged:
+            if shared:
+                targets = shared.tensors(going, sources, self.probe.place(HOST), progress)
+            elif unchanged:
                 targets = shadows.copied(unchanged, sources, places, self.probe.place(HOST))
             else:
                 targets = st.copied(sources, places, self.probe.place(HOST), progress)

@@ -10,42 +10,31 @@ transformers module. It has `.tokenizer` or `.processor` if the directory has on
 from __future__ import annotations
 
 import atexit
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ... import forks
 from ...devices.probe import Probe
 from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
-from ...facts import Evidence, ModelSpec, Shares
-from ..base import Progress, is_out_of_memory
+from ...facts import HOST, Evidence, ModelSpec, Shares
+from ..base import Progress
 from ..formats import safetensors, sources
 from ..formats.file_guard import untouched
 from ..formats.safetensors import Checkpoint
 from . import storages as st
 from . import swap
 from .fingerprint import digest
+from .shared_copies import SharedCopy, TornCopy, content_id
 from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel
+from .transformers_module import built, built_from, dtype_of, without_data
 from .two_phases import assignments, dropped_sentence, nowhere
 
-AUTO_CLASSES = {  # task or model type -> transformers' class
-    "llm": "AutoModelForCausalLM",
-    "embedding": "AutoModel",
-    "reranker": "AutoModelForSequenceClassification",
-    "vision": "AutoModelForImageTextToText",
-    "causal-lm": "AutoModelForCausalLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "feature-extraction": "AutoModel",
-}
-_PASSED_ON = ("attn_implementation", "trust_remote_code", "revision")
 _RESERVED_OPTIONS = (
     "device_map",
     "quantization_config",
@@ -54,15 +43,6 @@ _RESERVED_OPTIONS = (
     "offload_folder",
     "max_memory",
 )
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-)
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 class TransformersModel(TorchModel):
@@ -73,6 +53,8 @@ class TransformersModel(TorchModel):
     reproducible = True
     # Layout of a storage -> the digest of its bytes after the load.
     given: dict[tuple[Any, ...], torch.Tensor] = {}
+    files = ""  # the id of its unchanged files, if other processes may share its copy
+    shared: SharedCopy | None = None  # that copy, during the load
     # The next `drop` may free the bytes: `unchanged` has just compared them.
     proven = False
 
@@ -84,6 +66,7 @@ class TransformersBackend(TorchBackend):
     """
 
     name = "transformers"
+    shares = True  # the copies in host memory with other processes
 
     def __init__(self, probe: Probe) -> None:
         """Moves models between the devices of `probe`."""
@@ -98,7 +81,7 @@ class TransformersBackend(TorchBackend):
 
         `origin` is ignored. Raises NotAModel, LoadFailed.
         """
-        dtype = _dtype(spec)
+        dtype = dtype_of(spec)
         return sources.of_checkpoint(self._known(spec), dtype.itemsize if dtype else None)
 
     def _known(self, spec: ModelSpec) -> Checkpoint:
@@ -117,36 +100,103 @@ class TransformersBackend(TorchBackend):
         progress: Progress | None = None,
         into: Any = None,
         shadow: bool = False,
+        copies: Collection[int] | None = None,
     ) -> TransformersModel:
         """Loads the model of `spec` onto its `shares`. `origin` is ignored.
 
         `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
-        load, which gets the weights. With `shadow`, a copy stays in host memory. Raises BadSetting,
-        NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
+        load, which gets the weights. With `shadow`, a copy stays in host memory. With `copies`, other
+        processes share that copy: those with these pids may already have one, which is used then.
+        Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
         """
+        given = {"progress": progress, "into": into, "shadow": shadow}
+        try:
+            return self._loaded(spec, shares, copies, **given)
+        except TornCopy:  # the copy was damaged: the model is read from its files
+            return self._loaded(spec, shares, None, **given)
+
+    def _loaded(
+        self,
+        spec: ModelSpec,
+        shares: Shares,
+        copies: Collection[int] | None,
+        *,
+        progress: Progress | None,
+        into: Any,
+        shadow: bool,
+    ) -> TransformersModel:
         checkpoint = _read(spec)
         _refuse_options(spec, checkpoint)
         with untouched(checkpoint.weight_files, spec.name) as check:
             if not checkpoint.unchanged():  # since its header was read
                 checkpoint = _read(spec)
-            try:
-                module, complete = _built(spec, checkpoint)
-            except BaseException as error:
-                st.let_go(error)
-                raise
-            model = TransformersModel(spec, module)
-            model.checkpoint, model.reproducible = checkpoint, complete
-            del module
+            model = None if copies is None else self._of_shared(spec, checkpoint, copies)
+            if model is None:
+                model = self._of_files(spec, checkpoint)
+                if copies is not None and model.reproducible:
+                    model.files = content_id(checkpoint, dtype_of(spec))
             self._settled(model, shares, partial(_leg, check, progress), into, shadow)
         try:
             self._given[model.module] = model.given = model.given or _digests(model)
             groups = st.grouped(st.slots(model.module))
             model.digests = {group.storage._cdata: model.given[group.layout] for group in groups}
+            shared, model.shared = model.shared, None
+            if shared is not None and shared.is_new:
+                shared.complete(model.given)
         except BaseException as error:
             self.drop(model)
             st.let_go(error)
             raise
         return model
+
+    def _of_files(self, spec: ModelSpec, checkpoint: Checkpoint) -> TransformersModel:
+        """The model of `spec` on the CPU, from its files. Raises LoadFailed."""
+        try:
+            module, complete = built(spec, checkpoint)
+        except BaseException as error:
+            st.let_go(error)
+            raise
+        model = TransformersModel(spec, module)
+        model.checkpoint, model.reproducible = checkpoint, complete
+        return model
+
+    def _of_shared(
+        self, spec: ModelSpec, checkpoint: Checkpoint, copies: Collection[int]
+    ) -> TransformersModel | None:
+        """The model of `spec` over a copy that one of the processes `copies` holds, or None."""
+        found = SharedCopy.found(copies, content_id(checkpoint, dtype_of(spec)))
+        if found is None:
+            return None
+        try:
+            found.map(self.probe.place(HOST))
+        except (GpuError, OSError):  # the host has no room
+            return None
+        try:
+            module = built_from(spec, checkpoint, found.weights(checkpoint.tensors))
+        except BaseException as error:
+            st.let_go(error)
+            raise
+        if module is None:
+            return None
+        model = TransformersModel(spec, module)
+        if not found.fits(model.groups()):
+            return None
+        model.checkpoint, model.reproducible, model.shared = checkpoint, True, found
+        return model
+
+    def _shared(self, model: TorchModel) -> SharedCopy | None:
+        """The pages that `model` was found in, or new pages for it, or None."""
+        if not isinstance(model, TransformersModel):
+            return None
+        if model.shared is None and model.files:
+            model.shared = SharedCopy.new(model.groups(), model.files)
+        return model.shared
+
+    def _compare(self, model: TorchModel) -> None:
+        """Raises TornCopy if the loaded bytes are not those that the shared pages described."""
+        if isinstance(model, TransformersModel) and model.shared and not model.shared.is_new:
+            model.given = _digests(model)
+            model.shared.require_same(model.given)
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
         """Whether a copy of the model of `spec` may stay in host memory: if storages can be swapped."""
@@ -229,7 +279,7 @@ class TransformersBackend(TorchBackend):
             checkpoint = self._known(spec)
         except GpuError:  # the source is not here yet; the size was declared
             return ()
-        return checkpoint.pieces() or super().pieces(spec, partial(_without_data, spec, checkpoint))
+        return checkpoint.pieces() or super().pieces(spec, partial(without_data, spec, checkpoint))
 
     def droppable(self, model: TransformersModel) -> bool:
         """Whether `model` has the tensors of its load, has no gradients, and its source is
@@ -295,151 +345,3 @@ def _leg(check: Callable[[], None], progress: Progress | None, done: int, total:
     check()
     if progress:
         progress(done, total)
-
-
-def _dtype(spec: ModelSpec) -> torch.dtype | None:
-    """The dtype that the options set. None means the stored dtype. Raises BadSetting."""
-    wanted = spec.options.get("dtype", spec.options.get("torch_dtype"))
-    if wanted is None or wanted == "auto":
-        return None
-    dtype = wanted
-    if not isinstance(wanted, torch.dtype):
-        dtype = getattr(torch, str(wanted).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise BadSetting("dtype", wanted, "auto, bfloat16, float16 or float32")
-    return dtype
-
-
-def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
-    """The class for the task or the model type. Without both, the class of the saved model."""
-    import transformers
-
-    task = spec.options.get("task")
-    if task is not None and task not in AUTO_CLASSES:
-        raise BadSetting("task", task, "one of " + ", ".join(AUTO_CLASSES))
-    architecture = (config.get("architectures") or [""])[0]
-    saved = getattr(transformers, architecture, None)
-    is_known = isinstance(saved, type) and issubclass(saved, nn.Module)
-    if is_known and task is None and _serves(architecture, spec.model_type):
-        return saved
-    name = AUTO_CLASSES.get(task or spec.model_type) or _auto_class_in(config)
-    return getattr(transformers, name)
-
-
-def _auto_class_in(config: dict[str, Any]) -> str:
-    """The class that the repository's own code registers. If there is none, AutoModel."""
-    for name in config.get("auto_map", {}):
-        if name.startswith("AutoModel"):
-            return name
-    return "AutoModel"
-
-
-def _serves(architecture: str, model_type: str) -> bool:
-    """Whether a saved architecture fits a model type.
-
-    >>> _serves("BertForMaskedLM", "embedding"), _serves("BertModel", "embedding")
-    (False, True)
-    >>> _serves("Qwen3ForCausalLM", "other")
-    True
-    """
-    if model_type == "llm":
-        return "For" in architecture
-    endings = {"embedding": "Model", "reranker": "ForSequenceClassification"}
-    return architecture.endswith(endings.get(model_type, ""))
-
-
-def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
-    """The module on the CPU, and whether all its weights came from the source. Raises LoadFailed.
-
-    Without a conversion of the dtype, the weights are still the pages of the mapped files.
-    """
-    options = {key: spec.options[key] for key in _PASSED_ON if key in spec.options}
-    options.pop("revision", None)  # the directory is of that revision already
-    try:
-        with _silence():
-            module, info = _model_class(spec, checkpoint.config).from_pretrained(
-                checkpoint.directory,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                dtype=_dtype(spec) or "auto",
-                **options,
-            )
-            _attach_tokenizer(module, checkpoint.directory, options)
-    except GpuError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise LoadFailed(
-            f"{spec.name}: {checkpoint.directory} could not be loaded: {_first_line(error)}",
-            name=spec.name,
-            source=spec.source,
-        ) from error
-    return module, not info["missing_keys"] and not info["mismatched_keys"]
-
-
-def _without_data(spec: ModelSpec, checkpoint: Checkpoint) -> nn.Module:
-    """The module of `spec` with its tensors on the meta device."""
-    import transformers
-
-    options = {key: spec.options[key] for key in ("trust_remote_code",) if key in spec.options}
-    config = transformers.AutoConfig.from_pretrained(
-        checkpoint.directory, local_files_only=True, **options
-    )
-    kind = _model_class(spec, checkpoint.config)
-    make = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
-    with torch.device("meta"):
-        return make(config)
-
-
-def _attach_tokenizer(module: nn.Module, directory: Path, options: dict[str, Any]) -> None:
-    """Sets `.tokenizer` and `.processor` of the module, if the directory has their files."""
-    import transformers
-
-    trust = {key: value for key, value in options.items() if key == "trust_remote_code"}
-    if any((directory / file).exists() for file in _TOKENIZER_FILES):
-        module.tokenizer = transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, **trust
-        )
-    if any((directory / file).exists() for file in _PROCESSOR_FILES):
-        module.processor = transformers.AutoProcessor.from_pretrained(
-            directory, local_files_only=True, **trust
-        )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-_active_loads = 0
-_users_settings: tuple[int, bool] = (0, False)
-_loads_lock = forks.freed(threading.Lock())
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Inside the block, transformers shows no progress bars and writes no messages to stderr.
-
-    After the last of several simultaneous loads, the user's settings are restored.
-    """
-    global _active_loads, _users_settings
-    from transformers.utils import logging
-
-    with _loads_lock:
-        if _active_loads == 0:
-            _users_settings = logging.get_verbosity(), logging.is_progress_bar_enabled()
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
-        _active_loads += 1
-    try:
-        yield
-    finally:
-        with _loads_lock:
-            _active_loads -= 1
-            if _active_loads == 0:
-                verbosity, had_bars = _users_settings
-                logging.set_verbosity(verbosity)
-                if had_bars:
-                    logging.enable_progress_bar()

@@ -1,0 +1,215 @@
+"""Copies in host memory that the processes of a user share: one for the same unchanged files.
+
+The pages hold a page of their own, the content of each storage, and an index with the digest of
+each storage. The first page is written last, so pages that were not completed are not used. The
+process that loads the model from the pages compares the digests of what it loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...devices.process_memory import Memory
+from ...devices.shared_pages import SharedPages, held_by
+from ..formats.safetensors import Checkpoint
+from . import storages as st
+from .fingerprint import WORDS
+
+MAGIC = "gpu-console shared copy 1"
+PAGE_BYTES = 4096
+ALIGNED_BYTES = 512
+WRITTEN_BYTES = 64 << 20  # written at a time, so that a load can be interrupted
+LEAST_BYTES = 1 << 20  # a smaller model is not shared
+
+Layout = tuple[tuple[Any, ...], ...]
+
+
+class TornCopy(Exception):
+    """The bytes of a shared copy are not those that its index describes."""
+
+
+class _First(msgspec.Struct, frozen=True):
+    """The first page: what the pages are, and where the index is."""
+
+    magic: str
+    content: str
+    index_at: int
+    index_bytes: int
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """One storage: the digest of its layout, its place, the digest of its content, its tensors."""
+
+    layout: str
+    at: int
+    size: int
+    digest: bytes
+    # Of each tensor: name, dtype, offset in items, shape, strides.
+    tensors: tuple[tuple[str, str, int, tuple[int, ...], tuple[int, ...]], ...]
+
+
+def content_id(checkpoint: Checkpoint, dtype: Any) -> str:
+    """Identifies the unchanged files of a model and the dtype to which their weights are converted."""
+    text = repr((checkpoint.stamps, str(dtype)))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class SharedCopy:
+    """The shared pages of one model: found complete, or new and still to be written."""
+
+    def __init__(self, pages: SharedPages, content: str, index: tuple[_Stored, ...] = ()) -> None:
+        """`index` describes complete pages. New pages have none."""
+        self.pages, self.content = pages, content
+        self.index = {stored.layout: stored for stored in index}
+        self.is_new = not index
+        self._places: dict[str, tuple[int, int]] = {}
+        self._index_at = 0  # after all content, once that is written
+        self._arrays: dict[str, Any] = {}  # by layout: the mapped bytes of complete pages
+
+    @classmethod
+    def found(cls, pids: Iterable[int], content: str) -> SharedCopy | None:
+        """The complete copy of the model `content` that one of the processes `pids` holds, or None."""
+        for pages in held_by(pids):
+            index = _read(pages, content)
+            if index:
+                return cls(pages, content, index)
+        return None
+
+    @classmethod
+    def new(cls, groups: Sequence[st.Group], content: str) -> SharedCopy | None:
+        """Pages for a copy of the storages `groups`; None if /dev/shm has no room for them."""
+        size = st.nbytes(groups)
+        if size < LEAST_BYTES:
+            return None
+        rows = sum(-(-group.nbytes // (4 * WORDS)) for group in groups)
+        slots = sum(len(group.slots) for group in groups)
+        index = 16 * rows + 512 * (len(groups) + slots)
+        pages = SharedPages.create(PAGE_BYTES + size + ALIGNED_BYTES * len(groups) + index)
+        return None if pages is None else cls(pages, content)
+
+    def fits(self, groups: Sequence[st.Group]) -> bool:
+        """Whether the complete copy has exactly the storages `groups`."""
+        wanted = {_key(group.layout): group.nbytes for group in groups}
+        return wanted == {key: stored.size for key, stored in self.index.items()}
+
+    def tensors(
+        self,
+        going: Sequence[st.Group],
+        sources: Sequence[Tensor],
+        host: Memory,
+        progress: Callable[[int, int], None] | None,
+    ) -> list[Tensor]:
+        """The content of each of `going` in the shared pages, [nbytes] uint8.
+
+        New pages get the content of `sources` first. `progress` is called as in `storages.copied`.
+        Raises OutOfMemory and OSError.
+        """
+        if self.is_new:
+            self._write(going, sources, progress)
+        self.map(host)
+        found = [_tensor(self._arrays.get(_key(group.layout))) for group in going]
+        self._arrays = {}  # the tensors hold them
+        return found
+
+    def map(self, host: Memory) -> None:
+        """Maps the pages, whose bytes are counted in `host`. Raises OutOfMemory and OSError."""
+        if self._arrays:
+            return
+        places = self._places or {key: (one.at, one.size) for key, one in self.index.items()}
+        full = {key: place for key, place in places.items() if place[1]}
+        arrays = self.pages.blocks(host, list(full.values()))
+        self._arrays = dict(zip(full, arrays, strict=True))
+
+    def weights(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The tensors with these `names` in complete pages, which must be mapped.
+
+        Each has a storage of its own, or shares it with its other names, as in the model.
+        """
+        found: dict[str, Tensor] = {}
+        for key, stored in self.index.items():
+            storage = _tensor(self._arrays.get(key)).untyped_storage()
+            for name, dtype, offset, size, stride in stored.tensors:
+                if name in names:
+                    empty = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    found[name] = empty.set_(storage, offset, size, stride)
+        return found
+
+    def _write(
+        self,
+        going: Sequence[st.Group],
+        sources: Sequence[Tensor],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        at, done, total = PAGE_BYTES, 0, sum(source.nbytes for source in sources)
+        for group, source in zip(going, sources, strict=True):
+            self._places[_key(group.layout)] = (at, source.nbytes)
+            content = memoryview(source.numpy())
+            for start in range(0, source.nbytes, WRITTEN_BYTES):
+                self.pages.write(at + start, content[start : start + WRITTEN_BYTES])
+                done += min(WRITTEN_BYTES, source.nbytes - start)
+                if progress:
+                    progress(done, total)
+            at += -(-source.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        self._index_at = at
+
+    def complete(self, given: Mapping[Layout, Tensor]) -> None:
+        """Writes the index of new pages, so that other processes can use them.
+
+        `given` has the digest of each storage. Raises OSError.
+        """
+        index = tuple(
+            _Stored(key, *self._places[key], given[layout].numpy().tobytes(), _tensors(layout))
+            for layout, key in ((layout, _key(layout)) for layout in given)
+            if key in self._places
+        )
+        content = msgspec.msgpack.encode(index)
+        whole = self._index_at and len(index) == len(self._places)
+        if not whole or self._index_at + len(content) > self.pages.size:
+            return
+        self.pages.write(self._index_at, memoryview(content))
+        first = _First(MAGIC, self.content, self._index_at, len(content))
+        self.pages.write(0, memoryview(msgspec.msgpack.encode(first)))
+
+    def require_same(self, given: Mapping[Layout, Tensor]) -> None:
+        """Raises TornCopy if the digests `given` are not those in the index of complete pages."""
+        for layout, digest in given.items():
+            stored = self.index.get(_key(layout))
+            if stored is None or stored.digest != digest.numpy().tobytes():
+                raise TornCopy(self.content)
+
+
+def _read(pages: SharedPages, content: str) -> tuple[_Stored, ...]:
+    """The index of complete pages with the model `content`; empty for other pages."""
+    try:
+        decoder = msgspec.msgpack.Decoder(_First)
+        page = pages.read(0, PAGE_BYTES).rstrip(b"\0")
+        first = decoder.decode(page)
+        if first.magic != MAGIC or first.content != content:
+            return ()
+        found = pages.read(first.index_at, first.index_bytes)
+        index = msgspec.msgpack.decode(found, type=tuple[_Stored, ...])
+    except (OSError, ValueError, OverflowError, msgspec.MsgspecError):  # not ours, or damaged
+        return ()
+    within = all(0 <= one.at and 0 <= one.size <= pages.size - one.at for one in index)
+    return index if within else ()
+
+
+def _tensor(array: Any) -> Tensor:
+    """The bytes of `array`, [n] uint8, in a storage of its own. Without an array there are none."""
+    if array is None:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _tensors(layout: Layout) -> tuple[tuple[Any, ...], ...]:
+    return tuple((name, str(dtype), *place) for name, _, dtype, *place in layout)
+
+
+def _key(layout: Layout) -> str:
+    return hashlib.blake2b(repr(layout).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,123 @@
+"""Pages in host memory that several processes of one user share.
+
+They are in a file in /dev/shm that has no name. Another process opens it through the descriptor of
+a process that holds it. The system frees the pages when the last of these processes closes the file
+or dies, however it dies. So nothing has to be removed afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from .process_memory import Block, Memory, Region, pinned
+
+DIRECTORY = "/dev/shm"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SharedPages:
+    """A file without a name in /dev/shm, open in this process."""
+
+    def __init__(self, file: int) -> None:
+        """`file` is the descriptor, which this object closes."""
+        self.file = file
+        self.size = os.fstat(file).st_size
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+    @classmethod
+    def create(cls, size: int) -> SharedPages | None:
+        """New pages for `size` bytes; None if /dev/shm does not exist or has no room for them."""
+        try:
+            flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+            file = os.open(DIRECTORY, flags, 0o600)
+        except (OSError, AttributeError):  # the system has no such files
+            return None
+        try:
+            # Every page is reserved now. Otherwise a write into a full /dev/shm ends the process.
+            os.posix_fallocate(file, 0, size)
+        except OSError:  # /dev/shm has no room; the caller keeps a copy of its own
+            os.close(file)
+            return None
+        return cls(file)
+
+    def write(self, at: int, content: memoryview) -> None:
+        """Writes `content` at the offset `at`. Raises OSError."""
+        done = 0
+        while done < len(content):
+            done += os.pwrite(self.file, content[done : done + (64 << 20)], at + done)
+
+    def read(self, at: int, size: int) -> bytes:
+        """At most `size` bytes at the offset `at`. Raises OSError."""
+        return os.pread(self.file, size, at)
+
+    def blocks(self, memory: Memory, places: Sequence[tuple[int, int]]) -> list[Any]:
+        """ctypes arrays over the pages at these `places`, pairs of offset and size.
+
+        Their bytes are counted in `memory`, the host's. The pages stay mapped until the last array
+        is gone. Raises OutOfMemory and OSError.
+        """
+        counted = memory.allocate_row([size for _, size in places])
+        region = self._mapped(memory)
+        return [_array(region, at, block) for (at, _), block in zip(places, counted, strict=True)]
+
+    def _mapped(self, memory: Memory) -> Region:
+        # A card copies from pages that are registered with its driver. They must be the file's own
+        # pages, and nothing can write them: the weights that are away are guarded. Without a card,
+        # the user can write the weights. Then the system copies the written page for this process.
+        kind = mmap.MAP_SHARED if memory.pinned else mmap.MAP_PRIVATE
+        region = Region(self.file, self.size, flags=kind)
+        region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
+        region.pages = self
+        if memory.pinned:
+            region.madvise(mmap.MADV_DONTFORK)
+            pinned(region, touched=True)
+            _libc.mprotect(
+                ctypes.c_void_p(region.start), ctypes.c_size_t(self.size), mmap.PROT_READ
+            )
+        memory.add_region(region)
+        return region
+
+
+def _array(region: Region, at: int, block: Block) -> Any:
+    array = (ctypes.c_ubyte * block.size).from_buffer(region, at)
+    array.block = block
+    return array
+
+
+def held_by(pids: Iterable[int]) -> Iterator[SharedPages]:
+    """The shared pages that the processes `pids` of this user hold. Others are left out.
+
+    A file counts only if this user owns it, nobody else may open it, and it has no name.
+    """
+    for pid in pids:
+        directory = f"/proc/{pid}/fd"
+        try:
+            names = os.listdir(directory)
+        except OSError:  # the process has ended, or belongs to another user
+            continue
+        for name in names:
+            pages = _opened(f"{directory}/{name}")
+            if pages is not None:
+                yield pages
+
+
+def _opened(path: str) -> SharedPages | None:
+    try:
+        if not os.readlink(path).startswith(f"{DIRECTORY}/#"):
+            return None
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # the process has closed it, or it belongs to another user
+        return None
+    found = os.fstat(file)
+    ours = found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode)
+    if not ours or found.st_mode & 0o077 or found.st_nlink:
+        os.close(file)
+        return None
+    return SharedPages(file)

@@ -1,0 +1,262 @@
+"""Copies in host memory that the processes of a user share: the files are read once, the weights are
+right whatever happens to the copy, and no other user's pages are used.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpu_runtime.backends.pytorch import shared_copies
+from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
+from gpu_runtime.devices import shared_pages
+from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.devices.shared_pages import SharedPages, held_by
+from gpu_runtime.facts import HOST, ModelSpec, Share
+
+CARD = "sim:0"
+ME = (os.getpid(),)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The tests' models have some hundred KiB. No pages of earlier tests are left."""
+    monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
+    gc.collect()
+    assert list(held_by(ME)) == []
+
+
+def kernel(llama, copies=ME, **options):
+    """A model as another process would have it: with devices and pages of its own."""
+    probe = open_probe("sim:1GiB,host:1GiB")
+    backend = TransformersBackend(probe)
+    spec = ModelSpec("llama", backend="transformers", source=str(llama), options=options)
+    return backend, backend.load(spec, (Share(CARD, 0),), shadow=True, copies=copies)
+
+
+def content(model):
+    return {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+def files():
+    """The shared pages that this process has open. One that is open twice is one."""
+    return {os.fstat(pages.file).st_ino for pages in held_by(ME)}
+
+
+def move(backend, model, device):
+    size = sum(share.bytes for share in backend.measure(model))
+    backend.move(model, (Share(device, size),), shadow=device != HOST)
+
+
+def test_a_second_load_uses_the_pages_of_the_first(llama, monkeypatch):
+    first, one = kernel(llama)
+    assert len(files()) == 1
+    monkeypatch.setattr(SharedPages, "create", lambda size: pytest.fail("new pages"))
+    second, other = kernel(llama)
+    same(content(one), content(other))
+    assert len(files()) == 1
+    assert other.shadow_bytes == one.shadow_bytes > 0
+    for backend, model in ((second, other), (first, one)):
+        before = content(model)
+        move(backend, model, HOST)
+        move(backend, model, CARD)
+        same(content(model), before)
+    second.drop(other)
+    first.drop(one)
+
+
+def test_the_pages_are_freed_with_the_last_holder(llama):
+    first, one = kernel(llama)
+    second, other = kernel(llama)
+    first.drop(one)
+    del one
+    gc.collect()
+    before = content(other)
+    move(second, other, HOST)  # the pages stay for the second one
+    assert len(files()) == 1
+    move(second, other, CARD)
+    same(content(other), before)
+    second.drop(other)
+    del other
+    gc.collect()
+    assert files() == set()
+
+
+def test_what_one_user_of_the_pages_writes_no_other_one_sees(llama):
+    """On a simulated card, weights in host memory can be written."""
+    first, one = kernel(llama)
+    second, other = kernel(llama)
+    before = content(other)
+    move(first, one, HOST)
+    move(second, other, HOST)
+    for parameter in one.module.parameters():
+        parameter.data.zero_()
+    same(content(other), before)
+    third, more = kernel(llama)
+    same(content(more), before)
+    move(second, other, CARD)
+    same(content(other), before)
+
+
+def test_torn_pages_are_not_used(llama):
+    first, one = kernel(llama)
+    before = content(one)
+    [pages] = list(held_by(ME))[:1]
+    [place] = sorted({(stored.at, stored.size) for stored in stored_in(pages)})[:1]
+    pages.write(place[0], memoryview(b"torn"))
+    second, other = kernel(llama)
+    same(content(other), before)
+    assert other.shadow_bytes  # a private copy
+    assert len(files()) == 1
+
+
+def stored_in(pages):
+    shelf = shared_copies.SharedCopy.found(ME, content_of(pages))
+    return shelf.index.values()
+
+
+def content_of(pages):
+    import msgspec
+
+    page = pages.read(0, shared_copies.PAGE_BYTES).rstrip(b"\0")
+    return msgspec.msgpack.decode(page, type=shared_copies._First).content
+
+
+def test_pages_that_were_not_completed_are_not_used(llama, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_copies.SharedCopy, "complete", lambda self, given: None)
+        first, one = kernel(llama)
+    second, other = kernel(llama)
+    same(content(one), content(other))
+    assert len(files()) == 2
+
+
+@pytest.mark.parametrize("index", [b"", b"\xc1", b"\x91\x01"])
+def test_a_damaged_index_is_as_no_copy(llama, index):
+    first, one = kernel(llama)
+    [pages] = list(held_by(ME))[:1]
+    page = pages.read(0, shared_copies.PAGE_BYTES)
+    pages.write(0, memoryview(index + page[len(index) :] if index else bytes(len(page))))
+    second, other = kernel(llama)
+    same(content(one), content(other))
+
+
+def test_changed_files_are_another_model(llama, tmp_path):
+    llama = shutil.copytree(llama, tmp_path / "copy")
+    first, one = kernel(llama)
+    for file in llama.glob("*.safetensors"):
+        os.utime(file)
+    second, other = kernel(llama)
+    assert len(files()) == 2
+
+
+def test_another_dtype_is_another_model(llama):
+    first, one = kernel(llama)
+    second, other = kernel(llama, dtype="bfloat16")
+    assert next(other.module.parameters()).dtype == torch.bfloat16
+    assert len(files()) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_pages_of_another_user_are_not_used(llama):
+    first, one = kernel(llama)
+    before = content(one)
+    for pages in held_by(ME):
+        os.fchown(pages.file, 12345, 12345)
+    assert list(held_by(ME)) == []
+    second, other = kernel(llama)
+    same(content(other), before)
+    assert len(files()) == 1
+
+
+def test_pages_that_others_may_open_are_not_used(llama):
+    first, one = kernel(llama)
+    for pages in held_by(ME):
+        assert os.fstat(pages.file).st_mode & 0o777 == 0o600
+        os.fchmod(pages.file, 0o644)
+    assert list(held_by(ME)) == []
+
+
+@pytest.mark.parametrize("where", ["/proc/no/such", "full"])
+def test_without_room_in_dev_shm_the_copy_is_private(llama, monkeypatch, where):
+    if where == "full":
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(shared_pages.os, "posix_fallocate", full)
+    else:
+        monkeypatch.setattr(shared_pages, "DIRECTORY", where)
+    backend, model = kernel(llama)
+    assert model.shadow_bytes and files() == set()
+    before = content(model)
+    move(backend, model, HOST)
+    move(backend, model, CARD)
+    same(content(model), before)
+
+
+def test_a_full_dev_shm_is_noticed_before_a_page_is_written():
+    assert SharedPages.create(1 << 50) is None
+    assert files() == set()
+
+
+KERNEL = """
+import os, sys, torch
+from gpu_runtime.backends.pytorch import shared_copies
+from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
+from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.facts import ModelSpec, Share
+shared_copies.LEAST_BYTES = 1
+backend = TransformersBackend(open_probe("sim:1GiB,host:1GiB"))
+spec = ModelSpec("llama", backend="transformers", source=sys.argv[1])
+pids = [int(pid) for pid in sys.argv[2:]]
+model = backend.load(spec, (Share("sim:0", 0),), shadow=True, copies=pids)
+total = sum(p.double().sum().item() for p in model.module.parameters())
+pages = next(shared_copies.held_by([os.getpid()]))
+print(os.fstat(pages.file).st_ino, total, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_killed_holder_leaves_the_pages_to_the_other_and_nothing_behind(llama):
+    """The process that made the pages is killed, then the one that found them."""
+
+    def start(*pids):
+        words = [sys.executable, "-c", KERNEL, str(llama), *map(str, pids)]
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        return process, process.stdout.readline().split()
+
+    def end(process):
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+    first, (pages, total) = start()
+    second, (its_pages, its_total) = start(first.pid)
+    assert (its_pages, its_total) == (pages, total)
+    end(first)
+    third, (its_pages, its_total) = start(first.pid, second.pid)
+    assert (its_pages, its_total) == (pages, total)
+    end(second)
+    end(third)
+    assert not any(
+        os.fstat(found.file).st_ino == int(pages)
+        for pid in os.listdir("/proc")
+        if pid.isdecimal()
+        for found in held_by([int(pid)])
+    )

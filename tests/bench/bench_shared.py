@@ -1,0 +1,109 @@
+"""Loads the same saved model in two processes: the bytes read from its files, and the seconds.
+
+python -m tests.bench.bench_shared [GiB]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpu_runtime.units import GIB
+
+PAGE_BYTES = mmap.PAGESIZE
+KERNEL = """
+import json, os, sys, time
+from gpu_runtime import Runtime
+import transformers
+from transformers import LlamaForCausalLM
+from tests.bench.bench_shared import emptied, read_bytes
+place, ledger, size = sys.argv[1:]
+rt = Runtime(devices=f"sim:{size},host:{3 * int(size)}", ledger=ledger)
+rt.register("model", place)
+emptied(place)
+began = time.perf_counter()
+rt.preload("model")
+print(json.dumps({"seconds": time.perf_counter() - began, "read": read_bytes(place)}), flush=True)
+sys.stdin.readline()
+"""
+
+
+def _weights(place: str) -> Iterator[Path]:
+    return Path(place).glob("*.safetensors")
+
+
+def emptied(place: str) -> None:
+    """Removes the weights of a saved model from the system's page cache."""
+    for path in _weights(place):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_bytes(place: str) -> int:
+    """The bytes of the weights that are in the system's page cache, since they were read."""
+    libc, total = ctypes.CDLL(None), 0
+    for path in _weights(place):
+        with path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+            start = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
+            marks = (ctypes.c_ubyte * -(-len(pages) // PAGE_BYTES))()
+            libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(pages)), marks)
+            total += PAGE_BYTES * sum(mark & 1 for mark in marks)
+    return total
+
+
+def save(place: str, size: int) -> None:
+    """Writes a transformers model of about `size` bytes into the directory `place`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    hidden, heads = (2048, 16) if size >= GIB else (256, 4)
+    layer = 4 * (4 * hidden * hidden + 3 * hidden * 2 * hidden)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=heads,
+        num_hidden_layers=max(2, size // layer),
+        vocab_size=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(place)
+
+
+def figures(gib: float = 2.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The seconds and the bytes read of the first process that loads a model, and of the second."""
+    size = int(gib * GIB)
+    with tempfile.TemporaryDirectory() as place:
+        save(f"{place}/model", size)
+        kernels, found = [], []
+        try:
+            for _ in range(2):
+                words = [f"{place}/model", f"sqlite://{place}/ledger", str(size + size // 4)]
+                kernel = subprocess.Popen(
+                    [sys.executable, "-c", KERNEL, *words],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+                kernels.append(kernel)
+                found.append(json.loads(kernel.stdout.readline()))  # type: ignore[union-attr]
+        finally:
+            for kernel in kernels:
+                kernel.kill()
+                kernel.wait()
+    first, second = found
+    return first, second
+
+
+if __name__ == "__main__":
+    first, second = figures(float(sys.argv[1]) if len(sys.argv) > 1 else 2.0)
+    print(f"first   {first['seconds']:6.1f} s, {first['read'] / GIB:.2f} GiB read")
+    print(f"second  {second['seconds']:6.1f} s, {second['read'] / GIB:.2f} GiB read")
