@@ -70,7 +70,9 @@ class Fleet:
         Calls of `model` and of its attributes run on that host, which is `model.host`. `timeout`
         (seconds or "30s"; None waits without limit) limits the wait for room. `importance` is that
         of `rt.use`. If the host dies, the call raises NodeLost. With `retry` the model is then used
-        on another host, and the lost call runs again there: pass it for calls that may run twice.
+        on another host, and the calls of the block run again there, in their order: the model there
+        has not seen them. Their results are dropped, and the lost call returns. Pass `retry` if
+        these calls may run twice.
 
         Entering raises DoesNotFit and Busy, which name each host with its reason, and UnknownModel.
         """

@@ -5,15 +5,26 @@ from __future__ import annotations
 import logging
 import pickle
 import secrets
+import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
-from ..errors import NodeLost
+from ..errors import EngineDied, NodeLost
 from . import cluster
 from .hosts import on
 
 log = logging.getLogger("gpu_runtime")
 PING_SECONDS = 1.0
+MOST_HOSTS = 4  # that may be lost under one call: a call that kills its host must not kill all
+MOST_CALLS, MOST_BYTES = 1000, 256 << 20  # of a block, to run them again on another host
+
+
+class _Made(NamedTuple):
+    """A call, as it is sent."""
+
+    path: tuple[str, ...]
+    given: bytes  # the pickled arguments
 
 
 class Placer(Protocol):
@@ -86,6 +97,9 @@ class FleetUse:
         self.host = ""
         self._hold = ""
         self._agent: Any = None
+        self._made: list[_Made] = []  # the calls of the block that were answered, with `retry`
+        self._made_bytes = 0
+        self._moving = threading.RLock()  # held while the model is obtained on another host
 
     def __enter__(self) -> RemoteModel:
         self._obtain()
@@ -121,31 +135,58 @@ class FleetUse:
     def call(self, path: tuple[str, ...], args: Any, kwargs: Any) -> Any:
         """The result of a call on the model.
 
-        Raises the error of the call. Raises NodeLost if the host died. With `retry` the model is
-        then used on another host, and the call is repeated there.
+        Raises the error of the call, EngineDied if the model's process died, and NodeLost if the
+        host died. With `retry` the model is then used again, on another host or in a new process,
+        and the calls of the block run again there.
         """
         # The agent passes the bytes on. Only the model's process and this one read them.
-        given = cluster.ray().cloudpickle.dumps((args, kwargs))
-        found = self._on_a_living_host(
-            lambda: on(self._agent, "call", "calls", self._hold, path, given)
-        )
+        made = _Made(path, cluster.ray().cloudpickle.dumps((args, kwargs)))
+        found = self._on_a_living_host(lambda: self._send(made))
+        if self._retry:
+            self._made.append(made)
+            self._made_bytes += len(made.given)
         return pickle.loads(found)
 
+    def _send(self, made: _Made) -> Any:
+        return on(self._agent, "call", "calls", self._hold, *made)
+
     def _on_a_living_host(self, send: Callable[[], Any]) -> Any:
-        while True:
+        for attempt in range(1, MOST_HOSTS + 1):
             if self._agent is None:
                 raise NodeLost(self.name, self.host, "the block has ended")
+            hold = self._hold
             try:
                 return cluster.answer(send(), None)
+            except EngineDied:
+                if not self._retry or attempt == MOST_HOSTS:
+                    raise
+                self._elsewhere(hold)
             except (cluster.Gone, cluster.Unreachable, NodeLost) as error:
-                why = str(error) if isinstance(error, NodeLost) else self._why_lost()
+                why = error.facts["why"] if isinstance(error, NodeLost) else self._why_lost()
                 log.warning("%s was lost on %s: %s", self.name, self.host, why)
                 host = self.host
                 self._fleet._forget(host)
-                if not self._retry:
+                if not self._retry or attempt == MOST_HOSTS:
                     raise NodeLost(self.name, host, why) from None
-                self._leave()
-                self._obtain()
+                self._elsewhere(hold)
+        raise AssertionError  # the last attempt returns or raises
+
+    def _elsewhere(self, lost: str) -> None:
+        """Uses the model again, unless another thread has done that since the hold `lost` was lost.
+
+        The model there has not seen the calls of the block, so they run again, in their order.
+        Raises NodeLost if they are too many.
+        """
+        with self._moving:
+            if self._hold != lost:
+                return
+            if len(self._made) > MOST_CALLS or self._made_bytes > MOST_BYTES:
+                why = f"the block has made {len(self._made)} calls, too many to run them again"
+                raise NodeLost(self.name, self.host, why)
+            self._leave()
+            self._obtain()
+            for made in self._made:
+                self._on_a_living_host(partial(self._send, made))
 
     def _why_lost(self) -> str:
         """Why the call has no answer: the host is dead, or its connection broke."""
