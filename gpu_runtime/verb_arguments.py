@@ -219,6 +219,15 @@ IMPORTANCE_OPTION = option(
     "importances",
     type=importance,
 )
+HISTORY = (  # what `backtest` replays, and with what
+    option("--days", "N", "the journal's last N days (7)", type=days),
+    option("--requests", "FILE", "instead: uses in a CSV file", "files"),
+    option("--models", "FILE", "… and their models in another", "files"),
+    option("--policy", "P,P", "lru, cost_aware, keep_score"),
+    option("--engine", "E,E", "plain or full"),
+    option("--device", "SIZE,SIZE", "cards, such as 80GB,10%% of all models"),
+    option("--host", "SIZE,SIZE", "host memory, such as 0GB,256GB,50%%"),
+)
 NEW_NAME = positional("name", "NAME", "the name to give it", "models")
 SOURCE = positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")
 DESCRIPTION = (  # a model, as `plan`, `load` and `register` take it
