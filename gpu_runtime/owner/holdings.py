@@ -291,12 +291,13 @@ def free(session: Session, variable: str | None) -> Outcome:
             name=variable,
         )
     began = time.perf_counter()
-    before = _held_bytes(session)
     if variable is None:
+        before = _held_bytes(session)
         said = _release(session, namespace)
         gc.collect()
     else:
-        gc.collect()  # first: garbage that was there before is not what the variable held
+        gc.collect()  # first: older garbage and cached blocks are not what the variable held
+        session.probe.empty_cache()
         before = _held_bytes(session)
         said = _delete(session, namespace, variable)
     session.probe.empty_cache()
@@ -377,14 +378,18 @@ def _listed(names: list[str]) -> str:
 
 
 def _held_bytes(session: Session) -> int:
-    """This process's device memory: what its allocators reserve. On simulated cards also tensors."""
-    reserved = _allocated(session)[1]
+    """This process's device memory: what its allocators reserve.
+
+    On simulated cards the tensors are searched, since they are in the account as last counted.
+    """
+    allocated, reserved = _allocated(session)
     if not session.probe.simulated or "torch" not in sys.modules:
         return reserved
     from ..backends.pytorch.time_limit import Limit
 
     found, _ = _search(session, Limit())
-    return reserved + sum(one.bytes for one in found.values())
+    *_, of_others = _models(session, found)
+    return reserved - allocated + of_others + sum(one.bytes for one in found.values())
 
 
 def _allocated(session: Session) -> tuple[int, int]:

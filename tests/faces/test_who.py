@@ -21,6 +21,7 @@ from gpu_runtime import errors
 from gpu_runtime.names import registered
 from gpu_runtime.rendering import holders
 from gpu_runtime.units import MIB
+from tests.owner.kernels import Quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SETUP = "import torch\ndef mib(n): return torch.ones(n * 2**18)"
@@ -330,6 +331,16 @@ def test_free_of_a_variable_does_not_count_old_garbage(notebook, rt):
     run(notebook, "x = mib(3)")
     run(notebook, "a = [mib(4)]; a.append(a); del a")
     assert rt.free("x").bytes == 3 * MIB
+
+
+def test_free_of_a_variable_does_not_count_cached_memory(notebook, rt):
+    """A larger account of the simulated card lies in another segment. The old segment is cached."""
+    kernel = rt.attach_kernel(Quiet())
+    run(notebook, "x = mib(3)")
+    kernel.count()
+    run(notebook, "y = mib(24); z = mib(2)")
+    kernel.count()
+    assert rt.free("z").bytes == 2 * MIB
 
 
 def test_free_of_an_unknown_name_suggests_the_nearest(notebook, rt):
