@@ -17,9 +17,10 @@ from .choices import TASK_PREFIX
 from .engines.openai_format import max_tokens_of
 from .health.allowance import Allowance
 from .health.costs import prompt_tokens
-from .request_log import current
+from .request_log import CallRecord, current
 from .requests import Call, Refused
 from .routing.fallback import Choice
+from .usage import Usage
 
 BEGIN = "key:"  # of the visitor's name
 _WRITTEN = ("chat", "completions")
@@ -41,9 +42,10 @@ def visitor_of(keys: Keys, offered: str, *, read_only: bool) -> Visitor | None:
 class Access:
     """The rules of the keys for the calls of one gateway."""
 
-    def __init__(self, keys: Callable[[], Keys], clock: Callable[[], float]) -> None:
-        """`keys()` returns the current keys. `clock` returns seconds."""
+    def __init__(self, keys: Callable[[], Keys], clock: Callable[[], float], usage: Usage) -> None:
+        """`keys()` returns the current keys. `clock` returns seconds. `usage` counts the calls of all visitors."""
         self._keys = keys
+        self._usage = usage
         self._allowance = Allowance(clock)
 
     def may_call(self, visitor: str, model: str) -> bool:
@@ -58,15 +60,27 @@ class Access:
         Raises Refused with 403 for a model that is not allowed, and with 429 if a limit is reached.
         """
         key = self._key(visitor)
-        if key is None:
-            yield call
-            return
+        record = current()
+        try:
+            if key is None:
+                yield call
+            else:
+                with self._of_key(key, call, visitor, record) as limited:
+                    yield limited
+        finally:
+            if "completion_tokens" in record.facts:
+                self._usage.add(visitor, record.facts)
+
+    @contextmanager
+    def _of_key(
+        self, key: AccessKey, call: Call, visitor: str, record: CallRecord
+    ) -> Iterator[Call]:
+        """A block in which the `call` of a `key` runs. See `admitted`."""
         if not key.may_call(call.model):
             text = f"the key {visitor.removeprefix(BEGIN)} may not call {call.model[:64]!r}"
             raise Refused(403, "model_not_allowed", text, param="model")
         if key.importance is not None:
             call = replace(call, highest=parse_importance(key.importance))
-        record = current()
         choices = call.body.get("n") or 1
         asked = max_tokens_of(call.body) if call.kind in _WRITTEN else 0
         total = None if asked is None else asked * choices

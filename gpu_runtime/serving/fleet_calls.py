@@ -34,6 +34,7 @@ from .gateway import Gateway
 from .host_server import HostServer, serve
 from .queue.concurrency import calls_at_once
 from .queue.thread_stream import in_thread, in_thread_until
+from .store import Store
 
 log = logging.getLogger("gpu_runtime")
 LOOK_SECONDS = 1.0  # how often the hosts and their models are read
@@ -275,12 +276,15 @@ def fleet_adapter(value: FleetModel, spec: ModelSpec, http: httpx.AsyncClient) -
 class FleetGateway(Gateway):
     """The gateway in front of all hosts of a fleet."""
 
-    def __init__(self, models: FleetModels, keys: Callable[[], Keys] = dict) -> None:
-        """The gateway over the `models` of a fleet. `keys()` returns the keys of programs."""
+    def __init__(
+        self, models: FleetModels, keys: Callable[[], Keys] = dict, store: Store | None = None
+    ) -> None:
+        """The gateway over the `models` of a fleet. `keys()` returns the keys of programs; `store` keeps the usage."""
         super().__init__(
             models,  # type: ignore[arg-type]
             models.settings,
             keys=keys,
+            store=store,
             make_adapter=fleet_adapter,
         )
         self._models = models

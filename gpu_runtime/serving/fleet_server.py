@@ -22,8 +22,10 @@ def run(address: str, **where: Any) -> None:
         models = FleetModels(fleet, Settings.load())
         try:
             run_app(
-                lambda gateway: fleet_application(models, gateway, version("gpu-console")),
-                lambda keys: FleetGateway(models, keys),
+                lambda gateway, store: fleet_application(
+                    models, gateway, version("gpu-console"), store
+                ),
+                lambda keys, store: FleetGateway(models, keys, store),
                 models.settings,
                 **where,
             )

@@ -41,13 +41,22 @@ from .queue.keep_warm import KeepWarm, stay_warm_seconds
 from .queue.model_hold import Holds
 from .queue.queue import Queue
 from .queue.thread_stream import in_thread
-from .replies import Streamed, add_origin, count_refusals, server_ending, why_this_model
+from .replies import (
+    Streamed,
+    add_origin,
+    count_refusals,
+    final_refusal,
+    server_ending,
+    why_this_model,
+)
 from .request_log import CallRecord, current
 from .requests import Call, Refused, Reply, read_call
 from .routing.fallback import Choice, CloudGuard, cloud_of, guard_file
 from .routing.profiles import apply_profile, wants_thinking
 from .routing.tasks import ServingConfig, measured_parts
 from .routing.tasks_file import TasksFile, default_file
+from .store import Store
+from .usage import Usage
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -84,13 +93,15 @@ class Gateway:
         clock: Callable[[], float] = time.monotonic,
         environment: Mapping[str, str] | None = None,
         keys: Callable[[], Keys] = dict,
+        store: Store | None = None,
         make_adapter: MakeAdapter = adapter_for,
     ) -> None:
         """The gateway over the runtime `rt`. Without `settings`, the settings of `rt` apply.
 
         `serving` replaces the content of `tasks.yaml`, and `guard` the cloud guard. `clock` returns monotonic
         seconds. `environment` has the clouds' addresses and keys.
-        `keys()` returns the keys of programs. `make_adapter` makes the adapter of a pinned model.
+        `keys()` returns the keys of programs. `store` keeps the usage. `make_adapter` makes the adapter of a
+        pinned model.
         Raises BadDocument for a mistake in `tasks.yaml`.
         """
         settings = settings or rt.settings
@@ -109,7 +120,8 @@ class Gateway:
             open_seconds=settings.gpu_serve_breaker_seconds,
         )
         self.clients = Clients()
-        self._access = Access(keys, clock)
+        self.usage = Usage(store)
+        self._access = Access(keys, clock, self.usage)
         self.costs = Costs()
         self.figures = CallFigures()
         self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)
@@ -201,6 +213,7 @@ class Gateway:
             stream.abort(server_ending())
         if calls:
             await asyncio.wait(calls, timeout=CLOSING_SECONDS)
+        await self.usage.close()
         await self.keep_warm.close()
         await self._holds.close()
         for client in self._http_clients.values():
@@ -243,7 +256,7 @@ class Gateway:
                     raise self._out_of_time(call, choice) from None
                 failed.append((choice.model, error))
             except Exception as error:
-                refused = _final_refusal(error, choice, choices)
+                refused = final_refusal(error, choice, choices)
                 if refused is not None:
                     raise refused from error
                 failed.append((choice.model, error))
@@ -432,17 +445,3 @@ async def _first_event(events: AsyncIterator[dict[str, Any]], model: str) -> dic
     if first is None:
         raise EngineFailed(f"{model} answered with nothing", name=model, why="no event")
     return first
-
-
-def _final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> Refused | None:
-    """The refusal that ends the call after this `error` of `choice`, or None if the next model is tried.
-
-    If the requested model refuses the call for a mistake in it, no other model is tried. If a stand-in refuses the
-    call, for example because the prompt is too long, the next stand-in is tried.
-    """
-    cause, refused = blame(error, choice.model)
-    if refused is None:
-        return None
-    is_callers_mistake = choice is choices[0] and cause is Blame.CALLER
-    is_final = len(choices) == 1 or is_callers_mistake or refused.code == "queue_full"
-    return refused if is_final else None

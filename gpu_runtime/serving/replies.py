@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from .health.blame import first_line
+from .health.blame import Blame, blame, first_line
 from .requests import Refused, Reply
 from .routing.fallback import Choice
 
@@ -111,6 +111,20 @@ class Streamed:
 def server_ending() -> Refused:
     """The refusal (503) of a call while the server ends."""
     return Refused(503, "ending", "the server is ending; retry when it has started again", 5.0)
+
+
+def final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> Refused | None:
+    """The refusal that ends the call after this `error` of `choice`, or None if the next model is tried.
+
+    If the requested model refuses the call for a mistake in it, no other model is tried. If a stand-in refuses the
+    call, for example because the prompt is too long, the next stand-in is tried.
+    """
+    cause, refused = blame(error, choice.model)
+    if refused is None:
+        return None
+    is_callers_mistake = choice is choices[0] and cause is Blame.CALLER
+    is_final = len(choices) == 1 or is_callers_mistake or refused.code == "queue_full"
+    return refused if is_final else None
 
 
 def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:

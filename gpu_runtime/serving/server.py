@@ -36,9 +36,11 @@ from .access import visitor_of
 from .api.app import application
 from .gateway import Gateway
 from .routing.tasks_file import default_file, read_serving_config
+from .store import Store
+from .store import default_file as default_store
 
 DEFAULT_PORT = 8210
-ROUTES = r"/(?:memory|v1|api|health|metrics|docs|openapi\.json|static-offline-docs)(?:/.*)?"
+ROUTES = r"/(?:memory|v1|api|health|metrics|usage|docs|openapi\.json|static-offline-docs)(?:/.*)?"
 HOME = "/docs"  # the first page of a server without a console
 ANSWER_SECONDS = 0.5  # for waiting callers to get an answer when the server ends
 MAX_BODY_BYTES = 32 << 20  # bodies may contain images
@@ -113,7 +115,8 @@ def messages_shown(level: str) -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
-        log.level, log.propagate = before
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 def _open_request_log(target: str | None) -> None:
@@ -146,8 +149,8 @@ def run(
     Messages of `log_level` or graver go to standard error.
     """
     run_app(
-        lambda gateway: application(rt, gateway, version("gpu-console")),
-        lambda keys: Gateway(rt, rt.settings, keys=keys),
+        lambda gateway, store: application(rt, gateway, version("gpu-console"), store),
+        lambda keys, store: Gateway(rt, rt.settings, keys=keys, store=store),
         rt.settings,
         console=console,
         log_level=log_level,
@@ -159,8 +162,8 @@ def run(
 
 
 def run_app(
-    make_app: Callable[[Callable[[], Gateway]], Any],
-    make_gateway: Callable[[Callable[[], Keys]], Gateway],
+    make_app: Callable[[Callable[[], Gateway], Store], Any],
+    make_gateway: Callable[[Callable[[], Keys], Store], Gateway],
     settings: Settings,
     *,
     console: MakeServer | None = None,
@@ -170,16 +173,18 @@ def run_app(
 ) -> None:
     """Serves an application until the process is interrupted.
 
-    `make_app(gateway)` makes the application, and `make_gateway(keys)` its gateway, at the first call. `where` has the
-    arguments host, port and socket_path of `run`. The other arguments and the errors are those of `run`.
+    `make_app(gateway, store)` makes the application, and `make_gateway(keys, store)` its gateway, at the first call.
+    `where` has the arguments host, port and socket_path of `run`. The other arguments and the errors are those of
+    `run`.
     """
     read_serving_config(settings.gpu_tasks or default_file())  # a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)
     _open_request_log(settings.gpu_serve_log)
     keys_file = Path(settings.gpu_serve_keys or access_keys.default_file())
     keys = KeysFile(keys_file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
-    gateway = LazyGateway(lambda: make_gateway(keys))
-    app = make_app(gateway)
+    store = Store(default_store())
+    gateway = LazyGateway(lambda: make_gateway(keys, store))
+    app = make_app(gateway, store)
 
     async def close() -> None:
         """Ends jobs and calls, and waits a moment for their answers."""
@@ -188,6 +193,7 @@ def run_app(
         answering = asyncio.all_tasks() - {asyncio.current_task()}
         if answering:
             await asyncio.wait(answering, timeout=ANSWER_SECONDS)
+        store.close()
 
     # Imported modules are never garbage. Searching them again and again took a fifth of the time, up to 0.2 s at once.
     gc.freeze()

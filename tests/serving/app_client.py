@@ -12,6 +12,7 @@ from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.health.call_figures import CallFigures
 from gpu_runtime.serving.requests import Refused, Reply, read_call
 from gpu_runtime.serving.routing.fallback import CloudGuard
+from gpu_runtime.serving.usage import Usage
 from gpu_runtime.web.auth import Visitor
 
 OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)
@@ -46,6 +47,7 @@ class Gateway:
     def __init__(self) -> None:
         self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
         self.figures = CallFigures()
+        self.usage = Usage()
 
     def models(self, client: str = "") -> list[dict[str, Any]]:
         return [{"id": "echo", "object": "model", "created": 0, "owned_by": "local"}]

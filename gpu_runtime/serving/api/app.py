@@ -20,7 +20,8 @@ from starlette.exceptions import HTTPException as StarletteError
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ..request_log import request_id
 from ..requests import Refused
-from . import anthropic, engine_logs, fleet, memory, ollama, openai, responses
+from ..store import Store
+from . import anthropic, engine_logs, fleet, memory, ollama, openai, responses, usage
 from .fleet_metrics import FleetMetrics
 from .jobs import Jobs
 from .metrics import Metrics
@@ -40,12 +41,14 @@ class Config(BaseModel):
     allow_cloud_fallback: StrictBool = Field(alias="allowCloudFallback")
 
 
-def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
+def application(
+    rt: Any, gateway: Callable[[], Any], version: str, store: Store | None = None
+) -> FastAPI:
     """The application over the runtime `rt`; its description shows the `version`.
 
-    `gateway()` returns the Gateway, which is made at the first call.
+    `gateway()` returns the Gateway, which is made at the first call. `store` keeps the jobs.
     """
-    app = _application(gateway, version)
+    app = _application(gateway, version, store)
     app.include_router(memory.router(rt, ACTS))
     app.include_router(engine_logs.router(ACTS))
     metrics = Metrics(rt, lambda: gateway().state(), lambda: gateway().figures.collect())
@@ -59,15 +62,17 @@ def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
     return app
 
 
-def fleet_application(models: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
+def fleet_application(
+    models: Any, gateway: Callable[[], Any], version: str, store: Store | None = None
+) -> FastAPI:
     """The application in front of a fleet, whose models `models` reads. See `application`."""
-    app = _application(gateway, version)
+    app = _application(gateway, version, store)
     app.include_router(fleet.router(models, ACTS))
     add_metrics(app, FleetMetrics(models, gateway))
     return app
 
 
-def _application(gateway: Callable[[], Any], version: str) -> FastAPI:
+def _application(gateway: Callable[[], Any], version: str, store: Store | None) -> FastAPI:
     """The routes that call models, which one host and a fleet have in common."""
     app = FastAPIOffline(
         title="gpu-console",
@@ -78,12 +83,13 @@ def _application(gateway: Callable[[], Any], version: str) -> FastAPI:
         "token: `Authorization: Bearer TOKEN`.",
     )
     calls = Depends(_caller)
-    app.state.jobs = Jobs()
+    app.state.jobs = Jobs(store=store)
     routes = openai.router(gateway, app.state.jobs, calls)
     anthropic.add_route(routes, gateway, calls)
     responses.add_route(routes, gateway, calls)
     app.include_router(routes)
     app.include_router(ollama.router(gateway, version, calls))
+    usage.add_route(app, gateway)
     _add_config_routes(app, gateway, ACTS)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(GpuError, _failed)

@@ -8,7 +8,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from ..queue.thread_stream import in_thread
 from ..requests import Refused
+from ..store import Store
 
 ENDPOINTS = {
     "/v1/chat/completions": "chat",
@@ -18,6 +20,7 @@ ENDPOINTS = {
 }
 MAX_JOBS = 256  # with their results; the oldest results are dropped first
 KEPT_SECONDS = 3600.0  # how long a result is kept
+_STORED = ("id", "endpoint", "created", "client", "status", "ended", "result", "error")
 
 
 class Job:
@@ -34,6 +37,25 @@ class Job:
         self.result: Any = None
         self.error: dict[str, Any] | None = None
         self.task: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def of(row: dict[str, Any]) -> Job:
+        """The job that an earlier server wrote as `row`. A job that ran then has failed."""
+        job = Job(row["endpoint"], row["created"], row["client"])
+        for name in _STORED:
+            setattr(job, name, row[name])
+        if not job.ended:
+            job.fail(job.created, "the server ended while this job ran", "ended")
+        return job
+
+    def fail(self, wall: float, message: str, code: str) -> None:
+        """Ends the job with an error at `wall` (epoch seconds)."""
+        self.status, self.ended = "failed", wall
+        self.error = {"message": message, "code": code}
+
+    def row(self) -> dict[str, Any]:
+        """The job as it is kept in the store."""
+        return {name: getattr(self, name) for name in _STORED}
 
     def as_json(self) -> dict[str, Any]:
         """The job as JSON. Times are in epoch seconds, and `result` is the answer of the endpoint."""
@@ -54,12 +76,14 @@ class Job:
 
 
 class Jobs:
-    """The jobs of one server, in its event loop."""
+    """The jobs of one server, in its event loop. With a store, they survive a restart of the server."""
 
-    def __init__(self, wall: Callable[[], float] = time.time) -> None:
-        """`wall` returns epoch seconds."""
+    def __init__(self, wall: Callable[[], float] = time.time, store: Store | None = None) -> None:
+        """`wall` returns epoch seconds. `store` has the jobs of the earlier server."""
         self._wall = wall
-        self._jobs: dict[str, Job] = {}
+        self._store = store
+        known = (Job.of(row) for row in (store.jobs() if store is not None else ()))
+        self._jobs = {job.id: job for job in sorted(known, key=lambda job: job.created)}
 
     def start(self, gateway: Any, wanted: Any, client: str) -> Job:
         """Makes the call in `wanted` through `gateway`, in the background, for the visitor `client`.
@@ -95,15 +119,34 @@ class Jobs:
         if job.task and not job.task.done():
             job.task.cancel()
             await asyncio.gather(job.task, return_exceptions=True)
-        self._jobs.pop(id, None)
+        self._forget(id)
         return job
 
     async def close(self) -> None:
-        """Ends all jobs."""
-        await asyncio.gather(*(self.end(id) for id in list(self._jobs)))
+        """Ends the jobs that run. A later server knows them as failed."""
+        tasks = [job.task for job in self._jobs.values() if job.task and not job.task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._jobs.clear()
+
+    def _forget(self, id: str) -> None:
+        self._jobs.pop(id, None)
+        if self._store is not None:
+            self._store.drop_job(id)
+
+    async def _keep(self, job: Job) -> None:
+        row, store = job.row(), self._store
+        if store is not None:
+            await in_thread(lambda: store.put_job(job.id, row))
 
     async def _run(self, job: Job, gateway: Any, body: dict[str, Any], client: str) -> None:
+        await self._answer(job, gateway, body, client)
+        await self._keep(job)
+
+    async def _answer(self, job: Job, gateway: Any, body: dict[str, Any], client: str) -> None:
         try:
+            await self._keep(job)
             reply = await gateway.answer(ENDPOINTS[job.endpoint], body, client)
             job.result = reply.json
             job.status = "succeeded"
@@ -114,8 +157,7 @@ class Jobs:
             job.status = "failed"
             job.error = refused.body()["error"]
         except Exception as error:
-            job.status = "failed"
-            job.error = {"message": " ".join(str(error).split()), "code": type(error).__name__}
+            job.fail(self._wall(), " ".join(str(error).split()), type(error).__name__)
         finally:
             job.ended = self._wall()
 
@@ -126,7 +168,7 @@ class Jobs:
         excess = len(self._jobs) - MAX_JOBS + 1
         for at, job in enumerate(done):
             if job.ended < oldest_kept or at < excess:
-                del self._jobs[job.id]
+                self._forget(job.id)
 
 
 def _checked_body(wanted: Any) -> dict[str, Any]:

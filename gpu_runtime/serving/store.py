@@ -1,0 +1,123 @@
+"""What serving keeps over a restart: the usage of each visitor, and jobs. Both are in one SQLite file of this user.
+
+The file needs no care: it may be deleted while no server runs. A second server of the same user adds its usage to the
+file, and keeps its jobs in memory only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+KEPT_DAYS = 400
+BUSY_SECONDS = 5.0
+MOST_JOB_BYTES = 16 << 20  # a job with a larger result does not survive a restart
+_TABLES = """
+CREATE TABLE IF NOT EXISTS usage (day TEXT, client TEXT, model TEXT, calls INTEGER, prompt_tokens INTEGER,
+    answer_tokens INTEGER, PRIMARY KEY (day, client, model)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, body TEXT) WITHOUT ROWID;
+"""
+_ADD = """
+INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (day, client, model) DO UPDATE SET
+    calls = calls + excluded.calls, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    answer_tokens = answer_tokens + excluded.answer_tokens
+"""
+UsageRow = tuple[str, str, str, int, int, int]  # day, client, model, calls, tokens read and written
+log = logging.getLogger("gpu_runtime")
+
+
+def default_file() -> Path:
+    """The path of the file, in the state directory."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home) / "gpu-console" / "serving.sqlite"
+
+
+class Store:
+    """One such file. Its methods may be called from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file `path`, which only this user may read. If it cannot be used, the content is in memory."""
+        self._lock = threading.Lock()
+        self._claim: int | None = None
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            os.close(os.open(path, flags, 0o600))
+            self._db = self._open(str(path))
+            self._claim = self._claimed(path.with_name(f".{path.name}.lock"), flags)
+        except (OSError, sqlite3.Error) as error:
+            log.warning("usage and jobs are kept in memory only: %s: %s", path, error)
+            self._db = self._open(":memory:")
+
+    @property
+    def keeps_jobs(self) -> bool:
+        """Whether jobs are kept in the file. They are not if another server of this user keeps its jobs there."""
+        return self._claim is not None
+
+    def add_usage(self, rows: Iterable[UsageRow]) -> None:
+        """Adds the calls and tokens in `rows`. An error is logged."""
+        self._write(_ADD, list(rows))
+
+    def usage(self, since: str) -> list[UsageRow]:
+        """The usage from the day `since` (such as 2026-01-31) on."""
+        with self._lock, closing(self._db.cursor()) as cursor:
+            return cursor.execute("SELECT * FROM usage WHERE day >= ?", (since,)).fetchall()
+
+    def put_job(self, id: str, body: dict[str, Any]) -> None:
+        """Writes the job with this `id`. An error is logged."""
+        text = json.dumps(body)
+        if self.keeps_jobs and len(text) <= MOST_JOB_BYTES:
+            self._write("INSERT OR REPLACE INTO jobs VALUES (?, ?)", [(id, text)])
+
+    def drop_job(self, id: str) -> None:
+        """Removes the job with this `id`. An error is logged."""
+        self._write("DELETE FROM jobs WHERE id = ?", [(id,)])
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """The jobs of the earlier server."""
+        if not self.keeps_jobs:
+            return []
+        with self._lock, closing(self._db.cursor()) as cursor:
+            rows = cursor.execute("SELECT body FROM jobs").fetchall()
+        return [json.loads(body) for (body,) in rows]
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._db.close()
+            if self._claim is not None:
+                os.close(self._claim)
+                self._claim = None
+
+    def _write(self, statement: str, rows: list[Any]) -> None:
+        try:
+            with self._lock, self._db:
+                self._db.executemany(statement, rows)
+        except sqlite3.Error as error:  # a full disk must not end an answer
+            log.warning("usage or a job could not be written: %s", error)
+
+    @staticmethod
+    def _open(name: str) -> sqlite3.Connection:
+        db = sqlite3.connect(name, timeout=BUSY_SECONDS, check_same_thread=False)
+        db.executescript(_TABLES)
+        with db:
+            db.execute("DELETE FROM usage WHERE day < date('now', ?)", (f"-{KEPT_DAYS} days",))
+        return db
+
+    @staticmethod
+    def _claimed(path: Path, flags: int) -> int | None:
+        handle = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another server runs
+            os.close(handle)
+            return None
+        return handle

@@ -1,0 +1,86 @@
+"""The usage of each visitor: calls and tokens by model and day. It is written to the store about once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from .queue.thread_stream import in_thread
+from .store import Store, UsageRow
+
+WRITE_SECONDS = 1.0  # the longest time for which calls are in memory only
+MOST_DAYS = 400
+_Place = tuple[str, str, str]  # day, client, model
+
+
+class Usage:
+    """Counts the calls of one gateway, in its event loop."""
+
+    def __init__(self, store: Store | None = None, wall: Callable[[], float] = time.time) -> None:
+        """The counts go to `store`; without one they stay in memory. `wall` returns epoch seconds."""
+        self._store = store
+        self._wall = wall
+        self._new: Counter[tuple[_Place, str]] = Counter()
+        self._writing: asyncio.Task[None] | None = None
+
+    def add(self, client: str, facts: dict[str, Any]) -> None:
+        """Counts one call of the visitor `client`. `facts` are those of the request log."""
+        place = (self._day(0), client, facts["model"])
+        self._new[place, "calls"] += 1
+        self._new[place, "prompt_tokens"] += facts["prompt_tokens"]
+        self._new[place, "answer_tokens"] += facts["completion_tokens"]
+        if self._store is not None and self._writing is None:
+            self._writing = asyncio.ensure_future(self._write_soon())
+
+    def of(self, days: int, client: str | None = None) -> list[dict[str, Any]]:
+        """The sums of the last `days` for each client and model, or for one `client`."""
+        since = self._day(days - 1)
+        rows = self._store.usage(since) if self._store is not None else []
+        sums: dict[tuple[str, str], list[int]] = {}
+        for day, who, model, *counts in (*rows, *self._rows()):
+            if day >= since and client in (None, who):
+                known = sums.setdefault((who, model), [0, 0, 0])
+                sums[who, model] = [a + b for a, b in zip(known, counts, strict=True)]
+        names = ("calls", "prompt_tokens", "answer_tokens")
+        return [
+            {"client": who, "model": model, **dict(zip(names, counts, strict=True))}
+            for (who, model), counts in sorted(sums.items())
+        ]
+
+    async def close(self) -> None:
+        """Writes what was counted."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            await self._write()
+
+    async def _write_soon(self) -> None:
+        await asyncio.sleep(WRITE_SECONDS)
+        self._writing = None
+        await self._write()
+
+    async def _write(self) -> None:
+        rows, store = self._rows(), self._store
+        self._new.clear()
+        if rows and store is not None:
+            await in_thread(lambda: store.add_usage(rows))
+
+    def _rows(self) -> list[UsageRow]:
+        places = {place for place, _ in self._new}
+        return [
+            (
+                *place,
+                self._new[place, "calls"],
+                self._new[place, "prompt_tokens"],
+                self._new[place, "answer_tokens"],
+            )
+            for place in places
+        ]
+
+    def _day(self, ago: int) -> str:
+        now = datetime.fromtimestamp(self._wall(), UTC)
+        return (now - timedelta(days=ago)).date().isoformat()
