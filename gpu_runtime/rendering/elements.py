@@ -28,10 +28,11 @@ from . import views
 from .views import Bar, BarSegment, clean
 
 COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
-TEXTURES = 3  # number of classes gpuc-t0 … in style.css: plain, stripes, dots
+# Plain, stripes, dots: the class in style.css, and the character that looks alike.
+TEXTURES = (("", "■"), ("g-t1", "▨"), ("g-t2", "▩"))
 _DARK_COLOURS = ("#0072b2",)  # text on these is white
-_GREY = "rgba(128,128,128,0.5)"  # colour of bytes that belong to no model
-_TRACK = "rgba(128,128,128,0.16)"
+_GREY = "#80808080"  # colour of bytes that belong to no model
+_TRACK = "#80808029"
 _BAR_HEIGHT = "22px"
 _LABEL_FROM = 0.09  # a segment narrower than this fraction of its bar has no label
 
@@ -53,10 +54,11 @@ def _rules() -> list[str]:
 
 def _applies(rule: str, body: str) -> bool:
     """Whether a `rule` of the style sheet has an effect on the HTML `body`."""
-    names = set(re.findall(r"gpuc-\w[\w-]*", rule))
+    names = re.findall(r"\.g-(\w[\w-]*)", rule)
     if names:
-        return any(name in body for name in names)
-    return ".gpuc code" not in rule or "<code" in body
+        return any(f"g-{name}" in body for name in names)
+    tags = re.findall(r"\.gpuc (code|table|tbody|td|th)\b", rule)
+    return not tags or any(f"<{tag}" in body for tag in tags)
 
 
 def page(*parts: str) -> str:
@@ -75,15 +77,16 @@ class Look(NamedTuple):
 
     colour: str
     ink: str  # the colour of text on the model's colour
-    texture: str  # a class of style.css
+    texture: str  # a class of style.css, or empty
+    square: str  # the character that stands before the model's name
 
 
 def look(name: str) -> Look:
     """The colour and texture of the model `name`, which depend only on the name."""
     number = zlib.crc32(name.encode()) >> 8  # the low bits of short names are often equal
     colour = COLOURS[number % len(COLOURS)]
-    ink = "#ffffff" if colour in _DARK_COLOURS else "#000000"
-    return Look(colour, ink, f"gpuc-t{number // len(COLOURS) % TEXTURES}")
+    ink = "#fff" if colour in _DARK_COLOURS else "#000"
+    return Look(colour, ink, *TEXTURES[number // len(COLOURS) % len(TEXTURES)])
 
 
 # -- text ----------------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ def look(name: str) -> Look:
 
 def pill(level: Level) -> str:
     """The pressure `level` as a coloured badge."""
-    return f'<span class="gpuc-level gpuc-{esc(level)}">{esc(level)}</span>'
+    return f'<span class="g-level g-{esc(level)}">{esc(level)}</span>'
 
 
 def code(typed: str) -> str:
@@ -101,13 +104,13 @@ def code(typed: str) -> str:
 
 def line(*parts: str, soft: bool = False) -> str:
     """One line that consists of the non-empty HTML `parts`. `soft` is for less important text."""
-    kind = " gpuc-soft" if soft else ""
-    return f'<div class="gpuc-line{kind}">{" ".join(part for part in parts if part)}</div>'
+    kind = ' class="g-soft"' if soft else ""
+    return f"<div{kind}>{' '.join(part for part in parts if part)}</div>"
 
 
 def pre(lines: str) -> str:
     """The `lines` of text, unchanged, in a fixed-width font."""
-    return f'<pre class="gpuc-pre">{html.escape(lines)}</pre>'
+    return f'<pre class="g-pre">{html.escape(lines)}</pre>'
 
 
 def with_code(sentence: str) -> str:
@@ -118,7 +121,7 @@ def with_code(sentence: str) -> str:
 
 def simulated(snapshot: Snapshot) -> str:
     """A badge if the devices of the `snapshot` are simulated, otherwise an empty text."""
-    return '<span class="gpuc-badge">simulated</span>' if snapshot.simulated else ""
+    return '<span class="g-mark">simulated</span>' if snapshot.simulated else ""
 
 
 # -- bars ----------------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ def bar(drawn: Bar) -> str:
     limit = ""
     if 0 < drawn.limit_bytes < scale:
         limit = (
-            f'<div class="gpuc-limit" title="budget {esc(show_bytes(drawn.limit_bytes))}" '
+            f'<div title="budget {esc(show_bytes(drawn.limit_bytes))}" '
             f'style="position:absolute;top:0px;height:{_BAR_HEIGHT};border-left:2px solid;'
             f'left:{drawn.limit_bytes / scale:.2%}"></div>'
         )
@@ -145,27 +148,27 @@ def track(stretches: str, label: str, over: str = "") -> str:
     Screen readers read `label`.
     """
     return (
-        f'<div class="gpuc-bar" role="img" aria-label="{esc(label)}" '
+        f'<div role="img" aria-label="{esc(label)}" '
         f'style="position:relative;height:{_BAR_HEIGHT};background-color:{_TRACK}">'
-        f'<div class="gpuc-fill" style="height:{_BAR_HEIGHT};overflow:hidden">{stretches}</div>'
+        f'<div class="g-fill" style="height:{_BAR_HEIGHT};overflow:hidden">{stretches}</div>'
         f"{over}</div>"
     )
 
 
 def _segment(segment: BarSegment, part: float) -> str:
-    drawn = look(segment.label) if segment.is_lease else Look(_GREY, "inherit", "")
+    drawn = look(segment.label) if segment.is_lease else Look(_GREY, "inherit", "", "■")
     thin = part < _LABEL_FROM
-    classes = ["gpuc-seg", drawn.texture]
+    classes = ["g-seg", drawn.texture]
     if thin:
-        classes.append("gpuc-thin")
+        classes.append("g-thin")
     if segment.kind != "settled":
-        classes.append(f"gpuc-{segment.kind}")
+        classes.append(f"g-{segment.kind}")
     return stretch(
         part,
         drawn.colour,
         "transparent" if thin else drawn.ink,
         " ".join(filter(None, classes)),
-        segment.title,
+        segment.title if thin else "",
         segment.label,
     )
 
@@ -174,7 +177,7 @@ def stretch(
     part: float,
     colour: str,
     ink: str = "transparent",
-    classes: str = "gpuc-seg",
+    classes: str = "g-seg",
     title: str = "",
     label: str = "",
 ) -> str:
@@ -185,7 +188,9 @@ def stretch(
     hover = f' title="{esc(title)}"' if title else ""
     # A segment that is too short for its label has an empty one, which gives it its height.
     text = "&nbsp;" if ink == "transparent" else esc(label)
-    colours = f"background-color:{colour}" + ("" if ink == "transparent" else f";color:{ink}")
+    colours = f"background-color:{colour}"
+    if ink not in ("transparent", "#000"):  # black is the rule in style.css
+        colours += f";color:{ink}"
     return (
         f'<div class="{classes}"{hover} style="float:left;width:{part:.2%};{colours}">{text}</div>'
     )
@@ -193,12 +198,10 @@ def stretch(
 
 def swatch(row: views.Holding) -> str:
     """A square in the colour of the `row`'s model."""
-    drawn = Look(_GREY, "", f"gpuc-{row.kind}")
+    drawn = Look(_GREY, "", "", "▧")
     if row.kind in ("model", "block", "kernel"):
         drawn = look(row.name)
-    return (
-        f'<span class="gpuc-swatch {drawn.texture}" style="background-color:{drawn.colour}"></span>'
-    )
+    return f'<span style="color:{drawn.colour}">{drawn.square}</span> '
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -209,31 +212,30 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = [list(row) for row in rows]
     columns = _used_columns(cells)
     head = "".join(
-        table_cell("th", esc(headers[n]), "gpuc-num" if headers[n] in _NUMBERS else "")
+        table_cell("th", esc(headers[n]), "g-num" if headers[n] in _NUMBERS else "")
         for n in columns
     )
     return (
-        f'<table class="gpuc-table" style="table-layout:auto"><thead><tr>{head}</tr></thead>'
+        f'<table class="g-rows" style="table-layout:auto"><thead><tr>{head}</tr></thead>'
         f"<tbody>{_body(cells, columns)}</tbody></table>"
     )
 
 
-def devices(rows: Iterable[tuple[str, str, str, str, str]]) -> str:
-    """A table of bars. A row of `rows` is device, bar, bytes, level and remarks, each as HTML."""
+def devices(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """A table of bars. A row of `rows` is device, bar, bytes and remarks, each as HTML."""
     cells = [_device_row(*row) for row in rows]
     return (
-        '<table class="gpuc-devices" style="width:100%;table-layout:auto">'
+        '<table style="width:100%;table-layout:auto">'
         f"<tbody>{_body(cells, _used_columns(cells))}</tbody></table>"
     )
 
 
-def _device_row(id: str, drawn: str, size: str, level: str, remarks: str) -> tuple[str, ...]:
+def _device_row(id: str, drawn: str, size: str, remarks: str) -> tuple[str, ...]:
     return (
-        table_cell("td", id, "gpuc-nowrap"),
-        table_cell("td", drawn, "gpuc-wide", "width:50%;max-width:0px"),
-        table_cell("td", size, "gpuc-num", "white-space:nowrap"),
-        table_cell("td", level),
-        table_cell("td", remarks, "gpuc-soft gpuc-remarks", "min-width:120px" if remarks else ""),
+        table_cell("td", id),
+        table_cell("td", drawn, style="width:50%;max-width:0px"),
+        table_cell("td", size, "g-num"),
+        table_cell("td", remarks, "g-soft g-wrap", "min-width:120px") if remarks else td(""),
     )
 
 
@@ -257,13 +259,11 @@ def _body(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> str:
 def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
     """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
 
-    The alignment of numbers is inline, for a notebook whose style sheet is removed. `style` is
-    further inline style.
+    `style` is inline style, which a notebook keeps when its style sheet is removed. Frontends align
+    cells without a rule to the right.
     """
-    numbers = "text-align:right" if "gpuc-num" in kind else ""
-    inline = ";".join(filter(None, (numbers, style)))
     classes = f' class="{kind}"' if kind else ""
-    styles = f' style="{inline}"' if inline else ""
+    styles = f' style="{style}"' if style else ""
     return f"<{tag}{classes}{styles}>{inner}</{tag}>"
 
 

@@ -51,7 +51,7 @@ def as_html(frame: Any) -> str:
     if not rows:
         return elements.page(elements.line(_nothing(frame.attrs)), sums)
     cells = [
-        [elements.td(cell, "gpuc-num" if n in (3, 4) else "") for n, cell in enumerate(row)]
+        [elements.td(cell, "g-num" if n in (3, 4) else "g-wrap") for n, cell in enumerate(row)]
         for row in rows
     ]
     columns = [elements.table([name.lower() for name in HEADERS], cells), sums]

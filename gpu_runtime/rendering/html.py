@@ -41,14 +41,12 @@ LONGEST_SHOWN = 30  # characters of a name in the table of holders
 def status(snapshot: Snapshot) -> str:
     """The `snapshot` as a page, which shows the devices, the queue, the holders and the last decision."""
     users = len(views.owners(snapshot))
-    shared = f'<span class="gpuc-soft">shared by {users} processes</span>' if users > 1 else ""
+    shared = f'<span class="g-soft">shared by {users} processes</span>' if users > 1 else ""
     head = (
-        f'<div class="gpuc-head"><span class="gpuc-title">{esc(views.device_title(snapshot))}'
-        f"</span> {pill(views.worst_level(snapshot))} {simulated(snapshot)} {shared}</div>"
+        f'<div class="g-head"><b>{esc(views.device_title(snapshot))}</b> '
+        f"{simulated(snapshot)} {shared}</div>"
     )
-    alarms = "".join(
-        f'<div class="gpuc-alarm">{esc(alarm)}</div>' for alarm in words.alarms(snapshot)
-    )
+    alarms = "".join(f'<div class="g-alarm">{esc(alarm)}</div>' for alarm in words.alarms(snapshot))
     return page(
         head, alarms, _devices(snapshot), _queue(snapshot), _holders(snapshot), _past(snapshot)
     )
@@ -62,9 +60,9 @@ def host(snapshot: Snapshot) -> str:
 def _devices(snapshot: Snapshot) -> str:
     rows = []
     for view, drawn in zip(snapshot.devices, views.bars(snapshot), strict=True):
-        fill = f'{esc(views.fill(view))} <span class="gpuc-soft">{view.pressure:.0%}</span>'
+        fill = f'{esc(views.fill(view))} <span class="g-soft">{view.pressure:.0%}</span>'
         remarks = esc(", ".join(views.remarks(snapshot, view)))
-        rows.append((f"<b>{esc(view.device.id)}</b>", bar(drawn), fill, pill(view.level), remarks))
+        rows.append((f"<b>{esc(view.device.id)}</b>", bar(drawn), fill, remarks))
     return devices(rows)
 
 
@@ -83,19 +81,19 @@ def _holders(snapshot: Snapshot) -> str:
 
 
 def _holding(row: views.Holding) -> tuple[str, ...]:
-    in_use = " gpuc-in-use" if row.state.startswith("in use") else ""
-    marks = " ".join(f'<span class="gpuc-mark">{esc(mark)}</span>' for mark in row.marks)
+    in_use = "g-in-use" if row.state.startswith("in use") else ""
+    marks = " ".join(f'<span class="g-mark">{esc(mark)}</span>' for mark in row.marks)
     name = esc(row.name)
     if len(row.name) > LONGEST_SHOWN:  # the end of a longer name is hidden
         name = f'<span title="{name}">{name}</span>'
     name = swatch(row) + name
     return (
-        table_cell("td", name, "gpuc-swatched"),
-        td(text.size(row.bytes), "gpuc-num"),
-        td(row.where, "gpuc-nowrap"),
-        td(row.holder),
+        table_cell("td", name, "g-name"),
+        td(text.size(row.bytes), "g-num"),
+        td(row.where),
+        td(row.holder, "g-wrap"),
         table_cell("td", marks),
-        td(row.state, f"gpuc-nowrap{in_use}"),
+        td(row.state, in_use),
     )
 
 
@@ -105,7 +103,7 @@ def _queue(snapshot: Snapshot) -> str:
         return ""
     items = "".join(f"<li>{esc(sentence)}</li>" for sentence in queue)
     head = f"<b>Waiting: {len(queue)}</b>"
-    return f'<div class="gpuc-wait">{head}<ol class="gpuc-list">{items}</ol></div>'
+    return f'<div class="g-wait">{head}<ol class="g-list">{items}</ol></div>'
 
 
 def _past(snapshot: Snapshot) -> str:
@@ -114,7 +112,7 @@ def _past(snapshot: Snapshot) -> str:
         event = snapshot.events[-1]
         parts.append(
             line(
-                f'<span class="gpuc-soft">Last decision, {clock(event.wall)}:</span>',
+                f'<span class="g-soft">Last decision, {clock(event.wall)}:</span>',
                 f"<b>{esc(event.model)}</b>",
                 esc(words.event_sentence(event)),
             )
@@ -131,7 +129,7 @@ def health(found: Health) -> str:
     """The health `found`, as one line."""
     used = ""
     if found.used_percent is not None:
-        used = f'<span class="gpuc-soft">{found.used_percent:.0f} % used</span>'
+        used = f'<span class="g-soft">{found.used_percent:.0f} % used</span>'
     state = "healthy" if found.healthy else "not healthy"
     return page(line(pill(found.pressure), f"<b>{state}</b>", used, esc(found.message)))
 
@@ -148,7 +146,7 @@ def applied(done: Applied) -> str:
     notes = "".join(f"<li>{esc(note)}</li>" for note in done.notes)
     return page(
         line(f"<b>✓ {esc(head)}</b>", esc(detail)),
-        f'<ul class="gpuc-list">{notes}</ul>' if notes else "",
+        f'<ul class="g-list">{notes}</ul>' if notes else "",
     )
 
 
@@ -159,8 +157,7 @@ def plan(found: Plan, snapshot: Snapshot) -> str:
     """
     mark = "✓" if found.granted else "✗"
     head = (
-        f'<div class="gpuc-head"><span class="gpuc-title">{mark} {esc(words.verdict(found))}'
-        f"</span> {simulated(snapshot)}</div>"
+        f'<div class="g-head"><b>{mark} {esc(words.verdict(found))}</b> {simulated(snapshot)}</div>'
     )
     done = ""
     if found.steps or found.obstacle:
@@ -182,7 +179,7 @@ def _plan_needs(found: Plan) -> str:
     if needs:
         parts.append(line(f"Needs {esc(needs)}{esc(words.on_cards(found))}", soft=True))
     rows = [
-        (td(part, "gpuc-nowrap"), td(size, "gpuc-num"), td(source, "gpuc-soft"))
+        (td(part), td(size, "g-num"), td(source, "g-soft g-wrap"))
         for part, size, source in words.parts(found)
     ]
     if rows:
@@ -196,11 +193,11 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> str:
     if found.steps:
         sentences = [words.step_sentence(snapshot, step) for step in found.steps]
         items = "".join(f"<li>{esc(sentence)}</li>" for sentence in sentences)
-        parts.append(f'<ol class="gpuc-list">{items}</ol>')
+        parts.append(f'<ol class="g-list">{items}</ol>')
     after = views.bars_after(snapshot, found.steps)
     if after:
         rows = [
-            (f"<b>{esc(one.device.id)}</b>", bar(one), esc(show_bytes(one.used_bytes)), "", "")
+            (f"<b>{esc(one.device.id)}</b>", bar(one), esc(show_bytes(one.used_bytes)), "")
             for one in after
         ]
         parts.append(line("Then:", soft=True) + devices(rows))
@@ -212,7 +209,7 @@ def _plan_alternatives(found: Plan) -> str:
     if not others:
         return ""
     headers = ("also considered" if found.granted else "considered", "why not")
-    return table(headers, [(td(place, "gpuc-nowrap"), td(because)) for place, because in others])
+    return table(headers, [(td(place), td(because, "g-wrap")) for place, because in others])
 
 
 def why(name: str, events: Sequence[Event]) -> str:
@@ -239,7 +236,7 @@ def _replay_row(one: Replayed) -> tuple[str, ...]:
 
 def _event_row(event: Event) -> tuple[str, str]:
     sentence = f"<b>{esc(event.model)}</b> {esc(words.event_sentence(event))}"
-    return td(clock(event.wall), "gpuc-nowrap gpuc-soft"), table_cell("td", sentence)
+    return td(clock(event.wall), "g-soft"), table_cell("td", sentence, "g-wrap")
 
 
 def config(rows: Sequence[Any]) -> str:
@@ -250,9 +247,9 @@ def config(rows: Sequence[Any]) -> str:
 def _setting_row(row: Any) -> tuple[str, ...]:
     return (
         table_cell("td", code(row.name)),
-        td(row.value, "gpuc-nowrap"),
-        td("" if row.source == "default" else row.source),
-        td(row.doc, "gpuc-soft"),
+        td(row.value),
+        td("" if row.source == "default" else row.source, "g-wrap"),
+        td(row.doc, "g-soft g-wrap"),
     )
 
 
@@ -264,4 +261,4 @@ def preset(settings: Mapping[str, str]) -> str:
 def progress(title: str, part: float, note: str) -> str:
     """The progress of a load: its `title`, a bar of which `part` (0 to 1) is done, and a `note`."""
     drawn = stretch(part, COLOURS[2]) if part else ""
-    return page(devices([(f"<b>{esc(title)}</b>", track(drawn, note), esc(note), "", "")]))
+    return page(devices([(f"<b>{esc(title)}</b>", track(drawn, note), esc(note), "")]))

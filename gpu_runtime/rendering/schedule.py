@@ -26,7 +26,7 @@ def as_html(schedule: Schedule) -> str:
     notes = [elements.line(elements.esc(note), soft=True) for note in _notes(schedule)]
     if not schedule.models:
         return elements.page(elements.line(elements.with_code(NOTHING)), *notes)
-    rows = [[elements.td(cell) for cell in _row(model)] for model in schedule.models]
+    rows = [[elements.td(cell, "g-wrap") for cell in _row(model)] for model in schedule.models]
     return elements.page(elements.table([name.lower() for name in HEADERS], rows), *notes)
 
 

@@ -40,9 +40,8 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
     Commands in the text begin with `prompt`.
     """
-    title = f"{views.device_title(snapshot)} · pressure {views.worst_level(snapshot)}"
     sections = [
-        [title, *words.alarms(snapshot)],
+        [views.device_title(snapshot), *words.alarms(snapshot)],
         list(_devices(snapshot)),
         _holders(snapshot, prompt),
         _queue(snapshot),
@@ -63,10 +62,7 @@ def _devices(snapshot: Snapshot) -> Iterable[str]:
         drawn, legend = draw(bar)
         remarks = ", ".join(views.remarks(snapshot, view))
         fill = f"{views.fill(view):>{fill_width}}"
-        yield (
-            f"{view.device.id:{id_width}}  {drawn}  {fill}  {view.pressure:>5.0%}  "
-            f"{view.level:8}  {remarks}"
-        ).rstrip()
+        yield f"{view.device.id:{id_width}}  {drawn}  {fill}  {view.pressure:>5.0%}  {remarks}".rstrip()
         if legend:
             yield f"{'':{id_width}}  {legend}"
 

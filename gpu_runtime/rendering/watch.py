@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpu_runtime.facts import UNUSUAL, Level, Snapshot
+from gpu_runtime.facts import Snapshot
 from gpu_runtime.units import show_seconds
 
 from . import text, views, words
 
-BOLD, DIM, RED, ORANGE, GREEN, BLUE = "1", "2", "31;1", "33", "32", "36"
-_OF_LEVEL = {Level.LOW: GREEN, Level.MODERATE: BLUE, Level.HIGH: ORANGE, Level.CRITICAL: ORANGE}
+BOLD, DIM, RED, ORANGE = "1", "2", "31;1", "33"
 _HEADERS = ("MODEL", "SIZE", "WHERE", "HELD BY", "IMPORTANCE", "STATE")
 _LEAST_WIDTH = 20
 
@@ -33,17 +32,18 @@ def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
 
 def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
     """Each line with its colour, in order."""
-    title = f"{views.device_title(snapshot)} · pressure {views.worst_level(snapshot)}"
-    yield BOLD, f"{title} · {now} · Ctrl-C ends"
-    for problem in problems(snapshot):
+    yield BOLD, f"{views.device_title(snapshot)} · {now} · Ctrl-C ends"
+    for problem in words.alarms(snapshot):
         yield RED, f"! {problem}"
+    for request in _waiting(snapshot):
+        yield ORANGE, f"! {request}"
     yield "", ""
     id_width = max((len(view.device.id) for view in snapshot.devices), default=0)
     for view, bar in zip(snapshot.devices, views.bars(snapshot), strict=True):
         drawn, legend = text.draw(bar)
         remarks = ", ".join(views.remarks(snapshot, view))
         line = f"{view.device.id:{id_width}}  {drawn}  {views.fill(view)}  {view.pressure:.0%}  "
-        yield _OF_LEVEL.get(view.level, ""), f"{line}{view.level}  {remarks}".rstrip()
+        yield "", f"{line}{remarks}".rstrip()
         if legend:
             yield "", f"{'':{id_width}}  {legend}"
     yield "", ""
@@ -57,19 +57,15 @@ def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
         yield DIM if not place else BOLD if in_use else "", line
 
 
-def problems(snapshot: Snapshot) -> list[str]:
-    """What needs a person, as sentences: faults, processes that do not answer, requests that wait."""
-    found = list(words.alarms(snapshot))
-    for id, presence in snapshot.presences.items():
-        if presence.state in UNUSUAL and id in snapshot.sections:
-            found.append(f"{views.holder(snapshot, id)} keeps its memory")
+def _waiting(snapshot: Snapshot) -> Iterator[str]:
+    """The requests that wait for room, as sentences: who waits, how long, for what and why."""
     for ticket in snapshot.tickets:
         if ticket.verb == "use":
             waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))
             because = f": {ticket.because}" if ticket.because else ""
             name = "" if ticket.name == words.KERNEL else f" for {ticket.name}"
-            found.append(f"{views.holder(snapshot, ticket.owner)} waits {waited}{name}{because}")
-    return [views.clean(one) for one in found]
+            who = views.holder(snapshot, ticket.owner)
+            yield views.clean(f"{who} waits {waited}{name}{because}")
 
 
 def _cut(line: str, width: int) -> str:

@@ -17,10 +17,11 @@ from gpu_runtime.facts import (
     Step,
     Ticket,
     importance_name,
+    problems,
 )
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .views import clean, holder, lease_name
+from .views import clean, clock, holder, lease_name
 
 KERNEL = "kernel"  # the name of the lease for a notebook's own memory
 QUIET_SECONDS = 10.0  # a host is shown as quiet after so long without an update by any owner
@@ -120,17 +121,14 @@ def counters(snapshot: Snapshot) -> str:
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
-    """Sentences about faults, which are shown before everything else.
+    """Sentences that are shown before everything else: a governor that is off, and the problems.
 
-    The faults in a `snapshot` are a governor that is off, an owner's section that cannot be read,
-    and a monitor that fails.
+    A problem of the `snapshot` whose beginning is known says since when it lasts.
     """
-    found = []
-    if not snapshot.governed:
-        found.append(GOVERNOR_OFF)
-    found += [clean(str(unread)) for unread in snapshot.quarantined]
-    if snapshot.degraded:
-        found.append(f"The monitor cannot see: {snapshot.degraded}")
+    found = [] if snapshot.governed else [GOVERNOR_OFF]
+    for problem in problems(snapshot):
+        since = f" Since {clock(problem.wall)}." if problem.wall else ""
+        found.append(clean(problem) + since)
     return found
 
 

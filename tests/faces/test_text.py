@@ -26,11 +26,11 @@ def test_status_shows_devices_holders_and_the_last_decision():
     assert (
         text.status(samples.busy)
         == """\
-1 simulated GPU · pressure HIGH
+1 simulated GPU
 
-sim:0  ███████████████████▓▓▓▓▓·····│··  18.0 of 21.6 GiB    83%  HIGH
+sim:0  ███████████████████▓▓▓▓▓·····│··  18.0 of 21.6 GiB    83%
        █ qwen 14.0 GiB  ▓ reranker 4.0 GiB
-host   ████············│···············   8.0 of 32.0 GiB    25%  LOW       warm pool: 1 model
+host   ████············│···············   8.0 of 32.0 GiB    25%  warm pool: 1 model
        █ llama 8.0 GiB
 
 MODEL         SIZE  WHERE  HELD BY                         IMPORTANCE  STATE
@@ -48,13 +48,13 @@ def test_status_shows_an_overdraft_other_programs_and_a_failing_monitor():
     assert (
         text.status(samples.overdraft)
         == """\
-1 × NVIDIA H100 · pressure CRITICAL
+1 × NVIDIA H100
 The monitor cannot see: cuda:0 did not answer 5 times in a row; next try in 30 s
+cuda:0 is over its budget by 1.4 GiB. Nothing is granted on it.
 
-cuda:0  ███████████████████▓▓▓▓▓▓▓▓▓▓│▓░  23.0 of 21.6 GiB   106%  CRITICAL  over its budget by 1.4 GiB, measured \
-23.5 GiB, 37 % busy
+cuda:0  ███████████████████▓▓▓▓▓▓▓▓▓▓│▓░  23.0 of 21.6 GiB   106%  measured 23.5 GiB, 37 % busy
         █ qwen 14.0 GiB  ▓ llama 9.0 GiB  ░ other programs 512 MiB
-host    ················│···············   0 B of 32.0 GiB     0%  LOW       warm pool: 0 models
+host    ················│···············   0 B of 32.0 GiB     0%  warm pool: 0 models
 
 MODEL               SIZE  WHERE   HELD BY                         STATE
 qwen            14.0 GiB  cuda:0  this process                    idle 12 s

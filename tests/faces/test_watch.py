@@ -25,12 +25,12 @@ def test_the_largest_holder_is_first():
     assert [line.split()[0] for line in table] == ["qwen", "llama", "reranker"]
 
 
-def test_problems_are_on_top_in_red():
-    """A request that waits and a fault of the monitor need a person."""
+def test_problems_are_on_top_in_red_and_requests_that_wait_follow():
+    """A fault of the monitor needs a person. A request that waits may need one."""
     troubled = replace(samples.waiting, degraded="nvidia-smi hangs")
     lines = watch.screen(troubled, 200, 60, "12:00:00")
     assert lines[1].startswith("\x1b[31;1m! The monitor cannot see: nvidia-smi hangs")
-    assert " waits " in lines[2] and lines[2].startswith("\x1b[31;1m!")
+    assert " waits " in lines[2] and lines[2].startswith("\x1b[33m!")
     assert not [line for line in shown(samples.empty) if line.startswith("!")]
 
 
