@@ -213,6 +213,8 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
     found = []
     if view.drained is not None:
         found.append(f"drained by {view.drained.by} since {clock(view.drained.wall)}")
+    if view.claimed_bytes > view.limit_bytes:
+        found.append(f"over its budget by {show_bytes(view.claimed_bytes - view.limit_bytes)}")
     found += _measured_remark(view)
     if view.sample is not None and view.sample.utilisation_percent is not None:
         found.append(f"{view.sample.utilisation_percent:.0f} % busy")

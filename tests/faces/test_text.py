@@ -52,7 +52,8 @@ def test_status_shows_an_overdraft_other_programs_and_a_failing_monitor():
 The monitor cannot see: cuda:0 did not answer 5 times in a row; next try in 30 s
 cuda:0 is over its budget by 1.4 GiB. Nothing is granted on it.
 
-cuda:0  ███████████████████▓▓▓▓▓▓▓▓▓▓│▓░  23.0 of 21.6 GiB   106%  measured 23.5 GiB, 37 % busy
+cuda:0  ███████████████████▓▓▓▓▓▓▓▓▓▓│▓░  23.0 of 21.6 GiB   106%  over its budget by 1.4 GiB, measured \
+23.5 GiB, 37 % busy
         █ qwen 14.0 GiB  ▓ llama 9.0 GiB  ░ other programs 512 MiB
 host    ················│···············   0 B of 32.0 GiB     0%  warm pool: 0 models
 
