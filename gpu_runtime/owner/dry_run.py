@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from ..arguments import RULES, read
 from ..backends.missing import AbsentBackend
 from ..backends.registry import open_backend
@@ -15,6 +17,7 @@ from ..catalog.entries import obstacle
 from ..errors import BadSetting, BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
 from ..facts import NORMAL, Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
+from ..scheduler import placement
 from ..units import parse_room, show_bytes
 from . import demand, loading
 from .loading import Described
@@ -23,6 +26,7 @@ from .session import Session
 
 # A number of parameters such as 7B in the name of a model. It does not mean seven bytes.
 _PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")
+PLACED = ("devices", "layout")  # options of a size that only a model can have
 _LIKE_A_SIZE = re.compile(r"\s*[-+]?[\d._,]+\s*[a-zA-Z]{0,3}\s*$")
 
 
@@ -47,18 +51,28 @@ def size_in(words: str | int) -> int | None:
         return None
 
 
+def is_placed(given: dict[str, Any]) -> bool:
+    """Whether the `given` options say where a size should be placed. No command can do that."""
+    return any(name in given for name in PLACED)
+
+
 def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
     """The request for a lease of `size` bytes for the user's code.
 
-    Raises BadSetting if an option other than the importance is `given`.
+    With `devices` or a `layout`, the size is placed as a model of that size would be. Raises
+    BadSetting if another option than these and the importance is `given`.
     """
     for name, value in given.items():
-        if name != "importance":
+        if name not in ("importance", *PLACED):
             raise BadSetting(name, value, "left out: a size has no such option")
     rank = read("importance", given.get("importance", NORMAL), RULES["importance"])
     name = f"a lease of {show_bytes(size)}"
     wanted = Lease(session.me, name, kind="block", importance=rank)
     rules = PlacementRules(policy=session.settings.gpu_placement)
+    if is_placed(given):
+        devices = read("devices", given.get("devices", ()), RULES["register.devices"])
+        layout = placement.check_layout(given.get("layout", "auto"))
+        rules = replace(session.settings.placement(), devices=devices, layout=layout)
     return Subject(wanted, Footprint.of(size), rules)
 
 

@@ -328,7 +328,9 @@ def plan(
     )
     found = plan_request(book, request, world, session.rank)
     typed = given if timeout is None else {**given, "timeout": timeout}
-    if subject.wanted.kind == "block":
+    if subject.wanted.kind == "block" and dry_run.is_placed(given):
+        command = ""
+    elif subject.wanted.kind == "block":
         size = name_or_size if isinstance(name_or_size, str) else f"{name_or_size}B"
         command = " ".join(["".join(size.split()), *loading.flags(typed)])
     else:

@@ -366,6 +366,25 @@ def test_the_timeline_follows_a_kernel_and_keeps_what_is_open(opened, kernel):
     assert seen.errors == []
 
 
+def test_what_if_answers_the_question_and_then_preloads(opened, kernel):
+    """The answer follows the kernel: the model leaves, and the plan says that it fits now."""
+    seen = opened()
+    seen.tab("What if")
+    page = seen.page
+    page.get_by_label("or a size, such as 14 GiB").fill("30 GiB")
+    page.keyboard.press("Enter")
+    page.get_by_text("Never, as things are").wait_for()
+    page.get_by_role("combobox", name="A model").click()
+    page.locator("li", has_text="qwen").first.click()
+    page.get_by_text("qwen is loaded already").wait_for()
+    assert kernel.tell("rt.evict('qwen')") == "done"
+    page.get_by_text("Now · qwen fits in the free memory").wait_for()
+    page.get_by_role("button", name="Preload").click()
+    page.locator("[role=dialog] button", has_text="Preload").click()
+    page.get_by_text("qwen is loaded already").wait_for()
+    assert where(kernel) == "sim:0" and seen.errors == []
+
+
 def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):
     """There is no other kernel that could notice the death, so the server of the page notices it."""
     seen = opened()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from gpu_panels.data import bars, whatif
 from gpu_panels.data.whatif import PlanAnswer, after, answer, details, evicted, model_choices
-from gpu_panels.tabs.whatif import NO_MODEL, WhatIfTab, request_plan
+from gpu_panels.tabs.whatif import ANY, NO_MODEL, USUAL, WhatIfTab, Wish, replayed, request_plan
 from msgspec.structs import replace
 
+from gpu_runtime import Runtime
 from gpu_runtime.facts import HOST, Drop, Lease, Load, ModelSpec, Move, Plan, Share
 from gpu_runtime.units import GIB
 
@@ -78,7 +80,9 @@ def test_an_evicted_model_is_named_with_its_process_and_its_move():
 
 def test_the_answer_shows_verdict_reason_and_evicted_models():
     found = words(answer(PlanAnswer(PLAN), samples.busy))
-    assert found.startswith("✓ gemma fits once 1 other is evicted qwen was used least recently.")
+    assert found.startswith(
+        "✓ After 1 model left · gemma fits once 1 other is evicted qwen was used least recently."
+    )
     assert "Would be evicted qwen (14.0 GiB) of train.ipynb" in found
     more = words(details(PlanAnswer(PLAN), samples.busy))
     assert "move qwen (14.0 GiB) from sim:0 to host load gemma (12.0 GiB) on sim:0" in more
@@ -87,7 +91,7 @@ def test_the_answer_shows_verdict_reason_and_evicted_models():
 
 def test_a_refusal_is_shown_without_bars():
     assert words(answer(PlanAnswer(samples.refused), samples.busy)).startswith(
-        "✗ gemma does not fit now"
+        "◷ It waits · gemma does not fit now"
     )
     assert whatif.touched(samples.refused.steps) == []
 
@@ -116,7 +120,7 @@ def test_the_choices_are_all_models_that_can_be_planned_for():
 
 @pytest.mark.parametrize("typed", ["14 Gob", "0", "-3 GiB", "<b>", "nobody"])
 def test_bad_input_gets_one_clear_message(rt, typed):
-    found = request_plan(rt, typed, ["qwen"])
+    found = request_plan(rt, Wish(typed), ["qwen"])
     assert found.plan is None
     assert "is not a size" in found.error and found.error.endswith("Or choose one of the models.")
 
@@ -124,7 +128,7 @@ def test_bad_input_gets_one_clear_message(rt, typed):
 def test_a_typed_path_is_not_read(rt, monkeypatch, tmp_path):
     """A viewer could otherwise make the server read any file by typing its path."""
     monkeypatch.setattr(rt, "plan", lambda *_: pytest.fail("planned"))
-    assert "is not a size" in request_plan(rt, str(tmp_path), ["qwen"]).error
+    assert "is not a size" in request_plan(rt, Wish(str(tmp_path)), ["qwen"]).error
 
 
 def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
@@ -133,8 +137,8 @@ def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
     rt.preload("a")
     before = rt.status()
     found, size = (
-        request_plan(rt, "b", model_choices(before)).plan,
-        request_plan(rt, "2 GiB", model_choices(before)).plan,
+        request_plan(rt, Wish("b"), model_choices(before)).plan,
+        request_plan(rt, Wish("2 GiB"), model_choices(before)).plan,
     )
     assert found.granted and size.granted
     then = after(before, found.steps)
@@ -179,3 +183,75 @@ def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
     assert not tab.devices.visible and "does not fit now" in tab.answer.html
     tab.model.value = "llama"
     assert tab.size.value == ""
+
+
+def test_a_choice_of_cards_layout_and_importance_is_asked_too():
+    """What is left as registered is no option, since a lease of another process has none."""
+    asked = []
+    tab = opened(
+        WhatIfTab, samples.busy, plan=lambda words, **options: asked.append(options) or PLAN
+    )
+    assert tab.cards.options == [ANY, "sim:0"]
+    tab.model.value = "qwen"
+    refresh(tab)
+    tab.cards.value, tab.layout.value, tab.importance.value = "sim:0", "balanced", "high"
+    refresh(tab)
+    assert asked[0] == {}
+    assert asked[-1] == {"devices": "sim:0", "layout": "balanced", "importance": "high"}
+    assert Wish("qwen", ANY, USUAL, USUAL).options == {}
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (Wish("2 GiB"), "✓ Now · "),
+        (Wish("14 GiB"), "✓ After 1 model left · "),
+        (Wish("in use"), "◷ It waits · "),
+        (Wish("30 GiB"), "✗ Never, as things are · "),
+        (Wish("30 GiB", layout="balanced"), "✓ After 2 models left · "),
+    ],
+)
+def test_the_verdict_is_now_after_a_departure_after_a_wait_or_never(ask, words):
+    """30 GiB fit on no card, but two cards can share them."""
+    with Runtime(devices="sim:2x24GiB", ledger="memory:", monitor=False) as rt:
+        for name in ("a", "b"):
+            rt.register(name, backend="fake", size="14GiB")
+            rt.preload(name)
+        rt.register("in use", backend="fake", size="20GiB")
+        with rt.use("a") if ask.subject == "in use" else nullcontext():
+            with rt.use("b") if ask.subject == "in use" else nullcontext():
+                found = request_plan(rt, ask, ["in use"])
+    assert whatif.verdict(found.plan).startswith(words)
+
+
+def test_preload_names_the_process_that_has_the_model():
+    both = samples.snapshot(samples.lease("qwen", 1), samples.lease("llama", 1, owner=samples.BOB))
+    assert whatif.preload_target("llama", both) == f"{samples.BOB.id}/llama"
+    assert whatif.preload_target("qwen@4000", both) == f"{samples.ME.id}/qwen"
+    assert whatif.preload_target("catalogued", both) == "/catalogued"
+
+
+def row(host, wait, engine="full", requests=9):
+    return {"host_bytes": host * GIB, "wait_s": wait, "engine": engine, "requests": requests}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row(128, 100.0), row(256, 62.0)], "With 256 GiB of RAM for models instead of 128 GiB,"),
+        ([row(256, 62.0), row(128, 100.0), row(128, 500, "plain")], "would have been 38 % less"),
+        ([row(128, 50.0), row(256, 50.0)], "would have been the same"),
+        ([row(128, 0.0), row(256, 0.0)], "Nobody waited in the last 7 days"),
+    ],
+)
+def test_more_ram_in_one_sentence(rows, words):
+    """The row of the plain engine is a reference, and not this one."""
+    assert words in whatif.ram_sentence(rows, 7)
+
+
+def test_the_replay_of_a_real_journal_is_a_sentence(rt):
+    assert replayed(rt, rt.status()).startswith("The journal of the last 7 days has no use")
+    for name in ("a", "b"):
+        rt.register(name, backend="fake", size="14GiB")
+        rt.preload(name)
+    assert "replay of 2 requests" in replayed(rt, rt.status())

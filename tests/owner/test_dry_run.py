@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from gpu_runtime import Runtime
 from gpu_runtime.errors import (
     AmbiguousName,
     BadSetting,
@@ -213,3 +214,15 @@ def test_a_factory_that_cannot_be_sized_shows_its_own_error(rt):
 
     with pytest.raises(UnknownSize, match=r"its factory failed .*\(RuntimeError: needs a card\)"):
         rt.register("net", factory)
+
+
+def test_a_size_with_a_layout_is_placed_as_a_model_of_that_size():
+    """30 GiB fit on no card. No command places a size so, so none is printed."""
+    with Runtime(devices="sim:2x24GiB", ledger="memory:", monitor=False) as rt:
+        assert not rt.plan("30GiB").granted
+        found = rt.plan("30GiB", layout="balanced")
+        assert {share.device for share in found.shares} == {"sim:0", "sim:1"}
+        assert found.command == "" and rt.plan("2GiB").command == "2GiB"
+        assert rt.plan("2GiB", devices="sim:1").shares[0].device == "sim:1"
+        with pytest.raises(BadSetting, match="layout"):
+            rt.plan("2GiB", layout="diagonal")

@@ -6,7 +6,7 @@ This module is pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,6 +19,7 @@ from gpu_runtime.facts import (
     Move,
     Phase,
     Plan,
+    PlanLevel,
     Section,
     Shares,
     Snapshot,
@@ -178,9 +179,8 @@ def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
     plan = found.plan
     if plan is None:
         return f'<div class="alarm">{_lines(found.error)}</div>'
-    mark = "✓" if plan.granted else "✗"
     parts = [
-        f'<div class="verdict">{mark} {esc(words.verdict(plan))}</div>',
+        f'<div class="verdict">{esc(verdict(plan))}</div>',
         f"<p>{esc(plan.because)}</p>",
     ]
     if plan.obstacle:
@@ -191,6 +191,55 @@ def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
     elif plan.granted:
         parts.append('<p class="soft">No model would be evicted.</p>')
     return "".join(parts)
+
+
+def verdict(plan: Plan) -> str:
+    """The answer in one line: now, after others have left, after a wait, or never."""
+    leaving = len({step.lease for step in plan.steps if lease_name(step.lease) != plan.name})
+    if plan.level is PlanLevel.NEVER:
+        answer = "✗ Never, as things are"
+    elif not plan.granted:
+        answer = "◷ It waits"
+    elif leaving:
+        answer = f"✓ After {leaving} model{'' if leaving == 1 else 's'} left"
+    else:
+        answer = "✓ Now"
+    return f"{answer} · {words.verdict(plan)}"
+
+
+def preload_target(subject: str, snapshot: Snapshot) -> str:
+    """The target of Preload for the model `subject` of `model_choices`: owner id / model name."""
+    bare, _, pid = subject.rpartition("@")
+    name = bare if bare and pid.isdigit() else subject
+    for id, section in snapshot.sections.items():
+        has_it = section.lease(name) or name in snapshot.names.get(id, ())
+        if has_it and (name == subject or str(section.owner.pid) == pid):
+            return f"{id}/{name}"
+    return f"/{name}"
+
+
+def host_choices(snapshot: Snapshot) -> tuple[int, int, int]:
+    """The card to replay, and the host memory for models: as it is now, and twice as much. In bytes."""
+    cards = [view.limit_bytes for view in snapshot.devices if not view.device.is_host]
+    host = sum(view.limit_bytes for view in snapshot.devices if view.device.is_host)
+    return max(cards, default=0), host, 2 * host
+
+
+def ram_sentence(rows: Sequence[Mapping[str, Any]], days: float) -> str:
+    """What more host memory would have changed, from the `rows` of `rt.backtest` for two sizes."""
+    of_ours = [row for row in rows if row["engine"] == "full"]
+    now = min(of_ours, key=lambda row: row["host_bytes"])
+    more = max(of_ours, key=lambda row: row["host_bytes"])
+    size, was = show_bytes(int(more["host_bytes"])), show_bytes(int(now["host_bytes"]))
+    requests, waited = int(now["requests"]), float(now["wait_s"])
+    if not requests or waited <= 0:
+        return f"Nobody waited in the last {days:g} days, in a replay of {requests} requests."
+    less = round(100 * (1 - float(more["wait_s"]) / waited))
+    change = f"{less} % less" if less > 0 else "the same"
+    return (
+        f"With {size} of RAM for models instead of {was}, the waiting of the last {days:g} days "
+        f"would have been {change} (a replay of {requests} requests on one card)."
+    )
 
 
 def details(found: PlanAnswer, snapshot: Snapshot) -> str:

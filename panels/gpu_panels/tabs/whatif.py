@@ -3,50 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import msgspec
 import panel as pn
 import panel_material_ui as pmui
 
-from gpu_runtime.errors import BadSize, GpuError
-from gpu_runtime.facts import Snapshot, Step
+from gpu_runtime import threads
+from gpu_runtime.errors import BadSetting, BadSize, GpuError
+from gpu_runtime.facts import HOST, IMPORTANCE, PlanLevel, Snapshot, Step
+from gpu_runtime.rendering.elements import esc
 from gpu_runtime.units import parse_room
 
 from ..actions import Actions
 from ..data import whatif
 from ..data.bars import bars
-from ..data.device_rows import device_rows, encoded, labels
+from ..data.device_rows import Rows, device_rows, encoded, labels
 from ..data.whatif import PlanAnswer
 from ..palette import SHARED
 from ..poller import Poller
 from ..widgets.devices import Devices
 from ..widgets.prose import Prose
 from .base import Tab
-from .controls import SELECT
+from .controls import BUTTONS, SELECT
 
 FETCH_SECONDS = 2.0
 NO_MODEL = "choose …"
+ANY, USUAL = "any card", "as registered"
+LAYOUTS = (USUAL, "single", "balanced", "proportional", "whole")
+DAYS = 7.0  # of the history that is replayed
 HINT = (
-    "Choose a model, or type a size such as <code>14 GiB</code>, to see what would happen: where "
-    "it would be placed, which models would be evicted, and the devices after that. This is a dry "
-    "run: it changes nothing."
+    "Choose a model, or type a size such as <code>14 GiB</code>, to see what would happen: now, "
+    "after others have left, after a wait, or never. This is a dry run: it changes nothing."
 )
 
 
-def request_plan(rt: Any, subject: str, models: Collection[str]) -> PlanAnswer:
-    """The plan of the runtime `rt` for `subject`: one of `models`, or a size such as `14 GiB`.
+class Wish(NamedTuple):
+    """What a visitor asks. The texts come from a browser, and are checked in `request_plan`."""
+
+    subject: str
+    cards: str = ANY
+    layout: str = USUAL
+    importance: str = USUAL
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options of `rt.plan` that differ from the registration."""
+        wished = {"devices": self.cards, "layout": self.layout, "importance": self.importance}
+        return {name: value for name, value in wished.items() if value not in (ANY, USUAL)}
+
+
+def request_plan(rt: Any, wish: Wish, models: Collection[str]) -> PlanAnswer:
+    """The plan of the runtime `rt` for the `wish`: one of `models`, or a size such as `14 GiB`.
 
     Any other text is an error. The text is never used as the path of a file, since a visitor must not
     make the server read files.
     """
     try:
-        wanted = subject if subject in models else parse_room(subject)
-        return PlanAnswer(rt.plan(wanted))
+        wanted = wish.subject if wish.subject in models else parse_room(wish.subject)
+        return PlanAnswer(rt.plan(wanted, **wish.options))
     except BadSize as error:
         return PlanAnswer(error=f"{error} Or choose one of the models.")
     except GpuError as error:
         return PlanAnswer(error=str(error))
+
+
+def replayed(rt: Any, snapshot: Snapshot) -> str:
+    """The sentence on more host memory, from a replay of the last days. It may take seconds."""
+    card, now, more = whatif.host_choices(snapshot)
+    try:
+        frame = rt.backtest(days=DAYS, policy="lru", device=f"{card}B", host=f"{now}B,{more}B")
+        return whatif.ram_sentence(frame.to_dict("records"), DAYS)
+    except BadSetting:
+        return (
+            f"The journal of the last {DAYS:g} days has no use of a model that could be replayed."
+        )
+    except GpuError as error:
+        return str(error)
 
 
 def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
@@ -65,7 +99,9 @@ def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
         for when, row in zip(both, pair, strict=True)
         if row.id in touched
     ]
-    return encoded(msgspec.structs.replace(both["now"], rows=tuple(rows)))
+    has_card = any(device != HOST for device in touched)
+    ticks = both["now"].ticks if has_card else ()  # the axis is that of the cards
+    return encoded(Rows(ticks, tuple(rows)))
 
 
 class WhatIfTab(Tab):
@@ -86,16 +122,41 @@ class WhatIfTab(Tab):
         self.size = pmui.TextInput(
             label="or a size, such as 14 GiB", size="small", width=300, margin=(10, 10)
         )
+        look: dict[str, Any] = {"width": 160, "margin": (10, 10), **SELECT}
+        self.cards = pmui.Select(label="Cards", options=[ANY], value=ANY, **look)
+        self.layout = pmui.Select(label="Layout", options=list(LAYOUTS), value=USUAL, **look)
+        ranks = [USUAL, *IMPORTANCE]
+        self.importance = pmui.Select(label="Importance", options=ranks, value=USUAL, **look)
+        for choice in (self.cards, self.layout, self.importance):
+            choice.param.watch(lambda _: self.update_again(), "value")
+        self.preload = pmui.Button(label="Preload", visible=False, **BUTTONS)
+        self.preload.on_click(lambda _: self._preload())
+        self.more_ram = pmui.Button(
+            label="Would more RAM have helped?", variant="outlined", **BUTTONS
+        )
+        self.more_ram.on_click(lambda _: self._ask_replay())
+        self._replies: SimpleQueue[str] = SimpleQueue()  # from the threads that replay
+        self.replay = Prose(margin=(4, 10))
+        self.in_address(
+            model=self.model,
+            size=self.size,
+            cards=self.cards,
+            layout=self.layout,
+            importance=self.importance,
+        )
         self.model.param.watch(self._model_chosen, "value")
         self.size.param.watch(self._size_typed, "value")
         self.answer = Prose(f'<div class="hint">{HINT}</div>', margin=(4, 10))
         self.details = Prose(margin=(4, 10))
         self.devices = Devices(visible=False, margin=(4, 10))
         self.panel = pn.Column(
-            pn.FlexBox(self.model, self.size, sizing_mode="stretch_width"),
+            pn.FlexBox(self.model, self.size, self.cards, self.layout, self.importance),
             self.answer,
+            self.preload,
             self.devices,
             self.details,
+            self.more_ram,
+            self.replay,
             sizing_mode="stretch_width",
         )
 
@@ -103,7 +164,8 @@ class WhatIfTab(Tab):
         """Shows the plan for the chosen model or typed size, and its effect on `snapshot`."""
         models = self._offer_models(snapshot)
         subject = self._subject()
-        found = self._plan(subject, models) if subject else None
+        wish = Wish(subject, self.cards.value, self.layout.value, self.importance.value)
+        found = self._plan(wish, models) if subject else None
         if not subject:
             text = f'<div class="hint">{HINT}</div>'
         elif found is None:
@@ -112,7 +174,14 @@ class WhatIfTab(Tab):
             text = whatif.answer(found, snapshot)
         self.answer.show(text)
         self.details.show(whatif.details(found, snapshot) if found else "")
-        self._draw(snapshot, found.plan.steps if found and found.plan else ())
+        plan = found.plan if found else None
+        self._draw(snapshot, plan.steps if plan else ())
+        is_useful = plan is not None and plan.level not in (PlanLevel.HERE, PlanLevel.NEVER)
+        is_possible = is_useful and subject in models and not wish.options
+        self.preload.visible = is_possible and self.actions.may_act
+        while not self._replies.empty():
+            self.replay.show(f"<p>{esc(self._replies.get())}</p>")
+            self.more_ram.disabled = False
 
     def _offer_models(self, snapshot: Snapshot) -> list[str]:
         models = self.poller.once("what if: models", snapshot, whatif.model_choices)
@@ -120,7 +189,33 @@ class WhatIfTab(Tab):
         if self.model.options != options:
             value = self.model.value if self.model.value in options else NO_MODEL
             self.model.param.update(options=options, value=value)
+        cards = [view.device.id for view in snapshot.devices if not view.device.is_host]
+        choices = [ANY, *cards]
+        if self.cards.options != choices:
+            value = self.cards.value if self.cards.value in choices else ANY
+            self.cards.param.update(options=choices, value=value)
         return models
+
+    def _preload(self) -> None:
+        """Opens the dialog for the chosen model."""
+        snapshot, subject = self.poller.result.snapshot, self._subject()
+        if snapshot is not None and subject in whatif.model_choices(snapshot):
+            self.actions.propose("preload", whatif.preload_target(subject, snapshot))
+
+    def _ask_replay(self) -> None:
+        """Replays the last days in a thread, since that may take seconds."""
+        snapshot, rt = self.poller.result.snapshot, self.poller.rt
+        if snapshot is None or self.more_ram.disabled:
+            return
+        self.more_ram.disabled = True
+        self.replay.show('<p class="soft">Replaying the last days …</p>')
+
+        def work() -> None:
+            """Replays, and has the answer shown."""
+            self._replies.put(replayed(rt, snapshot))
+            self.poller.nudge()
+
+        threads.start(work)
 
     def _subject(self) -> str:
         """The typed size or the chosen model, or "" if there is neither."""
@@ -129,10 +224,10 @@ class WhatIfTab(Tab):
             return size
         return "" if self.model.value == NO_MODEL else self.model.value
 
-    def _plan(self, subject: str, models: list[str]) -> PlanAnswer | None:
-        """The plan for `subject`, or None while it is being computed."""
+    def _plan(self, wish: Wish, models: list[str]) -> PlanAnswer | None:
+        """The plan for `wish`, or None while it is being computed."""
         return self.poller.latest(
-            f"what if: {subject}", lambda rt: request_plan(rt, subject, models), FETCH_SECONDS
+            f"what if: {wish}", lambda rt: request_plan(rt, wish, models), FETCH_SECONDS
         )
 
     def _draw(self, snapshot: Snapshot, steps: Sequence[Step]) -> None:

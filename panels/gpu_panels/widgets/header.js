@@ -44,7 +44,7 @@ function follow(report, shown) {
 }
 
 // The part of the URL that the server knows; a table and the timeline keep theirs under other names.
-const IN_ADDRESS = ["tab", "range", "span"]
+const IN_ADDRESS = ["tab", "range", "span", "model", "size", "cards", "layout", "importance"]
 
 function showAddress(query) {
   const url = new URL(location.href)
