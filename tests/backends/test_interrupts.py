@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -28,6 +28,13 @@ def network() -> nn.Module:
     return nn.Sequential(first, last).eval().requires_grad_(False)
 
 
+@cache
+def lines_with_with(file: str) -> frozenset[int]:
+    """The numbers of the lines of a file that begin with `with`."""
+    lines = enumerate(linecache.getlines(file), 1)
+    return frozenset(number for number, text in lines if text.lstrip().startswith("with "))
+
+
 def interrupted_at(line: int, act: Callable[[], object]) -> bool:
     """Calls `act` and raises a KeyboardInterrupt at the `line`-th line of gpu_runtime.
 
@@ -38,15 +45,19 @@ def interrupted_at(line: int, act: Callable[[], object]) -> bool:
     left = line
 
     def trace(frame, event, _):
-        nonlocal left
         if not frame.f_globals.get("__name__", "").startswith("gpu_runtime"):
             return None
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not text.startswith("with "):
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
+        skipped = lines_with_with(frame.f_code.co_filename)
+
+        def at_line(frame, event, _):
+            nonlocal left
+            if event == "line" and frame.f_lineno not in skipped:
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+            return at_line
+
+        return at_line
 
     before = sys.gettrace()
     sys.settrace(trace)
