@@ -28,14 +28,14 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium"),
 ]
 
-DEVICES = "sim:192MiB,host:2GiB"
+DEVICES = "sim:48MiB,host:2GiB"
 NAMES = ("train.ipynb", "tune.ipynb")
 SOAK = bool(os.environ.get("SOAK"))
 RELIEVED_SECONDS = 30.0  # 3 s on a quiet machine
 TRAINING = """import json, torch
 torch.manual_seed({seed})
-weights = torch.randn(4, 1024, 2048, requires_grad=True)  # 32 MiB
-optimizer = torch.optim.Adam([weights])  # and 96 MiB of gradients and state
+weights = torch.randn(1024, 2048, requires_grad=True)  # 8 MiB
+optimizer = torch.optim.Adam([weights])  # and 24 MiB of gradients and state
 losses = []
 def step():
     loss = (weights * torch.linspace(0, 1, 2048)).square().mean()
@@ -167,12 +167,12 @@ CELLS, CELL_SECONDS, SWAP_SECONDS, TURN_SECONDS = (
 WORK = (
     f"began = time.time(); time.sleep({CELL_SECONDS}); x.add_(1); ran.append((began, time.time()))"
 )
-FIRST = "import json, time, torch, tests.browser.slow_copies\nx = torch.zeros(30_000_000); ran = []"
+FIRST = "import json, time, torch, tests.browser.slow_copies\nx = torch.zeros(7_500_000); ran = []"
 PAUSE_SECONDS = 0.5  # between two cells of one notebook; a longer one is a swap
 
 
 def run_all_cells(number: int) -> list[str]:
-    """The cells of a notebook that holds 114 MiB and works for a fixed time in each cell."""
+    """The cells of a notebook that holds 28 MiB and works for a fixed time in each cell."""
     return [
         "%load_ext gpu",
         FIRST,

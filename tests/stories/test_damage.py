@@ -125,7 +125,7 @@ def strike(
 
 
 def test_a_crowd_outlives_the_damage_of_its_book(tmp_path):
-    report, struck = strike(tmp_path, kernels=8, seconds=15, seed=1, calm=0.1)
+    report, struck = strike(tmp_path, kernels=6, seconds=8, seed=1, calm=0.1)
     assert len(struck) == 8 and struck.total() > 40
     assert report.served > 50 and report.looks > 100
 

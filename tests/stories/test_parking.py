@@ -18,20 +18,6 @@ from tests.nvml_driver import until
 
 ROOT = Path(__file__).parents[2]
 DEVICES = "sim:48MiB,host:2GiB"
-HELD_BYTES = 24 * 2**20  # weights and moments of TRAIN
-TRAIN = """
-import torch
-torch.manual_seed({seed})
-w = torch.randn(1024, 2048, requires_grad=True)   # 8 MiB
-optimizer = torch.optim.Adam([w])                 # 16 MiB of moments, 8 MiB of gradients
-def step():
-    loss = (w * torch.linspace(0, 1, 2048)).square().mean() * 1000
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-losses = []
-"""
 
 
 class Notebook:
@@ -127,35 +113,6 @@ def held_bytes(rt, notebook: Notebook) -> int:
         for lease in section.leases
         for share in lease.shares
     )
-
-
-def within_limit(rt) -> bool:
-    card = rt.status().devices[0]
-    return card.claimed_bytes <= card.limit_bytes
-
-
-def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(two, rt):
-    """Both notebooks compute the losses that they compute alone. Together they exceed the card only
-    until the next measurement.
-    """
-    train, tune = two
-    for seed, notebook in enumerate((train, tune)):
-        notebook.run(TRAIN.format(seed=seed))
-    came_back = 0
-    for _ in range(3):
-        for notebook in (train, tune):
-            out = notebook.run("losses += [step() for _ in range(2)]")
-            came_back += "came back from RAM" in out
-            # What a cell made is in the book only after it was measured.
-            until(lambda mine=notebook: held_bytes(rt, mine) >= HELD_BYTES and within_limit(rt), 15)
-    assert came_back >= 1, "they do not fit together, so they took turns"
-    for notebook, seed in ((train, 0), (tune, 1)):
-        alone = notebook.run(
-            "shared = list(losses)"
-            + TRAIN.format(seed=seed)
-            + "print(shared == [step() for _ in range(6)])"
-        )
-        assert "True" in alone, alone
 
 
 def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(two, rt):
