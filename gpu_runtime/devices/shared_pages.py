@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ class SharedPages:
     def __init__(self, file: int) -> None:
         """`file` is the descriptor, which this object closes."""
         self.file = file
-        self.size = os.fstat(file).st_size
+        found = os.fstat(file)
+        self.size, self.inode = found.st_size, found.st_ino
+        self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -65,7 +68,12 @@ class SharedPages:
         """
         counted = memory.allocate_row([size for _, size in places])
         region = self._mapped(memory)
+        self._blocks.update(counted)
         return [_array(region, at, block) for (at, _), block in zip(places, counted, strict=True)]
+
+    def used_bytes(self) -> int:
+        """The bytes of the arrays of this process over the pages that still exist."""
+        return sum(block.size for block in self._blocks)
 
     def _mapped(self, memory: Memory) -> Region:
         # A card copies from pages that are registered with its driver. They must be the file's own

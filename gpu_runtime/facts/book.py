@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import is_
 
 import msgspec
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import NEVER, SCHEMA, Value
+from .base import HOST, NEVER, SCHEMA, Value
 from .devices import Device, Sample, Shares, one_memory
 from .leases import Lease, Owner, Section, Ticket
 
@@ -179,8 +179,23 @@ class Book(Value):
         for unread in self.quarantined.values():
             for device, size in unread.held.items():
                 claimed[device] = claimed.get(device, 0) + size
+        if twice := self.counted_twice():
+            claimed[HOST] -= twice
         _last_claims = parts, claimed
         return claimed
+
+    def counted_twice(self) -> int:
+        """The bytes of the host that the claims of several leases on the same pages count too often.
+
+        Shared pages count once, as long as a section has a lease on them. If the leases differ, the
+        largest claim counts.
+        """
+        total, largest = 0, dict[str, int]()
+        for section in self.sections.values():
+            for copy, size in section.copies():
+                total += size
+                largest[copy] = max(size, largest.get(copy, 0))
+        return total - sum(largest.values())
 
     def with_section(self, section: Section) -> Book:
         """This book with `section` in place of that owner's old section."""
@@ -261,13 +276,16 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
 
 
 def _claims_after(
-    old: Book, new: Book, changed: Iterable[str], gone: Iterable[str]
+    old: Book, new: Book, changed: Collection[str], gone: Collection[str]
 ) -> dict[str, int]:
     """The claims of `new`. Sections in `changed` differ from `old`; those in `gone` are missing.
 
     The sums of all other sections are taken over from `old`, because they are the same.
     """
     if new.ghosts is not old.ghosts or new.quarantined is not old.quarantined:
+        return new.claims()
+    touched = [book.sections[id] for book in (old, new) for id in changed if id in book.sections]
+    if any(section.copies() for section in (*touched, *(old.sections[id] for id in gone))):
         return new.claims()
     claims = dict(old.claims())
     for id in (*changed, *gone):

@@ -124,6 +124,11 @@ class Lease(Value):
     # Bytes in host memory of an unchanged copy (a shadow) of bytes that are on a card. They count on
     # the host. An offload turns the shadow into the lease's share there.
     shadow_bytes: int = 0
+    # Pages in host memory that several processes share: their id, their bytes, and those of them that
+    # are bytes of this lease. The host counts the pages once for all leases.
+    copy: str = ""
+    copy_bytes: int = 0
+    copied_bytes: int = 0
     moves_again_at: float = 0.0  # after a failed move: the time before which it is not moved again
     measured_bytes: int | None = None  # for a block of code: its measured peak
     backend: str = ""
@@ -274,6 +279,15 @@ class Lease(Value):
         yield from self.target
         if beyond := self.shadow_beyond_target:
             yield Share(HOST, beyond)
+        if self.copy_bytes > self.copied_bytes:  # pages that stay although others are used now
+            yield Share(HOST, self.copy_bytes - self.copied_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The claims of this lease on the host that belong to pages that other leases may share."""
+        if not self.copy:
+            return 0
+        return min(self.copy_bytes, sum([s.bytes for s in self.claims() if s.device == HOST]))
 
     @property
     def offload_bytes(self) -> int:
@@ -334,14 +348,23 @@ class Section(Value):
         """
         return self._sums()[2]
 
-    def _sums(self) -> tuple[Section, dict[str, int], dict[str, int]]:
-        """This section, its claims and its promises."""
+    def copies(self) -> tuple[tuple[str, int], ...]:
+        """The shared pages in host memory that the leases claim: the id, and the bytes in claims."""
+        return self._sums()[3]
+
+    def _sums(self) -> _Sums:
+        """This section, its claims, its promises and its shared pages."""
         known = _known_sums.get(id(self))
         if known is not None and known[0] is self:
             return known
         claimed = dict(self.residue)
         promised: dict[str, int] = {}
+        copies: list[tuple[str, int]] = []
         for lease in self.leases:
+            if lease.copy:
+                copies.append((lease.copy, lease.shared_bytes))
+                unused = max(0, lease.copy_bytes - lease.copied_bytes)
+                claimed[HOST] = claimed.get(HOST, 0) + unused
             for share in lease.shares:
                 claimed[share.device] = claimed.get(share.device, 0) + share.bytes
             for share in lease.target:
@@ -353,7 +376,7 @@ class Section(Value):
                     promised[HOST] = promised.get(HOST, 0) + beyond
         if len(_known_sums) >= _MOST_SUMS:
             _known_sums.clear()
-        found = _known_sums[id(self)] = self, claimed, promised
+        found = _known_sums[id(self)] = self, claimed, promised, tuple(copies)
         return found
 
     @property
@@ -368,7 +391,8 @@ class Section(Value):
 
 # The sections whose sums are known, by `id`. The entries keep the sections alive, so no other
 # object can get the same `id`.
-_known_sums: dict[int, tuple[Section, dict[str, int], dict[str, int]]] = {}
+_Sums = tuple[Section, dict[str, int], dict[str, int], tuple[tuple[str, int], ...]]
+_known_sums: dict[int, _Sums] = {}
 _MOST_SUMS = 4096
 
 

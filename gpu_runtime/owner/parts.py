@@ -30,3 +30,9 @@ def restore_seconds(before: Lease, seconds: float) -> float:
     if not before.in_parts:
         return seconds
     return before.restore_seconds or seconds * before.bytes / max(1, before.bytes_on(HOST))
+
+
+def shared_part(handle: Any) -> dict[str, Any]:
+    """The fields of a lease for the pages in host memory that the model shares with other processes."""
+    part = getattr(handle, "part", None)
+    return part.claim if part is not None else {"copy": "", "copy_bytes": 0, "copied_bytes": 0}

@@ -30,7 +30,7 @@ from ..facts import (
     merged_uses,
 )
 from .governed_calls import govern_calls, release_calls
-from .parts import piece_bytes
+from .parts import piece_bytes, shared_part
 from .pins import AnchorRef, Held, called_by, thread_of
 from .training import Training
 
@@ -202,6 +202,7 @@ class Resident:
             source=self.content,
             moves_again_at=self.moves_again_at,
             shadow_bytes=self.shadow_bytes,
+            **shared_part(self.handle),
             importance=self.lease.importance if pins else self.spec.importance,
         )
 

@@ -9,6 +9,8 @@ from ..scheduler import shadows
 from .resident import Place, Resident
 from .session import Session
 
+COPY_DIGITS = 16  # of the id of files in the id of shared pages with them
+
 
 def wanted(session: Session, resident: Resident) -> bool:
     """Whether a copy of the model may stay in host memory while the model is on a card."""
@@ -28,33 +30,41 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
     size = sum(share.bytes for share in shares)
     name = resident.spec.name
 
-    def decide(book: Book, world: World) -> tuple[Book, tuple[Book, bool]]:
-        after, done = shadows.reserve(book, session.me, name, size, world)
-        return after, (after, done)
+    files = ""
+    if session.settings.gpu_shadows != "private" and getattr(resident.backend, "shares", False):
+        files = resident.backend.files_of(resident.spec)  # type: ignore[attr-defined]
 
-    book, done = session.decide(decide)
+    def decide(book: Book, world: World) -> tuple[Book, tuple[bool, dict[str, tuple[int, ...]]]]:
+        copies = _copies(session, book, files) if files else {}
+        copy = next(iter(copies), "")
+        after, done = shadows.reserve(book, session.me, name, size, world, copy)
+        return after, (done, copies)
+
+    done, copies = session.decide(decide)
     if not done:
         return {}
-    if session.settings.gpu_shadows == "private" or not getattr(resident.backend, "shares", False):
+    if not files:
         return {"shadow": True}
-    return {"shadow": True, "copies": _holders(session, book)}
+    pids = next(iter(copies.values()), ())
+    return {"shadow": True, "copies": pids, "found_only": bool(pids)}
 
 
-def _holders(session: Session, book: Book) -> tuple[int, ...]:
-    """The pids of this process and of the others that may hold a copy of a model from disk.
+def _copies(session: Session, book: Book, files: str) -> dict[str, tuple[int, ...]]:
+    """The shared pages with these `files`: the id of each, and the pids of its holders.
 
-    They are processes of this user, on this host, whose pids mean the same processes here.
+    The holders are processes of this user, on this host, whose pids mean the same processes here.
     """
     me = session.ledger.owner
-    found = [me.pid]
+    found: dict[str, tuple[int, ...]] = {}
     for section in book.sections.values():
         owner = section.owner
         near = (owner.host, owner.boot, owner.user, owner.namespaces)
         if near != (me.host, me.boot, me.user, me.namespaces):
             continue
-        if any(lease.source for lease in section.leases):
-            found.append(owner.pid)
-    return tuple(dict.fromkeys(found))
+        for lease in section.leases:
+            if lease.copy.partition(".")[0] == files[:COPY_DIGITS] and lease.copied_bytes:
+                found[lease.copy] = (*found.get(lease.copy, ()), owner.pid)
+    return found
 
 
 def free(resident: Resident) -> bool:

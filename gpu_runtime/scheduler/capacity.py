@@ -143,6 +143,8 @@ def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Byte
             unseen[ghost.device] = unseen.get(ghost.device, 0) + ghost.bytes
     for section in book.sections.values():
         _add_section(section, taken_at, claims, unseen)
+    if twice := book.counted_twice():
+        claims[HOST] -= twice
     for unread in book.quarantined.values():
         for device, size in unread.held.items():
             claims[device] = claims.get(device, 0) + size
@@ -179,7 +181,8 @@ def _add_section(
                 unseen[device] = unseen.get(device, 0) + size
         if lease.shadow_bytes and HOST in taken_at:
             if lease.phase is Phase.ARRIVING or lease.settled_at >= taken_at[HOST]:
-                unseen[HOST] = unseen.get(HOST, 0) + lease.shadow_bytes
+                shared = lease.copied_bytes if lease.phase is Phase.ARRIVING else 0
+                unseen[HOST] = unseen.get(HOST, 0) + max(0, lease.shadow_bytes - shared)
 
 
 def freed_since(book: Book, world: World) -> dict[str, int]:

@@ -117,19 +117,35 @@ def steps_for(
 # -- how a shadow begins and ends ------------------------------------------------------------------
 
 
-def reserve(book: Book, owner: str, name: str, size: int, world: World) -> tuple[Book, bool]:
+def reserve(
+    book: Book, owner: str, name: str, size: int, world: World, copy: str = ""
+) -> tuple[Book, bool]:
     """The book with `size` bytes of the host reserved for the shadow of a lease that is arriving.
 
-    Returns False, and the same book, if the host has no room or if a request waits for its memory.
+    The shadow will be in the shared pages `copy` if they are given. They are counted already, by
+    the other leases on them. Returns False, and the same book, if the host has no room or if a
+    request waits for its memory.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.phase is not Phase.ARRIVING or lease.shares or size <= 0:
         return book, False
     if not (lease.movable and world.rules.offload) or any(one.unified for one in world.devices):
         return book, False
-    if any(ticket.shadows for ticket in book.tickets) or room(book, world).get(HOST, 0) < size:
+    if any(ticket.shadows for ticket in book.tickets):
         return book, False
-    return book.with_lease(replace(lease, shadow_bytes=size)), True
+    shared = size if copy else 0
+    reserved = replace(lease, shadow_bytes=size, copy=copy, copy_bytes=shared, copied_bytes=shared)
+    after = book.with_lease(reserved)
+    extra = size - shared + max(0, shared - _largest(book, copy))
+    if room(book, world).get(HOST, 0) < extra:
+        return book, False
+    return after, True
+
+
+def _largest(book: Book, copy: str) -> int:
+    """The bytes that the claims of the book count for the shared pages `copy`."""
+    sizes = [lease.shared_bytes for lease in book.leases() if copy and lease.copy == copy]
+    return max(sizes, default=0)
 
 
 def kept(book: Book, owner: str, name: str, world: World) -> tuple[Book, bool]:

@@ -26,7 +26,7 @@ import transformers
 from transformers import LlamaForCausalLM
 from tests.bench.bench_shared import emptied, read_bytes
 place, ledger, size = sys.argv[1:]
-rt = Runtime(devices=f"sim:{size},host:{3 * int(size)}", ledger=ledger)
+rt = Runtime(devices=f"sim:{size},host:{size}", cpu_memory_max_percent=1.0, ledger=ledger)
 rt.register("model", place)
 emptied(place)
 began = time.perf_counter()

@@ -166,16 +166,72 @@ def test_only_processes_of_this_user_and_host_are_searched(runtime):
     rt = runtime()
     fakes(rt, a="1GiB")
     rt.preload("a")
-    session = rt._session
-    section = session.ledger.read().sections[session.me]
-    named = tuple(replace(lease, source="abc") for lease in section.leases)
+    session, files = rt._session, "f" * 32
     book = session.ledger.read()
+    section = book.sections[session.me]
+    shared = {"copy": f"{files[:16]}.5", "copy_bytes": 9, "copied_bytes": 9}
+
+    def beside(pid, owner=(), **fields):
+        leases = tuple(replace(lease, **{**shared, **fields}) for lease in section.leases)
+        other = replace(section.owner, pid=pid, **dict(owner))
+        return book.with_section(replace(section, owner=other, leases=leases))
+
     others = {"user": "somebody", "host": "elsewhere", "namespaces": "1:2", "boot": "earlier"}
     for pid, (field, value) in enumerate(others.items(), 100):
-        owner = replace(section.owner, pid=pid, **{field: value})
-        book = book.with_section(replace(section, owner=owner, leases=named))
-    near = replace(section.owner, pid=7)
-    book = book.with_section(replace(section, owner=near, leases=named))
-    idle = replace(section.owner, pid=8)
-    book = book.with_section(replace(section, owner=idle, leases=()))
-    assert own_shadows._holders(session, book) == (session.ledger.owner.pid, 7)
+        book = beside(pid, {field: value})
+    for pid in (7, 8):
+        book = beside(pid)
+    book = beside(9, copy=f"{files[:16]}.6")
+    book = beside(10, copy="0" * 16 + ".5")
+    book = beside(11, copied_bytes=0)
+    assert own_shadows._copies(session, book, files) == {
+        f"{files[:16]}.5": (7, 8),
+        f"{files[:16]}.6": (9,),
+    }
+
+
+def test_the_host_counts_a_shared_copy_once_until_its_last_lease_ends(
+    runtime, shared_book, tmp_path, monkeypatch
+):
+    """There is room for the copy once, so a second kernel could not keep a copy of its own."""
+    llama = tiny_models.causal_lm(tmp_path / "model")
+    monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
+    size = sum(file.stat().st_size for file in llama.glob("*.safetensors"))
+    more = dict(devices=f"sim:1GiB,host:{size * 3 // 2}", ledger=shared_book)
+    more |= {"cpu_memory_max_percent": 1.0}
+    first, second = runtime(**more), runtime(**more)
+    for rt in (first, second):
+        rt.register("llama", str(llama))
+        rt.preload("llama")
+    copy = shadows(first)["llama"]
+    assert shadows(second) == {"llama": copy}
+    for act in (
+        lambda: None,
+        lambda: first.evict("llama"),
+        lambda: second.evict("llama"),
+        lambda: first.restore("llama"),
+        lambda: first.forget("llama"),
+    ):
+        act()
+        first.tick()
+        second.tick()
+        assert leased(second)["host"] == copy
+    second.forget("llama")
+    assert leased(second).get("host", 0) == 0
+
+
+def test_pages_stay_counted_when_a_storage_of_them_was_changed(
+    runtime, shared_book, tmp_path, monkeypatch
+):
+    """The changed storage leaves with a copy of its own, and its page stays in the file."""
+    llama = tiny_models.causal_lm(tmp_path / "model")
+    monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
+    rt = runtime(devices="sim:1GiB,host:1GiB")
+    rt.register("llama", str(llama))
+    with rt.use("llama") as model:
+        next(model.parameters()).data.zero_()
+        changed = next(model.parameters()).untyped_storage().nbytes()
+    whole = leased(rt)["host"]
+    rt.evict("llama")
+    rt.tick()
+    assert leased(rt)["host"] == whole + changed / GIB

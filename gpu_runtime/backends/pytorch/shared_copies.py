@@ -8,8 +8,9 @@ process that loads the model from the pages compares the digests of what it load
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -60,6 +61,27 @@ def content_id(checkpoint: Checkpoint, dtype: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+class Part(NamedTuple):
+    """The shared pages that a loaded model has bytes in, while they exist, and their bytes."""
+
+    pages: weakref.ref[SharedPages]
+    name: str
+    bytes: int
+
+    @property
+    def claim(self) -> dict[str, Any]:
+        """The fields of a lease that say how many bytes of the model are in the pages."""
+        pages = self.pages()
+        used = pages.used_bytes() if pages is not None else 0
+        name, size = (self.name, self.bytes) if used else ("", 0)
+        return {"copy": name, "copy_bytes": size, "copied_bytes": used}
+
+
+def name_of(content: str, pages: SharedPages) -> str:
+    """The id of `pages` with the files `content`; other pages with these files have another one."""
+    return f"{content[:16]}.{pages.inode}"
+
+
 class SharedCopy:
     """The shared pages of one model: found complete, or new and still to be written."""
 
@@ -93,10 +115,24 @@ class SharedCopy:
         pages = SharedPages.create(PAGE_BYTES + size + ALIGNED_BYTES * len(groups) + index)
         return None if pages is None else cls(pages, content)
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of the content."""
+        return sum(size for _, size in self._all_places().values())
+
+    def _all_places(self) -> dict[str, tuple[int, int]]:
+        return self._places or {key: (one.at, one.size) for key, one in self.index.items()}
+
     def fits(self, groups: Sequence[st.Group]) -> bool:
         """Whether the complete copy has exactly the storages `groups`."""
         wanted = {_key(group.layout): group.nbytes for group in groups}
         return wanted == {key: stored.size for key, stored in self.index.items()}
+
+    @property
+    def part(self) -> Part:
+        """What the loaded model has of the pages."""
+        name = name_of(self.content, self.pages)
+        return Part(weakref.ref(self.pages), name, self.bytes)
 
     def tensors(
         self,
@@ -121,8 +157,7 @@ class SharedCopy:
         """Maps the pages, whose bytes are counted in `host`. Raises OutOfMemory and OSError."""
         if self._arrays:
             return
-        places = self._places or {key: (one.at, one.size) for key, one in self.index.items()}
-        full = {key: place for key, place in places.items() if place[1]}
+        full = {key: place for key, place in self._all_places().items() if place[1]}
         arrays = self.pages.blocks(host, list(full.values()))
         self._arrays = dict(zip(full, arrays, strict=True))
 

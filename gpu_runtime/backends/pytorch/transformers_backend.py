@@ -29,7 +29,7 @@ from ..formats.safetensors import Checkpoint
 from . import storages as st
 from . import swap
 from .fingerprint import digest
-from .shared_copies import SharedCopy, TornCopy, content_id
+from .shared_copies import Part, SharedCopy, TornCopy, content_id
 from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel
 from .transformers_module import built, built_from, dtype_of, without_data
@@ -55,6 +55,7 @@ class TransformersModel(TorchModel):
     given: dict[tuple[Any, ...], torch.Tensor] = {}
     files = ""  # the id of its unchanged files, if other processes may share its copy
     shared: SharedCopy | None = None  # that copy, during the load
+    part: Part | None = None  # what the model has of the pages that other processes share
     # The next `drop` may free the bytes: `unchanged` has just compared them.
     proven = False
 
@@ -101,25 +102,29 @@ class TransformersBackend(TorchBackend):
         into: Any = None,
         shadow: bool = False,
         copies: Collection[int] | None = None,
+        found_only: bool = False,
     ) -> TransformersModel:
         """Loads the model of `spec` onto its `shares`. `origin` is ignored.
 
         `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
         load, which gets the weights. With `shadow`, a copy stays in host memory. With `copies`, other
         processes share that copy: those with these pids may already have one, which is used then.
-        Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
+        With `found_only`, no copy stays if they have none. Raises BadSetting, NotAModel, LoadFailed,
+        CannotGovern, and the device's out-of-memory error.
         """
-        given = {"progress": progress, "into": into, "shadow": shadow}
+        given: dict[str, Any] = {"progress": progress, "into": into}
         try:
-            return self._loaded(spec, shares, copies, **given)
+            return self._loaded(spec, shares, copies, found_only, shadow=shadow, **given)
         except TornCopy:  # the copy was damaged: the model is read from its files
-            return self._loaded(spec, shares, None, **given)
+            kept = shadow and not found_only
+            return self._loaded(spec, shares, None, False, shadow=kept, **given)
 
     def _loaded(
         self,
         spec: ModelSpec,
         shares: Shares,
         copies: Collection[int] | None,
+        found_only: bool,
         *,
         progress: Progress | None,
         into: Any,
@@ -133,6 +138,7 @@ class TransformersBackend(TorchBackend):
             model = None if copies is None else self._of_shared(spec, checkpoint, copies)
             if model is None:
                 model = self._of_files(spec, checkpoint)
+                shadow = shadow and not found_only
                 if copies is not None and model.reproducible:
                     model.files = content_id(checkpoint, dtype_of(spec))
             self._settled(model, shares, partial(_leg, check, progress), into, shadow)
@@ -141,13 +147,22 @@ class TransformersBackend(TorchBackend):
             groups = st.grouped(st.slots(model.module))
             model.digests = {group.storage._cdata: model.given[group.layout] for group in groups}
             shared, model.shared = model.shared, None
-            if shared is not None and shared.is_new:
-                shared.complete(model.given)
+            if shared is not None:
+                model.part = shared.part
+                if shared.is_new:
+                    shared.complete(model.given)
         except BaseException as error:
             self.drop(model)
             st.let_go(error)
             raise
         return model
+
+    def files_of(self, spec: ModelSpec) -> str:
+        """The id of the files of `spec`, which shared copies of them have; "" if it is unknown."""
+        try:
+            return content_id(self._known(spec), dtype_of(spec))
+        except (GpuError, OSError):  # the load reports the error
+            return ""
 
     def _of_files(self, spec: ModelSpec, checkpoint: Checkpoint) -> TransformersModel:
         """The model of `spec` on the CPU, from its files. Raises LoadFailed."""
