@@ -47,6 +47,8 @@ class Choices:
         self._costs = costs
         self._environment = environment
         self._began = int(time.time())  # for the list of models
+        # Returns how many calls of a model wait or run.
+        self.calls_of: Callable[[str], int] = lambda model: 0
 
     def of(self, call: Call) -> tuple[tuple[Choice, ...], Call]:
         """The models that may answer `call`, in order, and the call with its task's budget.
@@ -81,7 +83,7 @@ class Choices:
         return task
 
     def models(self) -> list[dict[str, Any]]:
-        """The rows of `/v1/models`: models of this process, of the catalogue, and tasks."""
+        """The rows of `/v1/models`: models of this process, of the catalogue, tasks and aliases."""
         specs = {spec.name: spec for spec in self._rt.specs()}
         for name in self._rt.catalog_names():
             with contextlib.suppress(GpuError):  # a broken entry is not listed
@@ -91,6 +93,8 @@ class Choices:
         ]
         for name, task in self._config().tasks.items():
             rows.append(self._row(TASK_PREFIX + name, {"candidates": list(task.candidates)}))
+        for name, model in self._config().aliases.items():
+            rows.append(self._row(name, {"alias_of": model}))
         return rows
 
     def _row(self, id: str, facts: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +122,7 @@ class Choices:
             cost=self._cost_of(call),
             allow_cloud=self._guard.allowed,
             budget=call.budget,
+            load=self.calls_of,
         )
 
     def _cost_of(self, call: Call) -> Callable[[str], Cost]:

@@ -52,7 +52,7 @@ from .replies import (
 from .request_log import CallRecord, current
 from .requests import Call, Refused, Reply, read_call
 from .routing.fallback import Choice, CloudGuard, cloud_of, guard_file
-from .routing.profiles import apply_profile, wants_thinking
+from .routing.profiles import apply_profile, wants_thinking, with_alias
 from .routing.tasks import ServingConfig, measured_parts
 from .routing.tasks_file import TasksFile, default_file
 from .store import Store
@@ -105,7 +105,7 @@ class Gateway:
         Raises BadDocument for a mistake in `tasks.yaml`.
         """
         settings = settings or rt.settings
-        self._rt = rt
+        self.rt = rt
         self._clock = clock
         self._make_adapter = make_adapter
         self._environment = os.environ if environment is None else environment
@@ -134,6 +134,7 @@ class Gateway:
             clock=clock,
             limit=settings.gpu_serve_queue,
         )
+        self._choices.calls_of = self.queue.calls_of
         self._counts: Counter[str] = Counter()
         self._decode_failures: Counter[str] = Counter()  # in a row, by model
         self._counts_at_once = asyncio.Semaphore(MOST_AT_ONCE)  # of the tokens of long prompts
@@ -153,6 +154,7 @@ class Gateway:
             call = read_call(kind, body, client)
             call = apply_profile(call, self.serving.clients.get(call.profile))
             record.note(client=call.client, asked=call.model)
+            call = with_alias(call, self.serving.aliases)
             async with AsyncExitStack() as stack:
                 call = stack.enter_context(self._access.admitted(call, client))
                 choices, call = self._choices.of(call)
@@ -163,8 +165,9 @@ class Gateway:
 
     def models(self, client: str = "") -> list[dict[str, Any]]:
         """The rows of `/v1/models` for the visitor `client`: models of this process, of the catalogue, and tasks."""
-        rows = self._choices.models()
-        return [row for row in rows if self._access.may_call(client, row["id"])]
+        rows, aliases = self._choices.models(), self.serving.aliases
+        may_call = self._access.may_call
+        return [row for row in rows if may_call(client, aliases.get(row["id"], row["id"]))]
 
     @property
     def serving(self) -> ServingConfig:
@@ -354,7 +357,7 @@ class Gateway:
                 text = f"{choice.model} cannot be reached: {cloud}"
                 raise EngineFailed(text, name=choice.model, why=cloud)
             return openai_http.HttpAdapter(choice.model, cloud, self._client(proxies=True)), None
-        spec = self._rt.spec(choice.model)
+        spec = self.rt.spec(choice.model)
         require(call.kind, spec)
         require_fields(call, spec)
         require_room(call, spec)
@@ -363,7 +366,7 @@ class Gateway:
         importance = max(importance, call.highest)
         if not spec.keep:
             stack.callback(lambda: self.keep_warm.keep(spec.name, self._stay_warm(call, spec)))
-        was_here = self._rt.here(spec.name)
+        was_here = self.rt.here(spec.name)
         turn = await stack.enter_async_context(self.queue.turn(spec.name, importance, call.client))
         current().note(queue_seconds=turn.waited_seconds, loaded=not was_here)
         adapter = self._make_adapter(turn.value, spec, self._client(proxies=False))
@@ -386,7 +389,7 @@ class Gateway:
 
     def _concurrency(self, model: str) -> int:
         with contextlib.suppress(GpuError):  # the use of the model reports the error
-            return calls_at_once(self._rt.spec(model))
+            return calls_at_once(self.rt.spec(model))
         return 1
 
     # -- outcomes
@@ -431,7 +434,7 @@ class Gateway:
         """
         await self._holds.ended(model)
         try:
-            await in_thread(lambda: self._rt.evict(model, timeout=0.0, wait=False))
+            await in_thread(lambda: self.rt.evict(model, timeout=0.0, wait=False))
         except StillInUse:  # the next sweep tries again
             return False
         except GpuError as error:

@@ -50,6 +50,7 @@ class Service:
     max_body_bytes: int = 1 << 20  # limit of one request's body
     cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
     key_visitor: Callable[[str], Visitor | None] | None = None  # see AccessRules
+    start: Callable[[], Awaitable[None]] | None = None  # runs once the server listens, in its loop
     # Runs after SIGTERM, in the server's event loop, while the server still listens. A second SIGTERM ends it.
     drain: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None  # runs after SIGHUP, in the server's event loop
@@ -119,6 +120,8 @@ def run(
         loop.asyncio_loop.set_exception_handler(_log_unless_browser_left)  # type: ignore[attr-defined]
         _handle_signals(loop, service)
         server.start()
+        if service.start is not None:
+            loop.add_callback(service.start)
         loop.start()
     finally:
         server.stop_listening()

@@ -66,11 +66,11 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_its_turn():
     require_room(read_call("chat", chat("x" * 100)), spec)
     async with harness(qwen=4) as k:
         k.rt.spec(QWEN)
-        k.gateway._rt = SimpleNamespace(spec=lambda name: spec, here=k.rt.here)
+        k.gateway.rt = SimpleNamespace(spec=lambda name: spec, here=k.rt.here)
         with pytest.raises(Refused, match="its context is 8 tokens"):
             await k.chat(QWEN, "x" * 10_000)
         assert k.gateway.state().loads == 0
-        k.gateway._rt = k.rt
+        k.gateway.rt = k.rt
 
 
 def test_counting_ends_when_the_prompt_is_too_long():

@@ -26,7 +26,12 @@ LOCAL = ("a", "b", "c", "d:local")
 
 
 def names(
-    task: Task, *warm: str, allow_cloud: bool = True, budget: float | None = None, **costs: Cost
+    task: Task,
+    *warm: str,
+    allow_cloud: bool = True,
+    budget: float | None = None,
+    loads: dict[str, int] | None = None,
+    **costs: Cost,
 ) -> list[str]:
     return [
         choice.model
@@ -38,6 +43,7 @@ def names(
             cost=lambda model: costs.get(model, Cost()),
             allow_cloud=allow_cloud,
             budget=budget,
+            load=lambda model: (loads or {}).get(model, 0),
         )
     ]
 
@@ -51,6 +57,14 @@ def test_a_warm_candidate_is_tried_first():
     """A warm candidate goes before the first candidate, except with `pin_primary`."""
     assert names(Task(("a", "b", "c")), "c") == ["c", "a", "b"]
     assert names(Task(("a", "b", "c"), pin_primary=True), "c") == ["a", "b", "c"]
+
+
+def test_the_replica_with_the_fewest_calls_goes_first():
+    """Of equal ones a warm one, then the order of the file. Other tasks do not look at the queues."""
+    replicas = Task(("a", "b", "c"), replicas=True)
+    assert names(replicas, "c") == ["c", "a", "b"]
+    assert names(replicas, "a", "b", loads={"a": 2, "b": 1, "c": 1}) == ["b", "c", "a"]
+    assert names(Task(("a", "b")), loads={"a": 2}) == ["a", "b"]
 
 
 def test_a_cloud_is_no_warm_candidate():
@@ -255,6 +269,25 @@ def test_an_error_in_the_file_is_named(tmp_path, text, line, field, problem):
         read_serving_config(file)
     assert (bad.value.line, bad.value.field) == (line, field)
     assert problem in bad.value.problem and str(file) in str(bad.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "problem"),
+    [
+        ("preload: qwen\n", 1, "it must be a list of models"),
+        ("aliases:\n  gpt: 7\n", 2, "Expected `str`"),
+        ("aliases:\n  a: b\n  b: qwen\n", 2, "b is an alias too"),
+    ],
+)
+def test_an_error_in_the_names_of_models_is_named(tmp_path, text, line, problem):
+    path = tmp_path / "tasks.yaml"
+    path.write_text(text)
+    with pytest.raises(BadDocument, match=problem) as error:
+        read_serving_config(path)
+    assert error.value.line == line
+    path.write_text("aliases: {gpt: qwen}\npreload: [qwen, phi]\n")
+    config = read_serving_config(path)
+    assert (config.aliases, config.preload) == ({"gpt": "qwen"}, ("qwen", "phi"))
 
 
 def test_a_changed_file_is_read_again_and_a_mistake_changes_nothing(tmp_path, caplog):

@@ -152,6 +152,11 @@ class Queue:
         """Number of calls that run, by model."""
         return {model: running.active for model, running in self._models.items() if running.active}
 
+    def calls_of(self, model: str) -> int:
+        """Number of calls of this `model` that wait or run."""
+        running = self._models.get(model)
+        return len(self._waiting_for(model)) + (running.active if running else 0)
+
     # -- one turn
 
     def _make_room(self, new: Waiting) -> None:

@@ -44,6 +44,12 @@ def apply_profile(call: Call, profile: Profile | None) -> Call:
     )
 
 
+def with_alias(call: Call, aliases: Mapping[str, str]) -> Call:
+    """The `call` with the name that its model's name is an alias of. `aliases` are those of `tasks.yaml`."""
+    model = aliases.get(call.model)
+    return call if model is None else replace(call, model=model, body={**call.body, "model": model})
+
+
 def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """The conversation `messages` with `text` as a system message at its beginning.
 

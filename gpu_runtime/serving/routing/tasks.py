@@ -12,6 +12,8 @@ It has tasks, clients' profiles and stand-ins:
       bot: {system: "Be brief.", importance: low, thinking: false, defaults: {temperature: 0.2}, cooldown_s: 5}
     fallback:                               # which models answer when one cannot; "*" for all others
       qwen-32b: [qwen-4b, claude:sonnet]
+    aliases: {gpt-4o: qwen-32b}             # further names of models and tasks
+    preload: [qwen-4b]                      # loaded when the server starts
 
 The best candidate is chosen by which models are warm, and by how long their loads and answers have taken so far. This
 module is pure.
@@ -38,6 +40,7 @@ class Task(Value, forbid_unknown_fields=True):
     keep_alive_s: Seconds | None = None
     pin_primary: bool = False
     budget_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    replicas: bool = False  # the candidates are equal: the shortest queue goes first
 
 
 class Profile(Value, forbid_unknown_fields=True):
@@ -58,6 +61,8 @@ class ServingConfig(Value, forbid_unknown_fields=True):
     tasks: dict[str, Task] = {}
     clients: dict[str, Profile] = {}
     fallback: dict[str, tuple[str, ...]] = {}
+    aliases: dict[str, str] = {}
+    preload: tuple[str, ...] = ()
 
     def stand_ins(self, model: str) -> tuple[str, ...]:
         """The models that may answer when `model` cannot."""
@@ -80,15 +85,18 @@ def candidates(
     cost: Callable[[str], Cost],
     allow_cloud: bool,
     budget: float | None = None,
+    load: Callable[[str], int] = lambda model: 0,
 ) -> tuple[Choice, ...]:
     """The candidates of the `task` called `name`, in the order in which they are tried.
 
     1. Without `allow_cloud`, clouds are removed from all places but the first.
     2. Models that are expected to take longer than the budget are removed. If no model is left, Refused is raised with
        both numbers.
-    3. With `pin_primary` the order is that of the file. Otherwise warm models come first, in the order of the file.
+    3. With `pin_primary` the order is that of the file. With `replicas` the model with the fewest calls comes first.
+       Otherwise, and of equal replicas, warm models come first, in the order of the file.
 
-    `warm(model)`, `known(model)` and `cost(model)` describe a model. `budget` (seconds) overrides the task's own.
+    `warm(model)`, `known(model)` and `cost(model)` describe a model, and `load(model)` is the number of its calls that
+    wait or run. `budget` (seconds) overrides the task's own.
     """
     first = task.candidates[0]
     names = dict.fromkeys(task.candidates)
@@ -101,13 +109,18 @@ def candidates(
     def goes_first(choice: Choice) -> bool:
         return choice.model == first if choice.cloud else warm(choice.model)
 
+    def calls(choice: Choice) -> int:
+        return load(choice.model) if task.replicas else 0
+
     if not task.pin_primary:  # 3
-        fitting.sort(key=lambda choice: not goes_first(choice))
+        fitting.sort(key=lambda choice: (calls(choice), not goes_first(choice)))
     first_fits = any(choice.model == first for choice in fitting)
     explained = []
     for choice in fitting:
         if choice.model != first:
             reason = _why_not_first(choice.model, first, first_fits, warm)
+            if task.replicas and first_fits:
+                reason = f"it had the shortest queue of {len(fitting)} replicas"
             choice = Choice(choice.model, choice.cloud, f"task:{name}: {reason}")
         explained.append(choice)
     return tuple(explained)

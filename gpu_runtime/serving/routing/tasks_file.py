@@ -23,7 +23,13 @@ from .tasks import Profile, ServingConfig, Task
 MAX_FILE_BYTES = 1 << 20
 CHECK_SECONDS = 1.0  # between two looks at the file
 FIELDS_OF_CALLS = ("model", "messages", "prompt", "input", "stream")  # no profile may set them
-_SECTIONS: dict[str, Any] = {"tasks": Task, "clients": Profile, "fallback": tuple[str, ...]}
+_SECTIONS: dict[str, Any] = {
+    "tasks": Task,
+    "clients": Profile,
+    "fallback": tuple[str, ...],
+    "aliases": str,
+    "preload": tuple[str, ...],  # one list, without names
+}
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 log = logging.getLogger("gpu_runtime")
 
@@ -126,11 +132,22 @@ class _Reader:
                 expected = ", ".join(_SECTIONS)
                 raise self._bad((section,), f"unknown field `{section}`; known: {expected}", "")
             sections[section] = self._section(section, entries)
+        self._check_aliases(sections.get("aliases", {}))
         return ServingConfig(**sections)
 
-    def _section(self, section: str, entries: Any) -> dict[str, Any]:
+    def _check_aliases(self, aliases: dict[str, str]) -> None:
+        for name, model in aliases.items():
+            if model in aliases:
+                raise self._bad(("aliases", name), f"{model} is an alias too; name its model")
+
+    def _section(self, section: str, entries: Any) -> Any:
         if entries is None:
             return {}
+        if section == "preload":
+            try:
+                return msgspec.convert(entries, _SECTIONS[section])
+            except msgspec.ValidationError:
+                raise self._bad((section,), "it must be a list of models") from None
         if not isinstance(entries, dict):
             raise self._bad((section,), "it must have one entry for each name")
         found = {}

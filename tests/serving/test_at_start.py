@@ -1,0 +1,70 @@
+"""Aliases, replicas and models that are loaded at the start, as `tasks.yaml` names them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gpu_runtime.access_keys import AccessKey
+from gpu_runtime.serving.at_start import preload
+from gpu_runtime.serving.requests import Refused
+from gpu_runtime.serving.routing.tasks import ServingConfig, Task
+from tests.serving.harness import chat, harness
+from tests.serving.loops import in_loop, settle
+
+ALONE = {"sequences": 1, "context_length": 64}
+
+
+@in_loop
+async def test_an_alias_is_another_name_of_a_model():
+    """A key needs the model itself. The alias is listed for those who may call its model."""
+    config = ServingConfig(
+        tasks={"write": Task(("phi",))}, aliases={"gpt-4o": "qwen", "best": "task:write"}
+    )
+    keys = {
+        "bot": AccessKey("0" * 64, models=("qwen",)),
+        "web": AccessKey("1" * 64, models=("g*",)),
+    }
+    async with harness(config, qwen=4, phi=4, keys=lambda: keys) as k:
+        reply = await k.chat("gpt-4o")
+        assert (reply.model, reply.json["model"]) == ("qwen", "qwen")
+        assert (await k.chat("best")).model == "phi"
+        assert (await k.gateway.answer("chat", chat("gpt-4o"), "key:bot")).model == "qwen"
+        with pytest.raises(Refused, match="may not call 'qwen'"):
+            await k.gateway.answer("chat", chat("gpt-4o"), "key:web")
+        seen = {who: [row["id"] for row in k.gateway.models(who)] for who in ("key:bot", "key:web")}
+        assert seen == {"key:bot": ["qwen", "gpt-4o"], "key:web": []}
+
+
+@in_loop
+async def test_models_are_loaded_at_the_start(caplog):
+    """A model that is unknown is logged, and the others are loaded. Nothing stays pinned."""
+    config = ServingConfig(preload=("nothing", "small", "phi"), aliases={"small": "qwen"})
+    async with harness(config, qwen=4, phi=4, other=4) as k:
+        await preload(k.gateway)
+        assert {name for name, where in k.where().items() if "sim" in where} == {"qwen", "phi"}
+        assert "nothing was not loaded at the start" in caplog.text
+
+
+@in_loop
+async def test_calls_side_by_side_go_to_different_replicas():
+    """Each replica runs one call. The third call waits at one of them."""
+    config = ServingConfig(tasks={"write": Task(("one", "two"), replicas=True)})
+    free = asyncio.Event()
+    scripts = {"one": [free, free, free], "two": [free, free, free]}
+    async with harness(
+        config, one=4, two=4, scripts=scripts, options={"one": ALONE, "two": ALONE}
+    ) as k:
+        calls = []
+        for _ in range(4):
+            calls.append(asyncio.ensure_future(k.chat("task:write")))
+            await settle()
+        assert {name: k.gateway.queue.calls_of(name) for name in ("one", "two")} == {
+            "one": 2,
+            "two": 2,
+        }
+        free.set()
+        models = [(await call).model for call in calls]
+        assert sorted(models) == ["one", "one", "two", "two"]
+        assert "shortest queue of 2 replicas" in (await calls[1]).because
