@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
@@ -260,3 +261,16 @@ def test_a_killed_holder_leaves_the_pages_to_the_other_and_nothing_behind(llama)
         if pid.isdecimal()
         for found in held_by([int(pid)])
     )
+
+
+def test_the_first_page_is_read_if_the_size_of_its_index_ends_in_a_zero():
+    """The zeros after the page's content are cut off. Numbers in the page may end in zeros, too."""
+    stored = shared_copies._Stored("", 0, 0, b"", ())
+    spare = 512 - 2 - len(msgspec.msgpack.encode([stored]))
+    index = msgspec.msgpack.encode([msgspec.structs.replace(stored, layout="k" * spare)])
+    assert len(index) == 512
+    pages = SharedPages.create(2 * 4096)
+    pages.write(4096, memoryview(index))
+    first = shared_copies._First(shared_copies.MAGIC, 4096, len(index), "files")
+    pages.write(0, memoryview(msgspec.msgpack.encode(first)))
+    assert len(shared_copies._read(pages, "files")) == 1

@@ -39,9 +39,9 @@ class _First(msgspec.Struct, frozen=True):
     """The first page: what the pages are, and where the index is."""
 
     magic: str
-    content: str
     index_at: int
     index_bytes: int
+    content: str  # last, as the zeros after the page's content are cut off
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -208,7 +208,7 @@ class SharedCopy:
         if not whole or self._index_at + len(content) > self.pages.size:
             return
         self.pages.write(self._index_at, memoryview(content))
-        first = _First(MAGIC, self.content, self._index_at, len(content))
+        first = _First(MAGIC, self._index_at, len(content), self.content)
         self.pages.write(0, memoryview(msgspec.msgpack.encode(first)))
 
     def require_same(self, given: Mapping[Layout, Tensor]) -> None:
