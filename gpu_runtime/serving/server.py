@@ -37,6 +37,7 @@ from .api.app import application
 from .at_start import preload
 from .gateway import Gateway
 from .routing.tasks_file import default_file, read_serving_config
+from .served import served
 from .store import Store
 from .store import default_file as default_store
 
@@ -209,6 +210,7 @@ def run_app(
         start=None if read_only else lambda: preload(gateway()),
         drain=lambda: gateway.drain(settings.gpu_serve_grace_seconds),
         reload=gateway.reload_tasks,
+        figures=lambda: served(gateway(), app.state.jobs, time.monotonic()),
         close=close,
     )
     with messages_shown(log_level):

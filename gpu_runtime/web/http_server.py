@@ -51,6 +51,7 @@ class Service:
     cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
     key_visitor: Callable[[str], Visitor | None] | None = None  # see AccessRules
     start: Callable[[], Awaitable[None]] | None = None  # runs once the server listens, in its loop
+    figures: Callable[[], Any] | None = None  # what the service did, for a page; in the event loop
     # Runs after SIGTERM, in the server's event loop, while the server still listens. A second SIGTERM ends it.
     drain: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None  # runs after SIGHUP, in the server's event loop

@@ -106,7 +106,7 @@ class Console:
         self.poller, self.visitor = poller, visitor
         self.actions = Actions(poller, visitor)
         self._shown: int | None = None  # the revision on the page
-        self._titles = registry.titles()
+        self._titles = registry.titles() + ([registry.SERVING] if poller.serving else [])
         self._made: dict[str, Tab] = {}
         self._address = dict(address)  # for the first tab; empty once that tab was made
         self._holders = {

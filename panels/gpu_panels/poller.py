@@ -78,6 +78,8 @@ class Poller:
         self.result = PollResult()
         # When a problem was first seen, in epoch seconds by its key; all sessions show the same time.
         self.first_seen: dict[str, float] = {}
+        # What the server of the page did, if it serves models; called in the event loop.
+        self.serving: Callable[[], Any] | None = None
         self._clock, self._wall, self._start = clock, wall, start
         # The references are weak, so a session that was not closed properly is dropped too.
         self._sessions: weakref.WeakSet[Any] = weakref.WeakSet()

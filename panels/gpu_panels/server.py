@@ -118,7 +118,13 @@ def with_console(rt: Any) -> MakeServer:
     """A function that makes servers with the console of the runtime `rt` at "/" and the routes of a service."""
     from . import console, poller
 
-    return partial(PanelServer, lambda visitor: console.page(visitor, poller.of(rt)))
+    def make(service: Service, rules: AccessRules, address: Address) -> PanelServer:
+        """The server, whose page has the figures of `service`."""
+        found = poller.of(rt)
+        found.serving = service.figures
+        return PanelServer(lambda visitor: console.page(visitor, found), service, rules, address)
+
+    return make
 
 
 def serve_page(page: Page | None = None) -> None:

@@ -113,6 +113,10 @@ class Jobs:
         rows = [job.as_json() for job in self._jobs.values() if job.client == client]
         return [{k: v for k, v in row.items() if k != "result"} for row in reversed(rows)]
 
+    def all(self) -> list[Job]:
+        """Every job that is kept."""
+        return list(self._jobs.values())
+
     async def end(self, id: str) -> Job:
         """Cancels the job with this `id` if it still runs, and forgets it. Raises Refused, 404."""
         job = self.find(id)

@@ -13,12 +13,16 @@ TABS = {  # title -> module:class
     "Timeline": "timeline:TimelineTab",
     "Fragmentation": "fragmentation:FragmentationTab",
     "What if": "whatif:WhatIfTab",
+    "Serving": "serving:ServingTab",
 }
 
 
+SERVING = "Serving"  # only on the page of a server that serves models
+
+
 def titles() -> list[str]:
-    """The titles of all tabs, in their order."""
-    return list(TABS)
+    """The titles of the tabs of every page, in their order."""
+    return [title for title in TABS if title != SERVING]
 
 
 def kind(title: str) -> type[Tab]:

@@ -1,0 +1,114 @@
+"""The tab Serving shows what a gateway did: calls, clients, jobs and breakers."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+from gpu_panels.console import Console
+from gpu_panels.data.serving_rows import client_rows, job_rows, model_rows, summary
+from gpu_panels.poller import Poller
+from gpu_panels.tabs.serving import ServingTab
+from msgspec.structs import replace
+
+from gpu_runtime.serving.api.jobs import Job, Jobs
+from gpu_runtime.serving.health.breaker import BreakerState
+from gpu_runtime.serving.served import served
+from gpu_runtime.web.auth import Visitor
+from tests.serving.harness import chat, harness
+from tests.serving.loops import in_loop
+
+from . import samples
+from .polling import VIEWER, FixedRuntime
+
+
+def texts(rows):
+    """The texts of the cells of each row, by its first cell."""
+    return {row.cells[0].text: [cell.text for cell in row.cells[1:]] for row in rows}
+
+
+@in_loop
+async def test_the_figures_are_those_of_the_calls():
+    """A stream has a time to its first token and a rate. A call without a stream has neither."""
+    async with harness(qwen=4, phi=1, scripts={"qwen": []}) as k:
+        await k.gateway.answer("chat", chat("qwen", "one two three", x_client_id="bot"), "ann")
+        stream = await k.gateway.answer("chat", chat("qwen", "one two", stream=True), "ann")
+        assert [event async for event in stream.events]
+        found = served(k.gateway, Jobs(), time.monotonic())
+    calls = found.models["qwen"]
+    assert (calls.calls, calls.prompt_tokens) == (2, 5)
+    assert calls.queue_seconds >= 0 and calls.first_token_seconds >= 0
+    (row,) = model_rows(found)
+    assert (
+        row.cells[0].text == "qwen" and row.cells[3].text == "2" and row.cells[9].text == "closed"
+    )
+    clients = texts(client_rows(found))
+    assert [cells[0] for cells in clients.values()] == ["1", "1"], "a program has a name of its own"
+    assert summary(found).startswith("2 answered · 1 load for calls")
+
+
+@in_loop
+async def test_trouble_is_shown_and_the_rest_is_calm():
+    """An open breaker has its last failure. A client in cooldown has the seconds that are left."""
+    async with harness(qwen=4, scripts={"qwen": []}) as k:
+        await k.gateway.answer("chat", chat("qwen", "hi"), "ann")
+        found = served(k.gateway, Jobs(), 100.0)
+    state = found.state
+    (name, pattern), *_ = state.clients.items()
+    state = replace(
+        state,
+        breakers={"qwen": BreakerState("open", 5, 30.0, "CUDA error")},
+        waiting={"phi": 3},
+        clients={name: replace(pattern, cooldown_until=160.0, refused=2)},
+    )
+    found = replace(found, state=state)
+    rows = {row.id: row for row in model_rows(found)}
+    assert list(rows) == ["phi", "qwen"], "a model that only waits has a row too"
+    breaker = rows["qwen"].cells[9]
+    assert breaker.text == "open, tried again in 30 s: CUDA error" and "alarm" in breaker.kind
+    assert [cell.text for cell in rows["phi"].cells[1:5]] == ["0", "3", "–", "–"]
+    (cells,) = texts(client_rows(found)).values()
+    assert cells[3:] == ["2", "60 s", "qwen 1×"]
+
+
+def test_jobs_are_shown_without_their_ids():
+    """A visitor who knows the id of a job may fetch its result."""
+    old, new = Job("/v1/embeddings", 10.0, "ann"), Job("/v1/chat/completions", 20.0, "bob")
+    old.status, old.ended = "succeeded", 12.5
+    gateway = SimpleNamespace(state=lambda: None, figures=SimpleNamespace(collect=lambda: ()))
+    found = served(gateway, SimpleNamespace(all=lambda: [old, new]), 0.0)
+    first, second = job_rows(found)
+    assert [cell.text for cell in first.cells[1:]] == [
+        "/v1/chat/completions",
+        "bob",
+        "running",
+        "–",
+    ]
+    assert [cell.text for cell in second.cells[3:]] == ["succeeded", "2.5 s"]
+    assert old.id not in str(first) + str(second)
+
+
+def polled(figures=None):
+    """A poller over the busy sample, on a server with these figures."""
+    poller = Poller(FixedRuntime(samples.busy), start=lambda run: None)
+    poller.serving = figures
+    poller.poll()
+    poller._answered.set()
+    return poller
+
+
+@in_loop
+async def test_only_a_server_that_serves_models_has_the_tab():
+    """All sessions share one reading of the figures for each snapshot."""
+    asked = []
+    async with harness(qwen=4, scripts={"qwen": []}) as k:
+        await k.gateway.answer("chat", chat("qwen", "hi"), "ann")
+        found = served(k.gateway, Jobs(), 0.0)
+    poller = polled(lambda: asked.append(1) or found)
+    assert Console(poller, Visitor("eve", False))._titles[-1] == "Serving"
+    assert "Serving" not in Console(polled(), Visitor("eve", False))._titles
+    for _ in range(2):
+        tab = ServingTab(poller, VIEWER)
+        tab.update(poller.result.snapshot)
+    assert [row[0] for row in json.loads(tab.models.rows)] == ["qwen"] and asked == [1]
