@@ -238,13 +238,13 @@ Policy = Callable[[Lease, World], float]  # the lowest is evicted first
 class PlanLevel(enum.StrEnum):
     """What it takes to use a model, from the least effort to the most."""
 
-    HERE = "here"  # the model is on its device
-    RESTORE = "restore"  # it is in host memory, and its device has room
-    ROOM = "room"  # it is loaded into free room
+    HERE = "here"  # the model is on its device already
+    RESTORE = "restore"  # restored from host memory into free room
+    ROOM = "room"  # loaded into free room
     RESTORE_EVICTING = "restore-evicting"  # restored, after other models are evicted
     EVICT = "evict"  # loaded, after other models are evicted
     WAIT = "wait"  # models in use, or requests ahead in the queue, block it
-    NEVER = "never"  # it is refused as things are
+    NEVER = "never"  # the request would be refused now
 
     @property
     def order(self) -> int:
@@ -276,8 +276,8 @@ class Plan(Value):
     # The importance of the most important victim; lower is more important. Without victims: 0.
     victims_importance: int = 0
     left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
-    # What carries the plan out: words after `%gpu`, as `load qwen --context 256`; after `%%gpu` for a
-    # size; or a call of `rt.load`.
+    # The command that carries the plan out: the words after `%gpu`, such as `load qwen --context
+    # 256`. For a size, the words follow `%%gpu`. It may also be a call of `rt.load`.
     command: str = ""
 
     def __str__(self) -> str:

@@ -83,8 +83,8 @@ class Lease(Value):
     """The claim of a model, or of a block of code, on memory.
 
     `shares` is where the bytes are, and `target` is where they are being moved to. During a move,
-    both count in full. A lease may be in parts: some bytes on a card, the others in host memory. It
-    cannot be used then. If `target` has fewer bytes than the lease, the other bytes stay.
+    both count in full. A lease may be in parts: some bytes on a card, the others in host memory. A
+    model in parts cannot be used. If `target` has fewer bytes than the lease, the other bytes stay.
     """
 
     owner: str
@@ -120,7 +120,7 @@ class Lease(Value):
     # as a whole. A lease with pieces is on one card.
     piece_bytes: int = 0
     settled_at: float = 0.0
-    away_since: float = 0.0  # when bytes of it last arrived in host memory; 0: none are there
+    away_since: float = 0.0  # when bytes last arrived in host memory; 0: no bytes are there
     # Bytes in host memory of an unchanged copy (a shadow) of bytes that are on a card. They count on
     # the host. An offload turns the shadow into the lease's share there.
     shadow_bytes: int = 0
@@ -272,8 +272,8 @@ class Lease(Value):
     def claims(self) -> Iterator[Share]:
         """Every share that counts against a budget: where bytes are, then where they will be.
 
-        The last one is the shadow. During an offload the shadow is a part of the target, so it
-        counts once.
+        The last share is the shadow. During an offload the shadow is a part of the target, so its
+        bytes count once.
         """
         yield from self.shares
         yield from self.target
@@ -293,8 +293,8 @@ class Lease(Value):
     def offload_bytes(self) -> int:
         """The host memory that an offload of `leaving_bytes` needs, beyond the shadow there.
 
-        A shadow of only some bytes on the card counts only if all bytes leave: it is not known
-        whether the others are those that it has.
+        A shadow may have only some of the bytes. If only a part leaves, it is unknown whether the
+        shadow has that part, so the shadow then saves nothing.
         """
         size = self.leaving_bytes
         if not self.shadow_bytes or not self._uses_shadow(size):

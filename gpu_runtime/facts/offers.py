@@ -1,4 +1,4 @@
-"""What a host offers for a model: the effort of using the model there."""
+"""Offers of hosts for a model: how much effort its use would take on each host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .decisions import PlanLevel
 
 
 class Offer(Value):
-    """The answer of one host to the question what it would take to use a model there."""
+    """The answer of one host: the effort that a use of the model would take there."""
 
     host: str
     name: str  # the model
@@ -30,7 +30,7 @@ class HostRoom(Value):
     here: bool = False  # whether the model is on a device of the host
     warm: bool = False  # whether it is in the host's memory
     drained: bool = False  # whether the host takes no new models
-    need_bytes: int = 0  # of the model; 0: unknown
+    need_bytes: int = 0  # the size of the model; 0: unknown
     may_split: bool = False  # whether the model may use several cards
     free_bytes: tuple[int, ...] = ()  # of each card
     budget_bytes: tuple[int, ...] = ()  # of each card

@@ -1,8 +1,8 @@
 """The problems of a host: what is wrong, since when, and how much memory it concerns.
 
-Pure: the input is a snapshot. A card that is full of idle models is no problem, because these leave
-when others need the room. The console, `%gpu health`, `/memory/health`, `/metrics` and JupyterLab
-all use this list.
+Pure: the input is a snapshot. A card that is full of idle models is no problem, because idle models
+leave when a request needs the room. The console, `%gpu health`, `/memory/health`, `/metrics` and
+JupyterLab all use this list.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .leases import Lease, Phase, Ticket
 from .snapshot import DeviceView, Level, ProcessState, Snapshot
 
 LONG_WAIT_SECONDS = 300.0  # a request that waits longer is a problem
-REFUSED_SECONDS = 600.0  # a refusal is shown for so long, unless the model is granted room before
+REFUSED_SECONDS = 600.0  # a refusal is shown for so long, or until the model is granted room
 SWAPPING_SECONDS = 300.0  # the time within which two models evict one another
-LEAST_TURNS = 4  # evictions in turn of the same two models, from which on they are a problem
-UNLEASED_BYTES = 2**30  # less memory without a lease is normal, for example of a desktop
+LEAST_TURNS = 4  # so many alternating evictions of the same two models are a problem
+UNLEASED_BYTES = 2**30  # a desktop normally uses less memory than this without a lease
 LOW_HOST_PART = 0.05  # the host's memory is low if a smaller part of it is free
 MOST_BUTTONS = 2
 
@@ -43,7 +43,7 @@ class ProblemKind(enum.StrEnum):
 
 
 class Problem(Value):
-    """One thing that is wrong, until it is no longer true."""
+    """One problem, as long as it exists."""
 
     kind: ProblemKind
     subject: str  # the device, process, model or request, as an id that stays the same
@@ -63,7 +63,7 @@ class Problem(Value):
 
 
 def problems(seen: Snapshot) -> tuple[Problem, ...]:
-    """Everything that is wrong on the host of the snapshot `seen`, the gravest first."""
+    """All problems on the host of the snapshot `seen`, the gravest first."""
     found = [
         *_driver_faults(seen),
         *_unreadable(seen),
@@ -112,7 +112,7 @@ def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _pressure(seen: Snapshot) -> Iterator[Problem]:
-    """With `GPU_RELIEF=always`, the level CRITICAL is a problem, and else an overdraft is."""
+    """A card over its budget is a problem. With `GPU_RELIEF=always`, the level CRITICAL is one too."""
     for view in seen.devices:
         id, over = view.device.id, view.claimed_bytes - view.limit_bytes
         if view.device.is_host or not seen.governed:
@@ -260,7 +260,7 @@ def _settled(seen: Snapshot, event: Event) -> Lease | None:
 
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
-    """The newest refusal of each model that has been granted nothing since."""
+    """The newest refusal of each model, unless the model was granted room after it."""
     latest: dict[tuple[str, str], Event] = {}
     for event in seen.events:
         if event.action == "refused":
@@ -279,7 +279,7 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _idle(seen: Snapshot, device: str) -> tuple[tuple[str, str], ...]:
-    """An eviction of each of the largest idle models on the `device`."""
+    """The actions that evict the largest idle models on the `device`."""
     found = [lease for lease in _unused(seen) if not lease.keep and lease.bytes_on(device)]
     found.sort(key=lambda lease: lease.bytes_on(device), reverse=True)
     largest = found[:MOST_BUTTONS]
@@ -287,7 +287,9 @@ def _idle(seen: Snapshot, device: str) -> tuple[tuple[str, str], ...]:
 
 
 def _kept(seen: Snapshot, devices: set[str]) -> tuple[tuple[str, str], ...]:
-    """The pinned models on the `devices` that nobody uses; unpinned, they would leave."""
+    """The actions that unpin the largest unused pinned models on the `devices`, so that they may
+    leave.
+    """
     found = []
     for lease in _unused(seen):
         its_devices = {share.device for share in lease.shares}

@@ -1,4 +1,4 @@
-"""Recorded decisions: what a request was decided from, and what the scheduler decides again."""
+"""Recorded decisions on requests, and the results of deciding them again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Many hosts, on Ray: one place to ask, many hosts that hold models.
+"""Many hosts as one fleet, on Ray: a client asks in one place, and models are on all hosts.
 
-Ray carries membership, actors and messages. Each host keeps its own book, and its agent decides
-there with the scheduler that notebooks use. The controller stores wishes only. Ray is imported when
-the first function of this package is called, never at its import.
+Ray knows the hosts, runs the actors and carries the messages. Each host has its own book. An agent
+on each host decides with the same scheduler as notebooks do. The controller stores only the wishes:
+which models the hosts should hold. Ray is imported when the first function of this package is
+called, never at its import.
 """

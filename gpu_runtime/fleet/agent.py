@@ -1,8 +1,9 @@
-"""The agent of one host: a detached Ray actor that owns the leases of the fleet's models there.
+"""The agent of one host: a detached Ray actor that owns the leases of the fleet's models on the
+host.
 
-Its runtime is an owner in the host's own book, beside the notebooks of the host. What the host
-grants is decided there. The methods run in Ray's threads; loads and offers have their own, so that
-an offer never waits for a load.
+The agent's runtime is one more owner in the host's book, beside the host's notebooks. All grants of
+the host are decided in that book. The methods run in Ray's threads. Loads and offers have separate
+threads, so that an offer never waits for a load.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ T = TypeVar("T")
 # Threads of each kind of call. A client that waits for a model occupies one of the loads.
 GROUPS = {"offers": 8, "loads": 64, "calls": 64, "verbs": 8}
 WATCH_SECONDS = 0.3  # how often the jobs of clients are checked
-NODE_TURNS = 3  # every so many of these checks, the own node is checked too
-# Backends whose models run in processes of their own, as servers do. The agent loads none itself.
+NODE_TURNS = 3  # after so many of these checks, the agent also checks its own node
+# Backends whose models run in other processes. The agent itself loads no model's bytes.
 IN_PROCESSES = ("fake", "llama_cpp", "transformers")
 VERBS = (  # methods of Runtime that others may call through the agent
     "status models leases events evictions history decisions fragmentation health plan why doctor "
@@ -50,8 +51,8 @@ class HostAgent:
     ) -> None:
         """The agent of `host`, for its `devices` and its `ledger`, as settings name them.
 
-        `theirs` are the versions of the process that makes the host join. An error of the
-        constructor would only be an actor that died, so `ready` raises it.
+        `theirs` are the versions of the process that makes the host join. If the constructor raised
+        an error, Ray would only report a dead actor. So `ready` raises the error of the start.
         """
         self.host = host
         self._revision = -1
@@ -67,7 +68,7 @@ class HostAgent:
             self._trouble = error
 
     def _open(self, devices: str, ledger: str | None) -> None:
-        # Each start has its own directory, since the wishes are read again from the head.
+        # Each start gets a new directory, because the wishes are read from the head again.
         self._catalogue = Path(tempfile.mkdtemp(prefix="gpu-fleet-"))
         self._file = self._catalogue / "fleet.json"
         self.rt = Runtime(devices=devices, ledger=ledger, catalog=str(self._catalogue))
@@ -95,7 +96,7 @@ class HostAgent:
     # -- what this host would take -----------------------------------------------------------------
 
     def learn(self, revision: int) -> wishes.Wishes | None:
-        """Reads the wishes from the head, unless this agent knows that `revision` already."""
+        """Reads the wishes from Ray's head node, unless the agent knows this `revision` already."""
         if revision <= self._revision:
             return None
         with self._learning:
@@ -112,7 +113,7 @@ class HostAgent:
             return found
 
     def _drain_if_wished(self, wished: bool) -> None:
-        """Drains this host's cards, or opens them, if the wishes changed that."""
+        """Drains or opens this host's cards, if the wishes for that have changed."""
         if wished == self._drained:
             return
         for view in self.rt.status().devices:
@@ -182,10 +183,11 @@ class HostAgent:
         only_here: bool = False,
         revision: int = 0,
     ) -> bool:
-        """Begins the hold `hold` of a client of the `job`: its model is on its device and pinned.
+        """Pins the model `name` on its device, under the id `hold`, for a client of the Ray job
+        `job`.
 
-        With `only_here`, the result is False if the model is not on its device. Raises as
-        `rt.use` does.
+        With `only_here`, the result is False if the model is not on its device. Raises the errors
+        of `rt.use`.
         """
         self.learn(revision)
         if only_here and not self.rt.here(name):
@@ -206,7 +208,7 @@ class HostAgent:
         self.holds.release(hold)
 
     def load(self, name: str, revision: int, timeout: float) -> str:
-        """Loads the model `name` and returns its devices. Raises as `rt.preload` does."""
+        """Loads the model `name` and returns its devices. Raises the errors of `rt.preload`."""
         self.learn(revision)
         if self._drained:
             raise NotAllowed(f"{self.host} is drained.", name=name, user="", because="drained")
@@ -217,7 +219,8 @@ class HostAgent:
     def place(self, name: str, devices: tuple[str, ...], revision: int, timeout: float) -> str:
         """Loads the model `name` on exactly these `devices`, and returns them.
 
-        A copy on other cards leaves first. Raises StillInUse, DoesNotFit, Busy, UnknownDevice.
+        If the model is on other cards, it is evicted from them first. Raises StillInUse,
+        DoesNotFit, Busy, UnknownDevice.
         """
         self.learn(revision)
         lease = self._leases().get(name)
@@ -225,11 +228,13 @@ class HostAgent:
             if {share.device for share in lease.shares} == set(devices):
                 return lease.where
             while (lease := self._leases().get(name)) is not None and lease.shares:
-                self.rt.evict(name)  # from the card to host memory, and from there to nothing
+                self.rt.evict(name)  # first to host memory, then from there
         return self.load(name, revision, timeout)
 
     def slots(self) -> list[tuple[str, str, int, int]]:
-        """The model, the card, its bytes there, and the blocks that use it, for each of its cards."""
+        """A row for each card of each model: the model, the card, its bytes there, and its number
+        of users.
+        """
         return [
             (name, share.device, share.bytes, self.holds.users(name))
             for name, lease in sorted(self._leases().items())
@@ -255,7 +260,7 @@ class HostAgent:
             return self._served
 
     def stop(self) -> None:
-        """Ends all holds and frees all models. The actor is then removed by its caller."""
+        """Ends all uses and frees all models. The caller then removes the actor."""
         if self._trouble is None:
             self.rt.close()
             shutil.rmtree(self._catalogue, ignore_errors=True)
@@ -263,7 +268,9 @@ class HostAgent:
     # -- clients and nodes that ended --------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Ends the holds of clients that have ended, and this process if its node was given up."""
+        """Ends the uses of clients that have ended. Ends this process if Ray has declared its node
+        dead.
+        """
         turn = 0
         while not self.rt._closed:
             time.sleep(WATCH_SECONDS)
@@ -277,14 +284,16 @@ class HostAgent:
                 log.debug("the head does not answer: %s", error)
 
     def _end_holds_of_the_dead(self) -> None:
-        """Detached actors outlive their clients, so the holds of ended jobs are ended here."""
+        """Ends the uses of jobs that have ended. Ray does not tell a detached actor that a client
+        ended.
+        """
         if count := self.holds.release_jobs(cluster.ended_jobs()):
             log.info("%s: ended %d uses of clients that have ended", self.host, count)
 
     def _end(self) -> None:
-        """Ends this process, because its node was declared dead while it was frozen.
-
-        Its clients use other hosts by now. Its leases end with it, as those of any dead process.
+        """Ends this process, because its node was declared dead while the process was frozen. The
+        clients use other hosts by now. The leases of this process end like those of any dead
+        process.
         """
         log.warning("%s was declared dead, and ends", self.host)
         os._exit(1)

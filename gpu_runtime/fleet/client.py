@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpu_runtime")
 
-RACE_SECONDS = 2.0  # how long an offered host may need to make the room that it offered
-BELIEVED_SECONDS = 2.0  # how long a model is used where it was, before all hosts are asked again
+RACE_SECONDS = 2.0  # the longest wait for the room that a host has offered
+# For so long the last host of a model is used again without asking all hosts.
+BELIEVED_SECONDS = 2.0
 _COPIES = (PlanLevel.HERE, PlanLevel.RESTORE)  # levels of a host that has the model
-SLICE_SECONDS = 5.0  # how long one host is waited for before all are asked again
+SLICE_SECONDS = 5.0  # the longest wait for one host; then all hosts are asked again
 
 
 class Fleet:
@@ -52,7 +53,7 @@ class Fleet:
         self._controller = joining.controller()
         cluster.answer(self._controller.ready.remote(cluster.versions()))
         self._hosts = Hosts()
-        # Model -> the host that has its only copy, and until when that is believed.
+        # Model -> the host that has its only copy, and the time at which this entry expires.
         self._last: dict[str, tuple[str, float]] = {}
 
     # -- using -------------------------------------------------------------------------------------
@@ -82,7 +83,9 @@ class Fleet:
     def _obtain(
         self, hold: str, name: str, timeout: float | None, importance: Any
     ) -> tuple[str, Any]:
-        """The host on which `hold` is now, and its agent. Raises as `use` says."""
+        """The host on which the use `hold` has begun, and that host's agent. Raises the errors of
+        `use`.
+        """
         if found := self._where_it_was(hold, name, importance):
             return found
         began = time.monotonic()
@@ -95,7 +98,7 @@ class Fleet:
             left = None if timeout is None else max(0.0, timeout - waited)
 
             def enter(offer: Offer, left: float | None = left, revision: int = revision) -> bool:
-                """Enters the model on the host of this offer."""
+                """Pins the model on the host of this `offer`."""
                 patience = SLICE_SECONDS if offer.level is PlanLevel.WAIT else RACE_SECONDS
                 if left is not None:
                     patience = min(patience, left)
@@ -117,9 +120,8 @@ class Fleet:
                 raise error
 
     def _remember(self, name: str, host: str, offers: tuple[Offer, ...]) -> None:
-        """Uses the model on `host` next time too, unless it has copies on other hosts.
-
-        With copies, every use asks which of them has the fewest users.
+        """Remembers that the next use of the model tries `host` first, unless other hosts have
+        copies. If there are copies, each use asks which copy has the fewest users.
         """
         copies = [offer for offer in offers if offer.level in _COPIES and offer.host != host]
         if copies:
@@ -128,7 +130,7 @@ class Fleet:
             self._last[name] = host, time.monotonic() + BELIEVED_SECONDS
 
     def _where_it_was(self, hold: str, name: str, importance: Any) -> tuple[str, Any] | None:
-        """Enters the model where it was used last, if it is still on its device there."""
+        """Pins the model on the host of its last use, if the model is still on its device there."""
         host, until = self._last.get(name, ("", 0.0))
         if time.monotonic() >= until:
             return None
@@ -185,7 +187,7 @@ class Fleet:
             return self._hosts.agent(host)
 
     def _forget(self, host: str) -> None:
-        """Uses the `host` no longer, until the controller offers it again."""
+        """Leaves the `host` out until the controller offers it again."""
         self._hosts.forget(host)
         for name, (last, _) in list(self._last.items()):
             if last == host:
@@ -201,7 +203,8 @@ class Fleet:
     def apply(
         self, file: str | os.PathLike[str], *, copies: int = 1, dedicated: bool = False
     ) -> dict[str, str]:
-        """Makes the models of `file` known to all hosts, and loads `copies` of each.
+        """Makes the models of `file` known to all hosts, and loads `copies` of each model on as
+        many hosts.
 
         `file` is a document as `gpu apply` reads it. With `copies=0` models are loaded when they
         are first used. With `dedicated` the models replace the dedicated set: dedicated models that
@@ -294,8 +297,8 @@ class Fleet:
     def slots(self) -> DataFrame:
         """A table of the models on cards, with one row for each card.
 
-        Columns: slot, model, host, device, bytes, active (blocks that use it now), and wished
-        (whether `create_slot` placed it).
+        Columns: slot, model, host, device, bytes, active (the number of blocks that use the model
+        now), and wished (whether `create_slot` placed the model).
         """
         import pandas
 
@@ -320,7 +323,7 @@ class Fleet:
             )
 
     def host(self, name: str) -> FarRuntime:
-        """The runtime of the host `name`: its verbs, as those of `rt`. Raises NodeLost."""
+        """The runtime of the host `name`, with the same methods as `rt`. Raises NodeLost."""
         return FarRuntime(self, name)
 
     # -- reading -----------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""Ray, as the fleet uses it: connections, named actors, stored values and answers.
-
-Errors of Ray become errors of gpu-console here. `Gone` means that the process is dead. `Unreachable`
-means that it did not answer, which is not death.
+"""All uses of Ray by the fleet: connections, named actors, stored values and answers. Errors of Ray
+become errors of gpu-console here. `Gone` means that the process is dead. `Unreachable` means that
+the process did not answer; it may still live.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ CONTROLLER = "controller"
 AGENT = "agent:"  # followed by the id of the node
 WISHES = b"wishes"
 HOSTS = b"host:"  # followed by the id of the node; the value is the host's name
-VERSIONS = b"versions"
 ANSWER_SECONDS = 60.0  # for an answer that needs no model
 OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
 FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers
 
 
 class Gone(Exception):
-    """The process that should answer is dead, or its node is."""
+    """The process that should answer is dead, or its machine is."""
 
 
 class Unreachable(Exception):
@@ -52,7 +50,7 @@ def ray() -> Any:
 def require_token() -> None:
     """Raises FleetUnavailable unless Ray asks every connection for its token.
 
-    Everybody who can connect to Ray can run code as the user of the agents, on every host.
+    A program that can connect to Ray can run code on every host, as the user of the agents.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode != "token":
@@ -70,7 +68,7 @@ def connect(address: str = "auto") -> None:
     Raises FleetUnavailable if there is no cluster, or if its token or its versions differ.
     """
     if importlib.util.find_spec("ray") is not None:
-        require_token()  # before the import of Ray, which reads this setting once
+        require_token()  # must precede the import of Ray, because Ray reads this setting only once
     module = ray()
     if module.is_initialized():
         return
@@ -130,7 +128,7 @@ def unstore(key: bytes) -> None:
 
 
 class Joined(NamedTuple):
-    """A host that has joined. The serial differs each time, so that its new agent is found."""
+    """A host that has joined. Each join has a new serial number, so that the new agent is found."""
 
     name: str
     serial: str
@@ -164,7 +162,7 @@ def living_nodes() -> dict[str, dict[str, Any]]:
 
 
 def is_given_up() -> bool:
-    """Whether the head has declared the node of this process dead. It never comes back."""
+    """Whether Ray's head has declared the node of this process dead. A dead node never returns."""
     own = ray().get_runtime_context().get_node_id()
     return any(node["NodeID"] == own and not node["Alive"] for node in ray().nodes())
 
@@ -216,7 +214,9 @@ def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
 
 
 def _cause(error: Any) -> BaseException:
-    """The error that the call raised, with the remote traceback as a note unless it is ours."""
+    """The error that the call raised. An error of another package has the remote traceback as a
+    note.
+    """
     from ..errors import GpuError
 
     cause = error.cause
@@ -234,10 +234,9 @@ def answers(
     longest: float = 0.0,
     enough: Callable[[Iterable[Any]], bool] = lambda found: True,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of several calls by their keys, and why the others have none.
-
-    All calls together get `timeout` seconds. If the values are not `enough` by then, the others get
-    time until `longest` seconds. Calls that fail do not stop the others.
+    """The values of the calls that answered, and the reasons of the other calls, each by its key.
+    All calls together get `timeout` seconds. If `enough` says that the values are too few by then,
+    the other calls get up to `longest` seconds. A call that fails does not stop the others.
     """
     keys = {reference: key for key, reference in references.items()}
     pending = list(keys)
@@ -258,7 +257,9 @@ def answers(
 
 
 def _take(key: str, reference: Any, found: dict[str, Any], missing: dict[str, str]) -> None:
-    """Puts the value of a call that has ended into `found`, or why it has none into `missing`."""
+    """Puts the value of a call that has ended into `found`, or the reason of its failure into
+    `missing`.
+    """
     try:
         found[key] = answer(reference, 0.0)
     except Unreachable:

@@ -1,8 +1,7 @@
-"""The controller of the fleet: a named Ray actor that stores wishes and chooses hosts.
-
-It stores wishes only, at Ray's head. What lies where is asked of the agents, so the death of the
-controller loses nothing. No model's data passes through it. All its methods may run twice, because
-Ray repeats calls after a restart.
+"""The controller of the fleet: a named Ray actor that stores wishes and chooses hosts. A wish is a
+model that the fleet should hold. Only wishes are stored, at Ray's head. The agents know where the
+models are, so the death of the controller loses nothing. No model's data passes through the
+controller. Each method may run twice, because Ray repeats calls after a restart.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Controller:
         self._wishes = wishes.load(cluster.stored(cluster.WISHES))
         self._lock = threading.Lock()
         self._hosts = Hosts()
-        self._silent: dict[str, float] = {}  # host that did not answer -> until when it is left out
+        self._silent: dict[str, float] = {}  # host without an answer -> end of its exclusion
         self._loading: set[str] = set()  # names of wished models that are being loaded
         self._filling: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by model
         self._hosts.refresh()
@@ -78,7 +77,9 @@ class Controller:
         self._change(lambda old: wishes.without(old, name) if old.find(name) else old)
 
     def drain(self, host: str, undo: bool) -> None:
-        """Closes `host` to models, or opens it again, and loads its wished models elsewhere."""
+        """Closes `host` to models, and loads its wished models on other hosts. `undo` opens it
+        again.
+        """
         self._hosts.refresh()
         self._change(lambda old: wishes.with_drain(old, host, undo=undo))
         self._hosts.ask("learn", self._wishes.revision, hosts=[host])
@@ -129,8 +130,8 @@ class Controller:
     def choose(self, name: str, without: Iterable[str] = ()) -> tuple[tuple[Offer, ...], int]:
         """The offers for the model `name`, the best first, and the revision of the wishes.
 
-        Hosts in `without` are left out, and so are drained hosts. With more than eight hosts, the
-        room of all is asked first, and the best eight make a plan.
+        Drained hosts and those in `without` are left out. With more than eight hosts, all hosts
+        first report their room. Then the best eight hosts make a plan.
         """
         without = set(without)
         drained = set(self._wishes.drained)
@@ -168,7 +169,7 @@ class Controller:
         return found, missing
 
     def _answering(self, hosts: list[str]) -> list[str]:
-        """The `hosts` without those that did not answer lately, unless that is all of them."""
+        """The `hosts` that answered lately; all `hosts` if none did."""
         now = time.monotonic()
         answering = [host for host in hosts if self._silent.get(host, 0.0) < now]
         return answering or hosts
@@ -180,9 +181,10 @@ class Controller:
         return self._hosts.ask("holdings", group="offers", timeout=cluster.OFFER_SECONDS)[0]
 
     def _fill(self, name: str) -> str:
-        """Loads the missing copies of a wished model. Returns its hosts, or why it has none.
+        """Loads the missing copies of a wished model. Returns its hosts, or why no host has the
+        model.
 
-        Two threads never fill the same wish at once, since each would load the missing copies.
+        Only one thread at a time loads copies of a model, since two threads would load too many.
         """
         with self._filling[name]:
             return self._fill_now(name)
@@ -207,7 +209,7 @@ class Controller:
         """Loads one more copy of a wished model on a host that does not have it."""
         offers, revision = self.choose(name, has)
         allowed = [offer for offer in offers if self._may_evict(offer, dedicated)]
-        if has:  # copies are spread: the most free host of a level is first
+        if has:  # copies are spread: of equal offers, the host with the most free memory is first
             allowed.sort(key=lambda offer: (offer.level.order, -offer.left_bytes))
 
         def load(offer: Offer) -> str:
@@ -219,10 +221,9 @@ class Controller:
         return placing.attempts(name, allowed, load)
 
     def _may_evict(self, offer: Offer, dedicated: bool) -> bool:
-        """Whether a wish may use this offer: it evicts no wished model and does not wait.
-
-        A call makes room for itself. A wish uses free room, or the room of models that nobody
-        wished. The dedicated set evicts all others.
+        """Whether a wished model may be loaded by this offer, without evicting a wished model or
+        waiting. A `use` may evict any idle model. A wish takes free room, or evicts models that
+        nobody wished. A wish of the `dedicated` set evicts any model outside the set.
         """
         if offer.level is PlanLevel.WAIT:
             return False
@@ -234,7 +235,8 @@ class Controller:
 
     def _evict_everywhere(self, names: Iterable[str]) -> None:
         for name in names:
-            with self._filling[name]:  # a copy that is being loaded for the old wish leaves too
+            # Wait for a copy that is being loaded for the old wish, and evict that copy too.
+            with self._filling[name]:
                 for host, models in self._holdings().items():
                     if name in models:
                         self._evict(name, host)
@@ -267,7 +269,7 @@ class Controller:
             self._in_background(name, partial(self._fill, name))
 
     def _in_background(self, name: str, fill: Callable[[], str]) -> None:
-        """Calls `fill` in a task of its own. `name` is not begun a second time meanwhile."""
+        """Calls `fill` in a separate task, unless such a task for `name` runs already."""
         self._loading.add(name)
         start(partial(self._fill_in_background, name, fill))
 

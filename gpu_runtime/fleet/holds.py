@@ -1,7 +1,6 @@
-"""Models that clients of the fleet use on this host: one thread for each use.
-
-A pin belongs to the thread that took it. So each hold has its own thread, which stays inside
-`with rt.use(model)` and runs the client's calls until the hold is released.
+"""Models that clients of the fleet use on this host, with one thread for each use (a hold). A pin
+belongs to the thread that took it. So each hold has its own thread, which stays inside `with
+rt.use(model)` and runs the client's calls until the hold is released.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ from ..backends.processes.model_processes import ProcessModel
 from ..errors import EngineDied, NodeLost, NotResident
 from ..threads import start
 
-MOST_RELEASED = 1000  # early releases that are remembered
+MOST_RELEASED = 1000  # releases that arrived before their hold, and are remembered
 
 
 class _Released(BaseException):
-    """Raised in a thread that waits for room, after its hold was released.
-
-    It is no subclass of Exception, so that no handler catches it.
+    """Raised in a thread that waits for room, after its hold was released. This class is no
+    subclass of Exception, so that no handler in between catches the error.
     """
 
 
 class _Call(NamedTuple):
-    """A call that the hold's thread runs, and the box for its result."""
+    """A call that the hold's thread runs, and the queue that receives the call's result."""
 
     path: tuple[str, ...]
     given: bytes  # the pickled arguments
@@ -64,9 +62,8 @@ class Holds:
         rt.tell_waits(self._on_wait)
 
     def enter(self, hold: Hold, timeout: float | None, importance: Any) -> None:
-        """Waits until the model of `hold` is on its device. `timeout` and `importance` as in use.
-
-        Raises as `rt.use` does.
+        """Waits until the model of `hold` is on its device. `timeout` and `importance` are those of
+        `rt.use`, and so are the errors.
         """
         self._all[hold.id] = hold
         if hold.id in self._released_early:
@@ -111,7 +108,7 @@ class Holds:
         return len(dead)
 
     def users(self, model: str) -> int:
-        """The number of holds on `model`, also of those that still wait."""
+        """The number of holds on `model`, including those that still wait for room."""
         return sum(hold.model == model for hold in list(self._all.values()))
 
     def __len__(self) -> int:
@@ -136,7 +133,7 @@ class Holds:
             self._end(hold)
 
     def _end(self, hold: Hold) -> None:
-        """Answers the calls that arrived too late."""
+        """Answers the calls that arrived after the release with an error."""
         hold.released.set()
         while not hold.calls.empty():
             late = hold.calls.get()

@@ -1,4 +1,4 @@
-"""The hosts of the fleet: their names, their agents, and questions to all of them at once."""
+"""The hosts of the fleet: their names, their agents, and calls to all agents at once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class Hosts:
         timeout: float = cluster.ANSWER_SECONDS,
         **patience: Any,
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The answers of the agents by host, and why other hosts gave none.
+        """The answers of the agents by host, and for each other host the reason why it gave no
+        answer.
 
         `method` is called with `args` on all `hosts` at once; None means all. `timeout` and
         `patience` (longest, enough) are those of `cluster.answers`.

@@ -71,13 +71,13 @@ def join(
             why=str(error),
         ) from None
     cluster.store_host(node, host)
-    cluster.answer(controller().hosts.remote())  # it knows the host from now on
+    cluster.answer(controller().hosts.remote())  # the controller then knows the host
     return Outcome("join", host, True, f"{host} has joined the fleet, with {devices}")
 
 
 def _start_agent(host: str, node: str, cards: int, devices: str, ledger: str | None) -> Any:
-    """Starts the agent of `host` on its `node`. It claims all `cards`, so that no other task of
-    Ray shares them.
+    """Starts the agent of `host` on its `node`. The agent claims all `cards` in Ray, so that Ray
+    gives them to no other task.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -99,8 +99,8 @@ def _start_agent(host: str, node: str, cards: int, devices: str, ledger: str | N
 
 
 def _devices_here() -> str:
-    """The cards of this machine as GPU_DEVICES names them. Ray hides cards from other processes,
-    so `cuda` is named instead of `auto`, which would then find none.
+    """The cards of this machine as a value of GPU_DEVICES. Ray hides cards from processes that did
+    not claim them. `auto` would then find no card, so the value names `cuda`.
     """
     given = os.environ.get("GPU_DEVICES", "")
     return given if given not in ("", "auto") else "cuda"
@@ -136,6 +136,6 @@ def leave(*, node: str = "", address: str = "auto") -> Outcome:
         cluster.answer(on(agent, "stop", "verbs"))
         module.kill(agent)
     except (cluster.Gone, cluster.Unreachable):
-        pass  # it has ended already
+        pass  # the agent has ended already
     took = time.monotonic() - began
     return Outcome("leave", name, True, f"{name} has left the fleet", seconds=took)

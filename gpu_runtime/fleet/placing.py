@@ -1,6 +1,6 @@
 """Tries the hosts in the order of their offers, until one serves the model.
 
-Nothing here knows Ray: `attempt` is the call that a host answers or refuses.
+This module does not know Ray. `attempt` is the call that a host answers or refuses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PASSING = (Busy, Deadlock, OutOfMemory)  # a later attempt may succeed
 
 
 class Served(NamedTuple):
-    """The host that served a model, and its answer. Without a host, nobody served it."""
+    """The host that served a model, and its answer. The host is empty if no host served the model."""
 
     host: str
     answer: object
@@ -45,8 +45,8 @@ def attempts(
 ) -> Served:
     """Calls `attempt` with one offer after the other, until one of them succeeds.
 
-    A host that is busy by now, or that another client was faster to fill, is a lost race: the next
-    host is tried. Offers of the level `never` are not tried. Every attempt is logged.
+    If a host has become busy since its offer, the next host is tried. Offers of the level `never`
+    are not tried. Every attempt is logged.
     """
     listed = list(offers)
     able = [offer for offer in listed if offer.level is not PlanLevel.NEVER]
@@ -69,8 +69,8 @@ def attempts(
 def refusal(name: str, offers: Iterable[Offer], served: Served, waited: float) -> Exception:
     """The error for a model that no host served. It names every host with its reason.
 
-    It is Busy if a later attempt may succeed. Otherwise it is DoesNotFit, or LoadFailed if hosts
-    had room and could not load the model.
+    The error is Busy if a later attempt may succeed. Otherwise the error is LoadFailed if a host
+    had room and could not load the model, else DoesNotFit.
     """
     listed, reasons = list(offers), served.reasons
     each = "\n".join(f"  {host}: {reason}" for host, reason in sorted(reasons.items()))

@@ -1,4 +1,4 @@
-"""A model on another host, as a client uses it: calls go to its agent, answers come back."""
+"""A model on another host, as a client uses it. Calls are sent to the agent of that host."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Placer(Protocol):
 class RemoteModel:
     """The model of a `with fleet.use(…)` block. Its attributes are those of the model on its host.
 
-    `model.generate(**words)` runs there. Tensors are sent to the model's device, and come back in
-    host memory. `host` is the name of the host.
+    `model.generate(**words)` runs on that host. Tensors are sent to the model's device, and come
+    back in host memory. `host` is the name of the host.
     """
 
     def __init__(self, use: FleetUse) -> None:
@@ -189,7 +189,7 @@ class FleetUse:
                 self._on_a_living_host(partial(self._send, made))
 
     def _why_lost(self) -> str:
-        """Why the call has no answer: the host is dead, or its connection broke."""
+        """The reason why the call has no answer: the host is dead, or its connection broke."""
         try:
             cluster.answer(on(self._agent, "ready", "offers"), PING_SECONDS)
         except cluster.Gone:

@@ -1,6 +1,6 @@
 """The wishes of the fleet: which models, how many copies, and which hosts are drained.
 
-Pure. Wishes are all that the controller stores. Where a model is, the agents answer.
+Pure. The controller stores only wishes. The agents know where the models are.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Slot(Value):
 
     @property
     def id(self) -> str:
-        """The slot as it is typed: `qwen@box2`."""
+        """The name of the slot, as people type it: `qwen@box2`."""
         return f"{self.model}@{self.host}"
 
 
 class Wishes(Value):
-    """All wishes. The revision is larger by one after each change."""
+    """All wishes of the fleet. Each change adds one to the revision."""
 
     revision: int = 0
     models: tuple[Wish, ...] = ()  # sorted by name
@@ -102,7 +102,9 @@ def without_slot(wishes: Wishes, id: str) -> Wishes:
 
 
 def bodies_on(wishes: Wishes, host: str) -> tuple[dict[str, Any], ...]:
-    """The entries of the models as `host` should read them: a slot there names the cards."""
+    """The catalogue entries of the models for `host`. A slot on the host sets the cards of its
+    entry.
+    """
     cards = {slot.model: slot.devices for slot in wishes.slots if slot.host == host}
     found = []
     for wish in wishes.models:

@@ -18,7 +18,6 @@ from gpu_runtime.facts import Lease
 COLOURS = ("#b5b7b0", "#748db1", "#9dd4ef", "#998a65", "#f0deb6", "#878d88", "#d7e2e3")
 INK = "#000000"  # the colour of text on each of these colours
 EDGE = "#808080"  # its contrast with a white and with a dark page is at least 3 : 1
-UNOWNED = "#8c8c8c"  # bytes outside all leases; they are always hatched, unlike leases
 PLAIN = " "  # Bokeh's hatch that draws nothing
 # The first seven processes use the first texture, and the next seven processes the second texture.
 TEXTURES = (PLAIN, ".", "-")

@@ -29,8 +29,8 @@ def _load_jupyter_server_extension(server: Any) -> None:
 def make_command_found() -> None:
     """Lets terminals and notebooks of this server find the command `gpu`.
 
-    A server that was not started from an activated environment has another PATH. The directory of
-    this environment's commands is then added at the end.
+    If the server was started without activating its environment, PATH lacks the directory of `gpu`.
+    That directory is then added at the end of PATH.
     """
     directory = os.path.dirname(sys.executable)
     path = os.environ.get("PATH") or os.defpath

@@ -29,7 +29,7 @@ READ_SECONDS = 1.0  # the age of a snapshot before it is read again
 LOOK_SECONDS = 3.0  # between two looks at which ledgers this server's kernels have open
 CHOOSE_SECONDS = 30.0  # between two looks at all processes of the user, for the tile's ledger
 REAP_SECONDS = 2.0
-MOST_LEDGERS = 8  # that are open here at the same time
+MOST_LEDGERS = 8  # ledgers that this reader keeps open at the same time
 MOST_QUESTIONS = 100
 
 
@@ -46,7 +46,7 @@ class _Cached(NamedTuple):
 
 
 class _Read:
-    """One open ledger: its runtime, its last snapshot, and the answer made of it."""
+    """One open ledger: its runtime, its last snapshot, and the answers made from that snapshot."""
 
     def __init__(self, rt: Any) -> None:
         self.rt = rt
@@ -115,7 +115,7 @@ class Reader:
     # -- which ledger
 
     def _of_tile(self) -> _Read:
-        """The ledger that the console's tile opens."""
+        """The ledger that the console shows when it is opened by its tile in JupyterLab's launcher."""
         from gpu_runtime import watching  # loads the runtime; not needed until a tab asks
 
         return self._of(self._every(CHOOSE_SECONDS, "tile", watching.followed))
@@ -187,7 +187,7 @@ class Reader:
         return next(key for key, known in self._reads.items() if known is read)
 
     def _close_unused(self) -> None:
-        """Closes the ledgers that were not shown for longest, so that few are open here."""
+        """Closes all open ledgers except the MOST_LEDGERS that were shown last."""
         from gpu_runtime import watching
 
         closed = []
@@ -200,10 +200,9 @@ class Reader:
     # -- actions
 
     def ask(self, ledger: str, verb: str, target: str) -> dict[str, Any]:
-        """The dialog for `verb` on the lease `target` (owner id / name) of the ledger with that key.
-
-        Its `question` is passed to `act`. If nothing can be done any more, `refused` says why.
-        Raises GpuError for an unknown ledger or verb.
+        """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`) of the ledger with the key
+        `ledger`. The dialog's `question` is a number for `act`. If the verb is not possible any
+        more, `refused` has the reason. Raises GpuError for an unknown ledger or verb.
         """
         read = self._known(ledger)
         snapshot = self._snapshot(read)
@@ -228,7 +227,7 @@ class Reader:
         return {**text._asdict(), "lines": lines, "question": number}
 
     def act(self, number: str) -> dict[str, Any]:
-        """Carries out the action of the question `number` once, and says what happened.
+        """Carries out the action of the question `number` once. Returns a sentence on the result.
 
         Raises GpuError if there is no such question.
         """
@@ -241,13 +240,13 @@ class Reader:
         read = self._known(ledger)
         state, words = attempt(read.rt, proposal, f"{user()}, JupyterLab")
         with read.lock:
-            read.read_at = float("-inf")  # the next tab sees the effect
+            read.read_at = float("-inf")  # the next request reads the ledger again
         return {"done": state == "done", "because": words}
 
     def variables(self, ledger: str, owner: str) -> dict[str, Any]:
         """The names that hold the memory of the process `owner`. Raises GpuError.
 
-        The process answers between two cells, so this may take seconds.
+        The process answers only between two cells, so the answer may take seconds.
         """
         rt = self._known(ledger).rt
         with rt.on_behalf_of(f"{user()}, JupyterLab"):
@@ -262,7 +261,9 @@ class Reader:
 
 
 def key_of(directory: Path | None) -> str:
-    """A name for requests of the ledger with its files in `directory`. It tells nothing of the URL."""
+    """The name that requests use for the ledger with its files in `directory`. It does not reveal
+    the URL.
+    """
     return hashlib.sha256(str(directory).encode()).hexdigest()[:16]
 
 
@@ -281,7 +282,9 @@ def title_of(url: str) -> str:
 
 
 def user() -> str:
-    """The person for whom actions are journalled: JupyterHub's user, else the system's."""
+    """The person who is named in the journal for each action: JupyterHub's user, else the system's
+    user.
+    """
     hub = os.environ.get("JUPYTERHUB_USER")
     if hub:
         return hub

@@ -25,11 +25,11 @@ from .view import LabKernel
 
 ROOT = "api/gpu-console"
 SESSIONS_SECONDS = 3.0  # between two looks at which notebook belongs to which kernel
-READERS, ACTORS = 2, 4  # threads; an action may wait half a minute for its process
+READERS, ACTORS = 2, 4  # numbers of threads; an action may wait half a minute for its process
 
 
 class LabService:
-    """What the routes of one Jupyter server share."""
+    """The reader and the threads that all routes of one Jupyter server share."""
 
     def __init__(self) -> None:
         self.reader = Reader()
@@ -56,7 +56,8 @@ class LabService:
     async def status(self, handler: APIHandler, front: str) -> Answer:
         """The answer for a tab with the kernel `front` in front. Raises GpuError, OSError.
 
-        Tabs that ask within a second get the same answer. A thread would cost more than the answer.
+        Requests within a second get the same answer, without a thread, which would cost more than
+        the answer.
         """
         now = time.monotonic()
         self._answered = {
@@ -71,7 +72,7 @@ class LabService:
         return self._answered[front][1]
 
     def forget(self) -> None:
-        """Reads again at the next request, since an action has just ended."""
+        """Makes the next request read the ledger again, because an action has just ended."""
         self._answered.clear()
 
     async def run(self, threads: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
@@ -101,7 +102,9 @@ def _with_families(pids: dict[str, int], paths: dict[str, str]) -> tuple[LabKern
 
 
 class _Handler(APIHandler):
-    """A route of this package. An error of ours is an answer with status 409 and one sentence."""
+    """A route of this package. An error of gpu_runtime becomes an answer with status 409 and one
+    sentence.
+    """
 
     auth_resource = "gpu-console"
     _track_activity = False  # an open page must not keep an idle server alive
@@ -134,7 +137,7 @@ class _Handler(APIHandler):
 
 
 class StatusRoute(_Handler):
-    """`GET status?kernel=ID&seen=DIGEST`: what the page shows, or 204 if it is as in `seen`."""
+    """`GET status?kernel=ID&seen=DIGEST`: the content of the page, or 204 if its digest is `seen`."""
 
     @web.authenticated
     @authorized

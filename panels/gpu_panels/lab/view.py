@@ -1,4 +1,5 @@
-"""What JupyterLab shows of one snapshot, as plain values for JSON. This module is pure.
+"""The content of JupyterLab's status bar and panel for one snapshot, as plain values for JSON. This
+module is pure.
 
 Times are epoch seconds, so that the values stay equal while nothing happens. The browser computes
 durations from them.
@@ -55,7 +56,7 @@ def shown(
     others: Sequence[LedgerName] = (),
     tile: LedgerName | None = None,
 ) -> dict[str, Any]:
-    """Everything that the status bar and the side panel show of `snapshot`.
+    """The content of the status bar and of the side panel for `snapshot`.
 
     `kernels` are those of this server. `ledger` is the ledger of the snapshot, `others` are the other
     active ledgers, and `tile` is the ledger that the console's tile opens (None: the same).
@@ -102,13 +103,15 @@ def cards_text(snapshot: Snapshot) -> str:
 
 
 def card_name(view: DeviceView) -> str:
-    """The short name of a card, such as `GPU0`; of the host `RAM`."""
+    """The short name of a device: `GPU0` for a card, and `RAM` for the host."""
     number = view.device.id.partition(":")[2]
     return "RAM" if view.device.is_host else f"GPU{number}"
 
 
 def used_bytes(view: DeviceView) -> int:
-    """The bytes of a device that are in use: claimed ones, and those of programs without a lease."""
+    """The bytes of a device that are in use: the leased bytes, and those of programs without a
+    lease.
+    """
     return view.claimed_bytes + strangers_bytes(view)
 
 
@@ -283,9 +286,8 @@ def _epoch(stamp: float, snapshot: Snapshot) -> int | None:
 
 
 def variables(frame: Any) -> dict[str, Any]:
-    """The answer of a notebook, `frame` of `rt.who`: the names that hold its memory, largest first.
-
-    Models have rows of their own in the panel, so they are left out here.
+    """The names that hold a notebook's memory, the largest first, from the `frame` of its `rt.who`.
+    Models are left out, because the panel has separate rows for them.
     """
     rows = [
         {
