@@ -291,8 +291,9 @@ class HostAgent:
             log.info("%s: ended %d uses of clients that have ended", self.host, count)
 
     def _end(self) -> None:
-        """Ends this process, because its node was declared dead while the process was frozen. The
-        clients use other hosts by now. The leases of this process end like those of any dead
+        """Ends this process, because its node was declared dead while the process was frozen.
+
+        The clients use other hosts by now. The leases of this process end like those of any dead
         process.
         """
         log.warning("%s was declared dead, and ends", self.host)

@@ -121,7 +121,9 @@ class Fleet:
 
     def _remember(self, name: str, host: str, offers: tuple[Offer, ...]) -> None:
         """Remembers that the next use of the model tries `host` first, unless other hosts have
-        copies. If there are copies, each use asks which copy has the fewest users.
+        copies.
+
+        If there are copies, each use asks which copy has the fewest users.
         """
         copies = [offer for offer in offers if offer.level in _COPIES and offer.host != host]
         if copies:

@@ -1,6 +1,7 @@
-"""All uses of Ray by the fleet: connections, named actors, stored values and answers. Errors of Ray
-become errors of gpu-console here. `Gone` means that the process is dead. `Unreachable` means that
-the process did not answer; it may still live.
+"""All uses of Ray by the fleet: connections, named actors, stored values and answers.
+
+Errors of Ray become errors of gpu-console here. `Gone` means that the process is dead.
+`Unreachable` means that the process did not answer; it may still live.
 """
 
 from __future__ import annotations
@@ -235,6 +236,7 @@ def answers(
     enough: Callable[[Iterable[Any]], bool] = lambda found: True,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of the calls that answered, and the reasons of the other calls, each by its key.
+
     All calls together get `timeout` seconds. If `enough` says that the values are too few by then,
     the other calls get up to `longest` seconds. A call that fails does not stop the others.
     """

@@ -1,7 +1,8 @@
-"""The controller of the fleet: a named Ray actor that stores wishes and chooses hosts. A wish is a
-model that the fleet should hold. Only wishes are stored, at Ray's head. The agents know where the
-models are, so the death of the controller loses nothing. No model's data passes through the
-controller. Each method may run twice, because Ray repeats calls after a restart.
+"""The controller of the fleet: a named Ray actor that stores wishes and chooses hosts.
+
+A wish is a model that the fleet should hold. Only wishes are stored, at Ray's head. The agents know
+where the models are, so the death of the controller loses nothing. No model's data passes through
+the controller. Each method may run twice, because Ray repeats calls after a restart.
 """
 
 from __future__ import annotations
@@ -222,8 +223,10 @@ class Controller:
 
     def _may_evict(self, offer: Offer, dedicated: bool) -> bool:
         """Whether a wished model may be loaded by this offer, without evicting a wished model or
-        waiting. A `use` may evict any idle model. A wish takes free room, or evicts models that
-        nobody wished. A wish of the `dedicated` set evicts any model outside the set.
+        waiting.
+
+        A `use` may evict any idle model. A wish takes free room, or evicts models that nobody
+        wished. A wish of the `dedicated` set evicts any model outside the set.
         """
         if offer.level is PlanLevel.WAIT:
             return False

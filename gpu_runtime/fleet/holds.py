@@ -1,5 +1,6 @@
-"""Models that clients of the fleet use on this host, with one thread for each use (a hold). A pin
-belongs to the thread that took it. So each hold has its own thread, which stays inside `with
+"""Models that clients of the fleet use on this host, with one thread for each use (a hold).
+
+A pin belongs to the thread that took it. So each hold has its own thread, which stays inside `with
 rt.use(model)` and runs the client's calls until the hold is released.
 """
 
@@ -20,8 +21,9 @@ MOST_RELEASED = 1000  # releases that arrived before their hold, and are remembe
 
 
 class _Released(BaseException):
-    """Raised in a thread that waits for room, after its hold was released. This class is no
-    subclass of Exception, so that no handler in between catches the error.
+    """Raised in a thread that waits for room, after its hold was released.
+
+    This class is no subclass of Exception, so that no handler in between catches the error.
     """
 
 
@@ -62,8 +64,9 @@ class Holds:
         rt.tell_waits(self._on_wait)
 
     def enter(self, hold: Hold, timeout: float | None, importance: Any) -> None:
-        """Waits until the model of `hold` is on its device. `timeout` and `importance` are those of
-        `rt.use`, and so are the errors.
+        """Waits until the model of `hold` is on its device.
+
+        `timeout` and `importance` are those of `rt.use`, and so are the errors.
         """
         self._all[hold.id] = hold
         if hold.id in self._released_early:

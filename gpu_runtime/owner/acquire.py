@@ -1,4 +1,5 @@
-"""Gets memory for a model or a block of code: requests, waits, loads or restores, and settles.
+"""Gets memory for a model or a block of code: requests it, waits, loads or restores, and settles
+the lease.
 
 After any failure or interrupt, the book is as it was before the request.
 """
@@ -294,7 +295,7 @@ def perform(
     the restore raises, the grant is abandoned and the error is raised.
     """
     step = verdict.steps[0]
-    assert isinstance(step, (Load, Move))  # a grant's own step loads or moves
+    assert isinstance(step, (Load, Move))  # the step of a grant is always a load or a move
     with arrivals.shown(session, resident, step, progress) as progress:
         if isinstance(step, Load):
             _load(session, resident, verdict.lease, step, anchor, key, progress)
@@ -328,7 +329,7 @@ def _load(
         resident.install(handle, settled, anchor)
     except BaseException as error:
         if not isinstance(error, Exception):
-            # A notebook keeps the traceback of an interrupt, whose frames keep the bytes.
+            # A notebook keeps the traceback of an interrupt, whose frames would keep the bytes.
             traceback.clear_frames(error.__traceback__)
         installed = handle is not None and resident.handle is handle
         if not installed:
@@ -412,7 +413,9 @@ def _settle(session: Session, resident: Resident, because: str, **seconds: float
     lease = resident.lease
 
     def settle(book: Book, world: World) -> tuple[Book, bool]:
-        """The book with the measured lease. False if the host has no room for its shadow."""
+        """The book with the measured lease, and False if the host has no room for the lease's
+        shadow.
+        """
         book = books.arrived(
             book,
             session.me,

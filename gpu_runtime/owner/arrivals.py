@@ -1,7 +1,7 @@
 """The load or the restore that runs now, for the front end that shows its progress.
 
-A front end registers with `Runtime.tell_waits`. A caller with a progress function of its own gets no
-line besides.
+A front end registers with `Runtime.tell_waits`. If the caller passes its own progress function, the
+front end shows nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Arrival:
     def __init__(self, name: str, verb: str, all_bytes: int, expected_seconds: float) -> None:
         """The arrival of the model `name`, which needs `all_bytes`.
 
-        `expected_seconds` is what the last such arrival took, or 0.
+        `expected_seconds` is the time that the last such arrival took; 0 if unknown.
         """
         self.name, self.verb = name, verb
         self.all_bytes, self.done_bytes = all_bytes, 0
         self.expected_seconds = expected_seconds
-        self.seconds = 0.0  # what it took, once it has ended
+        self.seconds = 0.0  # how long the arrival took; 0 until it has ended
         self.ended = self.failed = False
 
     def __call__(self, done_bytes: int, all_bytes: int) -> None:
@@ -40,9 +40,10 @@ class Arrival:
 def shown(
     session: Session, resident: Resident, step: Load | Move, progress: Progress | None
 ) -> Iterator[Progress | None]:
-    """A block in which the model arrives. It yields the function that a load reports to.
+    """A block around the load or restore. It yields the function to which a load reports its
+    progress.
 
-    The session's front end hears of the arrival twice: when it begins, and when it has ended.
+    The session's front end is called twice: when the arrival begins, and when it has ended.
     """
     told = session.on_arrival
     if told is None or progress is not None:

@@ -45,17 +45,19 @@ def close(session: Session) -> None:
 def remembered_until_exit() -> weakref.WeakSet[Any]:
     """An empty set for the runtimes of this process.
 
-    They are closed when the process ends. In a forked child they stay the parent's.
+    They are closed when the process ends. A forked child does not close the runtimes of its parent.
     """
     runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def in_child() -> None:
-        """Leaves the runtimes to the parent."""
+        """Runs in a forked child: forgets the runtimes, which belong to the parent."""
         for runtime in list(runtimes):
             runtime._forked()
 
     def at_exit() -> None:
-        """Closes the runtimes, after work whose caller was interrupted."""
+        """Runs at the end of the process: closes the runtimes, after the work of interrupted
+        callers has ended.
+        """
         threads.finish()
         for runtime in list(runtimes):
             runtime.close()

@@ -77,13 +77,15 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
 
 
 def of_described(model: Described, session: Session) -> Subject:
-    """A model as `load` would register it. Raises UnknownSize, BadSetting, LoadFailed."""
+    """The request for a `model` as `load` would register it. Raises UnknownSize, BadSetting,
+    LoadFailed.
+    """
     found = of_resident(model.resident, session)
     return found._replace(obstacle=model.obstacle) if model.obstacle else found
 
 
 def of_resident(resident: Resident, session: Session) -> Subject:
-    """A model of this process. Raises UnknownSize, BadSetting, LoadFailed."""
+    """The request for a model of this process. Raises UnknownSize, BadSetting, LoadFailed."""
     rules = demand.placement(session, resident)
     footprint = session.sizing.footprint(resident, rules.devices)
     wanted = demand.wanted_lease(session, resident)
@@ -104,7 +106,8 @@ def of_nobody(resident: Resident, session: Session) -> Subject:
 
 
 def of_lease(lease: Lease, owner: Owner, given: dict[str, Any]) -> Subject:
-    """A model of another owner. Its size is what that owner measured. `given` are options.
+    """The request for a model of another owner, with the size that the owner measured. `given` are
+    options.
 
     Raises UnknownSize if that owner has registered the model and not loaded it.
     """
@@ -119,11 +122,12 @@ def of_lease(lease: Lease, owner: Owner, given: dict[str, Any]) -> Subject:
 def unregistered(
     words: str, known: Iterable[str], session: Session, given: dict[str, Any]
 ) -> Resident:
-    """A path, a hub id or a name that contains a size, as a model that is never loaded.
+    """The request for a model that is not registered: `words` are a path, a hub id or a name with a
+    size.
 
-    `given` are its options. `known` are the names of known models. If `words` are close to a known
-    name, they are a typing mistake, whatever size they contain. Raises UnknownModel for a mistake,
-    and for words that give no size.
+    `given` are its options. `known` are the names of known models. `words` close to a known name
+    are a typing mistake, even if they contain a size. Raises UnknownModel for a mistake, and for
+    words that give no size.
     """
     known = tuple(known)
     if not _is_path(words):

@@ -184,7 +184,7 @@ def load_error(
     fault = recognise(str(error))
     driver_failed = fault is not None and fault.clears_model
     failed = explain.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
-    failed.places = tuple(user_lines(error))  # the error itself would keep the bytes of the load
+    failed.places = tuple(user_lines(error))  # the error would keep the bytes of the load
     return failed
 
 

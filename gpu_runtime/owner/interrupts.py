@@ -15,7 +15,8 @@ from .session import Session
 def in_one_line(
     session: Session, outcome: Callable[[], str] = lambda: "nothing is held"
 ) -> Iterator[None]:
-    """A KeyboardInterrupt in this block is shown as one line: how long it took, and the `outcome`.
+    """A block in which a KeyboardInterrupt is shown as one line, with the seconds and the
+    `outcome`.
 
     `outcome` is called at the end of the block, so the block must have released its request by then.
     """
@@ -29,7 +30,7 @@ def in_one_line(
 
 
 def outcome_of(resident: Resident) -> str:
-    """What an interrupted request for the model leaves behind, as the end of a sentence."""
+    """The state of the model after an interrupted request for it, as the end of a sentence."""
     if resident.place is not Place.HERE:
         return "nothing is held"
     return f"{resident.spec.name} is on {resident.lease.where}, and not in use by this request"

@@ -67,8 +67,8 @@ class Kernel:
     def begin(self, text: str = "", outermost: bool = True) -> str:
         """Called before the cell `text`: brings the kernel's memory back and pins it for the cell.
 
-        `outermost` is false for a cell that another cell runs. Pins that are left then are those of
-        cells whose end was interrupted.
+        `outermost` is false for a cell that another cell runs. At an outermost cell, remaining pins
+        belong to cells whose end was interrupted.
 
         It also requests, for a bounded time, room for this cell's last peak. Returns a sentence if
         memory returned, else an empty text. `refused` then says why the cell must not run.
@@ -82,7 +82,7 @@ class Kernel:
         try:
             wanted = self._before(text) if not self._running else {}
             if resident is None:
-                self._running.append(anchor)  # so that no other thread counts during the cell
+                self._running.append(anchor)  # so that no other thread counts the memory
                 self._room.request(None, anchor, wanted)
                 return ""
             self._yield_turn(resident)
@@ -171,10 +171,10 @@ class Kernel:
     def end(self, text: str = "") -> None:
         """Called after the cell `text` has run: ends its pin, and counts what the kernel holds now."""
         if self._running:
-            self._running.pop()  # first: an interrupt must not leave the pin
+            self._running.pop()  # before anything else, so that an interrupt cannot leave the pin
         if self._running:
             return
-        self._cell = self._cell or text  # a first cell runs before there is a Kernel
+        self._cell = self._cell or text  # the first cell may begin before the Kernel exists
         claimed_more = self._room.end(self.resident)
         if (resident := self.resident) is not None:
             release.try_again_now(resident)  # the reason for the failed attempt may have ended

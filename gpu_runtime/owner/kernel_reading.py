@@ -18,7 +18,7 @@ from .pins import Anchor, AnchorRef, new_anchor
 from .session import Session, log
 
 WAIT_SECONDS = 5.0  # the longest wait for room; cells that were sent later wait behind it
-ATTEMPTS = 40  # while a thread is in the way
+ATTEMPTS = 40  # the most attempts while another thread prevents the return
 AGAIN_SECONDS = 0.05  # the pause between two attempts
 PAUSE_SECONDS = 60.0  # after a wait that came to nothing, messages are handled at once for so long
 
@@ -28,14 +28,14 @@ def bring_back(
 ) -> None:
     """Brings the kernel's memory onto its cards, and pins it with `anchor`.
 
-    Just after a park, the thread that moved the bytes still runs for a moment, and nothing can be
-    exchanged beside it. So a return that a thread prevents is tried again for two seconds. `timeout`
-    (seconds; None: no limit) limits each wait for room. Raises the errors of `acquire.obtain`.
+    Just after a park, the thread that moved the bytes still runs for a moment, and prevents the
+    return of the bytes. So the return is tried again for two seconds. `timeout` (seconds; None: no
+    limit) limits each wait for room. Raises the errors of `acquire.obtain`.
     """
     for _ in range(ATTEMPTS - 1):
         try:
             return acquire.obtain(session, resident, anchor, timeout=timeout)
-        except StillInUse:  # tried again below
+        except StillInUse:  # a thread prevented the return: try again after a pause
             time.sleep(AGAIN_SECONDS)
     return acquire.obtain(session, resident, anchor, timeout=timeout)
 

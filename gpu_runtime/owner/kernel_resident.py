@@ -68,7 +68,8 @@ class KernelResident(Resident):
     def settle_at(self, lease: Lease, anchor: Any = None) -> None:
         """Records the `lease` after a move, with what the running cell has claimed on its device.
 
-        Off the device the claim of the cell ends. `anchor` is the pin of the caller.
+        If the bytes left the device, the claim of the cell ends. `anchor` pins the kernel for the
+        caller.
         """
         if lease.on_device:
             lease = claiming(lease, self.claims)

@@ -1,4 +1,4 @@
-"""`load` registers a model if it is new, and loads it. `plan` plans exactly that.
+"""`load` registers a model if it is new, and loads it. `plan` computes the plan for the same load.
 
 Both take the keywords of `register` and the options of backends, and describe the model with the same
 functions. So a plan and the load that follows cannot differ.
@@ -31,7 +31,7 @@ _LOADED = "is loaded with other options"
 class Described(NamedTuple):
     """A model as `load` would register it."""
 
-    resident: Resident  # the registered one, or another one that is only planned
+    resident: Resident  # the registered model, or a model that is only planned
     obstacle: str = ""  # why `load` refuses these options
 
 

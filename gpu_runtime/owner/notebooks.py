@@ -1,4 +1,4 @@
-"""What names several models at once: a notebook's file name, and `*` for every idle model."""
+"""Names that stand for several models: a notebook's file name, and `*` for all idle models."""
 
 from __future__ import annotations
 

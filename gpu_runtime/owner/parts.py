@@ -1,4 +1,4 @@
-"""What this process knows about models that leave in parts: the size of their pieces, and times."""
+"""The sizes of the pieces of models that leave in parts, and the time that their return takes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) ->
 def restore_seconds(before: Lease, seconds: float) -> float:
     """Seconds that a restore of the whole lease takes, if its last restore took `seconds`.
 
-    `before` is the lease before that restore. A part is copied in a part of the time, so an earlier
-    time of the whole is kept.
+    `before` is the lease before that restore. A part takes less time than the whole. So after the
+    restore of a part, the earlier time stays.
     """
     if not before.in_parts:
         return seconds

@@ -111,7 +111,7 @@ class Held:
         """Does optional work at the end of the block. It may be skipped after an interrupt."""
 
     def _typed(self) -> tuple[str, str]:
-        """How this block is written, and the name of its value: `rt.use('qwen')` and `model`."""
+        """The text of this call, and a name for its value, such as `rt.use('qwen')` and `model`."""
         return f"{type(self).__name__}()", "held"
 
     def __repr__(self) -> str:
@@ -125,7 +125,9 @@ class Held:
         raise NeedsWith(*self._typed(), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NeedsWith: the value can be called, and this block cannot."""
+        """Raises NeedsWith, because only the value of the block can be called, and not the block
+        itself.
+        """
         raise NeedsWith(*self._typed())
 
     def __enter__(self) -> Any:

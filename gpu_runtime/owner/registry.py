@@ -59,7 +59,9 @@ def specified(
     devices: str | tuple[str, ...],
     options: dict[str, Any],
 ) -> tuple[ModelSpec, Any]:
-    """The specification that `register` makes of its arguments, and the factory or None."""
+    """The specification that `register` makes from its arguments, and the factory, or None without
+    one.
+    """
     chosen = backend_for(source, backend)
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     spec = ModelSpec(
@@ -82,7 +84,7 @@ def specified(
 def register(
     session: Session, name: str, source: Any, *, restore_on_call: bool, **wishes: Any
 ) -> ModelSpec:
-    """Makes a model known by name; see Runtime.register. `wishes` are those of `specified`."""
+    """Makes a model known by name; see Runtime.register. `wishes` are the keywords of `specified`."""
     spec, factory = specified(session, name, source, **wishes)
     known = session.residents.get(name)
     if known is not None:

@@ -21,7 +21,7 @@ log = logging.getLogger("gpu_runtime")
 
 FIRST_PAUSE_SECONDS = 1.0  # after a failed move, before the model is chosen again
 LONGEST_PAUSE_SECONDS = 60.0
-SHED_SECONDS = 5.0  # for another process to free the copy of a model in host memory
+SHED_SECONDS = 5.0  # the longest wait until another process has freed a model's copy in host memory
 
 
 def evict(
@@ -35,9 +35,9 @@ def evict(
 ) -> Move | Drop | None:
     """Evicts a model of this process now.
 
-    Returns the step that was taken, or None if the model is on no device already. With `drop`, the
-    model is unloaded although host memory has room. `by` is the person who requested it. `kept` are
-    the ids of leases whose shadows their owners do not free. Raises StillInUse, DoesNotFit, and the
+    Returns the step that was taken, or None if the model is on no device. With `drop`, the model is
+    unloaded although host memory has room. `by` is the person who requested it. `kept` are the ids
+    of leases whose owners do not free the leases' shadows. Raises StillInUse, DoesNotFit, and the
     errors of the move.
     """
     away = resident.place is Place.AWAY and not resident.lease.in_parts
@@ -95,7 +95,8 @@ def _leave(
 
 
 def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
-    """Frees the shadows of this process, and asks other processes to free theirs.
+    """Frees shadows of this process, and requests that other processes free their shadows, as in
+    `steps`.
 
     Returns the ids of the leases whose shadows were not freed in time.
     """

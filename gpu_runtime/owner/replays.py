@@ -1,4 +1,4 @@
-"""Decides requests and records these decisions, and decides recorded ones again."""
+"""Decides requests, records the decisions, and decides recorded requests again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ..scheduler.admission import admit
 from ..scheduler.replay import is_new, recorded, replayed
 from .session import Session
 
-MOST = 20  # recorded decisions on a model that are decided again
+MOST = 20  # at most so many recorded decisions on a model are decided again
 
 
 def admitted(
     session: Session, request: Request, compared: tuple[Candidate, ...]
 ) -> Grant | Wait | Refuse:
-    """Decides the request in one transaction, on devices that are measured now, and records that.
+    """Decides the request in one transaction, with the memory measured now, and records the
+    decision.
 
     `compared` are the ways to make room that were compared before; see `explain.with_runners_up`.
     """
@@ -39,7 +40,7 @@ def admitted(
 def again(session: Session, name: str) -> tuple[Replayed, ...]:
     """The recorded decisions on the model `name`, each decided again, the newest first.
 
-    `name` may also be the number of one decision.
+    `name` may also be the number of a single decision in the journal.
     """
     decided = session.journal.decided(name, MOST)
     return tuple(replayed(one, _version()) for one in decided)

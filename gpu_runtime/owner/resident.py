@@ -50,7 +50,7 @@ _HERE = Place.HERE  # every use reads it: this name takes 10 ns, `Place.HERE` ta
 
 
 class Stays(Exception):
-    """A step must not be taken: the weights exist only here, the model is in use, or has grown."""
+    """A step must not be taken: the weights exist only here, or the model is in use or has grown."""
 
 
 def _ignore_loss(kind: str, because: str) -> None:
@@ -103,7 +103,7 @@ class Resident:
         self.failed_moves = 0  # in a row
         # It is no field of `lease`: a thread that replaces the lease could undo a move by another.
         self.moves_again_at = 0.0
-        self.shadow_bytes = 0  # of its copy in host memory, while it is on a card
+        self.shadow_bytes = 0  # bytes of the copy in host memory, while the model is on a card
         self.measured: Measurement | None = None  # an earlier load of live code, see footprints
         self._pieces: tuple[int, ...] | None = None  # None if not computed yet
         self._was_pinned = False
@@ -123,7 +123,7 @@ class Resident:
     # -- using
 
     def enter(self, anchor: AnchorRef) -> bool:
-        """Pins the model while the anchor lives; False if the model is not on its device now.
+        """Pins the model while the anchor lives. Returns False if it is not on its device now.
 
         `anchor` is a weak reference to the anchor.
         """
@@ -241,8 +241,8 @@ class Resident:
     ) -> tuple[Any, Shares, float]:
         """Loads the model. Returns the backend's handle, the measured shares, and the seconds.
 
-        The model is not installed yet. `shares` are the bytes reserved on each device. `more` are
-        options of backends that keep a copy of the model in host memory.
+        Callers of `use` do not see the model before `install`. `shares` are the bytes reserved on
+        each device. `more` are options of backends that keep a copy of the model in host memory.
         """
         with self._working():
             began = time.perf_counter()

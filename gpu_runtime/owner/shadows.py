@@ -68,7 +68,9 @@ def _copies(session: Session, book: Book, files: str) -> dict[str, tuple[int, ..
 
 
 def free(resident: Resident) -> bool:
-    """Frees the copy of the model in host memory. Returns False if there is none, or if it moves."""
+    """Frees the copy of the model in host memory. Returns False if there is no copy, or if the
+    model moves.
+    """
     with resident.work:
         if resident.place is Place.MOVING or not resident.shadow_bytes:
             return False
@@ -78,7 +80,7 @@ def free(resident: Resident) -> bool:
 
 
 def obey(session: Session, step: Shed) -> None:
-    """Frees the shadow that `step` names, and publishes that. The model may be in use."""
+    """Frees the shadow that `step` names, and publishes the change. The model may be in use."""
     resident = session.residents.get(step.lease.partition("/")[2])
     if resident is not None and free(resident):
         session.publish()

@@ -92,7 +92,9 @@ def snapshot(session: Session) -> Snapshot:
 
 
 def _quarantined(book: Book) -> tuple[Quarantined, ...]:
-    """The owners whose section cannot be read, without the section's unreadable content."""
+    """The owners whose sections cannot be read, with the bytes that they hold, as far as these are
+    known.
+    """
     return tuple(replace(it, entry=b"", content=b"") for it in book.quarantined.values())
 
 
@@ -165,7 +167,9 @@ def _of_page(session: Session, page: HostPage) -> Snapshot:
 
 
 def health(found: Snapshot) -> Health:
-    """One line on the gravest problem in the snapshot `found`, else on its fullest card."""
+    """One line on the gravest problem in the snapshot `found`. Without a problem, it is on the
+    fullest card.
+    """
     cards = [view for view in found.devices if not view.device.is_host]
     fullest = max(cards, key=lambda view: view.pressure)
     used = [view.measured_bytes for view in cards]
@@ -276,7 +280,7 @@ def history(session: Session, found: Snapshot, seconds: str | float, points: int
 def why(session: Session, name: str) -> tuple[Event, ...]:
     """The last decisions on a model, or on the memory of the notebook `name`, the newest first.
 
-    Raises UnknownModel if there is no decision on it and no model has that name.
+    Raises UnknownModel if there is no decision on that name and no model has it.
     """
     bare = name.partition("@")[0]
     resident = registry.by_key(session, bare)

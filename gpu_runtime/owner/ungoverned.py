@@ -1,4 +1,6 @@
-"""Loads without a governor: nothing is evicted, and no ledger is asked (ENABLE_MEMORY_GOVERNOR)."""
+"""Loads without a governor (ENABLE_MEMORY_GOVERNOR=0): nothing is evicted, and the ledger is not
+used.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # 3. The request is hopeless, or beyond the operator's caps.
     request = _as_measured(request, lease) if lease else request
     out = _drained_for(book, request, world)
-    # The bytes that the lease has on a card do not stand in its own way.
+    # The bytes that the lease already has on a card are no obstacle to its own request.
     others = book.without_lease(lease.owner, lease.name) if lease and lease.in_parts else book
     never = _never_alone(others, request, world, out)
     request = with_layout(request, world, never)
@@ -295,7 +295,7 @@ def _grant(
     wanted, size = request.lease, request.footprint.bytes
     old = book.lease(wanted.owner, wanted.name)
     target, filled = context.missing(chosen.shares), chosen.filled
-    if old and target != chosen.shares:  # only the bytes in host memory are copied
+    if old and target != chosen.shares:  # in parts: only bytes in host memory move
         filled = (Share(target[0].device, old.bytes_on(HOST)),)
     lease = replace(
         old or wanted,

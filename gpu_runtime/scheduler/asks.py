@@ -68,7 +68,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     if owner is None:
         gone = f"the process that held {name} is gone" if name else "that process is gone"
         return _without_ticket(book, asked), Refuse(gone, kind="gone")
-    if section is not None:  # else nobody but its owner can read it, and answer
+    if section is not None:  # a section that cannot be read: only its owner can answer
         verdict = _answer_in_events(book, asked, section, name)
         if verdict is None:
             verdict = _known_result(book, asked, section, name, world)
@@ -139,7 +139,7 @@ def process_of(user: str, owner: Owner | None) -> str:
 
 
 def _answer_in_events(book: Book, asked: Ask, section: Section, name: str) -> Verdict | None:
-    """The owner's answer to the request, from the recent events; None if there is none yet."""
+    """The owner's answer to the request, from the recent events; None if there is no answer yet."""
     for event in book.events:
         if event.answers == asked.key and event.owner == section.owner.id:
             return _verdict_of(event, section.lease(name) or Lease(section.owner.id, name))
@@ -184,7 +184,7 @@ def _known_result(
         return Grant(lease, (), f"{name} is on {lease.where}")
     refusal = _refusal_to_leave(book, lease, section.owner, world)
     if refusal and refusal.kind == "failed" and asked.verb == "move":
-        return None  # its owner tries at once, and answers
+        return None  # the owner tries at once, and answers
     return refusal
 
 
@@ -249,7 +249,9 @@ def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
 
 
 def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """The owner's models to drop from host memory, so that a lease without a source fits there."""
+    """The owner's models to drop from host memory, so that a `lease` that cannot be dropped fits
+    there.
+    """
     if not (lease.movable and world.rules.offload):
         return ()
     victims = warm_pool_victims(
@@ -265,7 +267,7 @@ def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tupl
 
 
 def wish(verb: str, name: str) -> str:
-    """The end of the sentence "the process was asked ...", such as `to evict qwen`."""
+    """The request as the end of the sentence "the process was asked ...", such as `to evict qwen`."""
     if verb == "who":
         return "which variables hold memory"
     if verb == "shed":

@@ -33,12 +33,12 @@ class Context(NamedTuple):
     own_left: int | None  # bytes left under this owner's own limit; None: no limit
     own_left_later: int | None  # the same once its leaving models have left
     silent: frozenset[str]  # ids of recalled idle leases whose owner does not answer
-    silent_shadows: frozenset[str]  # ids of leases whose recalled shadows their owners do not free
+    silent_shadows: frozenset[str]  # ids of leases whose owners do not free the recalled shadows
     cap_left: Bytes  # bytes left under the operator's cap on this user; empty: no cap
     cap_left_later: Bytes
     cap_owners: frozenset[str]  # ids of all processes that this cap counts together
-    # Card -> the bytes that the requested lease has there, if it is in parts and may return there.
-    # They need no free room.
+    # Card -> the bytes that the requested lease has on it, if the lease is in parts and may return
+    # to that card. These bytes need no free room.
     held: Bytes = {}
 
     @classmethod
@@ -95,7 +95,9 @@ class Context(NamedTuple):
         return free
 
     def missing(self, shares: Shares) -> Shares:
-        """The part of `shares`, a place for the requested lease, that the lease does not have yet."""
+        """The bytes that the requested lease still needs on each card of `shares`, a place for the
+        lease.
+        """
         if not self.held or len(shares) != 1 or shares[0].device not in self.held:
             return shares
         [share] = shares
@@ -109,9 +111,10 @@ def _later(
     freed: Bytes,
     returning: str = "",
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The room once all decided steps are done; and device -> name of a lease leaving it.
+    """The room after all decided steps; and for each device the name of a lease that leaves it.
 
-    `returning` is the id of the requested lease if it is in parts. Its bytes are not free.
+    `returning` is the id of the requested lease if the lease is in parts. Its bytes do not count as
+    free.
     """
     room = dict(room_now)
     leaving: dict[str, str] = {}
@@ -139,7 +142,9 @@ def _later(
 
 
 def _held(book: Book, request: Request) -> dict[str, int]:
-    """Card -> bytes that the requested lease has there, if it is in parts and stays on one card."""
+    """Card -> bytes that the requested lease has on it, if the lease is in parts and stays on one
+    card.
+    """
     lease = book.lease(request.lease.owner, request.lease.name)
     rules = request.placement
     if lease is None or not lease.in_parts or rules.layout != "single" or rules.factor:
@@ -178,7 +183,7 @@ def _silent(
     silent = []
     for lease in leases:
         if lease.away_since > ticket.recalled_since:
-            continue  # it has left, or a part of it
+            continue  # the lease, or a part of it, has left
         if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins:
             silent.append(lease.id)
     return frozenset(silent)

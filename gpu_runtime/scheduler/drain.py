@@ -127,7 +127,7 @@ def vacate(
             reason="drain",
         )
         copies: tuple[Step, ...] = ()
-        if not isinstance(step, Move):  # the lease leaves at a later call
+        if not isinstance(step, Move):  # this lease leaves at a later call
             copies = shadows.steps_for(
                 book, lease, host_room, world, lru, f"{cards[card]}.", "drain"
             )

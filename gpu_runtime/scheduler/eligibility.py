@@ -181,9 +181,9 @@ def warm(
 ) -> list[Lease]:
     """Leases of the `book` in host memory that may be unloaded now; only those of `owner` if given.
 
-    A lease in parts is one of them. If it is unloaded, its bytes on a card go too. `asker`,
-    `importance` and `world` are as in `reason_to_stay`. The lease with the id `wanted` stays,
-    because it is about to return to a card.
+    A lease in parts counts as being in host memory. If it is unloaded, its bytes on a card are
+    freed too. `asker`, `importance` and `world` are as in `reason_to_stay`. The lease with the id
+    `wanted` stays, because it is about to return to a card.
     """
     found = []
     for lease in book.leases():
@@ -229,9 +229,10 @@ def worth_less(
     owner: str = "",
     wanted: str = "",
 ) -> tuple[Lease, ...]:
-    """Leases in host memory to unload so that `lease` fits there; empty if that is not worth it.
+    """Leases in host memory to unload so that `lease` fits there; empty if they are worth more than
+    `lease`.
 
-    By importance and `rank`, each of these leases is worth less in host memory than `lease` would
+    By importance and `rank`, each returned lease is worth less in host memory than `lease` would
     be. If `lease` has a target, only the bytes in the target must fit. `host_room` is in bytes. The
     other parameters are those of `warm`.
     """

@@ -33,9 +33,9 @@ Enough = Callable[[Bytes, Iterable[Lease], PartsRoom | None], tuple[Lease, ...] 
 
 
 class Way(NamedTuple):
-    """A way to make room: leases that leave the card, and what first leaves host memory.
+    """A way to make room: the leases that leave the card, and those that first leave host memory.
 
-    A lease of which only some pieces leave the card has these bytes as its `target`.
+    If only some pieces of a lease leave the card, its `target` has the bytes of these pieces.
     """
 
     candidate: Candidate
@@ -181,7 +181,7 @@ def _leaving_the_host(
 def _may_cut(idle: Iterable[Lease], world: World) -> bool:
     """Whether some of the `idle` leases may leave in part."""
     for lease in idle:
-        if lease.piece_bytes:  # a plain loop: every decision runs it
+        if lease.piece_bytes:  # a plain loop, because every decision runs it
             unified = any(device.unified for device in world.devices)
             return world.rules.offload and not unified
     return False
@@ -195,7 +195,7 @@ def _evictable(
 ) -> list[Lease]:
     """Leases that may leave now and that no elder (a request ahead in the queue) has recalled.
 
-    A lease in parts stays if it waits for its other bytes, as this request or as an elder. The loop
+    A lease in parts stays if this request, or an elder, waits for the lease's other bytes. The loop
     is plain because it runs often.
     """
     asker, importance = request.lease.owner, request.lease.importance
@@ -251,7 +251,9 @@ def _priced(
 
 
 def _seconds_to_return(lease: Lease) -> float:
-    """Seconds that the bytes of this lease, or the part in its target, take to come back."""
+    """Seconds that a return of this lease takes; with a target, the return of the bytes in the
+    target.
+    """
     seconds = lease.restore_seconds or lease.reload_seconds
     return seconds * lease.leaving_bytes / lease.bytes if lease.target else seconds
 

@@ -32,7 +32,8 @@ def multi_card_ways(
     limits: Bytes,
     host: PartsRoom | None = None,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """The divisions of the `request` for which room can be made, each with the leases to evict.
+    """The divisions of the `request` over cards on which room can be made, each with the leases to
+    evict.
 
     `idle` are the leases that may leave, in order. `context` holds the free bytes. `host_bytes` is
     the host memory available for weights that exist nowhere else. `limits` are the budgets of the
@@ -242,7 +243,7 @@ def _pruned(
 def _without_needless_pieces(
     chosen: tuple[Lease, ...], room: _Room, enough: Callable[[], bool], host: PartsRoom
 ) -> tuple[Lease, ...]:
-    """The `chosen` leases; those of which only some pieces must leave have them as their target.
+    """The `chosen` leases. If only some pieces of a lease must leave, its target has their bytes.
 
     The `room` is the same before and after the call.
     """
@@ -264,8 +265,8 @@ def _without_needless_pieces(
 
 
 def _smallest_part(lease: Lease, room: _Room, enough: Callable[[], bool]) -> Lease:
-    """The `lease` with the fewest pieces as its target with which the room is enough."""
-    low, high = 1, freed_bytes(lease)  # `high` bytes are enough
+    """The `lease` with a target of as few pieces as make the room enough."""
+    low, high = 1, freed_bytes(lease)  # numbers of bytes; `high` is always enough
     while low < high and lease.piece_bytes:
         middle = (low + high) // 2
         part = part_of(lease, middle)

@@ -121,10 +121,10 @@ class _Eviction:
         self.host_room = context.room_now.get(HOST, 0)
         self.steps: list[Step] = []
         self.recalled: list[str] = []  # lease ids of other owners
-        self.recalled_bytes: list[int] = []  # the bytes that should leave of each; 0: all
+        self.recalled_bytes: list[int] = []  # of each recalled lease; 0: all
         self.recalled_shadows: list[str] = []
-        # Shadows that stay: those that are freed already, that become shares of leases that leave,
-        # or whose owner does not answer.
+        # Ids of leases whose shadows cannot be freed: freed already, needed as the share of a lease
+        # that leaves, or of an owner that does not answer.
         self.spared = {lease.id for lease in way.leaving} | context.silent_shadows
         self.freed_soon = 0  # bytes of shadows that are freed, and that no lease has taken yet
         self.sentences: list[str] = []
@@ -143,7 +143,7 @@ class _Eviction:
         self.sentences.append(f"{copy[0].upper()}{copy[1:]} is freed.")
 
     def _title(self, lease: Lease) -> str:
-        """The name of `lease` for people: that of its notebook, if it is a kernel's own memory."""
+        """The name of `lease` for people. For a kernel's own memory it is the name of the notebook."""
         return lease_title(lease, self.book.owner(lease.owner))
 
     def unload_from_warm_pool(self, lease: Lease) -> None:
@@ -189,7 +189,7 @@ class _Eviction:
     def _free_host_memory(self, lease: Lease) -> bool:
         """Frees shadows, and unloads leases that are worth less in host memory than this `lease`.
 
-        Returns False, and does nothing, if `lease` would not fit there even then.
+        Returns False, and frees nothing, if `lease` would not fit in host memory even then.
         """
         reach = self.host_room + self.freed_soon
         part = lease.leaving_bytes if lease.target else 0
@@ -215,13 +215,15 @@ class _Eviction:
         return True
 
     def _take(self, size: int) -> None:
-        """Takes `size` bytes of the host for a lease: first those that shadows will free."""
+        """Reserves `size` bytes of host memory for a lease, first from the bytes that shadows will
+        free.
+        """
         freed = min(max(0, size), self.freed_soon)
         self.freed_soon -= freed
         self.host_room -= max(0, size) - freed
 
     def _worth_less(self, lease: Lease, host_room: int) -> tuple[Lease, ...]:
-        """The leases to unload from host memory for this `lease`; none if that is not worth it."""
+        """The leases to unload from host memory for this `lease`; empty if they are worth more."""
         asker = self.request.lease.owner
         if lease.owner != asker:  # its owner renews the warm pool
             return ()

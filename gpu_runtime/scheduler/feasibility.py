@@ -169,7 +169,9 @@ def _beside_stuck(
 
 
 def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
-    """The card's bytes that the leases `remain` could free by pieces, beside the `saved` leases."""
+    """Bytes of the card that the leases in `remain` could free by pieces, in addition to the
+    `saved` leases.
+    """
     left = host_bytes - sum(lease.card_bytes for lease in saved)
     freed = 0
     for lease in remain:

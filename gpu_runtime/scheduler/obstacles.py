@@ -122,7 +122,7 @@ def _leases_in_the_way(
     leased = False
     for lease in context.leases:
         if lease.id == wanted.id:
-            continue  # it is in parts, and waits for its other bytes
+            continue  # the lease is in parts, and waits for its other bytes
         devices = {share.device for share in lease.claims()}
         why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
         if why in ("just used", "kept alive") and not devices.isdisjoint(all_cards):

@@ -42,15 +42,15 @@ def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
 def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     """The `offers`, the best first.
 
-    The effort is compared first: here, restore, free room, restore with evictions, evict, wait,
-    never. Of equal efforts, the host with fewer users of the model is first. Then follow the
-    importance of the victims, the whole seconds, the best fit (the fewest bytes left), and the name.
+    The effort (the offer's level) is compared first, in the order of PlanLevel. Of equal efforts,
+    the host with fewer users of the model is first. Then follow the importance of the victims, the
+    whole seconds, the best fit (the fewest bytes left), and the name.
     """
     return tuple(sorted(offers, key=_cost))
 
 
 def _cost(offer: Offer) -> tuple[int, int, int, int, int, str]:
-    # A lower importance is more important, so its sign is changed. No victim is best of all.
+    # A lower number is more important, so the sign is changed. No victim is the best.
     victims = -offer.victims_importance if offer.victims else -(10**9)
     # On a busy machine, two loads of the same model differ by up to a second.
     seconds = int(offer.seconds)
@@ -91,10 +91,10 @@ def room_of(
 def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str, ...]:
     """The names of the `most` hosts that are worth a plan, the likeliest first.
 
-    Hosts that have the model come first, then hosts that have it in memory. Then follow hosts with
-    free room, the best fit first. Next are hosts that would have to evict, those with the least
-    important idle models first. Last are hosts that are too small or drained, so that a refusal can
-    name them.
+    Hosts that have the model on a device come first, then hosts that have it in host memory. Then
+    follow hosts with free room, the best fit first. Next are hosts that would have to evict; those
+    with the least important idle models are first. Last are hosts that are too small or drained, so
+    that a refusal can name them.
     """
     return tuple(room.host for room in sorted(rooms, key=_promise)[:most])
 
@@ -119,7 +119,9 @@ def _promise(room: HostRoom) -> tuple[int, int, int, str]:
 
 
 def _most(room: HostRoom, sizes: Iterable[int]) -> int:
-    """The bytes that the model could use: of one card, or of all together if it may be split."""
+    """The most bytes of `sizes` that the model could use: of all cards if it may be split, else of
+    one.
+    """
     return sum(sizes) if room.may_split else max(sizes, default=0)
 
 

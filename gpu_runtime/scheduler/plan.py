@@ -156,7 +156,7 @@ def _level(grant: Grant, evicts: bool) -> PlanLevel:
 
 
 def _own_seconds(grant: Grant) -> tuple[float, bool]:
-    """Seconds of the model's own load or restore, and whether they were measured."""
+    """Seconds that the model's load or restore takes, and whether they were measured."""
     if not grant.steps:
         return 0.0, True
     lease, step = grant.lease, grant.steps[0]
@@ -177,7 +177,7 @@ def _steps_of_others(
     verdict: Wait,
     world: World,
 ) -> list[Step]:
-    """The steps by which other owners would evict the leases, and free the shadows, of `verdict`."""
+    """The steps of other owners: they evict the leases and free the shadows that `verdict` names."""
     host_room = room(book, world).get(HOST, 0)
     parts = dict(zip(verdict.asked, verdict.asked_bytes, strict=False))
     leases = [lease for id in verdict.asked if (lease := book.find(id))]

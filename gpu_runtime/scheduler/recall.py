@@ -1,6 +1,7 @@
-"""What an owner does on request of another owner: recalled models leave, and orders are carried out.
+"""What an owner does for requests of other owners: it evicts recalled models and carries out
+orders.
 
-Pure. `asks` has the other side: how a request is written, and its answer is read. Every owner
+Pure. `asks` has the requester's side: it writes the request and reads the answer. Every owner
 follows the same rules: a model in use is never moved, and a kept model is never evicted.
 """
 
@@ -178,7 +179,7 @@ def _steps_for(
     if stays:
         return ()
     if not lease.all_on_device and not person and lease.away_since >= ticket.refreshed:
-        return ()  # the ticket recalled these bytes from their device, and they have left it since
+        return ()  # the bytes that the ticket recalled have left their device already
     who, by = _names_of_asker(book, ticket, asker)
     if lease.on_host:
         return _unload_from_host(lease, ticket, who, by)
@@ -200,7 +201,7 @@ def _steps_for(
     )
     if found is None:
         return alone
-    # The lease itself is moved by a later call, once these have left host memory.
+    # A later call moves the lease itself, once the other leases have left host memory.
     because = f"The warm pool is full; {because}"
     freed = [shadows.shed(other, because, reason, by) for other in found[0]]
     return (*freed, *[Drop(warm.id, warm.shares, because, reason, by) for warm in found[1]])

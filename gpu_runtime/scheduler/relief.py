@@ -64,7 +64,7 @@ def relieve(
             for step in _steps(book, lease, at, view, freed, host_room, world, rank):
                 steps.append(step)
                 if isinstance(step, Shed):
-                    continue  # the lease itself leaves at a later call
+                    continue  # other leases leave first; this lease leaves at a later call
                 host_room -= copied_bytes(lease, step)
                 freed += sum(share.bytes for share in step.source if share.device == view.device.id)
                 book = mark_leaving(book, step, key)
@@ -180,7 +180,9 @@ def _shed_first(
     rank: Policy,
     because: str,
 ) -> tuple[Shed, ...]:
-    """The owner's shadows to free, if the lease would move to the host then; else empty."""
+    """The steps that free the owner's shadows, if the lease could then move to the host; else
+    empty.
+    """
     if isinstance(step, Move):
         return ()
     return shadows.steps_for(book, lease, host_room, world, rank, because, "memory_pressure")
@@ -209,7 +211,7 @@ def _on(lease: Lease, device: str) -> bool:
 
 
 def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
-    """Bytes on the device that leases are leaving free."""
+    """Bytes on the device that leases free by leaving it now."""
     freed = 0
     for lease in leases:
         if lease.phase is Phase.LEAVING:

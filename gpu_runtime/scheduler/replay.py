@@ -14,12 +14,13 @@ from .eviction_policy import policy
 
 
 def is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
-    """Whether `verdict` decides something that an earlier decision on `request` has not decided.
+    """Whether `verdict` differs from the earlier decision on `request`, so that it is worth a
+    record.
 
     `book` is the book before the decision, and `after` the book after it. A request that waits is
     decided again whenever the book changes, mostly with the same result.
     """
-    if after.seq > book.seq:  # it was granted or refused, or it begins to wait
+    if after.seq > book.seq:  # a new event: the request was granted or refused, or begins to wait
         return True
     if not isinstance(verdict, Wait):
         return False
@@ -33,7 +34,7 @@ def is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
 def recorded(
     book: Book, request: Request, world: World, verdict: Verdict, rule: str, version: str
 ) -> Decided:
-    """The decision as it is recorded: without what no decision reads. `rule` names the policy."""
+    """The record of a decision, without the fields that no decision reads. `rule` names the policy."""
     sections = {id: _bare(section) for id, section in book.sections.items()}
     bare = replace(book, sections=sections, events=(), counts={})
     plain = replace(verdict, considered=())
@@ -45,7 +46,7 @@ def _bare(section: Section) -> Section:
 
 
 def replayed(decided: Decided, version: str) -> Replayed:
-    """The result of deciding `decided` again. `version` is that of the scheduler that runs now."""
+    """The result of deciding `decided` again. `version` is the version of the running scheduler."""
     book, request, world = decided.book, decided.request, decided.world
     _, verdict = admit(book, request, world, policy(decided.policy))
     verdict = replace(verdict, considered=())

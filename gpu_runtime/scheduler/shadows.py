@@ -1,7 +1,7 @@
 """Shadows: unchanged copies in host memory of models that are on a card.
 
-Pure. A model with a shadow is evicted without a copy. A shadow never displaces anything, and it is
-the first host memory to be given back.
+Pure. A model with a shadow is evicted without a copy. A shadow never displaces a lease, and shadows
+are the first memory of the host to be freed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def total(leases: Iterable[Lease]) -> int:
 def enough(leases: Iterable[Lease], shortage: int, world: World, rank: Policy) -> list[Lease]:
     """Those of `leases` whose shadows are freed to get `shortage` bytes; all if they are too few.
 
-    The shadows of leases in use are freed first. Then follow the leases that leave their cards last
-    by importance and `rank`, because the other shadows save a copy sooner.
+    The shadows of leases in use are freed first. Then follow the other leases, the last to leave
+    its card first, by importance and `rank`. The shadow of a lease that leaves soon saves a copy
+    soon.
     """
 
     def key(lease: Lease) -> tuple[bool, int, float, str]:
@@ -55,7 +56,7 @@ def enough(leases: Iterable[Lease], shortage: int, world: World, rank: Policy) -
             break
         chosen.append(lease)
         missing -= lease.shadow_bytes
-    for lease in chosen[:-1]:  # the last ones may have made the first ones unnecessary
+    for lease in chosen[:-1]:  # the last shadows may have made the first ones unnecessary
         if missing + lease.shadow_bytes <= 0:
             chosen.remove(lease)
             missing += lease.shadow_bytes
@@ -75,9 +76,9 @@ def room_for(
 ) -> tuple[list[Lease], tuple[Lease, ...]] | None:
     """The leases whose shadows are freed, and those that are unloaded, so that `lease` fits on the host.
 
-    The result is None if it fits without that, or does not fit even then. `host_room` is in bytes.
-    `renewed` gives the leases to unload if the shadows are too few. The other parameters are those
-    of `held` and `enough`.
+    The result is None if `lease` fits without that, or does not fit even then. `host_room` is in
+    bytes. `renewed` gives the leases to unload if the shadows are too few. The other parameters are
+    those of `held` and `enough`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
@@ -108,7 +109,8 @@ def steps_for(
 ) -> tuple[Shed, ...]:
     """The steps by which the owner of `lease` frees its own shadows so that `lease` fits on the host.
 
-    Empty if that is not needed or not enough. `because` and `reason` are put into the steps.
+    The result is empty if freeing them is not needed, or not enough. `because` and `reason` are put
+    into the steps.
     """
     found = room_for(book, lease, host_room, world, rank, owner=lease.owner)
     return tuple([shed(other, because, reason) for other in found[0]]) if found else ()

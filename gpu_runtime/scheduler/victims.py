@@ -110,7 +110,7 @@ def _missing(need: Mapping[str, int]) -> dict[str, int]:
 
 
 def _owners(places: Iterable[str]) -> frozenset[str]:
-    """Ids of the owners that are named among these places."""
+    """The ids of the owners in `places`, which has ids of devices and entries `owner:ID`."""
     return frozenset([place[len(OWNER) :] for place in places if place.startswith(OWNER)])
 
 
@@ -186,17 +186,17 @@ class PartsRoom(NamedTuple):
     """The bytes of host memory that parts of leases may take."""
 
     free: int
-    # The bytes for weights that exist nowhere else. Other leases are unloaded from host memory for
-    # them.
+    # The bytes for weights that exist nowhere else. To make room for such weights, other leases are
+    # unloaded from host memory.
     most: int
 
 
 def _without_needless_pieces(chosen: Gains, surplus: Gain, host: PartsRoom) -> tuple[Lease, ...]:
-    """The `chosen` leases without those, and without the pieces of those, that need not leave.
+    """The `chosen` leases, without the leases and the pieces of leases that need not leave.
 
-    The last leases are the most precious, so they are spared first. A lease of which only some
-    pieces leave has these bytes as its `target`. It leaves as a whole if host memory cannot take
-    these bytes.
+    The last leases are the most precious, so they are spared first. If only some pieces of a lease
+    leave, its `target` has the bytes of these pieces. A lease leaves as a whole if host memory
+    cannot take the pieces.
     """
     precious = sum([lease.offload_bytes for lease, _ in chosen if not lease.droppable])
     free, most = host.free - precious, host.most - precious
@@ -230,13 +230,13 @@ def _least(gain: Gain, surplus: Gain) -> int:
 
 
 def freed_bytes(leaving: Lease) -> int:
-    """The bytes of cards that are free once `leaving`, or the part in its target, has left."""
+    """The bytes of cards that the lease `leaving` frees; with a target, only those of the target."""
     freed = leaving.freed_by(leaving.target)
     return sum([share.bytes for share in freed if share.device != HOST])
 
 
 def part_of(lease: Lease, need: int) -> Lease:
-    """The `lease` with the fewest pieces as its `target` that free `need` bytes of its card.
+    """The `lease` with a `target` of as few pieces as free `need` bytes of its card.
 
     The same lease is returned if it cannot be cut, or if all its pieces must leave. At least one
     piece leaves, because a lease with bytes in host memory claims no working memory.

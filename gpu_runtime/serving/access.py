@@ -22,9 +22,9 @@ from .requests import Call, Refused
 from .routing.fallback import Choice
 from .usage import Usage
 
-BEGIN = "key:"  # of the visitor's name
+BEGIN = "key:"  # a visitor's name begins with this if the visitor has a key
 _WRITTEN = ("chat", "completions")
-_TIME_OUT = 504  # the engine has worked for such a call
+_TIME_OUT = 504  # the engine has worked for a call with this status, so its tokens count
 
 
 def visitor_of(keys: Keys, offered: str, *, read_only: bool) -> Visitor | None:
@@ -100,7 +100,8 @@ class Access:
                     grant.used = facts["prompt_tokens"] + facts["completion_tokens"]
 
     def allowed(self, choices: tuple[Choice, ...], call: Call, visitor: str) -> tuple[Choice, ...]:
-        """The `choices` that the key of `visitor` allows. A task that is allowed by name has all its candidates.
+        """The `choices` that the key of `visitor` allows. If a task is allowed by name, all its candidates are
+        allowed.
 
         Raises Refused (403) if no choice is left.
         """
@@ -118,13 +119,13 @@ class Access:
         if not visitor.startswith(BEGIN):
             return None
         key = self._keys().get(visitor.removeprefix(BEGIN))
-        if key is None:  # it was removed a moment ago
+        if key is None:  # the key was removed a moment ago
             raise Refused(401, "no_key", "this key was removed")
         return key
 
 
 def _limited(call: Call, most: int) -> Call:
-    """The `call`, in which each choice has at most `most` tokens."""
+    """The `call`, changed so that each choice of its answer has at most `most` tokens."""
     name = "max_completion_tokens" if "max_completion_tokens" in call.body else "max_tokens"
     most = min(most, call.body.get(name) or most)
     return replace(call, body={**call.body, name: most})

@@ -46,7 +46,7 @@ class Choices:
         self._guard = guard
         self._costs = costs
         self._environment = environment
-        self._began = int(time.time())  # for the list of models
+        self._began = int(time.time())  # the time that the list of models shows for each model
         # Returns how many calls of a model wait or run.
         self.calls_of: Callable[[str], int] = lambda model: 0
 

@@ -1,7 +1,7 @@
 """Which fields of a request each kind of engine can serve.
 
-This module is pure. Fields are never ignored silently: a field that has an effect, and that the engine cannot serve,
-is refused with 400. The ranges of values are checked for all engines in `requests`. Engines that are servers, and
+This module is pure. No field is ignored silently: if a field has an effect that the engine cannot serve, the call is
+refused with 400. The ranges of values are checked for all engines in `requests`. Engines that are servers, and
 clouds, get every field and check it themselves.
 """
 
@@ -26,7 +26,7 @@ class Field(Value):
 
     kinds: tuple[str, ...] = _TEXT
     backends: tuple[str, ...] = _BOTH
-    neutral: tuple[Any, ...] = ()  # values that change nothing, which every backend accepts
+    neutral: tuple[Any, ...] = ()  # values without an effect, so that every backend accepts them
 
 
 FIELDS: dict[str, Field] = {
@@ -74,7 +74,7 @@ FIELDS: dict[str, Field] = {
     "encoding_format": Field(("embeddings",)),
     "dimensions": Field(("embeddings",)),
 }
-# These name the caller or the caller's records. They have no effect on an answer.
+# These fields name the caller or the caller's records. They have no effect on an answer.
 WITHOUT_EFFECT = (
     "user",
     "metadata",
@@ -136,7 +136,7 @@ def _refusal(spec: ModelSpec, kind: str, name: str, value: Any) -> Refused:
 
 
 def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `body` that decide how the next token is chosen, under the engine's own names.
+    """The fields of `body` that decide how the next token is chosen, under the engine's names for them.
 
     `names` maps OpenAI's name of each field to the engine's name.
     """

@@ -175,7 +175,7 @@ class Gateway:
         return self._tasks.content() if self._tasks else self._serving
 
     def reload_tasks(self) -> None:
-        """Reads `tasks.yaml` again. After a mistake in it, the earlier content stays, and the log has the mistake."""
+        """Reads `tasks.yaml` again. If it has a mistake, the earlier content stays, and the mistake is logged."""
         if self._tasks:
             self._tasks.reload()
 

@@ -52,7 +52,7 @@ class Streamed:
 
     @property
     def over(self) -> bool:
-        """Whether the stream has ended and holds nothing."""
+        """Whether the stream has ended, and has released its model."""
         return self._over
 
     @property

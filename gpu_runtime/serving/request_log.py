@@ -1,7 +1,7 @@
 """The request log: one line of JSON for each call, with the durations of its parts and how it ended.
 
-The lines go to the logger `gpu_runtime.requests`. `open_log` writes them to a file. They have no text of a prompt or of
-an answer.
+The lines go to the logger `gpu_runtime.requests`. `open_log` writes them to a file. The lines contain no text of a
+prompt or of an answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .requests import Refused
 STDERR = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 log = logging.getLogger("gpu_runtime.requests")
-log.propagate = False  # other handlers would show the lines among the messages for people
+log.propagate = False  # otherwise other handlers would mix these lines with messages for people
 log.addHandler(logging.NullHandler())
-log.setLevel(logging.WARNING)  # no line is made until `open_log` is called
+log.setLevel(logging.WARNING)  # so that no line is written before `open_log` is called
 
 
 class CallRecord:
@@ -34,7 +34,7 @@ class CallRecord:
         self._clock = clock
         self._began = clock()
         self._written = False
-        self.streams = False  # the call ends with its stream
+        self.streams = False  # whether the call ends only at the end of its stream
         self.facts: dict[str, Any] = {
             "time": round(time.time(), 3),
             "id": request_id.get(),
@@ -58,7 +58,7 @@ class CallRecord:
 
     @contextlib.contextmanager
     def until_answered(self) -> Iterator[None]:
-        """A block that makes the answer. The line is written at its end, or by the end of a stream."""
+        """A block that makes the answer. The line is written at the end of the block, or at the end of a stream."""
         token = _current.set(self)
         try:
             yield
@@ -89,7 +89,7 @@ def current() -> CallRecord:
 
 
 def open_log(target: str | None) -> None:
-    """Writes the lines to the file `target`, or to standard error if it is "-". None writes no lines.
+    """Writes the lines to the file `target`; to standard error if `target` is "-"; nowhere if it is None.
 
     Raises OSError.
     """

@@ -20,7 +20,7 @@ from .prompt_size import MOST_CHARACTERS, characters
 KINDS = ("chat", "completions", "embeddings", "images", "rerank", "tokenize", "detokenize")
 MAX_TOKENS = 1_000_000  # a larger number for one answer is a mistake for any model
 MAX_MESSAGES = 10_000
-MAX_TEXTS = 2048  # of one call for embeddings
+MAX_TEXTS = 2048  # the most texts of one call for embeddings
 MAX_SECONDS = 86_400.0  # largest duration that a client may set: a day
 MAX_NAME_LENGTH = 256
 MAX_CLIENT_LENGTH = 128
@@ -72,7 +72,7 @@ class Call(Value):
     client: str = ""  # the visitor of the token, then "/" and the program's own name
     profile: str = ""  # the program's own name alone (x_client_id)
     importance: int | None = None  # None: the profile's, else the model's
-    highest: int = 1  # the highest importance that its key allows; a lower number is higher
+    highest: int = 1  # the highest importance that the visitor's key allows; a lower number is a higher importance
     stay_warm: float | None = None  # seconds that the model stays on its device; None: by its type
     cooldown: float = 0.0  # seconds after this call in which this client's calls are refused
     thinking: bool | None = None

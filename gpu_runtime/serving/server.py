@@ -94,7 +94,7 @@ class LazyGateway:
         await self().drain(seconds)
 
     def reload_tasks(self) -> None:
-        """See `Gateway.reload_tasks`. A gateway that was not made yet reads the file when it is made."""
+        """See `Gateway.reload_tasks`. If the gateway is not made yet, it will read the file when it is made."""
         if self._gateway is not None:
             self._gateway.reload_tasks()
 
@@ -111,7 +111,7 @@ def messages_shown(level: str) -> Iterator[None]:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
-    log.propagate = False  # a handler of another library would show them again
+    log.propagate = False  # otherwise a handler of another library would show the messages again
     log.setLevel(level.upper())
     try:
         yield
@@ -179,7 +179,7 @@ def run_app(
     `where` has the arguments host, port and socket_path of `run`. The other arguments and the errors are those of
     `run`.
     """
-    read_serving_config(settings.gpu_tasks or default_file())  # a mistake is reported now
+    read_serving_config(settings.gpu_tasks or default_file())  # so that a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)
     _open_request_log(settings.gpu_serve_log)
     keys_file = Path(settings.gpu_serve_keys or access_keys.default_file())

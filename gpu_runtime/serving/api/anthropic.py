@@ -1,6 +1,6 @@
 """The route `/v1/messages`, in the format of Anthropic's clients: a translation of the chat route.
 
-The functions that translate are pure. Everything that this format has and a chat has not is refused with 400. Source:
+The functions that translate are pure. A field that a chat does not have is refused with 400. Source:
 Anthropic, Messages API.
 """
 
@@ -20,7 +20,7 @@ from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
 _OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")
-_IGNORED = ("metadata", "service_tier")  # they have no effect on an answer
+_IGNORED = ("metadata", "service_tier")  # fields that have no effect on an answer
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     400: "invalid_request_error",
@@ -61,7 +61,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
             body = chat_of(await read_json(request))
             reply = await unless_gone(request, gateway().answer("chat", body, actor))
         except Gone:
-            return JSONResponse({}, 499)  # nobody reads it
+            return JSONResponse({}, 499)  # the client has left
         except Refused as refused:
             return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
         if reply.events is None:
@@ -254,13 +254,13 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
 class _Writer:
     """Turns the chunks of one chat into Anthropic's events.
 
-    Each run of thoughts or of text, and each tool call, is one block.
+    Consecutive thoughts are one block, and so is consecutive text. Each tool call is one block.
     """
 
     def __init__(self) -> None:
         self._begun = False
         self._blocks = 0
-        self._run = ""  # the type of the run that has begun: thinking or text
+        self._run = ""  # the type of the block that has begun: thinking or text; empty: none has
         self._finish = "stop"
         self._usage: dict[str, int] = _usage(None)
         self._calls = CallParts()
@@ -300,7 +300,7 @@ class _Writer:
         return found
 
     def _piece(self, kind: str, text: str) -> list[bytes]:
-        """The events for a piece of thoughts or of text. Anthropic's names of its fields are those of the `kind`."""
+        """The events for a piece of thoughts or of text. `kind` is also the name of Anthropic's field for the piece."""
         found = []
         if self._run != kind:
             found = self._end_run()

@@ -138,14 +138,14 @@ class _RequireVisitor:
             body = _error(text, "invalid_request_error")
             answer = JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
             return await answer(scope, receive, send)
-        if scope.get("method") == "HEAD":  # every route for GET
+        if scope.get("method") == "HEAD":  # a HEAD request takes the route for GET
             scope = {**scope, "method": "GET"}
             send = _without_body(send)
         await self._app(scope, receive, send)
 
 
 def _with_request_id(scope: Any, send: Send) -> Send:
-    """A `send` that adds the header `X-Request-Id`: that of the request if it is valid, else a new one."""
+    """A `send` that adds the header `X-Request-Id`: the request's id if it is valid, else a new id."""
     sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     id = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"
     request_id.set(id)

@@ -10,7 +10,7 @@ from fastapi.responses import PlainTextResponse
 from ...engine_logs import newest_log, part_of
 from ..requests import Refused
 
-MOST_BYTES = 1 << 16  # of one answer
+MOST_BYTES = 1 << 16  # the most bytes of the log in one answer
 NEXT = "X-GPU-Log-Next"
 
 
@@ -30,7 +30,9 @@ def router(acts: Any) -> APIRouter:
     def get_log(
         id: str, after: int = Query(0, ge=0, le=2**62), actor: str = acts
     ) -> PlainTextResponse:
-        """The end of the log of the model's engine. The header X-GPU-Log-Next is `after` of the next request."""
+        """The end of the log of the model's engine. The header X-GPU-Log-Next has the value of `after` for the next
+        request.
+        """
         log = newest_log(id)
         if log is not None:
             try:

@@ -112,7 +112,7 @@ class Metrics:
             self._evictions.labels(event.reason, event.action).inc()
         elif event.action in VERDICT_ACTIONS:
             self._verdicts.labels(event.action, event.reason).inc()
-        if event.action in self._seconds:  # 0 seconds: less than a millisecond
+        if event.action in self._seconds:  # 0 seconds mean less than a millisecond
             self._seconds[event.action].observe(event.seconds)
 
     @staticmethod
@@ -129,7 +129,7 @@ def exposition(registry: CollectorRegistry, accepts: str) -> tuple[bytes, str]:
 
 
 def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
-    """Yields the problems of each kind, and the bytes that they concern. A kind without any has the value 0."""
+    """Yields the problems of each kind, and the bytes that they concern. A kind without a problem has the value 0."""
     counts, sizes = dict.fromkeys(ProblemKind, 0), dict.fromkeys(ProblemKind, 0)
     for problem in problems(snapshot):
         counts[problem.kind] += 1

@@ -1,7 +1,7 @@
 """The routes `/api/*`, in the format of Ollama's clients: translations of the routes for chats and embeddings.
 
-The functions that translate are pure. Everything that this format has and ours has not is refused with 400; null
-means that a field was left out. Source: Ollama, docs/api.
+The functions that translate are pure. A field that OpenAI's format does not have is refused with 400. A field with
+the value null counts as left out. Source: Ollama, docs/api.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
 
     @routes.post("/show", openapi_extra=request_body(_SCHEMA), responses=REFUSALS)
     async def post_show(request: Request, actor: str = acts) -> Any:
-        """What is known of one model."""
+        """The description of one model."""
         body = await read_json(request)
         name = body.get("model") if isinstance(body, Mapping) else None
         for row in gateway().models(actor):
@@ -100,7 +100,7 @@ def _add_call(
             kind, body = translate(await read_json(request))
             reply = await unless_gone(request, gateway().answer(kind, body, actor))
         except Gone:
-            return JSONResponse({}, 499)  # nobody reads it
+            return JSONResponse({}, 499)  # the client has left
         except Refused as refused:
             error = {"error": refused.message}
             return JSONResponse(error, refused.status, headers=refused.headers)
@@ -123,7 +123,7 @@ def _add_call(
 
 def _add_refusal(routes: APIRouter, name: str, acts: Any) -> None:
     async def refuse(actor: str = acts) -> JSONResponse:
-        """Refuses, since models are added to the catalogue."""
+        """Refuses the call, because the operator adds models to the catalogue."""
         text = f"{name} is not possible here: the operator adds models to the catalogue (gpu apply)"
         return JSONResponse({"error": text}, 400)
 
@@ -145,7 +145,7 @@ def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
         raise bad("messages", messages, "a list of messages")
     made["messages"] = [_message(f"messages[{at}]", one) for at, one in enumerate(messages)]
     results = 0
-    for message in made["messages"]:  # results of tools are in the order of their calls
+    for message in made["messages"]:  # the results of tools have the order of the calls, and no ids
         results = results + 1 if message["role"] == "tool" else 0
         if results:
             message["tool_call_id"] = f"call{results - 1}"
@@ -157,7 +157,7 @@ def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
 def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
     """The kind and the body of the call for the `body` of `/api/generate`. Raises Refused (400).
 
-    With `raw` the prompt is continued as it is. Otherwise it is the user's message of a chat.
+    With `raw` the model continues the prompt itself. Otherwise the prompt is the user's message of a chat.
     """
     made = _common(body, ("prompt", "system", "images", "raw", "suffix"))
     prompt = body.get("prompt")
@@ -250,7 +250,7 @@ def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
         for image in images:
             if not isinstance(image, str):
                 raise bad(place, image, "images as base64")
-            url = f"data:image/png;base64,{image}"  # engines read the type from the data
+            url = f"data:image/png;base64,{image}"  # engines read the type from the data itself
             parts.append({"type": "image_url", "image_url": {"url": url}})
         content = parts
     made = {"role": message.get("role"), "content": content}

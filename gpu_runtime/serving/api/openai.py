@@ -165,9 +165,10 @@ class Sent(StreamingResponse):
         written: AsyncIterator[bytes] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
-        """The answer with the events and headers of `reply`. `written` are its events in another format.
+        """The answer with the headers of `reply`, and its events or `written`, which are its events in another
+        format.
 
-        `media_type` is the type of that format.
+        `media_type` is the type of that other format.
         """
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
         super().__init__(written or events(reply), media_type=media_type, headers=headers)
@@ -268,7 +269,7 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
 
     @routes.delete("/jobs/{id}", tags=["jobs"], responses={404: {"description": "no such job"}})
     async def delete_job(id: str, request: Request, actor: str = acts) -> dict[str, Any]:
-        """Ends a job, and drops its result. A key ends its own jobs only."""
+        """Ends a job, and drops its result. A visitor with a key can only end the jobs of that key."""
         if not request.scope["state"]["visitor"].may_act and jobs.find(id).client != actor:
             raise Refused(403, "not_yours", "another visitor has started this job", param="id")
         return (await jobs.end(id)).as_json()

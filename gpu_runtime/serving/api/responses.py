@@ -1,6 +1,6 @@
 """The route `/v1/responses`, in the format of OpenAI's newer clients: a translation of the chat route.
 
-The functions that translate are pure. Answers are not stored, so everything that needs a stored answer is refused with
+The functions that translate are pure. Answers are not stored, so a field that needs a stored answer is refused with
 400. Source: OpenAI, Responses API.
 """
 
@@ -29,12 +29,12 @@ _SAME = (
 _OTHER = (
     *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"),
 )
-# Fields of which only these values can be served.
+# Fields for which only these values can be served.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "background": (False,),
     "truncation": ("disabled",),
-    # Thoughts are sent as they are, and accepted in the same form.
+    # Thoughts are sent as plain text, and accepted as plain text.
     "include": ([], ["reasoning.encrypted_content"]),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
@@ -68,7 +68,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         try:
             reply = await unless_gone(request, gateway().answer("chat", chat, actor))
         except Gone:
-            return JSONResponse({}, 499)  # nobody reads it
+            return JSONResponse({}, 499)  # the client has left
         if reply.events is None:
             return JSONResponse(response_of(reply.json or {}, body), headers=reply.headers)
         return Sent(reply, events(reply, body))
@@ -210,7 +210,9 @@ def _format(text: Any) -> dict[str, Any]:
 
 
 def _thinking(reasoning: Any) -> dict[str, Any]:
-    """`x_thinking` for the field `reasoning`: the effort none is no thinking, and any other effort is."""
+    """The field `x_thinking` for the field `reasoning`. It is false for the effort `none`, and true for any other
+    effort.
+    """
     known = isinstance(reasoning, Mapping) and set(reasoning) <= {"effort", "summary"}
     if not known or reasoning.get("summary") not in (None, "auto"):
         raise bad("reasoning", reasoning, "an object with an effort, and no summary but auto")
@@ -258,7 +260,9 @@ async def events(reply: Reply, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
 
 
 class _Writer:
-    """Turns the chunks of one chat into events. Each run of thoughts or of text, and each tool call, is one item."""
+    """Turns the chunks of one chat into events. Consecutive thoughts are one item, and so is consecutive text. Each
+    tool call is one item.
+    """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
@@ -359,7 +363,7 @@ class _Writer:
 
 
 def _response(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """A response that has begun. Fields of `body` are repeated in it."""
+    """A response that has begun. Some fields of `body` are repeated in the response."""
     given = {name: body.get(name) for name in _IN_ANSWER}
     return {
         **given,

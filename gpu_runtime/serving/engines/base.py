@@ -112,13 +112,13 @@ class TextAdapter:
 
     kind = "a model"  # for messages
     counts_tokens = True
-    can_force_calls = False  # whether the answer can be forced to be a call of a tool
+    can_force_calls = False  # whether the engine can force the answer to be a tool call
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
         """The adapter of `value`, which is the object that `rt.use` yielded for the model of `spec`."""
         self.value = value
         self.spec = spec
-        self._prompt_end = ""  # of a chat, where a template may open the thoughts
+        self._prompt_end = ""  # the end of a chat's prompt; a template may write the first tag of the thoughts there
 
     def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
@@ -236,9 +236,9 @@ class TextAdapter:
         return [choice(number) for number in range(body.get("n") or 1)]
 
     async def _with_thoughts(self, pieces: Pieces, is_json: bool) -> Pieces:
-        """Yields `pieces`, in which the thoughts are no text any more.
+        """Yields the `pieces` with the thoughts moved from the text to the field `thought`.
 
-        A grammar forces an answer that `is_json`, so it has no thoughts.
+        If the answer `is_json`, a grammar forces it, so it has no thoughts.
         """
         reader, begun = None, False
         async with aclosing(pieces) as source:
@@ -259,7 +259,7 @@ class TextAdapter:
                     yield replace(piece, thought=thought, text=text)
 
     async def _with_calls(self, pieces: Pieces, tools: Tools) -> Pieces:
-        """Yields `pieces`, in which the calls of `tools` are no text any more."""
+        """Yields the `pieces` with the calls of `tools` moved from the text to the last piece."""
         reader = None
         async with aclosing(pieces) as source:
             async for piece in source:
@@ -278,7 +278,7 @@ class TextAdapter:
         return format_of(self._template())
 
     def _template(self) -> str:
-        """The catalogue's chat template, else the model's own, or ""."""
+        """The chat template that the catalogue sets, else the model's template; empty if there is none."""
         return chat_template.override(self.spec.options) or self.template() or ""
 
     def require_known(self, body: dict[str, Any], size: int) -> None:
@@ -303,5 +303,5 @@ class TextAdapter:
 
 
 def _echo(kind: str, body: dict[str, Any]) -> str:
-    """The prompt, if it is to be repeated at the beginning of the answer."""
+    """The text of the prompt if the answer must begin with it, else an empty text."""
     return body["prompt"] if kind == "completions" and body.get("echo") else ""

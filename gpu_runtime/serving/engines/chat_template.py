@@ -83,9 +83,9 @@ def text_of(content: Any) -> str:
 
 
 def _with_plain_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The `messages` as templates expect them.
+    """The `messages` in the form that templates expect.
 
-    The content is a plain text, the role `developer` is `system`, and the arguments of tool calls are objects.
+    The content is plain text, the role `developer` becomes `system`, and the arguments of tool calls become objects.
     """
     plain = []
     for message in messages:

@@ -14,20 +14,20 @@ from typing import Any
 from .base import cannot
 
 TEXTS_AT_ONCE = 32
-TOKENS_AT_ONCE = 16_384  # padding included
+TOKENS_AT_ONCE = 16_384  # the padding counts too
 MEAN, FIRST, LAST = "mean", "first", "last"
 _POOLING_FILE = Path("1_Pooling") / "config.json"  # as sentence-transformers saves it
 _POOLING_KEYS = {"pooling_mode_cls_token": FIRST, "pooling_mode_lasttoken": LAST}
 
 
 def pooling_of(source: str) -> str:
-    """How the model at `source` makes one vector of the vectors of a text's tokens: MEAN, FIRST or LAST.
+    """How the model at `source` makes one vector from the vectors of a text's tokens: MEAN, FIRST or LAST.
 
-    The directory of a model of sentence-transformers says so. For any other model it is the mean.
+    A model of sentence-transformers has a file for that in its directory. For any other model it is MEAN.
     """
     try:
         found = json.loads((Path(source).expanduser() / _POOLING_FILE).read_text())
-    except (OSError, ValueError):  # no such model, or not on this machine
+    except (OSError, ValueError):  # there is no such model, or its files are not on this machine
         return MEAN
     modes = found if isinstance(found, dict) else {}
     return next((mode for key, mode in _POOLING_KEYS.items() if modes.get(key)), MEAN)
@@ -41,7 +41,7 @@ def batches(lengths: list[int]) -> Iterator[list[int]]:
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        size = lengths[index]  # the longest so far
+        size = lengths[index]  # the longest text of the batch until now
         is_longer = batch and size > 2 * lengths[batch[0]] and size > TEXTS_AT_ONCE
         is_full = len(batch) == TEXTS_AT_ONCE or (len(batch) + 1) * size > TOKENS_AT_ONCE
         if batch and (is_full or is_longer):

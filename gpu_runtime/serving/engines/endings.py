@@ -1,7 +1,8 @@
-"""Checks that an answer has ended, and was not cut off.
+"""Checks that an answer is complete, and was not cut off by its engine.
 
 OpenAI's format gives each choice a `finish_reason` when its text is complete. An answer without it was cut off by the
-engine, even if the stream ended with `[DONE]`. llama-cpp-python's server did that to a stream when another call came.
+engine, even if the stream ended with `[DONE]`. llama-cpp-python's server cut off a stream in this way when it
+received another call.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ async def until_ended(
     note: Callable[[dict[str, Any]], None],
     hides_usage: bool = False,
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Yields the `events` of a streamed answer of `model`, and calls `note` with each of them before.
+    """Yields the `events` of a streamed answer of `model`. Before each event, calls `note` with the event.
 
-    With `hides_usage` the event with the usage alone is left out, since the caller did not ask for it.
+    With `hides_usage`, an event that has only the usage is left out, because the caller did not ask for the usage.
     Raises EngineFailed after the last event if a choice was cut off.
     """
     begun: set[int] = set()

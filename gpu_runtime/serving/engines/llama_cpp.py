@@ -1,7 +1,7 @@
 """The adapter of llama.cpp models: it calls the methods of `llama_cpp.Llama` in a thread.
 
-This module makes the prompt from the model's own chat template. So thinking mode and an overriding template work, the
-prompt's tokens can be counted, and every answer can be ended early.
+This module makes the prompt from the model's own chat template. Therefore thinking mode and a template of the
+catalogue work, the prompt's tokens can be counted, and an answer can be ended early.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class LlamaCppAdapter(TextAdapter):
             return await super().vectors(texts)
 
         def embed(cancelled: Cancellation) -> Any:
-            """Embeds the texts. The library takes no tokens, so they are turned into text."""
+            """Embeds the texts. The library takes no tokens, so lists of tokens are turned into text first."""
             size = self.value.n_vocab()
             plain = []
             for text in texts:
@@ -149,7 +149,9 @@ class LlamaCppAdapter(TextAdapter):
         """The library's text of `tokens`. Raises Refused for a number that is no token."""
 
         def work(cancelled: Cancellation) -> str:
-            """Turns the tokens into text. The library would read memory that it must not, for a wrong token."""
+            """Turns the tokens into text. For an invalid token, the library would read memory outside its table, so
+            tokens are checked.
+            """
             size = self.value.n_vocab()
             if max(tokens) >= size:
                 why = f"the token {max(tokens)} is not in its vocabulary of {size}"
@@ -172,7 +174,7 @@ def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refuse
 
 
 def _grammar(body: dict[str, Any], tools: Tools) -> dict[str, Any]:
-    """The arguments of `write` for the JSON that the answer must be: a forced tool call, or `response_format`.
+    """The arguments of `write` that force the answer to be JSON: for a forced tool call, or for `response_format`.
 
     Raises Refused for an unknown `response_format`.
     """

@@ -18,7 +18,7 @@ from ...facts import Value
 
 
 class TextPiece(Value):
-    """A piece of an answer's text. The last one has `finish`, the tool calls and the token counts."""
+    """A piece of an answer's text. The last piece has `finish`, the tool calls and the token counts."""
 
     text: str = ""
     thought: str = ""  # what the model thinks before its answer
@@ -68,9 +68,9 @@ class Header(Value):
         return self.chunk([{"index": index, "delta": delta, **end}])
 
     def whole(self, answers: Sequence[tuple[str, TextPiece]]) -> dict[str, Any]:
-        """The whole answer with a choice for each of the `answers`, which are a text and the last piece.
+        """The whole answer, with one choice for each of the `answers`.
 
-        The last piece has all thoughts.
+        An answer is a pair: its text, and its last piece, which has all thoughts.
         """
         choices = []
         for index, (text, last) in enumerate(answers):
@@ -147,7 +147,7 @@ async def stream_chunks(
 async def whole_answer(
     choices: Sequence[Callable[[], Pieces]], header: Header, echo: str = ""
 ) -> dict[str, Any]:
-    """The whole answer at once, made from the pieces of each choice. See `stream_chunks`."""
+    """The whole answer, made from the pieces of each choice. The arguments are those of `stream_chunks`."""
     answers = []
     for choice in choices:
         texts, thoughts = [echo], []
@@ -281,6 +281,6 @@ def wants_json(body: dict[str, Any]) -> bool:
 
 
 def asks_usage(body: dict[str, Any]) -> bool:
-    """Whether the stream for `body` ends with the usage."""
+    """Whether the caller asks in `body` that the stream ends with the usage."""
     options = body.get("stream_options")
     return isinstance(options, dict) and bool(options.get("include_usage"))

@@ -27,7 +27,7 @@ PATHS = {
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 POLL_SECONDS = 0.05
 TOO_MANY = 429
-BUSY_SECONDS = 5.0  # until a retry, if the engine names no time
+BUSY_SECONDS = 5.0  # the time until a retry, if the engine names none
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
 
 
@@ -48,7 +48,7 @@ class HttpAdapter:
     The engine may have another name for the model. The adapter replaces the name in both directions.
     """
 
-    counts_tokens = False  # some engines do not know the field
+    counts_tokens = False  # some engines do not know the field `stream_options`
 
     def __init__(
         self, name: str, handle: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None
@@ -153,7 +153,7 @@ class HttpAdapter:
             raise Refused(
                 503, "engine_busy", f"{self.name} is busy: HTTP {status}: {text}", seconds
             )
-        if 400 <= status < 500:  # such as a key that is wrong: no fault of the engine
+        if 400 <= status < 500:  # for example a wrong key, which is no fault of the engine
             raise Refused(502, "engine_refused", f"{self.name} refused us: HTTP {status}: {text}")
         raise self._failed(f"HTTP {status}: {text}")
 

@@ -1,4 +1,4 @@
-"""Separates what a model thinks from its answer. This module is pure.
+"""Separates a model's thoughts from its answer. This module is pure.
 
 A model that thinks writes its thoughts between two tags before its answer. Some chat templates write the first tag
 themselves, at the end of the prompt.
@@ -29,13 +29,11 @@ class Thoughts:
     """
 
     def __init__(self, tags: tuple[str, str], begun: bool) -> None:
-        """The thoughts are between the `tags`. If `begun`, the prompt has the first tag already."""
+        """The thoughts are between the `tags`. If `begun`, the prompt ends with the first tag."""
         self._opens, self._closes = tags
         self._held = ""
         self._thinks: bool | None = True if begun else None  # None: not known yet
-        self._at_start = (
-            True  # of the thoughts or of the answer after them, which begin with spaces
-        )
+        self._at_start = True  # where spaces are left out: at the start of thoughts or answer
 
     def feed(self, text: str) -> tuple[str, str]:
         """Adds `text`, and returns the new part of the thoughts and of the answer."""
@@ -60,11 +58,11 @@ class Thoughts:
             self._held = begun.removeprefix(self._opens)
         elif not self._opens.startswith(
             begun
-        ):  # the answer has no thoughts: its spaces are its own
+        ):  # without thoughts, the answer keeps its first spaces
             self._thinks = self._at_start = False
 
     def _take_thought(self) -> str:
-        """The new part of the thoughts. The spaces before the last tag, and a possible tag, are held back."""
+        """The new part of the thoughts. Spaces at its end, and text that may begin the last tag, are held back."""
         at = self._held.find(self._closes)
         if at >= 0:
             thought = self._without_spaces(self._held[:at].rstrip())

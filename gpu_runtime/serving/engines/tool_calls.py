@@ -1,7 +1,7 @@
-"""Tool calls in the text that a model writes.
+"""Finds the tool calls in the text that a model writes.
 
-Each family of models writes them in its own format, which its chat template shows. This module is pure. To add a
-format, add an entry to FORMATS with its parser.
+Each family of models writes tool calls in a different format. The chat template shows which format it is.
+This module is pure. To add a format, add an entry to FORMATS with its parser.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _llama(text: str) -> Iterator[tuple[str, Any]]:
 
 
 FORMATS = {
-    "hermes": Format("<tool_call>", ("<tool_call>",), (), _hermes),  # also Qwen
-    # Special tokens may be left out of the text, so the calls may begin with their JSON.
+    "hermes": Format("<tool_call>", ("<tool_call>",), (), _hermes),  # Qwen uses the same format
+    # An engine may leave special tokens out of the text. A call then begins with its JSON.
     "mistral": Format("[TOOL_CALLS]", ("[TOOL_CALLS]",), ("[{",), _mistral),
     "llama3": Format("<|python_tag|>", ("<|python_tag|>",), ("{",), _llama),
 }
@@ -126,7 +126,7 @@ FORCED = Format("", (), ("{",), _objects)
 def format_of(template: str) -> Format:
     """The format of the model with this chat `template`.
 
-    A template that shows no format is taken for one of Llama 3 if it names `"parameters"`, else of Hermes.
+    If the template shows no format, the result is Llama 3's if the template has `"parameters"`, else that of Hermes.
     """
     for known in FORMATS.values():
         if known.in_template in template:
@@ -143,10 +143,10 @@ class Reader:
         self._tools = tools
         self._held = ""
         self._calling = False
-        self._at_start = True  # only white space was written so far
+        self._at_start = True  # whether only white space was written until now
 
     def feed(self, text: str) -> str:
-        """Adds `text`, and returns the part that can be no tool call."""
+        """Adds `text`, and returns the new part of the answer that cannot belong to a tool call."""
         self._held += text
         if self._calling:
             return ""
@@ -161,10 +161,10 @@ class Reader:
         return ready
 
     def end(self) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """The rest of the text, and the calls in OpenAI's format. What is no valid call of a tool is text."""
+        """The rest of the text, and the calls in OpenAI's format. A call that is not valid stays text."""
         try:
             found = list(self._format.parse(self._held)) if self._calling else []
-        except ValueError:  # no valid call of a tool: the client gets the text
+        except ValueError:  # the call is not valid: the client gets its text
             found = []
         if not all(name in self._tools.names and isinstance(args, dict) for name, args in found):
             found = []

@@ -30,7 +30,7 @@ _SAMPLING_FIELDS = {
     "repeat_penalty": "repetition_penalty",
     "repetition_penalty": "repetition_penalty",
 }
-_NO_LIMIT = (("typical_p", 1.0), ("typical_p", 0.0))  # the library refuses these
+_NO_LIMIT = (("typical_p", 1.0), ("typical_p", 0.0))  # refused by the library
 
 
 class TransformersAdapter(TextAdapter):
@@ -196,7 +196,7 @@ class TransformersAdapter(TextAdapter):
         """The tokens of a `text`, cut off at the end of the context. Raises Refused."""
         limit = getattr(self.value.config, "max_position_embeddings", None)
         if isinstance(text, str):
-            # The end of a long text is cut off later anyway, so it is not tokenised.
+            # The end of a long text would be cut off later, so only the beginning is tokenised.
             kept = text if limit is None else text[: limit * LONGEST_TOKEN]
             found = self.tokenizer(kept, truncation=limit is not None, max_length=limit)
             tokens = list(found["input_ids"])

@@ -1,7 +1,7 @@
 """The limits of each key: requests and tokens in any minute.
 
-A call reserves its tokens before it starts, so calls side by side cannot pass a limit together. At its end the counted
-tokens replace the reserved ones. All calls of a key are counted in one event loop.
+A call reserves its tokens before it starts, so that simultaneous calls together stay within a limit. At the end of
+the call, the counted tokens replace the reserved tokens. All calls of a key are counted in one event loop.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from ...access_keys import AccessKey
 from ..requests import Refused
 
 WINDOW_SECONDS = 60.0
-UNSAID_TOKENS = 1024  # reserved for an answer, and its limit, if the caller sets none
+UNSAID_TOKENS = 1024  # if the caller sets no limit, so many tokens are reserved, and the answer has at most so many
 
 
 class Grant:
     """The tokens of one call that runs. `used` is set at its end."""
 
     def __init__(self, prompt: int, answer: int | None) -> None:
-        """`prompt` tokens are read, and at most `answer` tokens may be written. None: no limit."""
+        """The call reads `prompt` tokens, and its answer may have at most `answer` tokens; None means no limit."""
         self.answer = answer
         self.reserved = prompt + (answer or 0)
         self.used: int | None = None
 
 
 class _Recent:
-    """The calls of one key in the last minute, and those that run."""
+    """The calls of one key that ended in the last minute, and those that run now."""
 
     def __init__(self) -> None:
         self.begun: deque[float] = deque()
-        self.ended: deque[tuple[float, int]] = deque()  # when, and the tokens
+        self.ended: deque[tuple[float, int]] = deque()  # the time of the end, and the tokens
         self.running: set[Grant] = set()
 
 
 class Allowance:
-    """What the keys have used in the last minute."""
+    """The requests and tokens that each key has used in the last minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns seconds."""
@@ -50,8 +50,8 @@ class Allowance:
     ) -> Iterator[Grant]:
         """A block in which a call of the `key` called `name` runs. Raises Refused (429).
 
-        The call has about `prompt` tokens, and `asked` for as many at most. Without `asked` the answer is limited to
-        what is left, if that is `least` tokens or more.
+        The prompt has about `prompt` tokens, and the caller allows at most `asked` tokens in the answer. If `asked`
+        is None, the answer may use all tokens that are left, if these are at least `least` tokens.
         """
         recent = self._recent.setdefault(name, _Recent())
         now = self._clock()

@@ -1,7 +1,7 @@
 """Finds the cause of an error (the caller, the model or neither), and the refusal that the caller gets.
 
 This module is pure. Only faults of an engine open a model's circuit breaker. Mistakes of callers, mistakes in the
-catalogue, and a lack of memory count for nothing. Another model may answer instead, unless the caller caused the error.
+catalogue and a lack of memory do not open it. Another model may answer instead, unless the caller caused the error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measured durations of loads and answers.
 
-With them, a call whose time budget is too short is refused at once, before it spends the budget. The time of an answer
-is the time for its prompt plus the time for its text, since a long answer says little about a short one. Prompts are
-counted in characters, as nothing else is known of a prompt before its model runs.
+With these durations, a call whose time budget is too short is refused at once, before it has spent the budget. The
+time of an answer is the time for its prompt plus the time for its text, since a long answer says little about a short
+one. Prompts are counted in characters, as nothing else is known of a prompt before its model runs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from ..routing.tasks import Cost
 
 LOADS_KEPT = 5  # of each model; the slowest counts, since a file is not always in the page cache
 ANSWERS_KEPT = (
-    20  # of each model and kind of call; the median counts, so one slow answer locks out nobody
+    20  # the answers that are kept for each model and kind of call; their median counts, so that one slow answer
+    # does not refuse calls
 )
 CHARACTERS_PER_TOKEN = 4
-SHORTEST_PROMPT = (
-    64  # tokens; the time of a shorter prompt is overhead, and grows no further below this length
-)
-PROMPT_PART = (
-    0.1  # of the time of an answer's token, for a prompt's token, until a stream has measured it
-)
+SHORTEST_PROMPT = 64  # in tokens; a shorter prompt takes the same time as one of this length
+PROMPT_PART = 0.1  # of the time of a token in the answer, for a token in the prompt, until a stream has measured it
 
 
 class Answered(Value):
-    """One answer: what it was asked as, its length in tokens, and its seconds."""
+    """One answer: the name that the caller asked for, the lengths in tokens, and the seconds."""
 
     asked: str
     prompt: int
@@ -73,8 +70,8 @@ class Costs:
     def expect(self, model: str, call: Call) -> Cost:
         """The expected seconds of a load of `model`, and of its answer to `call`.
 
-        The load is the slowest of the last ones. A part is None if it was never measured. A call expects as many
-        tokens as it asks for, but no more than the longest recent answer had.
+        The expected load is the slowest of the recent loads. A part of the result is None if it was never measured.
+        The expected number of tokens is the call's limit, but at most that of the longest recent answer.
         """
         loads = self._loads.get(model)
         answers = self._answers.get((model, call.kind), ())
@@ -90,7 +87,7 @@ class Timing:
     """Measures one answer while it is made."""
 
     def __init__(self, costs: Costs, clock: Callable[[], float], model: str, call: Call) -> None:
-        """The answer of `model` to `call` begins now, by the `clock`. `costs` gets the figures."""
+        """The answer of `model` to `call` begins now, by the `clock`. The figures are added to `costs`."""
         self._costs = costs
         self._clock = clock
         self._model = model
@@ -112,7 +109,7 @@ class Timing:
     def facts(self) -> dict[str, Any]:
         """The figures so far, for the request log: how many tokens, and seconds.
 
-        `first_seconds` end with the first piece, and `answer_seconds` with the whole answer.
+        `first_seconds` is the time until the first piece, and `answer_seconds` the time until the end of the answer.
         """
         seconds = {"first_seconds": self._first, "answer_seconds": self._seconds}
         known = {name: value for name, value in seconds.items() if value is not None}
@@ -147,7 +144,7 @@ def prompt_tokens(call: Call) -> int:
 
 
 def _counted(kind: str, prompt: int) -> int:
-    """The length of a `prompt` that decides its time. The prompt of an image takes no time of its own."""
+    """The length of a `prompt` for the estimate of its time. The prompt of an image takes no time."""
     return 0 if kind == "images" else max(SHORTEST_PROMPT, prompt)
 
 

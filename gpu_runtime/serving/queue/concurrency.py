@@ -8,11 +8,11 @@ import shutil
 
 from ...facts import ModelSpec
 
-# The number of calls at once, if the model's `sequences` is not set. All other backends have one.
+# The number of calls at once if the model's `sequences` is not set. For all other backends it is 1.
 CONCURRENCY = {"vllm": 256, "fake": 256}
 # These backends run one call at a time, whatever `sequences` is: the library computes one sequence after the other.
 SEQUENTIAL_BACKENDS = ("llama_cpp",)
-NATIVE_LLAMA_SERVER = "llama-server"  # the backend, and its command
+NATIVE_LLAMA_SERVER = "llama-server"  # the name of the backend, and of its command
 
 
 def calls_at_once(spec: ModelSpec) -> int:

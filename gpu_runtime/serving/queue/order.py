@@ -1,8 +1,9 @@
 """Decides which of the waiting calls starts next.
 
 This module is pure. It takes the waiting calls, the state of each engine and the time, and returns the calls to start
-and the models to load. Calls are sorted by class of importance, then warm models first, then the clients take turns,
-then by arrival. Every 30 s of waiting raise a call by one class.
+and the models to load. Calls are sorted by their class of importance. In a class, calls of warm models are first,
+then the clients take turns, then the arrival decides. After every 30 s of waiting, a call is in the next more
+important class.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ def overtaken_for_seconds(importance: int, by: int) -> float:
 def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> list[Waiting]:
     """The `waiting` calls in the order in which they are considered.
 
-    They are sorted by `aged_class` at the time `now`, then warm models first. Of such equal calls, the first call of
-    each client is before the second one of any client, and so on. Then the arrival counts. So a client with many calls
-    delays another client's call by one of them only. `engines` has the state of each model, by name.
+    The calls are sorted by `aged_class` at the time `now`, then calls of warm models are first. Of calls that are
+    equal in both, the first call of each client is before the second call of any client, and so on. Then the arrival
+    decides. So a client with many calls delays another client's call by only one call. `engines` has the state of
+    each model, by name.
     """
     warm = {name for name, engine in engines.items() if engine.state is ModelState.WARM}
 
@@ -104,8 +106,9 @@ def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float)
 def call_to_refuse(waiting: Iterable[Waiting], new: Waiting) -> Waiting:
     """The call to refuse if the `new` call does not fit into the queue beside the `waiting` calls.
 
-    It is one of the least important calls. Of those, it is the newest call of the client with most of them, and the
-    `new` call if its client has as many. So a client with many calls refuses only its own.
+    It is one of the least important calls. Of these calls, it is the newest call of the client that has most of them.
+    If the client of the `new` call has as many, it is the `new` call. So a client with many calls causes a refusal
+    only of its own calls.
     """
     everyone = [*waiting, new]
     lowest = max(aged_class(call.importance, 0.0) for call in everyone)

@@ -31,7 +31,7 @@ class Turn:
         self.started = started
         self.value: Any = None
         self.waited_seconds = 0.0
-        self.refused = False  # another call took its place in the queue
+        self.refused = False  # whether another call took this call's place in the queue
 
 
 class _Running:
@@ -73,8 +73,8 @@ class Queue:
     ) -> None:
         """At most `limit` calls wait. If there are more, `call_to_refuse` chooses one. `clock` returns seconds.
 
-        `take(model, importance)` begins to pin a model, `here(model)` is whether it is on its device, and
-        `concurrency(model)` is the number of calls that it can run at once.
+        `take(model, importance)` begins to pin a model, `here(model)` returns whether the model is on its device, and
+        `concurrency(model)` the number of calls that the model can run at once.
         """
         self._take = take
         self._here = here
@@ -160,7 +160,7 @@ class Queue:
     # -- one turn
 
     def _make_room(self, new: Waiting) -> None:
-        """Refuses a waiting call if the `new` call would be one too many. Raises Refused if that is the new call."""
+        """If the queue is full, refuses one of the waiting calls or the `new` call. Raises Refused for the new call."""
         if len(self._waiting) < self.limit:
             return
         seconds = self.retry_after()
@@ -171,7 +171,7 @@ class Queue:
             raise refusal
         turn = self._waiting.pop(refused.key)
         turn.refused = True
-        if not turn.started.done():  # its task may have been cancelled
+        if not turn.started.done():  # the call's task may have been cancelled already
             turn.started.set_exception(refusal)
 
     async def _value_of(self, hold: Hold) -> Any:
@@ -195,7 +195,7 @@ class Queue:
         still_waiting = self._waiting.pop(turn.waiting.key, None) is not None
         if (
             not still_waiting and not turn.refused
-        ):  # it was started, even if its task was cancelled before it noticed
+        ):  # the call was started, even if its task was cancelled before it ran on
             self._ends.append(self._clock())
             running = self._models.get(turn.waiting.model)
             if running is not None and running.active:

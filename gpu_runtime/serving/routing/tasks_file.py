@@ -1,6 +1,7 @@
 """Reads `tasks.yaml`, and reads it again when it has changed.
 
-A mistake is reported with the file, the line and the name of the task. A changed file with a mistake changes nothing.
+A mistake is reported with the file, the line and the name of the task. If a changed file has a mistake, the earlier
+content stays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..requests import Refused, check_numbers
 from .tasks import Profile, ServingConfig, Task
 
 MAX_FILE_BYTES = 1 << 20
-CHECK_SECONDS = 1.0  # between two looks at the file
+CHECK_SECONDS = 1.0  # the time between two checks of the file
 FIELDS_OF_CALLS = ("model", "messages", "prompt", "input", "stream")  # no profile may set them
 _SECTIONS: dict[str, Any] = {
     "tasks": Task,
@@ -41,7 +42,9 @@ def default_file() -> Path:
 
 
 class TasksFile:
-    """The content of one file. It is read again after each change, unless the file has a mistake then."""
+    """The content of one file, which is read again after each change of the file. After a change with a mistake, the
+    earlier content stays.
+    """
 
     def __init__(self, path: str | os.PathLike[str] | None, clock: Callable[[], float]) -> None:
         """The content of the file `path`. A file that does not exist has no content. `clock` returns seconds.
@@ -55,7 +58,7 @@ class TasksFile:
         self._content = read_serving_config(path)
 
     def content(self) -> ServingConfig:
-        """The content of the file. The file is looked at once a second at most."""
+        """The content of the file. The file is checked for a change at most once a second."""
         if self._clock() - self._checked_at >= CHECK_SECONDS:
             self._checked_at = self._clock()
             stamp = _stamp(self.path)
@@ -64,7 +67,7 @@ class TasksFile:
         return self._content
 
     def reload(self) -> None:
-        """Reads the file now, also if it was removed. After a mistake in it, the earlier content stays."""
+        """Reads the file now, also if it was removed. If the file has a mistake, the earlier content stays."""
         self._stamp = _stamp(self.path)
         try:
             self._content = read_serving_config(self.path)
@@ -77,10 +80,10 @@ class TasksFile:
 
 
 def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, int, int] | None:
-    """Figures that differ after each change of the file; None if there is no file."""
+    """A value that differs after each change of the file; None if there is no file."""
     try:
         found = os.stat(path or "")
-    except OSError:  # a missing file has no figures; `read_serving_config` reports other errors
+    except OSError:  # the file is missing; `read_serving_config` reports all other errors
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
 
@@ -118,7 +121,7 @@ class _Reader:
     """Converts the content of one file, and finds the line of each mistake."""
 
     def __init__(self, name: str, lines: Any) -> None:
-        """`lines` is the file's content as PyYAML's nodes, which know their lines."""
+        """`lines` is the file's content as nodes of PyYAML, which have the numbers of their lines."""
         self._name = name
         self._lines = lines
 

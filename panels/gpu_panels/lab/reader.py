@@ -201,8 +201,10 @@ class Reader:
 
     def ask(self, ledger: str, verb: str, target: str) -> dict[str, Any]:
         """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`) of the ledger with the key
-        `ledger`. The dialog's `question` is a number for `act`. If the verb is not possible any
-        more, `refused` has the reason. Raises GpuError for an unknown ledger or verb.
+        `ledger`.
+
+        The dialog's `question` is a number for `act`. If the verb is not possible any more,
+        `refused` has the reason. Raises GpuError for an unknown ledger or verb.
         """
         read = self._known(ledger)
         snapshot = self._snapshot(read)

@@ -287,6 +287,7 @@ def _epoch(stamp: float, snapshot: Snapshot) -> int | None:
 
 def variables(frame: Any) -> dict[str, Any]:
     """The names that hold a notebook's memory, the largest first, from the `frame` of its `rt.who`.
+
     Models are left out, because the panel has separate rows for them.
     """
     rows = [
