@@ -117,12 +117,13 @@ def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> Planne
 
     If both `context_length` and `sequences` are missing, the length is `config["context_at_load"]`,
     which an engine sets that allocates its cache at load. Without that key, the result is None.
-    With `sequences` alone, the context is the longest that the config names.
+    With `sequences` alone, the context is the longest that the config names. `sequences` counts for
+    nothing if `config["one_sequence"]` says that the engine computes one sequence after the other.
 
     Raises BadSetting for a value that cannot be used.
     """
     tokens = options.get("context_length")
-    sequences = options.get("sequences")
+    sequences = None if config.get("one_sequence") else options.get("sequences")
     if tokens is None and sequences is None:
         tokens = config.get("context_at_load")
         if tokens is None:

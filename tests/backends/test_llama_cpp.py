@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from gpu_runtime.backends.llama_cpp.options import check, llama_arguments, taken
+from gpu_runtime.backends.llama_cpp.options import (
+    check,
+    context_tokens,
+    gguf_evidence,
+    llama_arguments,
+    taken,
+)
 from gpu_runtime.backends.processes.visible_devices import card_environment
 from gpu_runtime.devices.probe import Probe
 from gpu_runtime.errors import BadSetting, LoadFailed
+from gpu_runtime.estimation.footprint import footprint
 from gpu_runtime.facts import HOST, Device, ModelSpec, Share
 from gpu_runtime.units import GIB, MIB
 
@@ -82,8 +90,18 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
         )
 
 
-def test_the_context_is_the_requested_length_times_the_sequences():
-    assert arguments(8, context_length=8192, sequences=2)["n_ctx"] == 16384
+def test_further_sequences_cost_no_memory(tiny_gguf):
+    """The library computes one sequence after the other, so one context is enough. llama-server has slots."""
+    assert arguments(8, context_length=8192, sequences=2)["n_ctx"] == 8192
+    assert context_tokens(replace(spec(sequences=2), backend="llama-server"), CONFIG) == 8192
+
+    def needed(**options) -> int:
+        """The bytes that a lease of the file needs."""
+        model = replace(spec(**options), source=str(tiny_gguf))
+        return footprint("phi", gguf_evidence(model), options=model.options).bytes
+
+    assert needed(sequences=4) == needed()
+    assert needed(sequences=4, context_length=128) == needed(context_length=128) < needed()
 
 
 def test_a_quantised_cache_switches_flash_attention_on():

@@ -265,7 +265,7 @@ def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
     """
 
     async def work(gateway: Gateway) -> dict[str, float]:
-        gateway._rt.register("echo", backend="fake", size="1 GiB", model_type="llm")
+        gateway.rt.register("echo", backend="fake", size="1 GiB", model_type="llm")
         await gateway.answer("chat", _chat("echo"))
 
         async def client(many: int) -> None:

@@ -14,7 +14,7 @@ from gpu_runtime.serving.queue.concurrency import calls_at_once
         ("vllm", None, 256),
         ("vllm", 8, 8),
         ("transformers", None, 1),
-        ("transformers", 2, 2),
+        ("transformers", 2, 1),
         ("llama_cpp", 4, 1),
         ("ollama", 4, 4),
     ],

@@ -18,6 +18,7 @@ from ...facts import Evidence, ModelSpec, Share, Shares, beside
 from ..formats import gguf, sources
 from ..missing import AbsentBackend
 
+IN_PROCESS = "llama_cpp"  # the backend that uses llama-cpp-python; the other is llama-server
 CONTEXT_TOKENS = 4096  # default length, if the model supports as many
 CACHE_TYPES = {
     "float32": 0,
@@ -98,7 +99,7 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
     found = AbsentBackend(spec.backend).evidence(spec)
     part = offloaded(spec, found.config)
     weights = None if found.weight_bytes is None else round(found.weight_bytes * part)
-    config = dict(found.config)
+    config = {**found.config, "one_sequence": spec.backend == IN_PROCESS}
     layers = config.get("num_hidden_layers")
     if layers is not None:  # otherwise the size of the context's cache is unknown
         config["context_at_load"] = context_tokens(spec, found.config)
@@ -156,14 +157,14 @@ def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
     """The number of tokens of context of all sequences of `spec` together.
 
     The default for each sequence is the length that the model supports by its `config`, at most
-    CONTEXT_TOKENS.
+    CONTEXT_TOKENS. llama-cpp-python computes one sequence after the other in one context.
     """
     supported = config.get("max_position_embeddings")
     usual = CONTEXT_TOKENS
     if isinstance(supported, int) and supported > 0:
         usual = min(CONTEXT_TOKENS, supported)
     length = spec.options.get("context_length") or usual
-    return length * (spec.options.get("sequences") or 1)
+    return length * (1 if spec.backend == IN_PROCESS else spec.options.get("sequences") or 1)
 
 
 def flash_attention(spec: ModelSpec) -> bool:

@@ -10,8 +10,9 @@ from ...facts import ModelSpec
 
 # The number of calls at once if the model's `sequences` is not set. For all other backends it is 1.
 CONCURRENCY = {"vllm": 256, "fake": 256}
-# These backends run one call at a time, whatever `sequences` is: the library computes one sequence after the other.
-SEQUENTIAL_BACKENDS = ("llama_cpp",)
+# These backends run one call at a time, whatever `sequences` is. llama-cpp-python computes one sequence after another.
+# Two `generate` of transformers side by side are not batched, and share the random numbers that a seed sets.
+SEQUENTIAL_BACKENDS = ("llama_cpp", "transformers")
 NATIVE_LLAMA_SERVER = "llama-server"  # the name of the backend, and of its command
 
 
