@@ -70,7 +70,7 @@ test:
 	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 4 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
 
 soak: $(STAMP) packages
-	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests
+	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench

@@ -245,6 +245,13 @@ HOST = option(
     "--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1"
 )
 SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "files")
+OF_FLEET = option(
+    "--fleet",
+    "ADDRESS",
+    "the models of all hosts of a fleet; its head, such as box1:6379, or auto",
+    nargs="?",
+    const="auto",
+)
 LOG_LEVEL = option(
     "--log-level",
     "LEVEL",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from gpu_runtime.fleet import drill
+from gpu_runtime.fleet.drill import Drill
 from tests.isolation import HOME
 
 ROOT = Path(__file__).parents[2]
@@ -23,16 +24,8 @@ PATHS = [
     str(ROOT / "tests" / "fleet" / "without_grammar"),
     *(str(ROOT / folder) for folder in ("", "kernel_ext", "panels")),
 ]
-ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
+ENVIRONMENT = drill.ENVIRONMENT | {
     "RAY_AUTH_TOKEN": "0123456789abcdef" * 2,
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-    # A killed node is noticed after 1 s instead of 14, a frozen one after 3 instead of 65.
-    "RAY_health_check_initial_delay_ms": "500",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "2",
     "EVICTION_GRACE_SECONDS": "0",  # an idle model leaves at once
     "PYTHONPATH": os.pathsep.join(PATHS),
 }
@@ -48,82 +41,8 @@ def eventually(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def _ports() -> dict[str, int]:
-    """Free ports for the agents of a node, which then need not write theirs to a file first."""
-    sockets = [socket.socket() for _ in range(4)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    names = (
-        "metrics_agent_port",
-        "runtime_env_agent_port",
-        "metrics_export_port",
-        "dashboard_agent_listen_port",
-    )
-    ports = {name: one.getsockname()[1] for name, one in zip(names, sockets, strict=True)}
-    for one in sockets:
-        one.close()
-    return ports
-
-
-class Hosts:
+class Hosts(Drill):
     """The hosts of one cluster, by name."""
-
-    def __init__(self, directory: Path) -> None:
-        """Starts no host yet. Their ledgers are in `directory`."""
-        self.directory = directory
-        self.nodes: dict[str, Any] = {}
-        self.devices: dict[str, str] = {}
-        self.cluster: Any = None
-
-    def add(self, name: str, devices: str, cards: int) -> None:
-        """Starts a node with that many `cards`. The first node is the head."""
-        from ray.cluster_utils import Cluster
-
-        node: dict[str, Any] = dict(
-            num_cpus=1,
-            num_gpus=cards,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            **_ports(),
-        )
-        self.devices[name] = devices
-        if self.cluster is None:
-            # Ray's logs and sockets are in a directory of the tests, which is removed at the end.
-            node["temp_dir"] = f"{HOME}/ray"
-            self.cluster = Cluster(initialize_head=True, head_node_args=node)
-            self.nodes[name] = self.cluster.head_node
-        else:
-            node.pop("include_dashboard")
-            self.nodes[name] = self.cluster.add_node(**node)
-
-    def ledger(self, name: str) -> str:
-        """The URL of the host's ledger."""
-        return f"sqlite://{self.directory / name}"
-
-    def join(self, name: str) -> None:
-        """Lets the host join the fleet."""
-        from gpu_runtime.fleet import joining
-
-        joining.join(
-            name=name,
-            devices=self.devices[name],
-            ledger=self.ledger(name),
-            node=self.nodes[name].node_id,
-            address=self.cluster.address,
-        )
-
-    def kill(self, name: str) -> None:
-        """Kills the node and its agent at once, as a power cut would."""
-        pid = self.agent_pid(name)
-        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
-        os.kill(pid, signal.SIGKILL)
-
-    def agent_pid(self, name: str) -> int:
-        """The process id of the host's agent."""
-        from gpu_runtime.fleet import cluster
-
-        agent = cluster.actor(cluster.AGENT + self.nodes[name].node_id)
-        return cluster.answer(agent.ready.remote())["pid"]
 
     def freeze(self, name: str) -> Callable[[], None]:
         """Stops all processes of the node, as a virtual machine that is paused. Returns the end."""
@@ -170,9 +89,8 @@ def started(directory: Path, hosts: dict[str, tuple[str, int]]) -> Iterator[Host
     patch = pytest.MonkeyPatch()
     for name, value in ENVIRONMENT.items():
         patch.setenv(name, value)
-    import ray  # it reads the environment when it is imported
-
-    found = Hosts(directory)
+    # Ray's logs and sockets are in a directory of the tests, which is removed at the end.
+    found = Hosts(directory, f"{HOME}/ray")
     try:
         try:
             for name, (devices, cards) in hosts.items():
@@ -185,7 +103,5 @@ def started(directory: Path, hosts: dict[str, tuple[str, int]]) -> Iterator[Host
             found.join(name)
         yield found
     finally:
-        ray.shutdown()
-        if found.cluster is not None:
-            found.cluster.shutdown()
+        found.close()
         patch.undo()

@@ -1,0 +1,162 @@
+"""Several hosts on one machine, for drills, runbooks and tests.
+
+Each host is a Ray node with simulated cards and a ledger of its own. Ray is told to notice a dead
+node after 1 s instead of 14.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import cluster, joining
+
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "2",
+}
+OBJECT_STORE_BYTES = 80 << 20
+MOST_STARTS = 3  # of a node: Ray gives its processes 15 s, which is short on a busy machine
+
+
+class Drill:
+    """Hosts of one cluster on this machine, by name. End it with `close`."""
+
+    def __init__(self, directory: Path, ray_directory: str = "") -> None:
+        """Starts no host yet. The ledgers are in `directory`.
+
+        Ray's own files are in `ray_directory`, or where Ray puts them.
+        """
+        self.directory, self._ray_directory = directory, ray_directory
+        self.nodes: dict[str, Any] = {}
+        self.devices: dict[str, str] = {}
+        self.cluster: Any = None
+
+    @property
+    def address(self) -> str:
+        """The address of the head, for `gpu_runtime.fleet`."""
+        return str(self.cluster.address)
+
+    def add(self, name: str, devices: str, cards: int | None = None) -> None:
+        """Starts the node of the host `name` with these simulated `devices`. The first is the head.
+
+        `cards` is their number for Ray; None means the number in `devices`.
+        """
+        from ray.cluster_utils import Cluster
+
+        node: dict[str, Any] = dict(
+            num_cpus=1,
+            num_gpus=_cards(devices) if cards is None else cards,
+            object_store_memory=OBJECT_STORE_BYTES,
+            **_ports(),
+        )
+        self.devices[name] = devices
+        if self.cluster is not None:
+            self.nodes[name] = self.cluster.add_node(**node)
+            return
+        if self._ray_directory:
+            node["temp_dir"] = self._ray_directory
+        node["include_dashboard"] = False
+        self.cluster = Cluster(initialize_head=True, head_node_args=node)
+        self.nodes[name] = self.cluster.head_node
+
+    def ledger(self, name: str) -> str:
+        """The URL of the host's ledger."""
+        return f"sqlite://{self.directory / name}"
+
+    def join(self, name: str) -> None:
+        """Lets the host join the fleet."""
+        joining.join(
+            name=name,
+            devices=self.devices[name],
+            ledger=self.ledger(name),
+            node=self.nodes[name].node_id,
+            address=self.address,
+        )
+
+    def agent_pid(self, name: str) -> int:
+        """The process id of the host's agent."""
+        agent = cluster.actor(cluster.AGENT + self.nodes[name].node_id)
+        return int(cluster.answer(agent.ready.remote())["pid"])
+
+    def kill(self, name: str) -> None:
+        """Kills the node and its agent at once, as a power cut would."""
+        pid = self.agent_pid(name)
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+        os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends all hosts, and disconnects this process."""
+        cluster.ray().shutdown()
+        if self.cluster is not None:
+            self.cluster.shutdown()
+
+
+def start(hosts: Mapping[str, str]) -> Drill:
+    """Starts `hosts` on this machine, which join a new fleet. The values are their simulated cards.
+
+    The head is a node of its own, so every host may be killed. This process gets the settings of
+    ENVIRONMENT and a new token. For example: `drill.start({"box1": "sim:2x80GiB", "box2": "sim:40GiB"})`.
+    """
+    os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(16))
+    # Ray prints the last lines of a killed node's log into the output of whatever runs then.
+    cluster.ray()._private.worker.print_to_stdstream = lambda *_, **__: None
+    directory = tempfile.mkdtemp()
+    found = Drill(Path(directory), f"{directory}/ray")
+    _start(found, "head", "", 0)
+    for name, devices in hosts.items():
+        _start(found, name, devices)
+    for name in hosts:
+        found.join(name)
+    return found
+
+
+def _start(drill: Drill, name: str, devices: str, cards: int | None = None) -> None:
+    for attempt in range(1, MOST_STARTS + 1):
+        try:
+            return drill.add(name, devices, cards)
+        except Exception as error:
+            if "timed out during startup" not in str(error) or attempt == MOST_STARTS:
+                raise
+            time.sleep(attempt)
+
+
+def _cards(devices: str) -> int:
+    """The number of cards in a setting.
+
+    >>> _cards("sim:2x80GiB,host:1GiB"), _cards("sim:24GiB+12GiB"), _cards("sim:24GiB")
+    (2, 2, 1)
+    """
+    cards = devices.partition(",")[0].removeprefix("sim:")
+    counted = re.match(r"(\d+)x", cards)
+    return int(counted[1]) if counted else cards.count("+") + 1
+
+
+def _ports() -> dict[str, int]:
+    """Free ports for the agents of a node, which then need not write theirs to a file first."""
+    sockets = [socket.socket() for _ in range(4)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    names = (
+        "metrics_agent_port",
+        "runtime_env_agent_port",
+        "metrics_export_port",
+        "dashboard_agent_listen_port",
+    )
+    ports = {name: one.getsockname()[1] for name, one in zip(names, sockets, strict=True)}
+    for one in sockets:
+        one.close()
+    return ports
