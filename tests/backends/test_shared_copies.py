@@ -231,6 +231,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.processes
 def test_a_killed_holder_leaves_the_pages_to_the_other_and_nothing_behind(llama):
     """The process that made the pages is killed, then the one that found them."""
 
