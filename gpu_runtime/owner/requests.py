@@ -92,9 +92,9 @@ def note_action(session: Session, verb: str, name: str, because: str, size: int 
 
 
 def person(session: Session) -> str:
-    """The person for whom this thread acts, and this process.
+    """The person for whom this thread acts, and this process in brackets.
 
-    Empty if that is the process's own user.
+    The result is empty if this thread acts for the user of this process.
     """
     said = speaking_for()
     return attributed(said, f"{session.owner.user}, {session.owner.label}") if said else ""

@@ -50,7 +50,7 @@ def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
 
 
 def is_for_console(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether the message belongs to a console that this notebook shows. It reads no tensor."""
+    """Whether the message belongs to a console that this notebook shows. Such a message reads no tensor."""
     return kind == "comm_msg" and _is_of_console(_comm_callback(kernel, kind, content))
 
 

@@ -451,13 +451,6 @@ def console() -> Iterator[Row]:
         "≤ +10 %",
         grown.part <= 0.1,
     )
-    day = bench_console.zoom()
-    yield Row(
-        "24 h of history, from the choice of another range to the frame that shows it",
-        str(day),
-        "p50 ≤ 100 ms",
-        day.median <= 0.1,
-    )
 
 
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {

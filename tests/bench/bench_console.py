@@ -1,6 +1,6 @@
 """The operator's console: the time until it is drawn, the delay of its updates, and its cost on the server.
 
-    python -m tests.bench.bench_console [paint effect crowd memory zoom]
+    python -m tests.bench.bench_console [paint effect crowd memory]
 
 The server and the kernels are real processes, and a real Chromium draws the pages. Only `crowd` and `memory` use plain
 clients, which open a page and its websocket as a browser does, and draw nothing. Twenty browsers would take processor
@@ -30,7 +30,6 @@ from tornado.websocket import websocket_connect
 from gpu_runtime.units import MIB
 from tests.browser.chromium import BrowserPage, running
 from tests.faces.served import OPERATORS, Served, environ, free_port, serving
-from tests.stories.test_views_in_chromium import _ZOOM, SCRIPT
 
 from .bench_crowd import Waits
 from .bench_idle import _spent
@@ -348,25 +347,6 @@ async def _memory(served: Served, sessions: int, early: int, together: int) -> G
         await asyncio.sleep(FORGOTTEN_SECONDS)
         sizes.append(psutil.Process(served.process.pid).memory_full_info().uss / MIB)
     return Growth(sizes[0], sizes[1], sessions)
-
-
-# -- a day, zoomed ----------------------------------------------------------------------------------------------------
-
-
-def zoom() -> Waits:
-    """The time from the choice of another range on the chart of a busy day to the frame that shows it."""
-    with tempfile.TemporaryDirectory() as directory, running() as browser:
-        place, port = Path(directory), free_port()
-        (place / "views.py").write_text(SCRIPT)
-        words = [sys.executable, str(place / "views.py"), str(port)]
-        with serving(words, place, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port) as served:
-            seen = BrowserPage(browser, entrance(served)).ready()
-            seen.page.get_by_role("button", name="24 h").click()
-            seen.page.wait_for_function("""() => Bokeh.documents.map(doc => doc.get_model_by_name("history")).some(
-                plot => plot && plot.x_range.end - plot.x_range.start > 80_000_000)""")
-            told = seen.page.evaluate(_ZOOM)
-            seen.close()
-    return Waits.of([milliseconds / 1e3 for milliseconds in told["took"]])
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class TorchModel:
 
     @property
     def is_shared(self) -> bool:
-        """Whether another model has a part of its storages."""
+        """Whether a model that was placed later has some of the same storages."""
         return any(sharer.memories for sharer in self.sharers)
 
     def _with_sharers(self, group: st.Group) -> st.Group:

@@ -40,7 +40,7 @@ def _row(problem: Problem, snapshot: Snapshot, seen_wall: float) -> Row:
 
 
 def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
-    """The button for `verb` on the lease `target`. Its verb contains the target, for `pressed`."""
+    """The button for `verb` on the lease `target`. Its text for `pressed` is `VERB TARGET`."""
     owner_id, _, name = target.partition("/")
     section = snapshot.sections.get(owner_id)
     lease = section.lease(name) if section else None
