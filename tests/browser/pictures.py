@@ -50,7 +50,7 @@ def evict(seen: BrowserPage) -> None:
 
 
 PICTURES = {
-    "console_now": (now, 790),
+    "console_now": (now, 560),
     "console_evict": (evict, 560),
 }  # file -> preparation, height in pixels
 
