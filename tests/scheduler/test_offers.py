@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import HostRoom, Offer, Plan, PlanLevel
 from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.offers import largest_first, offer_of, ranked, room_of, shortlist
+from gpu_runtime.scheduler.offers import (
+    MOST_PLANNED,
+    largest_first,
+    offer_of,
+    ranked,
+    room_of,
+    shortlist,
+)
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.units import GIB
+from tests.bench import bench_fleet
 from tests.worlds import Book, book, lease, owner, request, world
 
 ME = owner(1).id
@@ -230,3 +240,23 @@ def test_the_best_eight_have_the_best_level_of_all(boxes, need):
 
 def test_the_largest_model_is_placed_first():
     assert largest_first([("small", 4), ("big", 70), ("also", 4)]) == ("big", "also", "small")
+
+
+@pytest.mark.parametrize("gib", [4, 20, 40, 70])
+def test_the_best_of_eight_plans_is_the_best_of_all(gib):
+    """The rooms of all hosts are enough to choose the eight that make a plan."""
+    there, wanted = bench_fleet.hosts(Random(gib), 30), request("new", gib)
+    best, best_of_all, _ = bench_fleet.decide(there, wanted)
+    assert best == best_of_all
+
+
+def test_the_best_of_eight_plans_is_the_best_of_all_where_every_host_must_evict():
+    there, wanted = bench_fleet.hosts(Random(1), 40), request("new", 76)
+    full = {
+        name: host
+        for name, host in there.items()
+        if bench_fleet.offer(name, host, wanted).level is PlanLevel.EVICT
+    }
+    assert len(full) > MOST_PLANNED
+    best, best_of_all, _ = bench_fleet.decide(full, wanted)
+    assert best.host == best_of_all.host
