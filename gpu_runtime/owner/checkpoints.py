@@ -413,7 +413,8 @@ def _noted(session: Session, target: Target) -> tuple[Share, ...]:
             f"{target.label} was parked by another user or another tool, so the room that it needs is "
             f"not known.\n  Bring it back with that tool, and hold the room meanwhile:  %%gpu SIZE"
         )
-    return tuple(Share(ids[uuid], size) for uuid, size in sorted(note.cards.items()))
+    cards = sorted(note.cards.items())
+    return tuple([Share(ids[uuid], size) for uuid, size in cards])
 
 
 def _journal(

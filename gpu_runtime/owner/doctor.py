@@ -107,8 +107,10 @@ def _chapter(title: str, gather: Callable[[], Rows]) -> Chapter:
 
 
 def _without_secrets(chapter: Chapter) -> Chapter:
-    rows = tuple((name, _TOKEN.sub("***", masked(value))) for name, value in chapter.rows)
-    return Chapter(chapter.title, rows)
+    rows: Rows = []
+    for name, value in chapter.rows:
+        rows.append((name, _TOKEN.sub("***", masked(value))))
+    return Chapter(chapter.title, tuple(rows))
 
 
 def _versions() -> Rows:
@@ -156,8 +158,10 @@ def _answer_of(source: Any) -> str:
         versions = [f"{what} {version}" for what, version in source.versions().items()]
     except drivers.NoAnswer as error:
         return f"fails: {error}"
-    lost = "".join(f"; card {number}: {why}" for number, why in listing.failed.items())
-    return f"{len(listing.cards)} devices, {', '.join(versions)}{lost}"
+    found = f"{len(listing.cards)} devices, {', '.join(versions)}"
+    for number, why in listing.failed.items():
+        found += f"; card {number}: {why}"
+    return found
 
 
 def _devices(session: Session) -> Rows:
@@ -273,7 +277,8 @@ def _machine(settings: Settings) -> Rows:
     cap = known.cap(user, groups)
     limits = "none"
     if cap:
-        limits = ", ".join([f"[{table}] {key}" for key, table in cap.tables.items()])
+        names = [f"[{table}] {key}" for key, table in cap.tables.items()]
+        limits = ", ".join(names)
     return [
         (file, f"ledger {known.ledger or 'not named'}"),
         (f"caps on {user}", limits),

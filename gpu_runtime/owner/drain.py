@@ -90,9 +90,12 @@ def _reasons(session: Session, staying: list[tuple[Lease, str]]) -> list[str]:
     sentences = []
     for lease, why in staying:
         owner = book.owner(lease.owner)
-        whose = f" of {owner.label}" if owner and lease.owner != session.me else ""
-        what = f"{lease.name} ({show_bytes(lease.bytes)}){whose}"
-        pinned = f" for {show_seconds(now - lease.pinned_since)}" if lease.pinned_since else ""
+        what = f"{lease.name} ({show_bytes(lease.bytes)})"
+        if owner and lease.owner != session.me:
+            what += f" of {owner.label}"
+        pinned = ""
+        if lease.pinned_since:
+            pinned = f" for {show_seconds(now - lease.pinned_since)}"
         known = {
             "": f"{what} is leaving",
             "in use": f"{what} is in use{pinned} and leaves when it is idle",

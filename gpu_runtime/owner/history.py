@@ -36,4 +36,7 @@ def recorded_events(
 
     merged = [*journaled, *filter(wanted, page)]
     merged.sort(key=lambda event: (event.wall, event.seq))
-    return tuple(merged if limit is None else merged[max(0, len(merged) - limit) :])
+    if limit is None:
+        return tuple(merged)
+    first = max(0, len(merged) - limit)
+    return tuple(merged[first:])

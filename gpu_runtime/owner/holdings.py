@@ -57,7 +57,8 @@ def who(
     began = time.perf_counter()
     if "torch" not in sys.modules:
         rows = [_of_lease(resident) for resident in _on_devices(session)]
-        return _summed(session, rows, {}, set(), set(), 0, True, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return _summed(session, rows, {}, set(), set(), 0, True, seconds)
     from ..backends.pytorch.time_limit import Limit
 
     limit = Limit(seconds, stop=stop)
@@ -331,7 +332,9 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
     keys_of = {one.name.name: one.every for one in _named(session, namespace)}
     mine = keys_of.pop(variable, frozenset())
     others = {name: keys & mine for name, keys in keys_of.items()}
-    models = [one for one in _on_devices(session) if mine and mine & _keys_of(one)]
+    models: list[Resident] = []
+    if mine:
+        models = [one for one in _on_devices(session) if mine & _keys_of(one)]
     namespace.delete(variable)
     gc.collect()
     kept = _search_keys(session) if mine else frozenset()

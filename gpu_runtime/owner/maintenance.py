@@ -112,7 +112,12 @@ def _needed_by_others(session: Session) -> list[Resident]:
     for ticket in session.ledger.read().tickets:
         if ticket.verb == "use" and ticket.owner != session.me:
             needed.update(share.device for share in ticket.need)
-    return [r for r in used if any(share.device in needed for share in r.lease.shares)]
+    found = []
+    for resident in used:
+        devices = {share.device for share in resident.lease.shares}
+        if devices.intersection(needed):
+            found.append(resident)
+    return found
 
 
 def _doze(session: Session, owners: int) -> float:

@@ -46,7 +46,8 @@ def evict(
     if stays and not left:
         raise stays[0]
     because = f"{', '.join(left) or 'nothing'} left; {show_bytes(freed)} came free"
-    because += "".join(f". {first_line(error).rstrip('.')}" for error in stays)
+    for reason in stays:
+        because += f". {first_line(reason).rstrip('.')}"
     return Outcome("evict", str(name), not stays, because, freed)
 
 

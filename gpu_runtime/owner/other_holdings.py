@@ -110,7 +110,9 @@ def _listed(session: Session) -> Holdings:
         return found
     if kernel.place is Place.HERE:
         return replace(found, stays=_why_not_parked(kernel))
-    rows = [row if row.kind == MODEL else replace(row, device=HOST) for row in found.holders]
+    rows = []
+    for row in found.holders:
+        rows.append(row if row.kind == MODEL else replace(row, device=HOST))
     size = kernel.lease.bytes
     return replace(
         found,

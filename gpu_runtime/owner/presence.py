@@ -85,4 +85,5 @@ def explained(session: Session, wait: Wait) -> Wait:
     new = [sentence for sentence in sentences if sentence not in wait.because]
     if not new:
         return wait
-    return replace(wait, because=f"{'. '.join([wait.because.rstrip('.'), *new])}.")
+    because = ". ".join([wait.because.rstrip("."), *new])
+    return replace(wait, because=f"{because}.")

@@ -358,7 +358,8 @@ def split_address(name: str) -> tuple[str, str]:
     several runtimes in a process.
     """
     bare, at, process = name.rpartition("@")
-    is_address = at and (process.replace(".", "").isdigit() or process.endswith(".ipynb"))
+    is_id = process.replace(".", "").isdigit()
+    is_address = at and (is_id or process.endswith(".ipynb"))
     return (bare, process) if is_address else (name, "")
 
 

@@ -87,7 +87,8 @@ def note_action(session: Session, verb: str, name: str, because: str, size: int 
     if not by:
         return
     leases = session.truth().leases
-    lease = next((lease for lease in leases if lease.name == name), Lease(session.me, name))
+    known = {lease.name: lease for lease in leases}
+    lease = known.get(name) or Lease(session.me, name)
     session.note(lease, verb, verb, because, size=size, by=by)
 
 
@@ -112,7 +113,8 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
         if end is not None:
             until = min(until, end)
     residents = list(session.residents.values())
-    ours = [r for r in residents if r.lease.id in verdict.blockers and r.pins]
+    blocking = [one for one in residents if one.lease.id in verdict.blockers]
+    ours = [one for one in blocking if one.pins]
     step = NEAR_SECONDS if ours else POLL_SECONDS
     sections = session.ledger.read().sections
     others = [section.owner for id, section in sections.items() if id != session.me]

@@ -178,8 +178,9 @@ def health(found: Snapshot) -> Health:
     percent = None if unknown else round(100 * sum(used) / total, 1)  # type: ignore[arg-type]
     level = fullest.level if found.governed else Level.UNKNOWN
     wrong = [str(problem) for problem in problems(found)]
-    more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    message = f"{wrong[0]}{more}" if wrong else HEALTH_MESSAGES[level]
+    message = wrong[0] if wrong else HEALTH_MESSAGES[level]
+    if len(wrong) > 1:
+        message += f" ({len(wrong) - 1} more)"
     return Health(not wrong, level, percent, found.degraded or message)
 
 
@@ -297,7 +298,8 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
     except GpuError:
         raise UnknownModel(who, registry.known_names(session)) from None
     of_all = recorded_events(session, model=kernel)
-    return tuple(event for event in of_all if event.owner == owner)[-20:]
+    found = [event for event in of_all if event.owner == owner]
+    return tuple(found[-20:])
 
 
 def replays(session: Session, name: str) -> tuple[Replayed, ...]:

@@ -236,5 +236,7 @@ def _frame(rows: list[list[Any]], columns: list[str], types: Mapping[str, str]) 
 
     # pandas shows text unchanged, and other users write names into the book. So replace unprintable
     # characters.
-    cells = [[lines(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    cells = []
+    for row in rows:
+        cells.append([lines(cell) if isinstance(cell, str) else cell for cell in row])
     return pandas.DataFrame(cells, columns=columns).astype(dict(types))

@@ -28,7 +28,9 @@ def evict(session: Session, process: str, *, force: bool) -> Outcome:
     """
     book = session.ledger.read()
     lost = _lost(session, book, process)
-    freed = sum(lease.bytes for section in lost for lease in section.leases)
+    freed = 0
+    for section in lost:
+        freed += sum(lease.bytes for lease in section.leases)
     holds = "; ".join(_what_it_holds(section) for section in lost)
     if not force:
         because = (
@@ -55,7 +57,8 @@ def _lost(session: Session, book: Book, process: str) -> list[Section]:
     """The sections of the lost `process`. Raises GpuError if no lost process has that pid."""
     unknown = session.ledger.unknown(book)
     sections = [section for id, section in book.sections.items() if id in unknown]
-    found = [section for section in sections if str(section.owner.pid) == process.removeprefix("@")]
+    pid = process.removeprefix("@")
+    found = [section for section in sections if str(section.owner.pid) == pid]
     if found:
         return found
     known = ", ".join(sorted(section.owner.label for section in sections)) or "none"
@@ -68,9 +71,10 @@ def _lost(session: Session, book: Book, process: str) -> list[Section]:
 
 
 def _what_it_holds(section: Section) -> str:
-    held = [
-        f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where})" for lease in section.leases
-    ]
+    held = []
+    for lease in section.leases:
+        size = show_bytes(lease.bytes)
+        held.append(f"{lease.name} ({size} on {lease.where})")
     return f"{section.owner.label} holds {', '.join(held) or 'no lease'}"
 
 
