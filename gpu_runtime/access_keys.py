@@ -70,7 +70,7 @@ def read(path: Path) -> Keys:
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except FileNotFoundError:  # no keys were made yet
         return {}
     except OSError as error:
         raise _bad(path, f"it cannot be read ({error.strerror or error})") from None

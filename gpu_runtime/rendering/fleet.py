@@ -38,8 +38,7 @@ def as_html(hosts: Sequence[Snapshot]) -> str:
             f"<b>{elements.esc(one.host)}</b>",
             elements.bar(_bar(one)),
             elements.esc(_fill(one)),
-            elements.pill(views.worst_level(one)),
-            elements.esc(_notes(one)),
+            f"{elements.pill(views.worst_level(one))} {elements.esc(_notes(one))}",
         )
         for one in hosts
     ]

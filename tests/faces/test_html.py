@@ -152,7 +152,7 @@ def test_a_page_has_only_the_rules_that_apply_to_it():
 @pytest.mark.parametrize("models", [1, 2, 10])
 def test_a_status_is_small(models):
     """A notebook's file keeps every output: at most 3 kB, and 0.3 kB for each model."""
-    leases = [samples.lease(f"model-{n}", samples.GIB) for n in range(models)]
+    leases = [samples.lease(f"model-{n}", 1.0) for n in range(models)]
     page = html.status(samples.snapshot(*leases))
     assert len(page.encode()) <= 3000 + 300 * models
 

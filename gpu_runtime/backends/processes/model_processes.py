@@ -345,5 +345,5 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         """The answer of the process of `model`. A process that is gone has no weights to lose."""
         try:
             return model.engine.request(kind)
-        except EngineDied:
+        except EngineDied:  # nothing is left to lose
             return True

@@ -89,7 +89,7 @@ class Program:
             yield answers
         finally:
             if self._pending.pop(number, None) and kind == "stream":
-                with contextlib.suppress(Ended):
+                with contextlib.suppress(Ended):  # the process has ended, and the stream with it
                     self._send(number, "cancel", (number,))
 
     def _send(self, number: int, kind: str, args: tuple[Any, ...], answers: Any = None) -> None:
@@ -114,7 +114,7 @@ class Program:
                 known = self._pending.get if what == "item" else self._pending.pop
                 if answers := known(number, None):
                     answers.put((what, value))
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the process has ended; `finally` ends its calls
             pass
         finally:
             with self._lock:
