@@ -143,7 +143,10 @@ class Book(Value):
 
     def ticket(self, key: str) -> Ticket | None:
         """The ticket with this `key`, or None."""
-        return next((ticket for ticket in self.tickets if ticket.key == key), None)
+        for ticket in self.tickets:  # a generator would take twice as long
+            if ticket.key == key:
+                return ticket
+        return None
 
     def owner(self, owner_id: str) -> Owner | None:
         """The owner with the id `owner_id`, or None."""
@@ -222,8 +225,8 @@ class Book(Value):
         """This book with `ticket`, which replaces a ticket with the same key."""
         if self.ticket(ticket.key) is None:
             return replace(self, tickets=(*self.tickets, ticket))
-        tickets = tuple(ticket if old.key == ticket.key else old for old in self.tickets)
-        return replace(self, tickets=tickets)
+        tickets = [ticket if old.key == ticket.key else old for old in self.tickets]
+        return replace(self, tickets=tuple(tickets))
 
     def without_ticket(self, key: str) -> Book:
         """This book without the ticket with this `key`."""

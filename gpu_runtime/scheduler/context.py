@@ -47,7 +47,7 @@ class Context(NamedTuple):
         leases = tuple(book.leases())
         room_now, blind = room_and_blind(book, world)
         ahead = elders(book, request, world)
-        blocking = tuple(t for t in ahead if not may_pass(book, t, request, world))
+        blocking = tuple([t for t in ahead if not may_pass(book, t, request, world)])
         recalled = frozenset(id for ticket in blocking for id in ticket.recalls)
         held = _held(book, request)
         room_later, leaving = _later(

@@ -136,6 +136,9 @@ def _leases_in_the_way(
             blockers.append(lease.id)
         if why or not lease.droppable:
             leased = True
+        if len(sentences) > MOST_TOLD:  # it is only counted
+            sentences.append("")
+            continue
         held = f"{show_bytes(lease.bytes)} on {first_card}"
         if lease.shares:
             held = bytes_label(lease)
@@ -160,21 +163,31 @@ def reserved_for_elders(context: Context, shares: Shares) -> str:
     if not context.blocking_elders:
         return ""
     cards = {share.device for share in shares}
-    first = []
-    for ticket in context.blocking_elders:
-        if any(share.device in cards for share in ticket.need):
-            first.append(ticket)
     reserved = 0
     for card in cards:
         now = max(0, context.room_now.get(card, 0))
         later = max(0, context.room_later.get(card, 0))
         reserved += now - later
-    if not first or reserved <= 0:
+    if reserved <= 0:
+        return ""
+    first = _that_need(context.blocking_elders, cards)
+    if not first:
         return ""
     more = len(first) - 1
     name = "a notebook" if first[0].name == "kernel" else first[0].name
     waiting = f"{name} and {more} more, which are" if more else f"{name}, which is"
     return f"{show_bytes(reserved)} is reserved for {waiting} ahead in the queue"
+
+
+def _that_need(tickets: tuple[Ticket, ...], cards: set[str]) -> list[Ticket]:
+    """The `tickets` that wait for room on one of these `cards`."""
+    found = []
+    for ticket in tickets:
+        for share in ticket.need:
+            if share.device in cards:
+                found.append(ticket)
+                break
+    return found
 
 
 def _ahead_in_words(ahead: int) -> str:

@@ -127,10 +127,13 @@ def _position(
     `seconds` is first. A request that has waited for `patience_seconds` is before all such loads.
     """
     waited_seconds = world.now - arrived
-    importance = aged(importance, waited_seconds, world)
+    if waited_seconds >= world.rules.ageing_seconds:
+        importance = aged(importance, waited_seconds, world)
     if waited_seconds >= world.rules.patience_seconds:
         return importance, 0, 0.0, arrived, key
-    return importance, 1, -users / max(seconds, LEAST_SECONDS), arrived, key
+    if seconds < LEAST_SECONDS:
+        seconds = LEAST_SECONDS
+    return importance, 1, -users / seconds, arrived, key
 
 
 def awake(ticket: Ticket, world: World) -> bool:

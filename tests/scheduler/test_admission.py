@@ -942,7 +942,10 @@ def test_only_a_few_of_many_leases_in_the_way_are_named():
     """A message names only a few of many leases. Sixty-four models in use on one card once made a
     message of 5,000 characters.
     """
-    crowd = [lease(f"m{n}", sim0=1, pins=1) for n in range(64)]
-    _, verdict = admit(book(*crowd), request("qwen", gib=1), world(sim0=64), lru)
-    assert verdict.because.endswith("; and 60 more") and verdict.because.count(" is in use") == 4
-    assert len(verdict.blockers) == 64
+    for count, named in ((4, 4), (5, 5), (6, 4), (64, 4)):
+        crowd = [lease(f"m{n}", sim0=1, pins=1) for n in range(count)]
+        _, verdict = admit(book(*crowd), request("qwen", gib=1), world(sim0=count), lru)
+        assert verdict.because.count(" is in use") == named
+        assert verdict.because.count("; ") == named - (count == named)
+        assert verdict.because.endswith(f"; and {count - named} more") == (count > named)
+        assert len(verdict.blockers) == count
