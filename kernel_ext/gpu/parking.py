@@ -185,7 +185,9 @@ class Parking:
 
     def after_error(self, error: BaseException) -> None:
         """Called after a cell that failed. If it ran out of memory, idle notebooks and models are evicted."""
-        if self._lease is None:
+        # The notebook may have failed before it held any memory. `make_room` knows the errors exactly.
+        about_memory = "memory" in f"{type(error).__name__} {error}".lower()
+        if self._lease is None and not (about_memory and self._attach()):
             return
         with contextlib.suppress(GpuError):  # the cell's own error is shown already
             if news := self._lease.make_room(error):

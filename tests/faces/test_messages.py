@@ -94,6 +94,22 @@ def follows(monkeypatch):
     assert kernel.control_handlers["debug_request"] == kernel.debug
 
 
+def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory(monkeypatch):
+    """An error of another kind opens no runtime."""
+    monkeypatch.setattr(gpu_runtime, "_opened", object)
+    story: list[str] = []
+    lease = SimpleNamespace(make_room=lambda error: f"room after {error}")
+    shell = SimpleNamespace(kernel=Kernel(story), ast_transformers=[])
+    shell.events = EventManager(shell, available_events)
+    opened = SimpleNamespace(attach_kernel=lambda _: lease)
+    parking = Parking(shell, lambda: story.append("opened") or opened, story.append)
+    parking.after_error(ValueError("a bug"))
+    assert story == []
+    parking.after_error(MemoryError("the first tensor"))
+    assert story == ["opened", "room after the first tensor"]
+    parking.remove()
+
+
 HELD = ["hook", "back", "handled", "free", "hook after"]
 NOT_HELD = ["hook", "handled", "hook after"]
 MESSAGES = {

@@ -145,7 +145,6 @@ OBSTACLES = {
         "h.stop()",
         "a callback is scheduled (call_later)",
     ),
-    "gc.freeze": ("import gc; gc.freeze()", "gc.unfreeze()", "gc.freeze() has hidden objects"),
 }
 # These wait for a cell, and do not prevent parking.
 IDLE = """

@@ -166,10 +166,7 @@ class KernelBackend:
         """
         if model.memory.counted:
             found, _ = self._found(model)
-            size = sum(one.bytes for one in found if not one.stays)
-            if gc.get_freeze_count():  # the search does not see what was made before `gc.freeze()`
-                size = max(size, sum(share.bytes for share in model.last))
-            return {model.memory.device: size}
+            return {model.memory.device: sum(one.bytes for one in found if not one.stays)}
         held = {card.device: streams.allocated_bytes(card.torch) for card in model.memories}
         governed = _by_card(model.governed.shares()) if any(held.values()) else {}
         return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
