@@ -50,6 +50,8 @@ OWNER = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
 
 WHO = ["tests/backends/test_search.py", "tests/backends/test_holders.py"]
 PARKING = ["tests/backends/test_kernel_memory.py"]
+SHADOWS = ["tests/backends/test_shadows.py", "tests/owner/test_shadows.py"]
+SHARED = ["tests/backends/test_shared_copies.py", "tests/scheduler/test_shared_copies.py"]
 PROGRAMS = ["tests/backends/test_parked_programs.py"]  # random programs must find these alone
 
 
@@ -786,6 +788,76 @@ FAULTS = [
         "        if close and not",
         "        if False and not",
         CATALOGUE,
+    ),
+    Fault(
+        "shadows: a changed storage leaves without a copy",
+        "backends/pytorch/shadows",
+        "return torch.equal(digest(group.bytes), known)",
+        "return True",
+        SHADOWS,
+    ),
+    Fault(
+        "shadows: they displace what the host holds",
+        "scheduler/shadows",
+        "if room(book, world).get(HOST, 0) < extra:",
+        "if False:",
+        SHADOWS,
+    ),
+    Fault(
+        "shadows: pages on the host count once for each lease",
+        "facts/book",
+        "            claimed[HOST] -= twice",
+        "            pass",
+        SHARED,
+    ),
+    Fault(
+        "shadows: a grant does not see that pages are shared",
+        "scheduler/capacity",
+        "        claims[HOST] -= twice",
+        "        pass",
+        SHARED,
+    ),
+    Fault(
+        "shadows: pages of a changed storage are not counted",
+        "facts/leases",
+        "unused = max(0, lease.copy_bytes - lease.copied_bytes)",
+        "unused = 0",
+        SHARED,
+    ),
+    Fault(
+        "shadows: torn pages are used",
+        "backends/pytorch/shared_copies",
+        "if stored is None or stored.digest != digest.numpy().tobytes():",
+        "if stored is None:",
+        SHARED,
+    ),
+    Fault(
+        "shadows: pages with other files are used",
+        "backends/pytorch/shared_copies",
+        "if first.magic != MAGIC or first.content != content:",
+        "if first.magic != MAGIC:",
+        SHARED,
+    ),
+    Fault(
+        "shadows: pages that others may open are used",
+        "devices/shared_pages",
+        "if not ours or found.st_mode & 0o077 or found.st_nlink:",
+        "if not ours or found.st_nlink:",
+        SHARED,
+    ),
+    Fault(
+        "shadows: what a notebook writes reaches the others",
+        "devices/shared_pages",
+        "kind = mmap.MAP_SHARED if memory.pinned else mmap.MAP_PRIVATE",
+        "kind = mmap.MAP_SHARED",
+        SHARED,
+    ),
+    Fault(
+        "shadows: processes of another user are searched",
+        "owner/shadows",
+        "        if near != (me.host, me.boot, me.user, me.namespaces):",
+        "        if False:",
+        SHADOWS,
     ),
 ]
 

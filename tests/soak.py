@@ -19,6 +19,8 @@ WANTED = {
     "forks": 10_000,
     "interrupts": 100_000,
     "torn files": 1_000,
+    "interrupts of moves": 10_000,
+    "kills in moves": 10_000,
     "seconds of gpu serve under kills and floods": 300,
 }
 
@@ -27,7 +29,7 @@ class Row(NamedTuple):
     """One kind of attack on one kind of ledger."""
 
     what: str
-    ledger: str  # "SQLite" or "Redis"
+    ledger: str  # "SQLite", "Redis" or "none"
 
 
 class Done(NamedTuple):
@@ -41,8 +43,8 @@ _done: Counter[Row] = Counter()
 
 
 def add(ledger: str, **counts: float) -> None:
-    """Adds counts of the attacks on the `ledger` (`sqlite` or `redis`), by name: `kills=512`."""
-    shown = {"sqlite": "SQLite", "redis": "Redis"}[ledger]
+    """Adds counts of the attacks on the `ledger` (`sqlite`, `redis` or `none`), by name: `kills=512`."""
+    shown = {"sqlite": "SQLite", "redis": "Redis", "none": "none"}[ledger]
     for name, count in counts.items():
         _done[Row(name.replace("_", " "), shown)] += round(count)
 

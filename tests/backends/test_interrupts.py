@@ -35,8 +35,14 @@ def lines_with_with(file: str) -> frozenset[int]:
     return frozenset(number for number, text in lines if text.lstrip().startswith("with "))
 
 
-def interrupted_at(line: int, act: Callable[[], object]) -> bool:
-    """Calls `act` and raises a KeyboardInterrupt at the `line`-th line of gpu_runtime.
+def _stop() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_at(
+    line: int, act: Callable[[], object], happen: Callable[[], object] = _stop
+) -> bool:
+    """Calls `act` and raises a KeyboardInterrupt, or calls `happen`, at the `line`-th line of gpu_runtime.
 
     Returns False if `act` ended before that line. Lines that begin with `with` are skipped: tracing
     stops at such a line again when the block ends. At that moment the interpreter handles no signal
@@ -54,7 +60,7 @@ def interrupted_at(line: int, act: Callable[[], object]) -> bool:
             if event == "line" and frame.f_lineno not in skipped:
                 left -= 1
                 if left == 0:
-                    raise KeyboardInterrupt
+                    happen()
             return at_line
 
         return at_line
