@@ -31,6 +31,7 @@ from . import (
     bench_parking,
     bench_placement,
     bench_restore,
+    bench_served,
     bench_serving,
     bench_shared,
     bench_use,
@@ -421,6 +422,39 @@ def http() -> Iterator[Row]:
     )
 
 
+def served() -> Iterator[Row]:
+    told = bench_served.figures()
+    one = told["one token, served"] / told["one token, direct"]
+    yield Row(
+        f"a chat with one token through `gpu serve`, against its own worker called directly "
+        f"({told['one token, direct'] * 1e3:.1f} ms)",
+        f"{one:.2f}×",
+        "≤ 1.3×",
+        one <= 1.3,
+    )
+    many = told["clients, served"] / told["clients, direct"]
+    yield Row(
+        f"calls a second of {bench_served.CONNECTIONS} clients, against the worker alone",
+        f"{many:.2f}×",
+        "≥ 0.95×",
+        many >= 0.95,
+    )
+    gap = told["gap, served"] - told["gap, direct"]
+    yield Row(
+        "gap between the first and the second piece of a stream, against the worker",
+        f"{gap * 1e3:+.1f} ms",
+        "≤ +1 ms",
+        gap <= 0.001,
+    )
+    free, job = told["hang-up"], told["job"]
+    yield Row(
+        "from a client that leaves its stream to another client's token; cancel of a job",
+        f"{free * 1e3:.0f} ms; {job * 1e3:.0f} ms",
+        "≤ 100 ms",
+        max(free, job) <= 0.1,
+    )
+
+
 def console() -> Iterator[Row]:
     first, later = bench_console.paint()
     yield Row(
@@ -473,6 +507,7 @@ BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "engines": engines,
     "serving": serving,
     "http": http,
+    "served": served,
 }
 
 

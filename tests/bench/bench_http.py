@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import statistics
@@ -19,15 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import psutil
 
 from gpu_runtime import Runtime, samples
+from tests.faces.served import free_port
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 CONNECTIONS = 32
@@ -70,11 +72,12 @@ class Echo(NamedTuple):
 
 
 @contextmanager
-def serving(directory: str) -> Iterator[Server]:
-    """A block with a running `gpu serve`, which has an echo model and a llama.cpp model.
+def serving(directory: str, models: Mapping[str, object] | None = None) -> Iterator[Server]:
+    """A block with a running `gpu serve`, which has an echo model, a llama.cpp model and further `models`.
 
     The block begins when the server has printed its URL.
     """
+    token = secrets.token_urlsafe(32)  # the server prints its own token to a terminal only
     place = Path(directory)
     samples.gguf_lm(place / "writer.gguf", size="24 MiB")
     (place / "models.json").write_text(
@@ -83,6 +86,7 @@ def serving(directory: str) -> Iterator[Server]:
                 "models": {
                     "echo": {"backend": "fake", "type": "llm", "memory": "1GiB"},
                     "writer": {"path": "writer.gguf", "type": "llm", "context_length": 512},
+                    **(models or {}),
                 }
             }
         )
@@ -94,9 +98,10 @@ def serving(directory: str) -> Iterator[Server]:
         "GPU_LEDGER": f"sqlite://{place}/ledger",
         "XDG_STATE_HOME": f"{place}/state",
         "GPU_CATALOG": f"{place}/models.json",
+        "GPU_CONSOLE_TOKEN": token,
     }
     with subprocess.Popen(
-        [sys.executable, "-m", "gpu_runtime.cli", "serve"],
+        [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(free_port())],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
@@ -105,7 +110,7 @@ def serving(directory: str) -> Iterator[Server]:
         try:
             process.stdout.readline()
             url = urlsplit(process.stdout.readline().strip())
-            yield Server(url.netloc, parse_qs(url.query)["token"][0], psutil.Process(process.pid))
+            yield Server(url.netloc, token, psutil.Process(process.pid))
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)

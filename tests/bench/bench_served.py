@@ -1,0 +1,147 @@
+"""Measures what `gpu serve` adds to an engine of its own: to one token, a stream, and many clients.
+
+Each figure is compared with the same engine called directly. The two are measured alternately in one run.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from gpu_runtime import Runtime
+from tests.bench.bench_http import MESSAGES, Server, serving
+
+CONNECTIONS = 32
+LONG = {"model": "writer", "stream": True, "max_tokens": 400, "temperature": 0}
+
+
+def figures() -> dict[str, float]:
+    """All figures, by name. Seconds are medians."""
+    with tempfile.TemporaryDirectory() as directory:
+        with serving(directory) as server, _direct(directory) as writer:
+            return {
+                **one_token(server, writer),
+                **stream_gap(server, writer),
+                **many_clients(server, writer),
+                **hang_up(server),
+            }
+
+
+@contextmanager
+def _direct(directory: str) -> Iterator[Any]:
+    """The same engine in a worker of this process, without a server."""
+    with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:") as rt:
+        rt.register("writer", f"{directory}/writer.gguf", context_length=512)
+        with rt.use("writer") as writer:
+            yield writer
+
+
+def _alternately(rounds: int, *ways: Callable[[], float | None]) -> list[float]:
+    """The median seconds of each way. A way may return its own seconds."""
+    taken: list[list[float]] = [[] for _ in ways]
+    for _ in range(rounds):
+        for seconds, way in zip(taken, ways, strict=True):
+            began = time.perf_counter()
+            own = way()
+            seconds.append(time.perf_counter() - began if own is None else own)
+    return [statistics.median(seconds) for seconds in taken]
+
+
+def one_token(server: Server, writer: Any) -> dict[str, float]:
+    """The seconds of a chat with one token."""
+    connection = http.client.HTTPConnection(server.address)
+    body = {"model": "writer", "max_tokens": 1, "temperature": 0}
+
+    def through() -> None:
+        server.call(connection, **body).read()
+
+    def direct() -> None:
+        writer.create_chat_completion(MESSAGES, max_tokens=1, temperature=0)
+
+    _alternately(3, direct, through)
+    alone, served = _alternately(100, direct, through)
+    return {"one token, direct": alone, "one token, served": served}
+
+
+def stream_gap(server: Server, writer: Any) -> dict[str, float]:
+    """The seconds between the first and the second piece of a stream."""
+    connection = http.client.HTTPConnection(server.address)
+
+    def gap(pieces: Iterator[Any]) -> float:
+        times = [time.perf_counter() for piece in pieces if piece]
+        return times[1] - times[0]
+
+    def direct() -> float:
+        said = writer.create_chat_completion(MESSAGES, stream=True, max_tokens=8, temperature=0)
+        return gap(chunk["choices"][0]["delta"].get("content") for chunk in said)
+
+    def through() -> float:
+        answer = server.call(connection, model="writer", stream=True, max_tokens=8, temperature=0)
+        lines = (line[6:] for line in answer if line.startswith(b"data: {"))
+        found = gap(json.loads(line)["choices"][0]["delta"].get("content") for line in lines)
+        answer.read()
+        return found
+
+    alone, served = _alternately(40, direct, through)
+    return {"gap, direct": alone, "gap, served": served}
+
+
+def many_clients(server: Server, writer: Any, calls: int = 64) -> dict[str, float]:
+    """The calls a second of CONNECTIONS clients with 8 tokens each, and of the engine alone."""
+
+    def client(many: int) -> None:
+        connection = http.client.HTTPConnection(server.address)
+        for _ in range(many):
+            server.call(connection, model="writer", max_tokens=8, temperature=0).read()
+
+    def through() -> None:
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(client, [calls // CONNECTIONS] * CONNECTIONS))
+
+    def direct() -> None:
+        for _ in range(calls):
+            writer.create_chat_completion(MESSAGES, max_tokens=8, temperature=0)
+
+    alone, served = _alternately(3, direct, through)
+    return {"clients, direct": calls / alone, "clients, served": calls / served}
+
+
+def hang_up(server: Server, rounds: int = 5) -> dict[str, float]:
+    """The seconds until another client has a token after a client left its stream, and to cancel a job."""
+    other = http.client.HTTPConnection(server.address)
+    one = {"model": "writer", "max_tokens": 1, "temperature": 0}
+    headers = {"Authorization": f"Bearer {server.token}", "Content-Type": "application/json"}
+
+    def left() -> float:
+        leaving = http.client.HTTPConnection(server.address)
+        server.call(leaving, **LONG).readline()
+        began = time.perf_counter()
+        leaving.close()
+        server.call(other, **one).read()
+        return time.perf_counter() - began
+
+    def cancelled() -> float:
+        body = {"messages": MESSAGES, **LONG, "stream": False}
+        job = {"endpoint": "/v1/chat/completions", "body": body}
+        other.request("POST", "/v1/jobs", json.dumps(job), headers)
+        id = json.loads(other.getresponse().read())["id"]
+        time.sleep(0.05)  # it runs
+        began = time.perf_counter()
+        other.request("DELETE", f"/v1/jobs/{id}", headers=headers)
+        other.getresponse().read()
+        return time.perf_counter() - began
+
+    free, ended = _alternately(rounds, left, cancelled)
+    return {"hang-up": free, "job": ended}
+
+
+if __name__ == "__main__":
+    for name, value in figures().items():
+        print(f"{name:22} {value:.5f}")
