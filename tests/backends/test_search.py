@@ -100,6 +100,7 @@ def test_storages_of_every_kind_of_tensor_are_found(make, parts):
     assert tensor is not None
 
 
+@pytest.mark.thorough
 def test_the_parts_of_a_jagged_tensor_are_found():
     jagged = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
     assert storage_of(jagged._values)._cdata in keys()

@@ -64,7 +64,7 @@ def boxed(kind: str) -> Box:
     return Box(probe, kind, probe.used())
 
 
-@pytest.fixture(params=["sim", "simgpu"])
+@pytest.fixture(params=["sim", pytest.param("simgpu", marks=pytest.mark.thorough)])
 def box(request) -> Box:
     return boxed(request.param)
 

@@ -410,6 +410,7 @@ def test_a_module_that_cannot_be_moved_safely_is_refused_with_the_reason(
     assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
 
 
+@pytest.mark.thorough
 def test_a_module_compiled_after_its_adoption_cannot_be_moved(backend):
     module = nn.Linear(2, 2).eval()
     model = backend.adopt(SPEC, module)

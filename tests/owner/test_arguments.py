@@ -267,6 +267,7 @@ def try_value(rt: Runtime, method: str, arguments: dict[str, Any]) -> Exception 
     return error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "parameter"), CALLS)
 def test_every_strange_value_of_every_argument_is_an_error_or_a_lawful_book(method, parameter):
     with box() as rt:
