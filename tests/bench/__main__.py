@@ -175,7 +175,7 @@ def admit() -> Iterator[Row]:
         taken["exhaustive_ratio"] >= 1000,
     )
     yield Row(
-        "one `admit`, a full page (256 leases and tickets)",
+        "one `admit`, a full page (1,024 leases and tickets)",
         f"p99 {taken['full_p99'] * 1e3:.2f} ms (p50 {taken['full_p50'] * 1e3:.2f})",
         "p99 ≤ 2 ms",
         taken["full_p99"] <= 2e-3,
