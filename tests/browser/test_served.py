@@ -346,12 +346,12 @@ def test_the_timeline_follows_a_kernel_and_keeps_what_is_open(opened, kernel):
     page.get_by_role("img", name="qwen · ").first.wait_for()
     page.get_by_role("button", name="evict", exact=True).click()
     assert kernel.tell("rt.evict('qwen')") == "done"
-    line = page.locator("details", has_text="was offloaded").first
-    line.locator("summary").click()
-    line.get_by_text("qwen was evicted by hand").wait_for()
+    lines = page.locator("details", has_text="was offloaded").filter(has_text=pid(kernel))
+    lines.locator("summary").click()  # there is one line of this kernel, and lines of other tests
+    lines.get_by_text("qwen was evicted by hand").wait_for()
     for _ in range(3):
         assert kernel.tell("rt.preload('qwen'); rt.evict('qwen')") == "done"
-    until(lambda: page.locator("details", has_text="was offloaded").count() >= 4, 30)
+    until(lambda: lines.count() == 4, 30)
     assert page.locator("details[open]").get_by_text("evicted by hand").is_visible()
     assert not page.locator("details", has_text="was restored").count()
     box = page.locator(".area").bounding_box()
