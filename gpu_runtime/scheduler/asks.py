@@ -33,6 +33,7 @@ from .capacity import room
 from .eligibility import (
     MOVE_FAILED,
     eviction_step,
+    needs_host_room,
     reason_to_stay,
     warm_pool_victims,
 )
@@ -227,7 +228,7 @@ def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> R
         )
         return Refuse(because, kind="failed", holders=holders)
     if not why and not _can_leave_for_a_person(book, lease, world):
-        because = f"{holding} exists nowhere else, and the host has no room for it"
+        because = f"{holding} {needs_host_room(lease)}"
         return Refuse(because, kind="stays", holders=holders)
     return None
 

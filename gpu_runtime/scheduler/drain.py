@@ -28,7 +28,13 @@ from ..units import show_bytes, show_seconds
 from . import shadows
 from .asks import PERSON
 from .capacity import room
-from .eligibility import copied_bytes, eviction_step, mark_leaving, reason_to_stay
+from .eligibility import (
+    copied_bytes,
+    eviction_step,
+    mark_leaving,
+    needs_host_room,
+    reason_to_stay,
+)
 from .eviction_policy import lru
 from .transitions import note
 
@@ -164,7 +170,7 @@ def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
     if why or lease.phase is not Phase.SETTLED:
         return why
     if eviction_step(lease, host_room, world) is None:
-        return "exists nowhere else, and the host has no room for it"
+        return needs_host_room(lease)
     return ""
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, Shed, World
 from .victims import victims
 
+EXEMPT = "is exempt from parking"  # `%gpu park never`, or GPU_PARK=never
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
 MOST_TRIED = 12  # up to this many leases, every combination is tried; with more, largest first
 
@@ -124,6 +125,13 @@ def permanent_reason_to_stay(
         return ""
     if _uses_host_memory(lease, world):
         return "exists nowhere else, and is in the host's memory already"
+    return needs_host_room(lease)
+
+
+def needs_host_room(lease: Lease) -> str:
+    """Why this `lease`, which has no source, cannot leave: the host, or its notebook's choice."""
+    if lease.kind == "kernel" and not lease.movable:
+        return EXEMPT
     return "exists nowhere else, and the host has no room for it"
 
 

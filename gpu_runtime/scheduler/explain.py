@@ -39,6 +39,7 @@ from ..facts import (
     where,
 )
 from ..units import MIB, show_bytes, show_seconds
+from .eligibility import EXEMPT
 from .placement import runners_up
 from .pressure import views
 
@@ -154,6 +155,10 @@ def _hint(verdict: Refuse, plan: str) -> str:
     if verdict.kind == "drained":
         return f"End the drain:  gpu drain {verdict.device} --undo"
     if verdict.kind == "precious":
+        if EXEMPT in verdict.because:
+            return "End the exemption in that notebook:  %gpu park asked      or free its memory:  %gpu free"
+        if first_holder == "kernel":
+            return "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, or free it in its notebook:  %gpu free"
         return (
             "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, "
             f"or give it up:  rt.forget({first_holder!r})"

@@ -165,7 +165,9 @@ def _beside_stuck(
         if size > left - remain_bytes:
             stuck = [*stuck, *((lease, TOO_MANY) for lease in precious)]
             left -= remain_bytes
-    return None if size <= left else _stuck_refusal(request, card, size, limit, stuck)
+    if size <= left:
+        return None
+    return _stuck_refusal(request, card, size, limit, stuck, all_stuck.titles)
 
 
 def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
@@ -189,11 +191,12 @@ def _stuck_refusal(
     size: int,
     limit: int,
     stuck: Sequence[tuple[Lease, str]],
+    titles: Mapping[str, str],
 ) -> Refuse:
     leases = [lease for lease, _ in stuck]
     return Refuse(
         f"{request.lease.name} needs {show_bytes(size)}; {card.id} has {show_bytes(limit)}, and "
-        f"{_holders_in_words(stuck)}",
+        f"{_holders_in_words(stuck, titles)}",
         _kind(leases, request),
         need_bytes=size,
         budget_bytes=limit,
@@ -256,7 +259,7 @@ def _held_up(
             holders.setdefault(lease.id, (lease, TOO_MANY))
     return Refuse(
         f"{name} needs {show_bytes(size)}, over several cards; {_cards_in_words(limits)} could give {_sizes(room)}, "
-        f"and {_holders_in_words(holders.values())}",
+        f"and {_holders_in_words(holders.values(), stuck.titles)}",
         _kind([lease for lease, _ in holders.values()], request),
         need_bytes=size,
         budget_bytes=max(0, sum(room.values())),
@@ -324,8 +327,11 @@ def _cards(request: Request, world: World) -> list[str]:
     return [card for card in cards if card in allowed] if allowed else cards
 
 
-def _holders_in_words(stuck: Iterable[tuple[Lease, str]]) -> str:
-    return "; ".join(f"{lease.name} ({show_bytes(lease.bytes)}) {why}" for lease, why in stuck)
+def _holders_in_words(stuck: Iterable[tuple[Lease, str]], titles: Mapping[str, str]) -> str:
+    return "; ".join(
+        f"{titles.get(lease.id, lease.name)} ({show_bytes(lease.bytes)}) {why}"
+        for lease, why in stuck
+    )
 
 
 def _kind(stuck: Sequence[Lease], request: Request) -> str:

@@ -23,7 +23,7 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .context import Context
-from .eligibility import MOVE_FAILED, reason_to_stay
+from .eligibility import EXEMPT, MOVE_FAILED, needs_host_room, reason_to_stay
 
 MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
@@ -243,7 +243,8 @@ def _in_words(
         return "is being evicted"
     if lease.droppable:
         return "would not free enough"
-    return "exists nowhere else, and the host has no room for it now"
+    why = needs_host_room(lease)
+    return why if why == EXEMPT else f"{why} now"
 
 
 def _in_use_words(lease: Lease, why: str) -> str:

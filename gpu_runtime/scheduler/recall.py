@@ -185,7 +185,8 @@ def _steps_for(
         return _unload_from_host(lease, ticket, who, by)
     part = 0 if person else ticket.bytes_recalled(lease.id)
     drop = person and DISK in ticket.places
-    because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
+    needs = ticket.name if ticket.name.startswith("room for") else f"room for {ticket.name}"
+    because = f"{who} asked to evict it." if person else f"{who} needs {needs}."
     reason = "evict" if person else "recall"
     step = eviction_step(
         lease, host_room, world, part=part, drop=drop, because=because, reason=reason

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
-from ..facts import HOST, Book, Lease, Request, World
+from ..facts import HOST, Book, Lease, Request, World, lease_title
 from .capacity import limit_of
 from .eligibility import permanent_reason_to_stay
 
@@ -23,6 +23,7 @@ class Stuck(NamedTuple):
     leases: dict[str, list[tuple[Lease, str]]]  # card -> leases that cannot leave, with the reason
     precious: dict[str, list[Lease]]  # card -> leases that can only go to the host, if it has room
     host_bytes: int  # host memory that the precious leases may use
+    titles: dict[str, str]  # lease id -> the name of its notebook, for leases of notebooks
 
     def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
         """Bytes on this `card` of leases that cannot leave, and of the precious `remaining`."""
@@ -38,7 +39,10 @@ def stuck_leases(
     """The leases that cannot leave their card, or may not be able to, seen from this `request`."""
     leases: dict[str, list[tuple[Lease, str]]] = {}
     precious: dict[str, list[Lease]] = {}
+    titles: dict[str, str] = {}
     for lease in book.leases():
+        if lease.kind == "kernel":
+            titles[lease.id] = lease_title(lease, book.owner(lease.owner))
         if lease.droppable and not lease.keep and not request.held:
             continue
         why = permanent_reason_to_stay(lease, world, held=request.held)
@@ -47,7 +51,8 @@ def stuck_leases(
                 leases.setdefault(device, []).append((lease, why))
             elif not lease.droppable and lease.kind != "block":
                 precious.setdefault(device, []).append(lease)
-    return Stuck(leases, precious, _host_bytes_to_be_had(book, world) if precious else 0)
+    host_bytes = _host_bytes_to_be_had(book, world) if precious else 0
+    return Stuck(leases, precious, host_bytes, titles)
 
 
 def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:

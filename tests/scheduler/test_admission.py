@@ -19,6 +19,7 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
+from gpu_runtime.scheduler import explain
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.asks import Ask, ask
 from gpu_runtime.scheduler.capacity import room
@@ -175,6 +176,27 @@ def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
         holders=(at(1, "dedicated"),),
     )
     assert len(list(after.leases())) == 2
+
+
+@pytest.mark.parametrize(
+    "movable, because, hint",
+    [
+        (False, "is exempt from parking", "%gpu park asked"),
+        (True, "exists nowhere else, and the host has no room for it", "CPU_MEMORY_MAX_PERCENT"),
+    ],
+)
+def test_a_notebook_that_cannot_be_parked_is_named_with_what_to_do_about_it(movable, because, hint):
+    """An exempt notebook stays although the host has room. The advice never forgets its memory."""
+    other = lease("kernel", sim0=12, kind="kernel", droppable=False, movable=movable)
+    host = 4 if movable else 64
+    page = book(other)
+    asked = request("qwen", 10, by=2)
+    _, verdict = decide(page, asked, world(sim0=20, host=host))
+    assert verdict.because == (
+        f"qwen needs 10.0 GiB; sim:0 has 20.0 GiB, and pid 1 (12.0 GiB) {because}"
+    )
+    told = str(explain.refusal("qwen", verdict))
+    assert hint in told and "forget" not in told
 
 
 def test_models_pinned_by_the_requesting_thread_count_against_it():

@@ -107,12 +107,17 @@ def evicting(by=2, of=1, name="qwen"):
             "qwen (8.0 GiB on sim:0) exists nowhere else, and the host has no room for it",
         ),
         (
+            lease("qwen", sim0=8, kind="kernel", droppable=False, movable=False),
+            "stays",
+            "pid 1 (8.0 GiB on sim:0) is exempt from parking",
+        ),
+        (
             lease("qwen", sim0=8, moves_again_at=NOW + 30),
             "failed",
             "qwen (8.0 GiB on sim:0) could not be moved. Request it again in 30 s",
         ),
     ],
-    ids=["kept", "block", "precious", "failed"],
+    ids=["kept", "block", "precious", "exempt", "failed"],
 )
 def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because):
     """A person's request that can never be met is refused at once, and does not wait for its
