@@ -99,6 +99,7 @@ class FleetUse:
         self._agent: Any = None
         self._made: list[_Made] = []  # the calls of the block that were answered, with `retry`
         self._made_bytes = 0
+        self._copy = 0  # the number of the copy of the model that has seen the calls
         self._moving = threading.RLock()  # held while the model is obtained on another host
 
     def __enter__(self) -> RemoteModel:
@@ -154,13 +155,13 @@ class FleetUse:
         for attempt in range(1, MOST_HOSTS + 1):
             if self._agent is None:
                 raise NodeLost(self.name, self.host, "the block has ended")
-            hold = self._hold
+            copy = self._copy
             try:
                 return cluster.answer(send(), None)
             except EngineDied:
                 if not self._retry or attempt == MOST_HOSTS:
                     raise
-                self._elsewhere(hold)
+                self._run_again(copy, elsewhere=False)
             except (cluster.Gone, cluster.Unreachable, NodeLost) as error:
                 why = error.facts["why"] if isinstance(error, NodeLost) else self._why_lost()
                 log.warning("%s was lost on %s: %s", self.name, self.host, why)
@@ -168,23 +169,25 @@ class FleetUse:
                 self._fleet._forget(host)
                 if not self._retry or attempt == MOST_HOSTS:
                     raise NodeLost(self.name, host, why) from None
-                self._elsewhere(hold)
+                self._run_again(copy, elsewhere=True)
         raise AssertionError  # the last attempt returns or raises
 
-    def _elsewhere(self, lost: str) -> None:
-        """Uses the model again, unless another thread has done that since the hold `lost` was lost.
+    def _run_again(self, lost: int, *, elsewhere: bool) -> None:
+        """Runs the calls of the block again, unless another thread has done that for the `lost` copy.
 
-        The model there has not seen the calls of the block, so they run again, in their order.
-        Raises NodeLost if they are too many.
+        With `elsewhere`, the model is first used on another host. Otherwise its process was started
+        again, and the use goes on. Raises NodeLost if the calls are too many.
         """
         with self._moving:
-            if self._hold != lost:
+            if self._copy != lost:
                 return
             if len(self._made) > MOST_CALLS or self._made_bytes > MOST_BYTES:
                 why = f"the block has made {len(self._made)} calls, too many to run them again"
                 raise NodeLost(self.name, self.host, why)
-            self._leave()
-            self._obtain()
+            if elsewhere:
+                self._leave()
+                self._obtain()
+            self._copy += 1
             for made in self._made:
                 self._on_a_living_host(partial(self._send, made))
 

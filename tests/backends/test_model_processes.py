@@ -49,9 +49,9 @@ def until(condition: Callable[[], Any], what: str) -> None:
 def kill(model: Any) -> None:
     """Kills the program of the model, and waits until it answers again or is gone for good."""
     process: ModelProcess = model._engine
-    before = process.pids
-    os.kill(before[-1], signal.SIGKILL)
-    until(lambda: process.error or (process.pids and process.pids != before), "its new start")
+    before = process._program
+    os.kill(process.pids[-1], signal.SIGKILL)
+    until(lambda: process.error or process._program not in (None, before), "its new start")
 
 
 def test_a_call_runs_in_the_process_of_the_model(rt):

@@ -42,6 +42,8 @@ class World:
             if method != "call":
                 return None
             error, self.dies_with = self.dies_with, None
+            if isinstance(error, EngineDied):  # its process starts again, without what it was told
+                model.told.clear()
             if error is not None:
                 raise error
             return remote_calls.run(model, *args[1:])
@@ -82,6 +84,7 @@ def test_a_model_whose_process_died_has_its_calls_again(world):
         model.tell(1)
         world.dies_with = died
         assert model.tell(2) == [1, 2]
+        assert len(world.models) == 1, "the use goes on, so its card stays leased"
     with FleetUse(world, "m", None, None, False) as model, pytest.raises(EngineDied):
         world.dies_with = died
         model.tell(1)
