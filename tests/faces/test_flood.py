@@ -295,6 +295,19 @@ def test_a_flood_of_lines_is_left_out_of_the_log_and_counted():
     assert not limit.filter(record)
 
 
+def test_a_page_stays_open_over_a_restart_under_the_same_token_only():
+    """The browser's path and cookies are derived from the tokens, and do not reveal them."""
+
+    def credentials(token):
+        gate = Gate(Application([("/", Hello)]), AccessRules("ann", token, OPERATORS[::-1]))
+        return gate.lane, gate._cookie_rules.operator_token, gate._cookie_rules.viewer_token
+
+    before, again, other = map(credentials, (OPERATORS, OPERATORS, "another token of ann"))
+    assert before == again
+    assert before[0] != other[0] and before[1] != other[1]
+    assert len(set(before)) == 3 and not [one for one in before if OPERATORS in one]
+
+
 def test_a_flood_without_tokens_is_answered_slowly():
     """Two hundred requests at once are answered without delay, then fifty a second. A browser's
     page needs no more.
