@@ -53,12 +53,13 @@ from .errors import (
     UnknownModel,
     UnknownSize,
 )
+from .version import VERSION
 
 if TYPE_CHECKING:
     from .fleet.client import Fleet
     from .runtime import Runtime
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Runtime",
     "fleet",

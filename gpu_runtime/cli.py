@@ -76,9 +76,9 @@ def _run(words: list[str]) -> int:
 
 
 def _print_version() -> int:
-    from importlib.metadata import version
+    from .version import VERSION
 
-    print(f"gpu-console {version('gpu-console')}")
+    print(f"gpu-console {VERSION}")
     return DONE
 
 

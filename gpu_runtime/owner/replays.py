@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 
 from ..facts import Book, Candidate, Grant, Refuse, Replayed, Request, Verdict, Wait, World
 from ..scheduler import explain
 from ..scheduler.admission import admit
 from ..scheduler.replay import is_new, recorded, replayed
+from ..version import VERSION
 from .session import Session
 
 MOST = 20  # at most so many recorded decisions on a model are decided again
@@ -33,7 +33,7 @@ def admitted(
     )
     if is_new(book, after, request, verdict):
         rule = session.settings.gpu_policy
-        session.journal.record(recorded(book, request, world, verdict, rule, _version()))
+        session.journal.record(recorded(book, request, world, verdict, rule, VERSION))
     return verdict
 
 
@@ -43,12 +43,4 @@ def again(session: Session, name: str) -> tuple[Replayed, ...]:
     `name` may also be the number of a single decision in the journal.
     """
     decided = session.journal.decided(name, MOST)
-    return tuple(replayed(one, _version()) for one in decided)
-
-
-@cache
-def _version() -> str:
-    try:
-        return version("gpu-console")
-    except PackageNotFoundError:  # the code runs without being installed
-        return ""
+    return tuple(replayed(one, VERSION) for one in decided)

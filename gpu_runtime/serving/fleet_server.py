@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from ..fleet.client import open_fleet
 from ..settings import Settings
+from ..version import VERSION
 from .api.app import fleet_application
 from .fleet_calls import FleetGateway, FleetModels
 from .server import run_app
@@ -22,9 +22,7 @@ def run(address: str, **where: Any) -> None:
         models = FleetModels(fleet, Settings.load())
         try:
             run_app(
-                lambda gateway, store: fleet_application(
-                    models, gateway, version("gpu-console"), store
-                ),
+                lambda gateway, store: fleet_application(models, gateway, VERSION, store),
                 lambda keys, store: FleetGateway(models, keys, store),
                 models.settings,
                 **where,

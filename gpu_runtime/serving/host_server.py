@@ -10,11 +10,11 @@ import getpass
 import secrets
 import socket
 import threading
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from ..errors import GpuError
 from ..threads import start
+from ..version import VERSION
 from ..web.asgi import Asgi
 from ..web.auth import AccessRules
 from ..web.http_server import Address, Service, mask_logs
@@ -53,7 +53,7 @@ def serve(rt: Any, host: str) -> HostServer:
 
 async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.Event) -> None:
     gateway = Gateway(rt, rt.settings)
-    app = application(rt, lambda: gateway, version("gpu-console"))
+    app = application(rt, lambda: gateway, VERSION)
     token = secrets.token_urlsafe(32)
     rules = AccessRules(user=getpass.getuser(), operator_token=token)
     service = Service(

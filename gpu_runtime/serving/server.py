@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from .. import access_keys
 from ..access_keys import Keys, KeysFile
 from ..errors import BadSetting
 from ..settings import Settings
+from ..version import VERSION
 from ..web import gate, http_server
 from ..web.asgi import Asgi
 from ..web.auth import AccessRules
@@ -151,7 +151,7 @@ def run(
     Messages of `log_level` or graver go to standard error.
     """
     run_app(
-        lambda gateway, store: application(rt, gateway, version("gpu-console"), store),
+        lambda gateway, store: application(rt, gateway, VERSION, store),
         lambda keys, store: Gateway(rt, rt.settings, keys=keys, store=store),
         rt.settings,
         console=console,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors units facts arguments options settings forks threads attribution"
     " presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
-    " notebook cell_keys user_frames error_pages engine_logs access_keys"
+    " notebook cell_keys user_frames error_pages engine_logs access_keys version"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -46,6 +46,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "tracked_objects": "",
     "notebook": "safe_text",
     "cell_keys": "",
+    "version": "",
     "upcoming_cells": "facts",
     "settings": "safe_text errors units facts arguments",
     "samples": "errors units",
@@ -62,7 +63,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "runtime": f"owner scheduler {ACTING}",
     "rendering": f"owner {GROUND}",
     "fleet": f"runtime scheduler.offers catalog backends {GROUND}",
-    "__init__": "runtime fleet errors forks",
+    "__init__": "runtime fleet errors forks version",
     "verb_arguments": GROUND,
     "autoload": "errors facts",
     "verb_acts": f"__init__ fleet autoload verb_arguments owner catalog ledgers {GROUND}",

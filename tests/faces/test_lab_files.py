@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import gpu_panels.lab
@@ -41,3 +42,5 @@ def test_the_extension_has_the_name_of_the_package(file):
     found = json.loads((BROWSER / file).read_text())
     assert found.get("name", found.get("packageName")) == "gpu-console"
     assert found.get("version", __version__) == __version__
+    project = tomllib.loads((BROWSER.parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
