@@ -20,7 +20,7 @@ def test_without_a_card_the_table_has_the_bytes_and_says_what_was_not_run(capsys
     del reached["restore"]  # a speed, which depends on the load of this machine
     assert reached == {
         "pinned": "not run",
-        "duplex one model out and another in at once, against the longer of the two": "not run",
+        "duplex: one model out and another in at once, against the longer of the two": "not run",
         "clean bytes copied": "reached",
         "clean seconds": "not run",
         "1.0 bytes moved each way": "reached",

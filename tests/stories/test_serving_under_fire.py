@@ -304,6 +304,8 @@ def under_fire(
         fire.run()
     put_away(server)
     until(lambda: holdings(server)["files"] <= before["files"] + 4, 60)  # connections that ended
+    # A process that was just killed is listed until it is collected.
+    until(lambda: holdings(server)["processes"] <= before["processes"], 60)
     after = holdings(server)
     assert fire.unexpected == []
     assert fire.kills and fire.ended["answered"], (fire.kills, fire.ended)
