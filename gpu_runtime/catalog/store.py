@@ -87,9 +87,10 @@ class Catalog:
         """All models by name. Raises CatalogUnavailable, BadDocument."""
         files = self._files()
         stamp = tuple((str(file), _stamp(file)) for file in files)
-        if self._known[0] != stamp:
-            self._known = stamp, self._read_all(files)
-        return self._known[1]
+        known = self._known  # another thread may replace it with the entries of older files
+        if known[0] != stamp:
+            known = self._known = stamp, self._read_all(files)
+        return known[1]
 
     def entry(self, name: str) -> CatalogEntry | None:
         """The model called `name`, or the only model with that id, else None.
