@@ -21,6 +21,7 @@ class Offer(Value):
     left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
     need_bytes: int = 0
     users: int = 0  # blocks that use the model on that host now
+    answered: bool = True  # False: the host does not answer, or its agent is restarted
 
 
 class HostRoom(Value):

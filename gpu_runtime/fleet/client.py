@@ -38,6 +38,7 @@ RACE_SECONDS = 2.0  # the longest wait for the room that a host has offered
 # For so long the last host of a model is used again without asking all hosts.
 BELIEVED_SECONDS = 2.0
 _COPIES = (PlanLevel.HERE, PlanLevel.RESTORE)  # levels of a host that has the model
+ASK_AGAIN_SECONDS = 0.1  # between two questions to a process that is being restarted
 SLICE_SECONDS = 5.0  # the longest wait for one host; then all hosts are asked again
 
 
@@ -92,8 +93,6 @@ class Fleet:
         without: set[str] = set()
         while True:
             offers, revision = self._choose(name, without)
-            if offers and all(offer.level is PlanLevel.NEVER for offer in offers):
-                self._require_known(name)
             waited = time.monotonic() - began
             left = None if timeout is None else max(0.0, timeout - waited)
 
@@ -114,10 +113,14 @@ class Fleet:
                 return served.host, self._agent(served.host)
             for host in served.gone:
                 self._forget(host)
+            if offers:  # a fleet without hosts is reported first
+                self._require_known(name)
             waited = time.monotonic() - began
             error = placing.refusal(name, offers, served, waited)
             if not isinstance(error, Busy) or (timeout is not None and waited >= timeout):
                 raise error
+            if served.gone or not all(offer.answered for offer in offers):
+                time.sleep(ASK_AGAIN_SECONDS)  # an agent is restarted
 
     def _remember(self, name: str, host: str, offers: tuple[Offer, ...]) -> None:
         """Remembers that the next use of the model tries `host` first, unless other hosts have
@@ -176,7 +179,7 @@ class Fleet:
             try:
                 return cluster.answer(getattr(self._controller, method).remote(*args), None)
             except cluster.Unreachable:
-                time.sleep(0.1)
+                time.sleep(ASK_AGAIN_SECONDS)
             except cluster.Gone:
                 self._controller = joining.controller()
 

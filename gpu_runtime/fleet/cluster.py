@@ -24,6 +24,7 @@ WISHES = b"wishes"
 HOSTS = b"host:"  # followed by the id of the node; the value is the host's name
 ANSWER_SECONDS = 60.0  # for an answer that needs no model
 OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
+SILENT, GONE = "it does not answer", "it is gone"  # why a host gave no answer
 FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers
 
 
@@ -254,7 +255,7 @@ def answers(
             break
         count, seconds = 1, began + longest - time.monotonic()
     for reference in pending:
-        missing[keys[reference]] = "it does not answer"
+        missing[keys[reference]] = SILENT
     return found, missing
 
 
@@ -265,8 +266,8 @@ def _take(key: str, reference: Any, found: dict[str, Any], missing: dict[str, st
     try:
         found[key] = answer(reference, 0.0)
     except Unreachable:
-        missing[key] = "it does not answer"
+        missing[key] = SILENT
     except Gone:
-        missing[key] = "it is gone"
+        missing[key] = GONE
     except Exception as error:  # noqa: BLE001 - the reason is shown with the host
         missing[key] = str(error)

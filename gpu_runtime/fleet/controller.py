@@ -131,7 +131,8 @@ class Controller:
     def choose(self, name: str, without: Iterable[str] = ()) -> tuple[tuple[Offer, ...], int]:
         """The offers for the model `name`, the best first, and the revision of the wishes.
 
-        Drained hosts and those in `without` are left out. With more than eight hosts, all hosts
+        Drained hosts and those in `without` make no offer. Nor do hosts that did not answer lately,
+        if others answer; such a host is listed with `answered` False. With more than eight hosts, all hosts
         first report their room. Then the best eight hosts make a plan.
         """
         without = set(without)
@@ -140,17 +141,20 @@ class Controller:
         open_hosts = [host for host in found if host not in drained]
         revision = self._wishes.revision
         asked = self._answering(open_hosts)
+        silent = sorted(set(open_hosts) - set(asked))
         if len(asked) > MOST_PLANNED:
             rooms, _ = self._ask("room", asked, name, revision)
             asked = list(shortlist(rooms.values()))
         offers, missing = self._ask("offer", asked, name, revision)
         shown = [*offers.values()]
         shown += [self._no_offer(name, host, why) for host, why in missing.items()]
+        shown += [self._no_offer(name, host, cluster.SILENT) for host in silent]
         shown += [self._no_offer(name, host, "it is drained") for host in found if host in drained]
         return ranked(shown), revision
 
     def _no_offer(self, name: str, host: str, why: str) -> Offer:
-        return Offer(host, name, PlanLevel.NEVER, why)
+        answered = why not in (cluster.SILENT, cluster.GONE)
+        return Offer(host, name, PlanLevel.NEVER, why, answered=answered)
 
     def _ask(
         self, method: str, hosts: list[str], *args: Any

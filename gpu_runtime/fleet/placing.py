@@ -69,8 +69,8 @@ def attempts(
 def refusal(name: str, offers: Iterable[Offer], served: Served, waited: float) -> Exception:
     """The error for a model that no host served. It names every host with its reason.
 
-    The error is Busy if a later attempt may succeed. Otherwise the error is LoadFailed if a host
-    had room and could not load the model, else DoesNotFit.
+    The error is Busy if a later attempt may succeed, or if a host has not answered. Otherwise the
+    error is LoadFailed if a host had room and could not load the model, else DoesNotFit.
     """
     listed, reasons = list(offers), served.reasons
     each = "\n".join(f"  {host}: {reason}" for host, reason in sorted(reasons.items()))
@@ -80,10 +80,12 @@ def refusal(name: str, offers: Iterable[Offer], served: Served, waited: float) -
             "  On each host:  gpu fleet join",
             **_facts(name, listed),
         )
-    if all(offer.level is PlanLevel.NEVER for offer in listed):
+    answered = all(offer.answered for offer in listed)
+    if answered and all(offer.level is PlanLevel.NEVER for offer in listed):
         return DoesNotFit(f"{name} fits on no host of the fleet.\n{each}", **_facts(name, listed))
     if (
-        served.errors
+        answered
+        and served.errors
         and not served.gone
         and not any(isinstance(e, _PASSING) for e in served.errors)
     ):

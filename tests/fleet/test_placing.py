@@ -84,5 +84,15 @@ def test_a_model_that_no_host_can_load_is_not_tried_for_ever():
     assert isinstance(refusal("qwen", offers, served, 0.0), Busy)
 
 
+@pytest.mark.parametrize("others", [[], [offer("b", NEVER)], [offer("b")]])
+def test_a_host_that_has_not_answered_makes_the_refusal_a_passing_one(others):
+    """Its agent may be restarted at this moment, and may serve the model then."""
+    silent = Offer("a", "qwen", NEVER, "it is gone", answered=False)
+    full = DoesNotFit("too large", name="qwen", need_bytes=7, budget_bytes=0, device="", holders=())
+    offers = [silent, *others]
+    error = refusal("qwen", offers, attempts("qwen", offers, answering(b=full)), 1.0)
+    assert isinstance(error, Busy) and error.hosts["a"] == "it is gone"
+
+
 def test_a_fleet_without_hosts_says_how_to_join():
     assert "gpu fleet join" in str(refusal("qwen", [], attempts("qwen", [], answering()), 0.0))

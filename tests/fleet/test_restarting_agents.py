@@ -1,0 +1,82 @@
+"""A host whose agent is being restarted has not refused the model. No cluster is needed here."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpu_runtime import Busy, DoesNotFit, UnknownModel
+from gpu_runtime.facts import Offer, PlanLevel
+from gpu_runtime.fleet import client, cluster
+from gpu_runtime.fleet.client import Fleet
+from gpu_runtime.fleet.controller import Controller
+from gpu_runtime.fleet.wishes import Wish, Wishes
+
+WISHES = Wishes(models=(Wish("qwen", {}),))
+GONE = Offer("a", "qwen", PlanLevel.NEVER, cluster.GONE, answered=False)
+FULL = Offer("b", "qwen", PlanLevel.NEVER, "too large")
+
+
+class FleetOf(Fleet):
+    """A fleet whose controller answers `rounds`, one after the other; every host serves."""
+
+    def __init__(self, *rounds: tuple[Offer, ...], wishes: Wishes = WISHES) -> None:
+        self._rounds = itertools.chain(rounds[:-1], itertools.repeat(rounds[-1]))
+        self._known, self._last = wishes, {}
+
+    def _choose(self, name: str, without: set[str]) -> tuple[tuple[Offer, ...], int]:
+        return next(self._rounds), 1
+
+    def _wishes(self) -> Wishes:
+        return self._known
+
+    def _agent(self, host: str) -> Any:
+        call = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, **__: None))
+        return SimpleNamespace(enter=call)
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "my_job", lambda: "job")
+    monkeypatch.setattr(cluster, "answer", lambda *_: True)
+
+
+@pytest.mark.parametrize("others", [(), (FULL,)])
+def test_a_use_waits_for_the_restart_of_an_agent(others):
+    restarted = Offer("a", "qwen", PlanLevel.ROOM, "room")
+    fleet = FleetOf((GONE, *others), (GONE, *others), (restarted, *others))
+    assert fleet._obtain("hold", "qwen", None, None)[0] == "a"
+
+
+def test_the_wait_ends_at_the_time_limit_or_with_the_answer_of_the_last_host():
+    with pytest.raises(Busy, match="it is gone"):
+        FleetOf((GONE, FULL))._obtain("hold", "qwen", 0.0, None)
+    with pytest.raises(DoesNotFit):
+        FleetOf((GONE, FULL), (FULL,))._obtain("hold", "qwen", None, None)
+
+
+def test_a_model_that_nobody_wished_is_unknown_although_a_host_is_silent():
+    with pytest.raises(UnknownModel):
+        FleetOf((GONE, FULL), wishes=Wishes())._obtain("hold", "qwen", None, None)
+
+
+@pytest.mark.parametrize("why", [cluster.SILENT, cluster.GONE])
+def test_the_controller_lists_a_silent_host_until_it_answers_again(why):
+    """It is not asked for a while, if another host answers. Its last word is no refusal."""
+    asked: list[list[str]] = []
+
+    def ask(method: str, *_: Any, hosts: list[str], **__: Any) -> Any:
+        asked.append(list(hosts))
+        return {"b": FULL}, ({"a": why} if "a" in hosts else {})
+
+    controller = Controller.__new__(Controller)
+    controller._wishes, controller._silent = WISHES, {}
+    controller._hosts = SimpleNamespace(names=lambda: ("a", "b"), ask=ask)  # type: ignore[assignment]
+    for _ in range(2):
+        offers, _ = controller.choose("qwen")
+        assert {offer.host: offer.answered for offer in offers} == {"a": False, "b": True}
+    assert asked == [["a", "b"], ["b"]]
