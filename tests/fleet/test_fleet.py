@@ -55,8 +55,19 @@ def fleet(hosts: Hosts) -> Any:
 
 
 @pytest.fixture
-def empty(fleet: Any) -> Any:
-    """The fleet, without a loaded model."""
+def empty(fleet: Any, hosts: Hosts) -> Any:
+    """The fleet with open hosts, the wishes for MODELS on request, no slot and no loaded model.
+
+    An earlier test that failed may have left other wishes.
+    """
+    for host in hosts.nodes.keys() - set(fleet.hosts()):
+        hosts.join(host)
+    for slot in fleet._wishes().slots:
+        fleet.delete_slot(slot.id)
+    for host in fleet._wishes().drained:
+        if host in fleet.hosts():
+            fleet.drain(host, undo=True)
+    fleet.apply(write_models(hosts.directory / "models.yaml", MODELS), copies=0)
     for host in fleet.hosts():
         for name in fleet.host(host).models()["name"]:
             if name in MODELS:
@@ -108,30 +119,34 @@ def test_a_host_that_became_busy_is_passed_over(empty, hosts, monkeypatch, caplo
     choose = empty._choose
 
     def choose_then_fill(name: str, without: set[str]) -> Any:
-        """The offers; then a notebook takes both cards of the best host."""
+        """The offers; then a notebook takes all cards of the best host."""
         found = choose(name, without)
-        held = Runtime(devices=HOSTS["box2"][0], ledger=hosts.ledger("box2"))
+        order.extend(offer.host for offer in found[0])
+        devices, cards = HOSTS[order[0]]
+        held = Runtime(devices=devices, ledger=hosts.ledger(order[0]))
         notebooks.append(held)
-        for _ in range(2):
-            blocks.append(held.lease("36 GiB", purpose="training"))
+        for _ in range(cards):
+            size = "72 GiB" if order[0] == "box1" else "36 GiB"
+            blocks.append(held.lease(size, purpose="training"))
             blocks[-1].__enter__()
         return found
 
+    order: list[str] = []  # the hosts, the best first
     notebooks: list[Runtime] = []
     blocks: list[Any] = []
     monkeypatch.setattr(empty, "_choose", choose_then_fill)
     try:
         with caplog.at_level(logging.INFO, "gpu_runtime"):
             with empty.use("thirty", timeout=30) as model:
-                assert model.host == "box3"
+                assert model.host == order[1]
     finally:
         for notebook in notebooks:
             blocks.clear()
             notebook.close()
     logged = [record.getMessage() for record in caplog.records if "attempt" in record.getMessage()]
     assert logged == [
-        "thirty: attempt 1/3 on box2 (room)",
-        "thirty: attempt 2/3 on box3 (room)",
+        f"thirty: attempt 1/3 on {order[0]} (room)",
+        f"thirty: attempt 2/3 on {order[1]} (room)",
     ]
 
 
@@ -190,7 +205,8 @@ def test_copies_are_spread_over_hosts_and_calls_over_copies(empty, hosts):
 def test_a_dedicated_set_is_replaced_and_the_largest_model_is_placed_first(empty, hosts):
     told = apply(empty, hosts, "small", "seventy", dedicated=True)
     assert list(told) == ["seventy", "small"] and told["seventy"] == "box1"
-    assert apply(empty, hosts, "thirty", dedicated=True) == {"thirty": "box2"}
+    # Of box2 and box3, the host on which a load took a second less is chosen.
+    assert apply(empty, hosts, "thirty", dedicated=True)["thirty"] in ("box2", "box3")
     assert where(empty, "seventy") == where(empty, "small") == []
     apply(empty, hosts, *MODELS, copies=0)
     with empty.use("seventy"), pytest.raises(UnknownModel):
@@ -289,6 +305,12 @@ with fleet.use("thirty") as model:
 """
 
 
+def leave_open(fleet: Any, *hosts: str) -> None:
+    """Drains all other hosts. The measured seconds of earlier loads choose among open hosts."""
+    for host in set(fleet.hosts()) - set(hosts):
+        fleet.drain(host)
+
+
 def pins(fleet: Any, host: str) -> int:
     return int(fleet.host(host).leases()["pins"].sum())
 
@@ -306,7 +328,7 @@ def test_the_pins_of_a_killed_driver_end(empty, hosts):
 
 def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(empty, hosts):
     """Its process is restarted under the same lease. Then the rival that waits gets the card."""
-    empty.drain("box2")
+    leave_open(empty, "box3")
     rival = Runtime(devices=HOSTS["box3"][0], ledger=hosts.ledger("box3"))
     with empty.use("thirty", retry=True) as model:
         empty.drain("box2", undo=True)
@@ -347,14 +369,14 @@ def test_a_drained_host_takes_no_model(empty):
     empty.drain("box2")
     try:
         with empty.use("thirty") as model:
-            assert model.host == "box3"
+            assert model.host != "box2"
     finally:
         empty.drain("box2", undo=True)
 
 
 def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
     """Without `retry` the lost call is an error. With `retry` it runs again on another host."""
-    empty.drain("box2")
+    leave_open(empty, "box3")
     with empty.use("thirty") as model:
         assert model.host == "box3"
     empty.drain("box2", undo=True)
@@ -371,7 +393,7 @@ def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
 
 def test_a_frozen_host_is_replaced_and_holds_nothing_when_it_wakes(empty, hosts):
     """Its wished model is loaded elsewhere, too. A node that was declared dead ends when it wakes."""
-    empty.drain("box1")
+    leave_open(empty, "box2")
     assert apply(empty, hosts, "small", copies=1) == {"small": "box2"}
     with empty.use("thirty", retry=True) as model:
         assert model.host == "box2"
