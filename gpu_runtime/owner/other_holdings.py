@@ -43,15 +43,12 @@ def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Hold
     if id == session.me:
         in_cell = threading.current_thread() is threading.main_thread()
         return holdings.who(session) if in_cell else _listed(session)
-    label, pid = book.sections[id].owner.label, book.sections[id].owner.pid
-    if session.ledger.sights(book, [id]).get(id) is Sight.STOPPED:
-        raise GpuError(
-            f"{label} is stopped, so it cannot answer.\n  Let it continue:  kill -CONT {pid}",
-            process=process,
-        )
+    label = book.sections[id].owner.label
+    _require_running(session, book, id)
     try:
         operations.ask_owner(session, "who", LeaseId(id, ""), seconds)
     except Busy as error:
+        _require_running(session, book, id)  # it may have been stopped meanwhile
         raise Busy(
             f"{label} has not answered for {seconds:.0f} s. Its interpreter is blocked, or its "
             "version of gpu-console is too old to answer.",
@@ -63,6 +60,17 @@ def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Hold
     if answer is None:
         raise GpuError(f"{label} answered, but its answer cannot be read from here.")
     return replace(answer, process=label)
+
+
+def _require_running(session: Session, book: Book, id: str) -> None:
+    """Raises GpuError if the process with the owner's `id` is stopped."""
+    if session.ledger.sights(book, [id]).get(id) is Sight.STOPPED:
+        owner = book.sections[id].owner
+        raise GpuError(
+            f"{owner.label} is stopped, so it cannot answer.\n"
+            f"  Let it continue:  kill -CONT {owner.pid}",
+            process=owner.label,
+        )
 
 
 def _found(book: Book, process: str) -> str:

@@ -178,6 +178,19 @@ def test_a_stopped_process_is_named_at_once(pair, monkeypatch):
         asks.who(other._session.me)
 
 
+def test_a_process_that_is_stopped_while_it_is_asked_is_named_as_stopped(pair, monkeypatch):
+    asks, other = pair
+    fakes(other, qwen="4GiB")
+    other.preload("qwen")
+    monkeypatch.setattr(maintenance, "obey", lambda session: ())
+    seen = iter([Sight.ALIVE])
+    monkeypatch.setattr(
+        MemoryLedger, "sights", lambda *_: {other._session.me: next(seen, Sight.STOPPED)}
+    )
+    with pytest.raises(GpuError, match="is stopped, so it cannot answer"):
+        other_holdings.who(asks._session, other._session.me, 0.2)
+
+
 def test_a_process_of_an_older_version_does_not_answer(pair, monkeypatch):
     """A process of an older version does not know the request and does not answer it. The request
     ends when the asking process stops waiting.
