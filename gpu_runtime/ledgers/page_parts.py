@@ -62,8 +62,14 @@ class _Mine(Value):
     tickets: tuple[Ticket, ...] = ()
 
 
+class _Small(Value):
+    section: Section | None = None
+    tickets: tuple[Ticket, ...] = ()
+
+
 _encode_json = msgspec.json.Encoder().encode
 _decode_mine = msgspec.json.Decoder(_Mine).decode
+_decode_small = msgspec.json.Decoder(tuple[_Small, ...]).decode
 _decode_lease = msgspec.json.Decoder(Lease).decode
 
 
@@ -76,11 +82,11 @@ def encode_part(
 ) -> tuple[bytes, tuple[bytes, ...]]:
     """The part of an owner as bytes, and its leases as bytes.
 
-    `old` is the previous section, `old_leases` are its leases as bytes, and `old_tickets` the
-    previous tickets. Raises Unwritable.
+    `old` is the previous section, `old_leases` are its leases as bytes if they are known, and
+    `old_tickets` the previous tickets. Raises Unwritable.
     """
     known: dict[int, bytes] = {}
-    if old is not None:
+    if old is not None and old_leases:
         known = {id(lease): content for lease, content in zip(old.leases, old_leases, strict=True)}
     outline, leases = None, []
     is_read = same_objects(tickets, old_tickets)  # all but the leases was read back before
@@ -115,6 +121,17 @@ def decode_part(
     leases = tuple([known.get(lease) or _decode_lease(lease) for lease in raw])
     owner, *facts = _facts_of(mine.section)
     return Section(owner, leases, *facts), mine.tickets, raw
+
+
+def decode_small_parts(
+    contents: Sequence[bytes],
+) -> list[tuple[Section | None, tuple[Ticket, ...]]] | None:
+    """The section and the tickets of each part in `contents`; None if one cannot be read."""
+    try:
+        parts = _decode_small(b"[%b]" % b",".join(contents))
+    except UNREADABLE:
+        return None
+    return [(part.section, part.tickets) for part in parts] if len(parts) == len(contents) else None
 
 
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -38,11 +38,20 @@ from ..facts import (
     Ticket,
     Value,
 )
-from .page_parts import UNREADABLE, decode_part, encode_part, readable, same_objects
+from .page_parts import (
+    UNREADABLE,
+    decode_part,
+    decode_small_parts,
+    encode_part,
+    readable,
+    same_objects,
+)
 
 _MAGIC = b"GPU2"
 _PREFIX = struct.Struct("<4sIII")
 _STEP = 256  # the room of a piece is a multiple of this many bytes
+# Parts up to this size are decoded together. Of larger ones, only the changed leases are decoded.
+_SMALL_BYTES = 2048
 
 
 class Shared(Value):
@@ -95,7 +104,8 @@ class Part(NamedTuple):
     entry: bytes  # its index entry, encoded
     room: int
     content: bytes  # encoded, filled up to its room
-    leases: tuple[bytes, ...] = ()  # the leases of its section, encoded
+    # The leases of its section, encoded. Empty for a small part that another process wrote.
+    leases: tuple[bytes, ...] = ()
 
 
 class Packed(NamedTuple):
@@ -109,11 +119,13 @@ class Packed(NamedTuple):
 
 
 EMPTY = Packed(None, (0, 0, 0), b"", 0, {})
+_UNREAD = Part(None, (), None, b"", 0, b"")
 Mend = Callable[[str, bytes], Part | None]
 
 _encode_json = msgspec.json.Encoder().encode
 _decode_head = msgspec.json.Decoder(_Head).decode
 _decode_entry = msgspec.json.Decoder(Entry).decode
+_decode_entries = msgspec.json.Decoder(tuple[Entry, ...]).decode
 _decode_shared = msgspec.json.Decoder(Shared).decode
 
 
@@ -268,17 +280,21 @@ def unpack(
         shared = _decode_shared(shared_content[:size])
     offset += room
     known = {part.entry: id for id, part in old.parts.items() if part.quarantined is None}
+    raws = [bytes(raw) for raw in head.parts]
+    fresh = iter(_decode_entries(b"[%b]" % b",".join(raw for raw in raws if raw not in known)))
     parts: dict[str, Part] = {}
-    for raw in map(bytes, head.parts):
+    changed: list[_Changed] = []
+    for raw in raws:
         owner = known.get(raw)
         if owner is not None:
-            part = old.parts[owner]
+            part = parts[owner] = old.parts[owner]
+            offset += part.room
         else:
-            entry = _decode_entry(raw)
-            owner = entry.id
-            part = _read_part(entry, raw, page[offset : offset + entry.room], old.parts, mend)
-        offset += part.room
-        parts[owner] = part
+            entry = next(fresh)
+            parts[entry.id] = _UNREAD  # keeps the place of this owner in the order of the page
+            changed.append(_Changed(entry, raw, page[offset : offset + entry.room]))
+            offset += entry.room
+    parts.update(_read_parts(changed, old.parts, mend))
     book = _book(shared, head.queue, parts)
     return book, Packed(shared, head.shared, shared_content, _PREFIX.unpack_from(page)[3], parts)
 
@@ -305,34 +321,81 @@ def _head_of(page: bytes, rev: int) -> tuple[_Head, int]:
     return _decode_head(head), room
 
 
-def _read_part(
-    entry: Entry, raw: bytes, content: bytes, old: Mapping[str, Part], mend: Mend | None
-) -> Part:
-    """The part that `entry` describes.
+class _Changed(NamedTuple):
+    """A part of a page that this process has not decoded yet."""
+
+    entry: Entry
+    raw: bytes  # the entry, encoded
+    content: bytes  # the part, filled up to its room
+
+    @property
+    def whole(self) -> bytes | None:
+        """The part without the blanks behind it; None if its checksum is wrong."""
+        whole = self.content[: self.entry.size]
+        is_right = len(whole) == self.entry.size and zlib.crc32(whole) == self.entry.checksum
+        return whole if is_right else None
+
+
+def _read_parts(
+    changed: Collection[_Changed], old: Mapping[str, Part], mend: Mend | None
+) -> Iterator[tuple[str, Part]]:
+    """Each of the `changed` parts with the id of its owner.
+
+    All small parts are decoded by one call, because a page of many processes has many small parts.
+    (With 64 of them, one call takes 0.2 ms and single calls take 0.4 ms.)
+    """
+    small: list[tuple[_Changed, bytes]] = []
+    rest: list[_Changed] = []
+    for part in changed:
+        whole = part.whole if part.entry.size <= _SMALL_BYTES else None
+        if whole is None:
+            rest.append(part)
+        else:
+            small.append((part, whole))
+    decoded = decode_small_parts([whole for _, whole in small])
+    if decoded is None:  # at least one part cannot be read, and `_read_part` finds out which
+        rest, decoded = list(changed), []
+    for (part, _), (section, tickets) in zip(small, decoded, strict=False):
+        yield part.entry.id, _checked(part, section, tickets, ())
+    for part in rest:
+        yield part.entry.id, _read_part(part, old.get(part.entry.id), mend)
+
+
+def _read_part(part: _Changed, last: Part | None, mend: Mend | None) -> Part:
+    """The decoded `part`. `last` is the part that its owner had before.
 
     If its bytes are wrong, the result is that of `mend`, or else a quarantined part.
     """
-    whole = content[: entry.size]
-    if len(whole) != entry.size or zlib.crc32(whole) != entry.checksum:
-        mended = mend(entry.id, raw) if mend else None
-        return mended or _quarantined(entry, raw, content, "its checksum is wrong")
-    last = old.get(entry.id)
-    known = (
-        dict(zip(last.leases, last.section.leases, strict=True)) if last and last.section else {}
-    )
+    whole = part.whole
+    if whole is None:
+        mended = mend(part.entry.id, part.raw) if mend else None
+        return mended or _quarantined(part, "its checksum is wrong")
+    known = {}
+    if last and last.section and last.leases:
+        known = dict(zip(last.leases, last.section.leases, strict=True))
     try:
         section, tickets, leases = decode_part(whole, known)
     except UNREADABLE as error:
-        return _quarantined(entry, raw, content, str(error))
-    owners = {ticket.owner for ticket in tickets}
-    if section:
-        owners.add(section.owner.id)
-    if owners != {entry.id}:
-        return _quarantined(entry, raw, content, "it is not its owner's")
-    return Part(section, tickets, None, raw, entry.room, content, leases)
+        return _quarantined(part, str(error))
+    return _checked(part, section, tickets, leases)
 
 
-def _quarantined(entry: Entry, raw: bytes, content: bytes, why: str) -> Part:
+def _checked(
+    part: _Changed,
+    section: Section | None,
+    tickets: tuple[Ticket, ...],
+    leases: tuple[bytes, ...],
+) -> Part:
+    """The `part` with its decoded content; quarantined if the content belongs to another owner."""
+    id = part.entry.id
+    is_own = (section or tickets) and (section is None or section.owner.id == id)
+    if not is_own or (tickets and any([ticket.owner != id for ticket in tickets])):
+        return _quarantined(part, "it is not its owner's")
+    return Part(section, tickets, None, part.raw, part.entry.room, part.content, leases)
+
+
+def _quarantined(part: _Changed, why: str) -> Part:
+    entry = part.entry
     pid, started, serial = (int(number) for number in entry.id.split("."))
     owner = Owner(
         host="",
@@ -352,10 +415,10 @@ def _quarantined(entry: Entry, raw: bytes, content: bytes, why: str) -> Part:
         settled_at=entry.settled_at,
         entries=entry.entries,
         why=why,
-        entry=raw,
-        content=content,
+        entry=part.raw,
+        content=part.content,
     )
-    return Part(None, (), unread, raw, entry.room, content)
+    return Part(None, (), unread, part.raw, entry.room, part.content)
 
 
 def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Book:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..facts import HOST, Book, Device, Event, Phase, Sample, Section, Share, World, one_memory
+from ..facts import HOST, Book, Device, Event, Lease, Phase, Sample, Share, World, one_memory
 from ..units import show_seconds
 from .pressure import sample_of
 
@@ -135,54 +135,42 @@ def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Byte
     that settled after it. Nor does it count leases that are still arriving: their bytes may appear
     at any moment.
     """
-    claims: Bytes = {}
+    claims = book.claims()
     unseen: Bytes = {}
+    if not taken_at:
+        return claims, unseen
     for ghost in book.ghosts:
-        claims[ghost.device] = claims.get(ghost.device, 0) + ghost.bytes
         if ghost.device in taken_at and ghost.settled_at >= taken_at[ghost.device]:
             unseen[ghost.device] = unseen.get(ghost.device, 0) + ghost.bytes
-    for section in book.sections.values():
-        _add_section(section, taken_at, claims, unseen)
-    if twice := book.counted_twice():
-        claims[HOST] -= twice
+    for lease in book.leases():
+        _add_unseen(lease, taken_at, unseen)
     for unread in book.quarantined.values():
         for device, size in unread.held.items():
-            claims[device] = claims.get(device, 0) + size
             if unread.settled_at < taken_at.get(device, float("inf")):
                 size = unread.promised.get(device, 0)
             unseen[device] = unseen.get(device, 0) + size
     return claims, unseen
 
 
-def _add_section(
-    section: Section,
-    taken_at: Mapping[str, float],
-    claims: Bytes,
-    unseen: Bytes,
-) -> None:
-    """Adds one owner's residue (memory outside its leases) and its leases to both sums.
+def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> None:
+    """Adds to `unseen` the bytes of the `lease` that the samples cannot have counted.
 
     The loops are plain because every decision runs them.
     """
-    for device, size in section.claims().items():
-        claims[device] = claims.get(device, 0) + size
-    if not taken_at:
-        return
-    for lease in section.leases:
-        for share in lease.shares:
-            device, size = share.device, share.bytes
-            if device in taken_at and lease.settled_at >= taken_at[device]:
-                unseen[device] = unseen.get(device, 0) + size
-        for share in lease.target:
-            device, size = share.device, share.bytes
-            if device in taken_at:
-                if device == HOST:  # the shadow is there already
-                    size = max(0, size - lease.shadow_bytes + lease.shadow_beyond_target)
-                unseen[device] = unseen.get(device, 0) + size
-        if lease.shadow_bytes and HOST in taken_at:
-            if lease.phase is Phase.ARRIVING or lease.settled_at >= taken_at[HOST]:
-                shared = lease.copied_bytes if lease.phase is Phase.ARRIVING else 0
-                unseen[HOST] = unseen.get(HOST, 0) + max(0, lease.shadow_bytes - shared)
+    for share in lease.shares:
+        device, size = share.device, share.bytes
+        if device in taken_at and lease.settled_at >= taken_at[device]:
+            unseen[device] = unseen.get(device, 0) + size
+    for share in lease.target:
+        device, size = share.device, share.bytes
+        if device in taken_at:
+            if device == HOST:  # the shadow is there already
+                size = max(0, size - lease.shadow_bytes + lease.shadow_beyond_target)
+            unseen[device] = unseen.get(device, 0) + size
+    if lease.shadow_bytes and HOST in taken_at:
+        if lease.phase is Phase.ARRIVING or lease.settled_at >= taken_at[HOST]:
+            shared = lease.copied_bytes if lease.phase is Phase.ARRIVING else 0
+            unseen[HOST] = unseen.get(HOST, 0) + max(0, lease.shadow_bytes - shared)
 
 
 def freed_since(book: Book, world: World) -> dict[str, int]:

@@ -109,8 +109,10 @@ def test_what_has_not_changed_is_not_decoded_again(monkeypatch):
     after = page.with_lease(lease("a", by=1, sim0=2))
     _, content = body(pack(after, packed, 2), after.tickets, 2)
     decoded = []
-    decode = pages.decode_part
-    monkeypatch.setattr(pages, "decode_part", lambda *part: decoded.append(1) or decode(*part))
+    decode = pages.decode_small_parts
+    monkeypatch.setattr(
+        pages, "decode_small_parts", lambda parts: decoded.extend(parts) or decode(parts)
+    )
     found, _ = unpack(content, 2, packed)
     assert found == after and len(decoded) == 1
     assert found.sections[owner(2).id] is seen.sections[owner(2).id]
