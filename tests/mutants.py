@@ -236,21 +236,21 @@ FAULTS = [
     ),
     Fault(
         "free leaving bytes early",
-        "scheduler/capacity",
-        "    for lease in section.leases:\n        for share in lease.shares:\n",
-        "    for lease in section.leases:\n        for share in () if lease.target else lease.shares:\n",
+        "facts/leases",
+        "            for share in lease.shares:\n                claimed[",
+        "            for share in () if lease.target else lease.shares:\n                claimed[",
     ),
     Fault(
         "count a move on one device only",
-        "scheduler/capacity",
-        "        for share in lease.target:\n",
-        "        for share in () if lease.shares else lease.target:\n",
+        "facts/leases",
+        "            for share in lease.target:\n                claimed[",
+        "            for share in () if lease.shares else lease.target:\n                claimed[",
     ),
     Fault(
         "forget residue",
-        "scheduler/capacity",
-        "    for device, size in section.claims().items():\n",
-        "    for device, size in ():\n",
+        "facts/leases",
+        "        claimed = dict(self.residue)\n",
+        "        claimed: dict[str, int] = {}\n",
     ),
     Fault(
         "forget unseen bytes", "scheduler/capacity", "lease.settled_at >= taken_at[device]", "False"
@@ -258,8 +258,8 @@ FAULTS = [
     Fault(
         "forget what is arriving unseen",
         "scheduler/capacity",
-        "            if device in taken_at:\n",
-        "            if False:\n",
+        "        if device in taken_at:\n",
+        "        if False:\n",
     ),
     Fault(
         "unknown is zero used",
@@ -812,8 +812,8 @@ FAULTS = [
     ),
     Fault(
         "shadows: a grant does not see that pages are shared",
-        "scheduler/capacity",
-        "        claims[HOST] -= twice",
+        "facts/book",
+        "            claimed[HOST] -= twice",
         "        pass",
         SHARED,
     ),
