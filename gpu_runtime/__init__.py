@@ -52,6 +52,7 @@ from .errors import (
     UnknownDevice,
     UnknownModel,
     UnknownSize,
+    WaitEnded,
 )
 from .version import VERSION
 
@@ -97,6 +98,7 @@ __all__ = [
     "UnknownDevice",
     "UnknownModel",
     "UnknownSize",
+    "WaitEnded",
 ]
 
 _lock = forks.freed(threading.Lock())

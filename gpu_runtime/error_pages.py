@@ -14,6 +14,7 @@ WHAT_TO_DO = {  # error -> what to type or to change
     "DoesNotFit": "`%gpu plan NAME` shows the figures",
     "MemoryLimitExceeded": "`%gpu evict OTHER`, or raise the limit",
     "Busy": "wait longer (`timeout`), or interrupt the cells that `%gpu status` names",
+    "WaitEnded": "run the cell again to wait again; the message names the person who ended the wait",
     "Deadlock": "use one model at a time, or all in one order",
     "OutOfMemory": "run the cell again; smaller batches",
     "StillInUse": "it leaves when the cell that uses it ends",

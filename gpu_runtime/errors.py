@@ -6,6 +6,7 @@
     ├── StillInUse                 the model to be moved is in use
     ├── NotAllowed                 the operator's caps forbid it, or it belongs to another user
     ├── Busy                       the wait for room timed out
+    ├── WaitEnded                  a person ended the wait for room
     ├── Deadlock                   the wait would never end
     ├── OutOfMemory                the device ran out of memory while a model was in use
     ├── UnknownModel, UnknownDevice, UnknownVerb, AmbiguousName, AlreadyRegistered
@@ -103,19 +104,19 @@ class StillInUse(GpuError):
 
 
 class NotAllowed(GpuError):
-    """The operator's caps forbid it, or it belongs to another user. Attributes: name, user,
-    because.
-    """
+    """The operator's caps forbid it, or it is another user's. Attributes: name, user, because."""
 
 
 class Busy(GpuError):
     """No room was freed in time. Attributes: name, waited_seconds, because."""
 
 
+class WaitEnded(GpuError):
+    """A person ended the wait for room. Attributes: name, by, waited_seconds, because."""
+
+
 class Deadlock(GpuError):
-    """Each of several threads holds memory for which another of them waits. Attributes: name,
-    because.
-    """
+    """Several threads each hold memory that another one waits for. Attributes: name, because."""
 
 
 class OutOfMemory(GpuError, MemoryError):
@@ -213,7 +214,7 @@ class AmbiguousName(GpuError, LookupError):
     def __init__(self, name: str, choices: tuple[str, ...]) -> None:
         """`choices` are the full names to choose from, such as `qwen@4121` for the `name` qwen."""
         super().__init__(
-            f"several processes hold {quoted(name)}: {', '.join(choices)}. Name one, as in {choices[0]}.",
+            f"several processes have {quoted(name)}: {', '.join(choices)}. Name one, as in {choices[0]}.",
             name=name,
             choices=choices,
         )
@@ -355,10 +356,7 @@ class NotLoaded(GpuError):
 
 
 class NotResident(GpuError):
-    """A model was called while on no device, with `restore_on_call=False`.
-
-    Attributes: name, where.
-    """
+    """A model was called while away, with `restore_on_call=False`. Attributes: name, where."""
 
 
 # -- engines, drivers and modules ------------------------------------------------------------------

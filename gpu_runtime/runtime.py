@@ -57,6 +57,7 @@ from .owner import (
     registry,
     status,
     unproven_owners,
+    waits,
 )
 from .owner.history import recorded_events
 from .owner.kernel import Kernel
@@ -212,23 +213,11 @@ class Runtime:
         """
         common: dict[str, Any] = {"importance": importance, "keep": keep, "keep_alive": keep_alive}
         common |= {"model_type": model_type, "restore_on_call": restore_on_call}
+        given: dict[str, Any] = {"backend": backend, "size": size, "layout": layout}
+        given |= {"quantization": quantization, "devices": devices}
         if registry.is_module(source):
-            options = registry.adoption_options(
-                options, backend, size, layout, quantization, devices
-            )
-            return self.adopt(name, source, **common, **options)
-        return registry.register(
-            self._session,
-            name,
-            source,
-            backend=backend,
-            size=size,
-            layout=layout,
-            quantization=quantization,
-            devices=devices,
-            options=options,
-            **common,
-        )
+            return self.adopt(name, source, **common, **registry.adoption_options(options, **given))
+        return registry.register(self._session, name, source, options=options, **given, **common)
 
     @checked
     def adopt(
@@ -398,6 +387,15 @@ class Runtime:
         if lost:
             return unproven_owners.evict(self._session, str(name), force=force)
         return notebooks.evict(self._session, name, timeout=timeout, wait=wait, drop=drop)
+
+    @checked
+    def cancel(self, name: str | LeaseId, *, timeout: str | float | None = ASK_SECONDS) -> Outcome:
+        """Ends the wait for memory of the request for `name`: its cell raises WaitEnded.
+
+        `qwen@4121` names the request of another process, and `train.ipynb` that of a notebook. Only
+        its own user and operators may end it. Raises GpuError, AmbiguousName, NotAllowed, Busy.
+        """
+        return waits.cancel(self._session, name, timeout)
 
     @checked
     def move(

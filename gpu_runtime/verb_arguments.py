@@ -202,6 +202,9 @@ HELD = positional(
     "held",
     nargs="?",
 )
+WAITING = positional(
+    "name", "NAME", "for what it waits; in another process NAME@PID; or a notebook: FILE.ipynb"
+)
 CATALOG_NAME = positional("name", "NAME", "a model of the catalogue", "catalog")
 WHO = positional(
     "who",
@@ -292,6 +295,7 @@ MEANINGS = {
     **dict.fromkeys(("estimate", "fit", "fits", "dryrun"), ("plan",)),
     **dict.fromkeys(("vars", "variables", "memory", "mem"), ("who", "leases")),
     **dict.fromkeys(("settings", "env"), ("config",)),
+    **dict.fromkeys(("abort", "interrupt", "kill"), ("cancel", "evict")),
 }
 FLEET = (
     positional(

@@ -34,6 +34,7 @@ from .verb_arguments import (
     SOCKET,
     SOURCE,
     TIMEOUT,
+    WAITING,
     WHO,
     Verb,
     given,
@@ -148,6 +149,12 @@ _TABLE = (
             ),
             switch("--force", "with --lost: it has ended, so end its leases"),
         ),
+    ),
+    Verb(
+        "cancel",
+        "ends a request's wait for memory: its cell gets an error that names you",
+        lambda rt, args: rt.cancel(args.name, **given(args, "timeout")),
+        (WAITING, TIMEOUT),
     ),
     Verb("restore", "moves a model from RAM back to its device", verb_acts.restore, (NAME,)),
     Verb(

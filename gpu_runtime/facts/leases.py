@@ -402,7 +402,7 @@ class Ticket(Value):
     key: str
     owner: str
     # "use" for a waiting request. An order is one of evict, shed, restore, preload, move, pin,
-    # unpin, defrag, who.
+    # unpin, defrag, who, cancel.
     verb: str
     name: str  # the model (use), or the id of the lease in question
     arrived: float

@@ -50,7 +50,7 @@ class Problem(Value):
     text: str  # what is wrong, and what a person can do
     bytes: int = 0  # the memory that the problem holds or needs; 0: none, or unknown
     wall: float = 0.0  # since when, in epoch seconds; 0: unknown
-    # Actions that may help: the verb, and the lease's id.
+    # Actions that may help: the verb, and the lease's id or, to cancel, the request's key.
     actions: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -193,7 +193,8 @@ def _long_waits(seen: Snapshot) -> Iterator[Problem]:
         )
         kept = _kept(seen, {share.device for share in ticket.need})
         wall = _wall(seen, ticket.arrived)
-        yield Problem(ProblemKind.LONG_WAIT, ticket.key, text, size, wall, kept)
+        actions = (*kept, ("cancel", ticket.key))
+        yield Problem(ProblemKind.LONG_WAIT, ticket.key, text, size, wall, actions)
 
 
 def _requested(seen: Snapshot, ticket: Ticket) -> str:

@@ -232,7 +232,10 @@ def _verdicts(
     checked_for_dead = False
     rung_at: dict[str, float] = {}  # owner -> when it was rung to publish its pins
     compared: tuple[Candidate, ...] = ()  # the last ways to make room that were compared
+    because = ""
     while not is_here():
+        if key.ended_by:
+            raise explain.wait_ended(wanted.name, key.ended_by, because, session.clock() - began)
         held = held_by(list(session.residents.values()), threading.get_ident())
         request = Request(key.text, wanted, footprint, began, rules, held)
         verdict = replays.admitted(session, request, compared)
@@ -253,6 +256,7 @@ def _verdicts(
         if verdict.steps:
             continue
         verdict = presence.explained(session, verdict)
+        because = verdict.because
         if deadline is not None and session.clock() >= deadline:
             waited = session.clock() - began
             raise explain.busy(session.ledger.read(), wanted.name, verdict, waited)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import Stillness, is_out_of_memory
-from ..errors import CannotGovern, GpuError
+from ..errors import CannotGovern, GpuError, WaitEnded
 from ..facts import LeaseId, Outcome, Shares, lease_title
 from ..scheduler import relief
 from ..units import MIB, show_bytes, show_seconds
@@ -126,8 +126,8 @@ class Kernel:
         timeout = self._room.patience_seconds if wanted else None
         try:
             bring_back(session, resident, weakref.ref(anchor), timeout)
-        except GpuError:
-            if not wanted:
+        except GpuError as error:
+            if not wanted or isinstance(error, WaitEnded):
                 raise
             resident.claim({})  # it returns without the room
             bring_back(session, resident, weakref.ref(anchor))

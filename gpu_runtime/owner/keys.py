@@ -20,10 +20,11 @@ class Key:
     `session.done_with(key.note)`.
     """
 
-    __slots__ = ("text", "note", "__weakref__")
+    __slots__ = ("text", "note", "ended_by", "__weakref__")
 
     def __init__(self, text: str) -> None:
         self.text, self.note = text, weakref.ref(self)
+        self.ended_by = ""  # who ended the wait with this key; empty: nobody
 
 
 class Keys:
@@ -42,8 +43,17 @@ class Keys:
 
     def texts(self) -> tuple[str, ...]:
         """The texts of all keys that are known now."""
-        keys = [ref() for ref in self._known.copy()]
-        return tuple(key.text for key in keys if key is not None)
+        return tuple(key.text for key in self._living())
+
+    def end(self, text: str, by: str) -> bool:
+        """Notes that `by` ended the wait with the key `text`. Returns whether that key is known."""
+        keys = [key for key in self._living() if key.text == text]
+        for key in keys:
+            key.ended_by = by
+        return bool(keys)
+
+    def _living(self) -> list[Key]:
+        return [key for ref in self._known.copy() if (key := ref()) is not None]
 
     def uninterrupted(self, key: Key, work: Callable[[], T]) -> T:
         """Runs `work` in a thread that gets no interrupts. The key stays known until `work` ends.

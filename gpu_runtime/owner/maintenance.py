@@ -24,6 +24,7 @@ from . import (
     permissions,
     release,
     requests,
+    waits,
 )
 from .operations import ASK_SECONDS
 from .resident import Place, Resident
@@ -306,6 +307,8 @@ def carry_out_order(session: Session, order: Order) -> None:
 def _perform(session: Session, order: Order) -> Outcome:
     if order.refused:
         raise NotAllowed(order.refused, name=order.name, user=order.by, because=order.refused)
+    if order.verb == "cancel":
+        return waits.obey(session, order)
     if order.name and order.name not in session.residents:
         # The name only selects one of this process's models. It must never load anything else.
         raise UnknownModel(order.name, tuple(session.residents))

@@ -73,6 +73,7 @@ _EVENT_PHRASES = {
     "restore": "was restored for another process",
     "defrag": "was requested to release its cache",
     "who": "listed what its variables hold",
+    "cancel": "no longer waits for memory",
     "asked": "received a request",
     "declined": "declined a request",
 }

@@ -40,7 +40,7 @@ from .eligibility import (
 from .eviction_policy import lru
 from .transitions import note
 
-ASKS = ("evict", "shed", "restore", "preload", "move", "pin", "unpin", "defrag", "who")
+ASKS = ("evict", "shed", "restore", "preload", "move", "pin", "unpin", "defrag", "who", "cancel")
 DISK = "disk"  # the place of a request to evict a model that should not stay in host memory either
 PERSON = -1  # importance of a person's request; lower numbers are more important
 
@@ -166,6 +166,8 @@ def _known_result(
         return _result_of_load(lease)
     if asked.verb in ("defrag", "who"):
         return None
+    if asked.verb == "cancel":
+        return _result_of_cancel(book, asked, section, name)
     if asked.verb == "shed":
         if lease is not None and lease.shadow_bytes:
             return None
@@ -200,6 +202,15 @@ def _result_of_pin(lease: Lease, *, keep: bool) -> Verdict | None:
         return None
     state = "kept" if keep else "not kept on its device"
     return Grant(lease, (), f"{lease.name} is {state}")
+
+
+def _result_of_cancel(book: Book, asked: Ask, section: Section, name: str) -> Verdict | None:
+    for ticket in book.tickets:
+        is_use = ticket.verb == "use" and ticket.owner == section.owner.id
+        if is_use and ticket.name == name and ticket.arrived <= asked.arrived:
+            return None
+    waits = f"{section.owner.label} no longer waits for {name}"
+    return Grant(Lease(section.owner.id, name), (), waits)
 
 
 def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
@@ -273,4 +284,6 @@ def wish(verb: str, name: str) -> str:
         return "which variables hold memory"
     if verb == "shed":
         return f"to free its copy of {name} in host memory"
+    if verb == "cancel":
+        return f"to end its wait for {name}"
     return f"to {verb} {name}".rstrip()

@@ -21,6 +21,7 @@ from ..errors import (
     NotAllowed,
     OutOfMemory,
     StillInUse,
+    WaitEnded,
 )
 from ..facts import (
     THIS_PROCESS,
@@ -187,6 +188,23 @@ def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
         name=name,
         waited_seconds=waited_seconds,
         because=wait.because,
+    )
+
+
+def wait_ended(name: str, by: str, because: str, waited_seconds: float) -> WaitEnded:
+    """The error for a request for `name` whose wait `by`, a person or a process, has ended.
+
+    `because` is what the request waited for, as a sentence; it may be empty.
+    """
+    what = "this notebook's own memory" if name == "kernel" else name.partition("#")[0]
+    reason = f": {because.rstrip('.')}" if because else ""
+    return WaitEnded(
+        f"{by} ended the wait for {what} after {show_seconds(waited_seconds)}{reason}.\n"
+        "  To wait again, run the cell again. The queue:  %gpu status",
+        name=name,
+        by=by,
+        waited_seconds=waited_seconds,
+        because=because,
     )
 
 

@@ -138,7 +138,9 @@ def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
 
     `name` is the model; it is empty for a request that concerns the whole process.
     """
-    what = "ask " + wish(verb, name) if verb == "who" else f"{verb} {name}".rstrip()
+    what = f"{verb} {name}".rstrip()
+    if verb in ("who", "cancel"):
+        what = "ask " + wish(verb, name)
     return (
         f"{user} may not {what} in {owner.label}: only {owner.user} or an operator may. "
         "Others may only evict its idle models (evict)"

@@ -66,7 +66,7 @@ def _responds(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bo
         return waits_for_room or (lease is not None and lease.all_on_device)
     if ticket.verb in ("pin", "unpin"):
         return lease is None or lease.keep == (ticket.verb == "pin")
-    if ticket.verb in ("defrag", "who"):
+    if ticket.verb in ("defrag", "who", "cancel"):
         return False
     if lease is None or lease.pins or not lease.on_device:
         return True

@@ -65,7 +65,7 @@ def test_a_long_wait_offers_to_unpin_what_is_in_the_way(waited, expected):
     found = problems(seen)
     assert [str(problem.kind) for problem in found] == expected
     for problem in found:
-        assert problem.actions == (("unpin", f"{ME.id}/qwen"),)
+        assert problem.actions == (("unpin", f"{ME.id}/qwen"), ("cancel", "k"))
         assert (problem.bytes, problem.wall) == (8 * GIB, WALL - waited)
 
 

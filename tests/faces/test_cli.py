@@ -94,6 +94,7 @@ ANSWERS = {
         "-h",
     ): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only] [--log-level LEVEL]",
     ("evict", "-h"): "gpu evict [NAME]",
+    ("cancel", "-h"): "gpu cancel NAME [--timeout SECONDS]",
     ("autoload", "-h"): "gpu autoload [--remove]",
     ("park", "-h"): "gpu park [NOTEBOOK] [--checkpoint] [--yes]",
     ("unpark", "-h"): "gpu unpark [NOTEBOOK] [--checkpoint]",

@@ -82,6 +82,7 @@ SHOWN = {
     "load qwen": "load qwen: qwen is on sim:0 already",
     "-h": "  %gpu [status]",
     "evict --help": "%gpu evict [NAME]",
+    "cancel --help": "%gpu cancel NAME",
     "apply -f models.yaml": "2 unchanged (phi:4b, org/far)",
     "inspect phi:4b": "metadata:\n  name: phi:4b",
     "inspect phi:4b --format json": '"memory": "4GiB"',
@@ -293,6 +294,7 @@ def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
         ("unload qwen", "evict or free"),
         ("release", "evict or free"),
         ("rm qwen", "forget or evict"),
+        ("abort qwen", "cancel or evict"),
         ("ps", "status or models"),
     ],
 )

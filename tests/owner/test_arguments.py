@@ -131,6 +131,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "preload": {"name": "qwen"},
     "restore": {"name": "qwen"},
     "evict": {"name": "qwen"},
+    "cancel": {"name": "qwen"},
     "move": {"name": "qwen", "device": "sim:1"},
     "pin": {"name": "qwen"},
     "unpin": {"name": "qwen"},

@@ -391,3 +391,32 @@ def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
     page, verdict = asking(page, "evict")
     assert verdict == Wait("pid 1 was asked to evict qwen", asked=(at(1, "qwen"),))
     assert [one.recalls for one in page.tickets] == [(at(1, "qwen"),)]
+
+
+# -- ending a wait ---------------------------------------------------------------------------------
+
+
+def test_a_wait_is_ended_by_its_owner_and_the_request_is_done_once_it_is_gone():
+    """Only the owner withdraws its ticket. The requester reads in the book that this has happened."""
+    waits = ticket("qwen", by=1, sim0=14, arrived=NOW - 5)
+    page, verdict = asking(two(tickets=[waits]), "cancel")
+    assert verdict == Wait("pid 1 was asked to end its wait for qwen", asked=(at(1, "qwen"),))
+    _, steps, orders = obeying(page)
+    assert (steps, [(order.verb, order.name) for order in orders]) == ((), [("cancel", "qwen")])
+    page, verdict = asking(page.without_ticket(waits.key), "cancel")
+    assert isinstance(verdict, Grant) and verdict.because == "pid 1 no longer waits for qwen"
+    assert page.tickets == ()
+
+
+def test_a_later_wait_for_the_same_model_does_not_keep_the_request():
+    later = ticket("qwen", by=1, sim0=14, arrived=NOW + 1)
+    _, verdict = asking(two(tickets=[later]), "cancel")
+    assert isinstance(verdict, Grant)
+
+
+def test_another_user_may_not_end_a_wait():
+    waits = ticket("qwen", by=1, sim0=14, arrived=NOW - 5)
+    page, _ = asking(two(tickets=[waits]), "cancel")
+    eve = {asked("cancel").key: Asker("eve")}
+    _, _, [order] = obey(page, owner(1).id, THERE, "k", eve)
+    assert order.refused.startswith("eve may not ask to end its wait for qwen in pid 1: only ")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from gpu_runtime import WaitEnded
 from gpu_runtime.units import GIB, MIB
 
-from .app_client import client
+from .app_client import OPERATOR, client
 
 STATS = {
     "cuda_available",
@@ -120,6 +123,28 @@ def test_a_model_in_use_stays_and_the_answer_says_so(rt):
     with rt.use("rank"):
         answer = client(rt).post("/memory/evict/reranker").json()
     assert answer["status"] == "no_action" and "in use" in answer["detail"]
+
+
+def test_a_wait_is_ended_and_what_does_not_wait_is_a_conflict(rt):
+    """The waiting request is told the visitor's name."""
+    http, begun, errors = client(rt), threading.Event(), []
+    rt.tell_waits(lambda name, wait: begun.set())
+
+    def wait():
+        with pytest.raises(WaitEnded) as error, rt.lease("18GiB", purpose="a/b"):
+            pass
+        errors.append(error.value)
+
+    with rt.use("emb"), rt.use("rank"):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert begun.wait(30)
+        answer = http.post("/memory/cancel/nobody")
+        assert answer.status_code == 409 and "These wait: a/b#1@" in answer.json()["error"]
+        answer = http.post("/memory/cancel/a/b")
+        waiting.join(30)
+    assert answer.json() == {"status": "cancelled", "detail": "the wait for a/b#1 was ended"}
+    assert errors[0].by.startswith(f"{OPERATOR.name}, HTTP")
 
 
 @pytest.mark.parametrize("nonsense", ["embeddings", "a/b", "%00", "x" * 5000])

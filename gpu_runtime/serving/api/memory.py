@@ -391,6 +391,17 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
         status, answer = await act_as(actor, lambda: evict(rt, model_type, drop))
         return JSONResponse(answer, status)
 
+    @routes.post(
+        "/cancel/{name:path}", responses={409: {"description": "nothing waits, or it did not end"}}
+    )
+    async def post_cancel(name: str, actor: str = acts) -> JSONResponse:
+        """Ends the wait of a request in the queue. Its cell gets an error that names the actor."""
+        try:
+            outcome = await act_as(actor, lambda: rt.cancel(name))
+        except GpuError as error:
+            return JSONResponse({"error": str(error).splitlines()[0]}, 409)
+        return JSONResponse({"status": "cancelled", "detail": outcome.because})
+
     @routes.post("/preload")
     async def post_preload(wanted: Preload, actor: str = acts) -> dict[str, Any]:
         """Loads models before they are needed."""

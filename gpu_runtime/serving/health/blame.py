@@ -21,6 +21,7 @@ _DECODE_FAILURE = re.compile(
 )
 _NOT_OF_THE_MODEL = (
     errors.Busy,
+    errors.WaitEnded,
     errors.Deadlock,
     errors.LedgerUnavailable,
     errors.NotLoaded,

@@ -15,6 +15,7 @@ from gpu_runtime.facts import (
     LeaseId,
     Phase,
     Snapshot,
+    Ticket,
     lease_title,
     place_label,
     where,
@@ -36,6 +37,7 @@ VERBS = {
     "defrag": "Compact",
     "park": "Park",
     "unpark": "Unpark",
+    "cancel": "End wait",  # the target is the key of a waiting request
     # The target of these is a card.
     "drain": "Drain",
     "undrain": "End the drain",
@@ -57,6 +59,7 @@ class Proposal(NamedTuple):
     pid: int = 0  # pid of the process; 0 if no process had published the model
     title: str = ""  # the name for people: a notebook's own code has the notebook's name
     device: str = ""  # the card to move to
+    waiting: str = ""  # the key of the waiting request
 
     @property
     def owner(self) -> str:
@@ -90,9 +93,11 @@ def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
     """The proposal for a click on `verb` in the row `target` (owner id / model name, or / card).
 
     `verb` has the card to move to as a second word. `snapshot` gives the place and size that the
-    visitor saw.
+    visitor saw. For the verb cancel, `target` is the key of a waiting request.
     """
     verb, _, device = verb.partition(" ")
+    if verb == "cancel":
+        return _propose_cancel(target, snapshot)
     proposal = Proposal(verb, target, where="disk", device=device)
     proposal = proposal._replace(title=proposal.name)
     section = snapshot.sections.get(proposal.owner)
@@ -106,6 +111,22 @@ def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
     return proposal._replace(where=lease.where, bytes=lease.bytes, title=title)
 
 
+def _propose_cancel(key: str, snapshot: Snapshot) -> Proposal:
+    ticket = _ticket(key, snapshot)
+    if ticket is None:
+        return Proposal("cancel", "/", title="a request", waiting=key)
+    pid = snapshot.sections[ticket.owner].owner.pid if ticket.owner in snapshot.sections else 0
+    title = ticket_title(ticket, snapshot)
+    return Proposal("cancel", f"{ticket.owner}/{ticket.name}", pid=pid, title=title, waiting=key)
+
+
+def ticket_title(ticket: Ticket, snapshot: Snapshot) -> str:
+    """The name of the model that waits for room, or of the notebook if the notebook's own code waits."""
+    section = snapshot.sections.get(ticket.owner)
+    lease = section.lease(ticket.name) if section else None
+    return clean(lease_title(lease, section.owner) if lease and section else ticket.name)
+
+
 def question(proposal: Proposal, snapshot: Snapshot) -> Question:
     """The text to confirm `proposal`: the model, its bytes, its process, and what will happen.
 
@@ -114,6 +135,8 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
     process = _process(proposal, snapshot)
     if proposal.verb in ON_CARDS:
         return _question_card(proposal, snapshot)
+    if proposal.verb == "cancel":
+        return _question_cancel(proposal, process, snapshot)
     if proposal.verb in ("park", "unpark"):
         return _question_park(proposal, process, snapshot)
     if proposal.verb in LEAVES:
@@ -224,6 +247,18 @@ def _question_park(proposal: Proposal, process: str, snapshot: Snapshot) -> Ques
     return Question(f"Park {title}?", lines, f"Park, freeing {size}", grave=True)
 
 
+def _question_cancel(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
+    ticket = _ticket(proposal.waiting, snapshot)
+    need = show_bytes(sum(share.bytes for share in ticket.need)) if ticket else ""
+    waited = show_seconds(snapshot.now - ticket.arrived) if ticket else ""
+    lines = (
+        f"{process} has waited {waited} for {need or 'memory'}.",
+        "Its cell stops with an error that names you. What is loaded stays where it is.",
+        "The cell can be run again, and then waits again.",
+    )
+    return Question(f"End the wait for {proposal.title}?", lines, VERBS["cancel"], grave=True)
+
+
 def _question_load(proposal: Proposal, process: str, lease: Lease | None) -> Question:
     label = VERBS[proposal.verb]
     loader = process if proposal.pid else "a process that can load it"
@@ -292,6 +327,9 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     name = clean(proposal.title)
     if proposal.verb in ON_CARDS:
         return _card_difference(proposal, snapshot)
+    if proposal.waiting:
+        waits = _ticket(proposal.waiting, snapshot) is not None
+        return "" if waits else f"Nothing waits for {name} any more."
     section = snapshot.sections.get(proposal.owner)
     if section is None:
         had_process = bool(proposal.pid)
@@ -336,6 +374,10 @@ def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
     if verb in ("pin", "unpin") and lease.keep == (verb == "pin"):
         return f"{name} is already {'pinned' if lease.keep else 'not pinned'}."
     return ""
+
+
+def _ticket(key: str, snapshot: Snapshot) -> Ticket | None:
+    return next((one for one in snapshot.tickets if one.key == key and one.verb == "use"), None)
 
 
 def _lease(proposal: Proposal, snapshot: Snapshot) -> Lease | None:

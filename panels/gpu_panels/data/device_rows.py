@@ -29,11 +29,12 @@ from . import device_words
 from .bars import DeviceBar, Stretch
 from .cells import Button
 from .columns import interval, unit_of
+from .confirmations import ticket_title
 from .history import MARKED, devices_of, spans_of
 from .lease_rows import kernel_buttons
 from .model_rows import buttons as model_buttons
 from .names import KERNEL
-from .queue_rows import ASLEEP_SECONDS, ticket_title
+from .queue_rows import ASLEEP_SECONDS
 
 MOST_TARGETS = 3  # cards that the menu of a lease offers for a move: those with the most room
 PAST_STEPS = 300  # the resolution of the small history, over its whole width

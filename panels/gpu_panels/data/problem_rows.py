@@ -40,7 +40,9 @@ def _row(problem: Problem, snapshot: Snapshot, seen_wall: float) -> Row:
 
 
 def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
-    """The button for `verb` on the lease `target`. Its text for `pressed` is `VERB TARGET`."""
+    """The button for `verb` on the lease or the waiting request `target`. Its text for `pressed` is `VERB TARGET`."""
+    if verb == "cancel":
+        return Button(f"{verb} {target}", VERBS[verb])
     owner_id, _, name = target.partition("/")
     section = snapshot.sections.get(owner_id)
     lease = section.lease(name) if section else None

@@ -8,7 +8,8 @@ from gpu_runtime.facts import Snapshot, Ticket, Unanswered, lease_title
 from gpu_runtime.rendering.views import clean, clock
 from gpu_runtime.units import show_bytes
 
-from .cells import Cell, Column, Row
+from .cells import Button, Cell, Column, Row
+from .confirmations import VERBS, ticket_title
 from .row_parts import (
     NO_ANSWER,
     NOTHING,
@@ -63,8 +64,9 @@ def _waiting_row(
     need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
     need_bytes = sum(share.bytes for share in ticket.need)
     because = clean(ticket.because) or "free memory"
-    unrefreshed = snapshot.now - ticket.refreshed
+    unrefreshed, why_not = snapshot.now - ticket.refreshed, ""
     if unrefreshed > ASLEEP_SECONDS:
+        why_not = "Its process is stopped, and cannot end its wait"
         stopped = f"Its process has been stopped for {lasting(unrefreshed)}"
         because = f"{stopped}; other requests overtake it. {because}"
     elif silent:
@@ -78,14 +80,7 @@ def _waiting_row(
         importance_cell(ticket.importance),
         Cell(because, kind="prose alarm" if silent else "prose"),
     )
-    return Row(ticket.key, cells)
-
-
-def ticket_title(ticket: Ticket, snapshot: Snapshot) -> str:
-    """The name of the model that waits for room, or of the notebook if the notebook's own code waits."""
-    section = snapshot.sections.get(ticket.owner)
-    lease = section.lease(ticket.name) if section else None
-    return clean(lease_title(lease, section.owner) if lease and section else ticket.name)
+    return Row(ticket.key, cells, (Button("cancel", VERBS["cancel"], why_not),))
 
 
 def _asked_row(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:

@@ -1,0 +1,79 @@
+"""Ends a wait for memory: that of another process by a request to it, that of this one at once.
+
+The waiting thread raises WaitEnded when it decides next, and withdraws its ticket itself.
+"""
+
+from __future__ import annotations
+
+from ..errors import AmbiguousName, GpuError
+from ..facts import LeaseId, Outcome, Ticket
+from ..safe_text import quoted
+from ..scheduler.recall import Order
+from . import operations, registry, requests
+from .session import Session
+
+
+def cancel(session: Session, name: str | LeaseId, timeout: str | float | None) -> Outcome:
+    """Ends the waits for `name`; see Runtime.cancel."""
+    target = _waiting(session, name)
+    if target.owner != session.me:
+        return operations.ask_owner(session, "cancel", target, timeout)
+    outcome = end(session, target.name, requests.person(session) or "this process")
+    requests.note_action(session, "cancel", target.name, outcome.because)
+    return outcome
+
+
+def obey(session: Session, order: Order) -> Outcome:
+    """Ends the waits that the `order` of another owner names, if they began before it."""
+    ticket = session.ledger.read().ticket(order.key)
+    if ticket is None:
+        raise GpuError("the request was withdrawn", name=order.name)
+    return end(session, order.name, order.who, ticket.arrived)
+
+
+def end(session: Session, name: str, by: str, before: float | None = None) -> Outcome:
+    """Ends this process's waits for `name` that began until `before`, all of them without it.
+
+    `by` is the person or the process that ends them. The waiting threads raise WaitEnded.
+    """
+    ended = 0
+    for ticket in _uses(session, session.me):
+        if ticket.name == name and (before is None or ticket.arrived <= before):
+            ended += session.keys.end(ticket.key, by)
+    if not ended:
+        raise GpuError(f"nothing waits for {name} any more", name=name)
+    session.ledger.ring([session.me])
+    return Outcome("cancel", name, True, f"the wait for {name} was ended")
+
+
+def _uses(session: Session, owner: str = "") -> list[Ticket]:
+    """The requests that wait for memory, of all processes or of one `owner`."""
+    tickets = session.ledger.read().tickets
+    return [one for one in tickets if one.verb == "use" and owner in ("", one.owner)]
+
+
+def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
+    """The owner that waits for `name`, and the name. Raises GpuError, AmbiguousName."""
+    if isinstance(name, LeaseId):
+        return name
+    bare, process = registry.split_address(name)
+    book = session.ledger.read()
+    waiting: dict[str, LeaseId] = {}  # by the address, such as qwen@4121
+    found: dict[str, LeaseId] = {}
+    for ticket in _uses(session):
+        owner = book.owner(ticket.owner)
+        if owner is None:
+            continue
+        address, id = f"{ticket.name}@{owner.pid}", LeaseId(owner.id, ticket.name)
+        waiting[address] = id
+        files = {owner.notebook, owner.file} - {""}
+        names = (ticket.name, ticket.name.partition("#")[0])  # a block's name ends with a number
+        is_named = bare in names and process in {"", str(owner.pid), owner.id, *files}
+        if is_named or name in files:
+            found[address] = id
+    if len(found) > 1:
+        raise AmbiguousName(name, tuple(sorted(found)))
+    for id in found.values():
+        return id
+    these = f"These wait: {', '.join(sorted(waiting))}." if waiting else "No request waits."
+    raise GpuError(f"nothing waits for {quoted(name)}. {these}", name=name)

@@ -1,0 +1,166 @@
+"""A person ends the wait of a request in the queue. The waiting cell gets an error with the name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager
+
+import pytest
+from gpu_panels.acting import attempt
+from gpu_panels.data.confirmations import propose
+from gpu_panels.data.queue_rows import queue
+from msgspec.structs import replace
+
+from gpu_runtime import AmbiguousName, GpuError, WaitEnded
+from gpu_runtime.facts import LeaseId
+from gpu_runtime.owner import permissions, waits
+from gpu_runtime.scheduler import recall
+
+from .conftest import fakes
+
+PID = os.getpid()
+
+
+@pytest.fixture
+def two(runtime, shared_book):
+    """A runtime whose model is in use, and another one."""
+    waiter, console = runtime(ledger=shared_book), runtime(ledger=shared_book)
+    fakes(waiter, qwen="14GiB", llama="14GiB", phi="14GiB")
+    with waiter.use("qwen"):
+        yield waiter, console
+
+
+@contextmanager
+def waiting(rt, *names):
+    """Threads that wait for `names`. Yields their errors, which are complete after the block."""
+    errors = []
+
+    def wait(name):
+        try:
+            with rt.use(name, timeout=60):
+                pass
+        except GpuError as error:
+            errors.append(error)
+
+    begun = threading.Semaphore(0)
+    told = set()
+    rt.tell_waits(lambda name, wait: name in told or told.add(name) or begun.release())
+    threads = [threading.Thread(target=wait, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for _ in names:
+        assert begun.acquire(timeout=30)
+    yield errors
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_another_process_ends_a_wait_and_the_waiter_is_told_by_whom(two):
+    waiter, console = two
+    with waiting(waiter, "llama") as errors:
+        with console.on_behalf_of("ann, console"):
+            done = console.cancel(f"llama@{PID}")
+    [error] = errors
+    assert done.done and done.verb == "cancel" and "llama" in done.because
+    assert isinstance(error, WaitEnded) and error.by.startswith("ann, console (")
+    assert (error.name, error.waited_seconds >= 0) == ("llama", True)
+    assert "ended the wait for llama after" in str(error) and "qwen" in error.because
+    book = console._session.ledger.read()
+    assert book.tickets == () and book.lease(waiter._session.me, "llama") is None
+    [ended] = [event for event in book.events if event.action == "cancel"]
+    assert (ended.model, ended.by) == ("llama", error.by)
+
+
+def test_a_process_ends_a_wait_of_its_own(two):
+    waiter, _ = two
+    with waiting(waiter, "llama") as errors:
+        assert waiter.cancel("llama").because == "the wait for llama was ended"
+    assert [error.by for error in errors] == ["this process"]
+
+
+def test_only_the_named_wait_ends(two):
+    waiter, console = two
+    with waiting(waiter, "llama", "phi") as errors:
+        console.cancel("llama")
+        left = [ticket.name for ticket in console._session.ledger.read().tickets]
+        assert "phi" in left
+        console.cancel(LeaseId(waiter._session.me, "phi"))
+    assert sorted(error.name for error in errors) == ["llama", "phi"]
+
+
+def test_a_notebook_is_named_by_its_file_and_several_waits_are_not_guessed(two):
+    waiter, console = two
+    waiter._session.notebook = "/home/ann/train.ipynb"
+    with waiting(waiter, "llama", "phi") as errors:
+        with pytest.raises(AmbiguousName, match=rf"llama@{PID}, phi@{PID}"):
+            console.cancel("train.ipynb")
+        console.cancel("phi@train.ipynb")
+        console.cancel("llama")
+    assert len(errors) == 2
+
+
+def test_what_does_not_wait_is_refused_with_the_names_that_do(two):
+    waiter, console = two
+    with pytest.raises(GpuError, match=r"nothing waits for 'qwen'\. No request waits\."):
+        console.cancel("qwen")
+    with waiting(waiter, "llama"):
+        with pytest.raises(GpuError, match=rf"These wait: llama@{PID}"):
+            console.cancel("qwen")
+        console.cancel("llama")
+    with pytest.raises(GpuError, match="nothing waits for llama any more"):
+        waiter.cancel(LeaseId(waiter._session.me, "llama"))
+
+
+def test_another_user_needs_the_rights_of_an_operator(two, monkeypatch):
+    """To end another user's wait is no eviction of an idle model, so it is not open to everybody."""
+    waiter, console = two
+    with waiting(waiter, "llama") as errors:
+        section = console._session.ledger.read().sections[waiter._session.me]
+        owner = replace(section.owner, user="eve")
+        mine = console._session.owner.user
+        asker = permissions.asker(console._session, mine)
+        console._session.users[mine] = replace(asker, operator=False)
+        because = permissions.refusal_of_request(console._session, "cancel", owner, "llama")
+        assert "may not ask to end its wait for llama" in because and "only eve or" in because
+        # The owner itself checks the right too.
+        askers = {mine: replace(asker, operator=False, at_home=False)}
+        monkeypatch.setattr(
+            permissions,
+            "askers",
+            lambda session, book: {one.key: askers[mine] for one in book.tickets},
+        )
+        with pytest.raises(GpuError, match="only .* or an operator may"):
+            console.cancel("llama")
+        monkeypatch.undo()
+        console.cancel("llama")
+    assert isinstance(errors[0], WaitEnded)
+
+
+def test_a_wait_that_begins_after_the_request_goes_on(two):
+    """The person has named the wait that was shown, and not every later one."""
+    waiter, console = two
+    session, key = console._session, console._session.new_key("cancel")
+    with waiting(waiter, "llama"):
+        [later] = session.ledger.read().tickets
+        earlier = replace(
+            later, key=key.text, owner=session.me, verb="cancel", arrived=later.arrived - 1
+        )
+        session.decide(lambda book, world: (book.with_ticket(earlier), None))
+        with pytest.raises(GpuError, match="nothing waits for llama any more"):
+            waits.obey(waiter._session, recall.Order(key.text, "cancel", "llama", who="ann"))
+        waiter.cancel("llama")
+
+
+def test_a_click_on_end_wait_ends_the_wait_of_that_row(two):
+    """From the row of the queue to the error of the waiting cell."""
+    waiter, console = two
+    with waiting(waiter, "llama") as errors:
+        [row] = [row for row in queue(console.status()) if row.buttons]
+        assert [(button.verb, button.label) for button in row.buttons] == [("cancel", "End wait")]
+        proposal = propose("cancel", row.id, console.status())
+        assert attempt(console, proposal, "ann, console")[0] == "done"
+    assert errors[0].by.startswith("ann, console")
+    state, words = attempt(console, proposal, "ann, console")
+    assert state == "failed" and words == "Nothing waits for llama any more. Nothing was done."
