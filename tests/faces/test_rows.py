@@ -227,6 +227,7 @@ def test_the_request_of_a_stopped_process_is_shown_as_overtaken():
     ticket = Ticket("k", BOB.id, "use", "llama", NOW - 60, NOW - 30, because="room")
     (row,) = queue(snapshot(tickets=(ticket,)))
     assert "Its process has been stopped for 30 s" in texts(row)[-1]
+    assert "cannot end its wait" in row.buttons[0].why_not
 
 
 def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases():
