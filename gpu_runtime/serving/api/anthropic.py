@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from ..requests import Refused, Reply, bad
-from .call_parts import CallParts
-from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
+from ..requests import Refused, bad
+from .openai import REFUSALS, Sent, read_json, request_body, unless_gone
+from .translation import Writer, functions, require_object
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
 _OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")
@@ -60,13 +60,11 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         try:
             body = chat_of(await read_json(request))
             reply = await unless_gone(request, gateway().answer("chat", body, actor))
-        except Gone:
-            return JSONResponse({}, 499)  # the client has left
         except Refused as refused:
             return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
         if reply.events is None:
             return JSONResponse(message_of(reply.json or {}), headers=reply.headers)
-        return Sent(reply, events(reply))
+        return Sent(reply, _Writer().events(reply))
 
 
 # -- requests
@@ -74,8 +72,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
 
 def chat_of(body: Any) -> dict[str, Any]:
     """The body of a chat for the `body` of a call of `/v1/messages`. Raises Refused (400)."""
-    if not isinstance(body, Mapping):
-        raise Refused(400, "bad_body", "the body must be a JSON object")
+    require_object(body)
     chat = {name: value for name, value in body.items() if name in _SAME or name[:2] == "x_"}
     for name in body:
         if name not in chat and name not in _OTHER and name not in _IGNORED:
@@ -91,11 +88,7 @@ def chat_of(body: Any) -> dict[str, Any]:
         chat["messages"] += _messages(f"messages[{at}]", message)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise bad("tools", tools, "a list of tools")
-    if tools:
-        chat["tools"] = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(tools)]
+    chat |= functions(body.get("tools"), _tool)
     chat |= _tool_choice(body.get("tool_choice"))
     thinking = body.get("thinking")
     if isinstance(thinking, Mapping) and "x_thinking" not in chat:
@@ -233,74 +226,44 @@ def error_of(refused: Refused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
-async def events(reply: Reply) -> AsyncIterator[bytes]:
-    """Yields a streamed `reply` as Anthropic's events. An error in a started stream is its last event."""
-    assert reply.events is not None
-    writer = _Writer()
-    try:
-        async for chunk in reply.events:
-            if "error" in chunk and "choices" not in chunk:
-                error = {"type": "api_error", "message": chunk["error"]["message"]}
-                yield _event("error", error=error)
-                return
-            for event in writer.feed(chunk):
-                yield event
-        for event in writer.end():
-            yield event
-    finally:
-        await reply.aclose()
-
-
-class _Writer:
+class _Writer(Writer):
     """Turns the chunks of one chat into Anthropic's events.
 
     Consecutive thoughts are one block, and so is consecutive text. Each tool call is one block.
     """
 
     def __init__(self) -> None:
-        self._begun = False
+        super().__init__()
         self._blocks = 0
         self._run = ""  # the type of the block that has begun: thinking or text; empty: none has
-        self._finish = "stop"
-        self._usage: dict[str, int] = _usage(None)
-        self._calls = CallParts()
 
-    def feed(self, chunk: dict[str, Any]) -> list[bytes]:
-        """The events for one `chunk`."""
-        found = []
-        if not self._begun:
-            self._begun = True
-            message = {**_message(chunk.get("model", "")), "content": [], "stop_reason": None}
-            message |= {"usage": self._usage, "x_gpu": chunk.get("x_gpu")}
-            found.append(_event("message_start", message=message))
-        if chunk.get("usage"):
-            self._usage = _usage(chunk["usage"])
-        for choice in chunk.get("choices") or ():
-            delta = choice.get("delta") or {}
-            if delta.get("reasoning_content"):
-                found += self._piece("thinking", delta["reasoning_content"])
-            if delta.get("content"):
-                found += self._piece("text", delta["content"])
-            for call in delta.get("tool_calls") or ():
-                self._calls.add(call)
-            self._finish = choice.get("finish_reason") or self._finish
-        return found
+    def begin(self, chunk: dict[str, Any]) -> list[bytes]:
+        message = {**_message(self.model), "content": [], "stop_reason": None}
+        message |= {"usage": _usage(None), "x_gpu": chunk.get("x_gpu")}
+        return [_event("message_start", message=message)]
 
-    def end(self) -> list[bytes]:
-        """The last events."""
+    def pieces(self, thought: str, text: str) -> list[bytes]:
+        return [*self._piece("thinking", thought), *self._piece("text", text)]
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        return _event("error", error={"type": "api_error", "message": error["message"]})
+
+    def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
         found = self._end_run()
-        for call in self._calls.calls():
+        for call in calls:
             function = call["function"]
             block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
             delta = {"type": "input_json_delta", "partial_json": function["arguments"] or "{}"}
             found += self._block(block, [delta])
-        stop = {"stop_reason": _STOP_REASONS.get(self._finish, "end_turn"), "stop_sequence": None}
-        found.append(_event("message_delta", delta=stop, usage=self._usage))
+        stop = {"stop_reason": _STOP_REASONS.get(self.finish, "end_turn"), "stop_sequence": None}
+        found.append(_event("message_delta", delta=stop, usage=_usage(self.usage)))
         found.append(_event("message_stop"))
         return found
 
     def _piece(self, kind: str, text: str) -> list[bytes]:
         """The events for a piece of thoughts or of text. `kind` is also the name of Anthropic's field for the piece."""
+        if not text:
+            return []
         found = []
         if self._run != kind:
             found = self._end_run()

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from ..requests import MAX_SECONDS, Refused, Reply, bad
-from .call_parts import CallParts
-from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone, visitor_name
+from ..requests import MAX_SECONDS, Refused, bad
+from .openai import REFUSALS, Sent, read_json, request_body, unless_gone, visitor_name
+from .translation import Writer, require_object
 
 NDJSON = "application/x-ndjson"
 _OPTIONS = {  # Ollama's name of an option -> OpenAI's name of the field
@@ -99,13 +99,11 @@ def _add_call(
         try:
             kind, body = translate(await read_json(request))
             reply = await unless_gone(request, gateway().answer(kind, body, actor))
-        except Gone:
-            return JSONResponse({}, 499)  # the client has left
         except Refused as refused:
             error = {"error": refused.message}
             return JSONResponse(error, refused.status, headers=refused.headers)
         if reply.events is not None:
-            return Sent(reply, lines(reply, part), NDJSON)
+            return Sent(reply, _Writer(part).events(reply), NDJSON)
         answer = reply.json or {}
         made = embedded(answer) if part is None else whole(answer, part)
         return JSONResponse(made, headers=reply.headers)
@@ -186,8 +184,7 @@ def embed_of(body: Any) -> tuple[str, dict[str, Any]]:
 
 def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
     """The fields that all calls have in common. `own` are the further fields of the route."""
-    if not isinstance(body, Mapping):
-        raise Refused(400, "bad_body", "the body must be a JSON object")
+    require_object(body)
     known = ("model", "stream", "options", "format", "keep_alive", "think", *own)
     for name, value in body.items():
         if name not in known and name[:2] != "x_" and value not in (None, "", [], {}):
@@ -275,8 +272,9 @@ def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
     choice = answer["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
     thought = message.get("reasoning_content") or ""
+    head = _head(answer.get("model", ""))
     made = part(message.get("content") or "", message.get("tool_calls") or (), thought)
-    return {**_head(answer), **made, **_end(choice["finish_reason"], answer.get("usage"))}
+    return {**head, **made, **_end(choice["finish_reason"], answer.get("usage"))}
 
 
 def embedded(answer: dict[str, Any]) -> dict[str, Any]:
@@ -286,31 +284,25 @@ def embedded(answer: dict[str, Any]) -> dict[str, Any]:
     return {"model": answer["model"], "embeddings": vectors, "prompt_eval_count": count}
 
 
-async def lines(reply: Reply, part: Any) -> AsyncIterator[bytes]:
-    """Yields a streamed `reply` as lines of JSON. An error in a started stream is its last line."""
-    assert reply.events is not None
-    finish, usage, head = "stop", None, {}
-    calls = CallParts()
-    try:
-        async for chunk in reply.events:
-            if "error" in chunk and "choices" not in chunk:
-                yield _line({"error": chunk["error"]["message"]})
-                return
-            head = _head(chunk)
-            usage = chunk.get("usage") or usage
-            for choice in chunk.get("choices") or ():
-                delta = choice.get("delta") or {"content": choice.get("text")}
-                for call in delta.get("tool_calls") or ():
-                    calls.add(call)
-                text, thought = delta.get("content"), delta.get("reasoning_content")
-                if text or thought:
-                    yield _line({**head, **part(text or "", (), thought or ""), "done": False})
-                finish = choice.get("finish_reason") or finish
-        if calls.calls():
-            yield _line({**head, **part("", calls.calls()), "done": False})
-        yield _line({**head, **part("", ()), **_end(finish, usage)})
-    finally:
-        await reply.aclose()
+class _Writer(Writer):
+    """Turns the chunks of one call into lines of JSON. `part(text, calls, thought)` makes the field with the text."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self._part = part
+
+    def pieces(self, thought: str, text: str) -> list[bytes]:
+        return [self._line(self._part(text, (), thought), done=False)]
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        return _line({"error": error["message"]})
+
+    def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
+        found = [self._line(self._part("", calls), done=False)] if calls else []
+        return [*found, self._line(self._part("", ()), **_end(self.finish, self.usage))]
+
+    def _line(self, part: dict[str, Any], **fields: Any) -> bytes:
+        return _line({**_head(self.model), **part, **fields})
 
 
 def _chat_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
@@ -329,8 +321,8 @@ def _generate_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
     return {"response": text, "thinking": thought} if thought else {"response": text}
 
 
-def _head(answer: dict[str, Any]) -> dict[str, Any]:
-    return {"model": answer.get("model", ""), "created_at": datetime.now(UTC).isoformat()}
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": datetime.now(UTC).isoformat()}
 
 
 def _end(finish: str, usage: Any) -> dict[str, Any]:

@@ -101,10 +101,6 @@ def visitor_name(request: Request) -> str:
     return name
 
 
-class Gone(Exception):
-    """The client has disconnected."""
-
-
 def schema(kind: str) -> dict[str, Any]:
     """The OpenAPI schema of the body of a call of this `kind`. Fields outside the schema are sent to the engine."""
     fields = {"model": _MODEL, **_FIELDS[kind]}
@@ -128,13 +124,13 @@ async def read_json(request: Request) -> Any:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client of `request` disconnects first, the work is cancelled and Gone is raised."""
+    """The result of `work`. If the client of `request` leaves first, cancels the work and raises Refused (499)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise Refused(499, "client_gone", "the client has left")
         return task.result()
     finally:
         for unfinished in (gone, task):
@@ -216,10 +212,7 @@ def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> No
     async def post(request: Request, actor: str = acts) -> Any:
         """Answers one call, whole or as a stream."""
         body = await read_json(request)
-        try:
-            reply = await unless_gone(request, gateway().answer(kind, body, actor))
-        except Gone:
-            return JSONResponse({}, 499)  # nobody reads it
+        reply = await unless_gone(request, gateway().answer(kind, body, actor))
         if reply.events is None:
             return JSONResponse(reply.json, headers=reply.headers)
         return Sent(reply)

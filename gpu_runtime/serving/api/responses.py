@@ -15,9 +15,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from ..requests import Refused, Reply, bad
-from .call_parts import CallParts
-from .openai import REFUSALS, Gone, Sent, read_json, request_body, unless_gone
+from ..requests import Reply, bad
+from .openai import REFUSALS, Sent, read_json, request_body, unless_gone
+from .translation import Writer, functions, require_object
 
 # Fields of both formats.
 _SAME = (
@@ -65,10 +65,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         """An answer in the format of OpenAI's Responses API, whole or streamed. It is not stored."""
         body = await read_json(request)
         chat = chat_of(body)
-        try:
-            reply = await unless_gone(request, gateway().answer("chat", chat, actor))
-        except Gone:
-            return JSONResponse({}, 499)  # the client has left
+        reply = await unless_gone(request, gateway().answer("chat", chat, actor))
         if reply.events is None:
             return JSONResponse(response_of(reply.json or {}, body), headers=reply.headers)
         return Sent(reply, events(reply, body))
@@ -79,8 +76,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
 
 def chat_of(body: Any) -> dict[str, Any]:
     """The body of a chat for the `body` of a call of `/v1/responses`. Raises Refused (400)."""
-    if not isinstance(body, Mapping):
-        raise Refused(400, "bad_body", "the body must be a JSON object")
+    require_object(body)
     chat = {name: value for name, value in body.items() if name in _SAME or name[:2] == "x_"}
     for name, value in body.items():
         if name in chat or name in _OTHER or value is None or value in _NEUTRAL.get(name, ()):
@@ -93,11 +89,7 @@ def chat_of(body: Any) -> dict[str, Any]:
     chat["messages"] += _messages(body.get("input"))
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise bad("tools", tools, "a list of tools")
-    if tools:
-        chat["tools"] = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(tools)]
+    chat |= functions(body.get("tools"), _tool)
     if body.get("tool_choice") is not None:
         chat["tool_choice"] = _tool_choice(body["tool_choice"])
     chat |= _format(body.get("text") or {})
@@ -237,80 +229,58 @@ def response_of(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, An
     return _ended(made, output, choice["finish_reason"], answer.get("usage"))
 
 
-async def events(reply: Reply, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
+def events(reply: Reply, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
     """Yields a streamed `reply` as events; `body` is that of the call.
 
     An error in a started stream is its last event.
     """
-    assert reply.events is not None
-    writer = _Writer(body)
-    try:
-        async for chunk in reply.events:
-            if "error" in chunk and "choices" not in chunk:
-                error = chunk["error"]
-                fields = {"message": error["message"], "code": error["code"], "param": None}
-                yield writer.event("error", error=error, **fields)
-                return
-            for event in writer.feed(chunk):
-                yield event
-        for event in writer.end():
-            yield event
-    finally:
-        await reply.aclose()
+    return _Writer(body).events(reply)
 
 
-class _Writer:
+class _Writer(Writer):
     """Turns the chunks of one chat into events. Consecutive thoughts are one item, and so is consecutive text. Each
     tool call is one item.
     """
 
     def __init__(self, body: Mapping[str, Any]) -> None:
+        super().__init__()
         self._body = body
         self._response: dict[str, Any] = {}
         self._output: list[dict[str, Any]] = []  # the items that have ended
         self._run = ""  # the type of the item that has begun: reasoning or message
         self._item: dict[str, Any] = {}
         self._texts: list[str] = []
-        self._finish = "stop"
-        self._usage: Any = None
-        self._calls = CallParts()
         self._events = 0
 
-    def event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         """One event of the type `kind` with these `fields`."""
         data = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
         return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
-    def feed(self, chunk: dict[str, Any]) -> list[bytes]:
-        """The events for one `chunk`."""
-        found = []
-        if not self._response:
-            self._response = _response(chunk, self._body)
-            for name in ("created", "in_progress"):
-                found.append(self.event(f"response.{name}", response=self._response))
-        self._usage = chunk.get("usage") or self._usage
-        for choice in chunk.get("choices") or ():
-            delta = choice.get("delta") or {}
-            if delta.get("reasoning_content"):
-                found += self._piece("reasoning", delta["reasoning_content"])
-            if delta.get("content"):
-                found += self._piece("message", delta["content"])
-            for call in delta.get("tool_calls") or ():
-                self._calls.add(call)
-            self._finish = choice.get("finish_reason") or self._finish
-        return found
+    def begin(self, chunk: dict[str, Any]) -> list[bytes]:
+        self._response = _response(chunk, self._body)
+        names = ("created", "in_progress")
+        return [self._event(f"response.{name}", response=self._response) for name in names]
 
-    def end(self) -> list[bytes]:
-        """The last events."""
+    def pieces(self, thought: str, text: str) -> list[bytes]:
+        return [*self._piece("reasoning", thought), *self._piece("message", text)]
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        fields = {"message": error["message"], "code": error["code"], "param": None}
+        return self._event("error", error=error, **fields)
+
+    def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
         found = self._end_run()
-        for call in self._calls.calls():
+        for call in calls:
             found += self._call(_call_item(call))
-        made = _ended(self._response, self._output, self._finish, self._usage)
-        return [*found, self.event(f"response.{made['status']}", response=made)]
+        made = _ended(self._response, self._output, self.finish, self.usage)
+        return [*found, self._event(f"response.{made['status']}", response=made)]
 
     def _piece(self, kind: str, text: str) -> list[bytes]:
         """The events for a piece of thoughts or of text."""
+        if not text:
+            return []
         found = []
         if self._run != kind:
             found = self._end_run()
@@ -356,7 +326,7 @@ class _Writer:
         return found
 
     def _of_item(self, kind: str, **fields: Any) -> bytes:
-        return self.event(f"response.{kind}", output_index=len(self._output), **fields)
+        return self._event(f"response.{kind}", output_index=len(self._output), **fields)
 
     def _of_part(self, kind: str, **fields: Any) -> bytes:
         return self._of_item(kind, item_id=self._item["id"], content_index=0, **fields)

@@ -1,0 +1,89 @@
+"""What the routes in other formats have in common: a chat is read from their format, and written in it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+from ..requests import Refused, Reply, bad
+
+
+def require_object(body: Any) -> None:
+    """Raises Refused (400) if `body` is not a JSON object."""
+    if not isinstance(body, Mapping):
+        raise Refused(400, "bad_body", "the body must be a JSON object")
+
+
+def functions(
+    tools: Any, function: Callable[[str, Any], dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """The field `tools` of a chat: what `function(place, tool)` returns for each of `tools`; empty without tools."""
+    if not isinstance(tools or [], list):
+        raise bad("tools", tools, "a list of tools")
+    return (
+        {"tools": [function(f"tools[{at}]", one) for at, one in enumerate(tools)]} if tools else {}
+    )
+
+
+class Writer:
+    """Turns the chunks of one streamed chat into the events of another format."""
+
+    def __init__(self) -> None:
+        """A writer that has read no chunk."""
+        self.model, self.finish = "", "stop"
+        self.usage: Any = None
+        self._begun = False
+        self._calls: dict[int, dict[str, Any]] = {}
+
+    def begin(self, chunk: dict[str, Any]) -> Iterable[bytes]:
+        """The events before the first `chunk`."""
+        return ()
+
+    def pieces(self, thought: str, text: str) -> Iterable[bytes]:
+        """The events for a piece of thoughts and a piece of text. One of them may be empty."""
+        raise NotImplementedError
+
+    def end(self, calls: list[dict[str, Any]]) -> Iterable[bytes]:
+        """The last events. `calls` are the tool calls in OpenAI's format."""
+        raise NotImplementedError
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        """The last event of a stream that ends with this `error` in OpenAI's format."""
+        raise NotImplementedError
+
+    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """Yields a streamed `reply` as events. An error in a started stream is the last event."""
+        assert reply.events is not None
+        try:
+            async for chunk in reply.events:
+                if "error" in chunk and "choices" not in chunk:
+                    yield self.error(chunk["error"])
+                    return
+                for event in self._read(chunk):
+                    yield event
+            for event in self.end(list(self._calls.values())):
+                yield event
+        finally:
+            await reply.aclose()
+
+    def _read(self, chunk: dict[str, Any]) -> Iterable[bytes]:
+        if not self._begun:
+            self._begun, self.model = True, chunk.get("model", "")
+            yield from self.begin(chunk)
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {"content": choice.get("text")}
+            thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
+            if thought or text:
+                yield from self.pieces(thought, text)
+            for call in delta.get("tool_calls") or ():
+                self._add_call(call)
+            self.finish = choice.get("finish_reason") or self.finish
+
+    def _add_call(self, part: dict[str, Any]) -> None:
+        """Adds a `part` of a tool call. An engine may send the arguments of a call in many chunks."""
+        new = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        known = self._calls.setdefault(part.get("index", 0), new)
+        known["id"] = known["id"] or part.get("id") or ""
+        for name in ("name", "arguments"):
+            known["function"][name] += (part.get("function") or {}).get(name) or ""
