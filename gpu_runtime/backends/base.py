@@ -1,7 +1,7 @@
-"""The protocol of a backend, and two tests that all backends share: hub ids and out-of-memory
+"""The base of backends, and two tests that all backends share: hub ids and out-of-memory
 errors.
 
-No backend is defined in this module. `registry.py` opens backends by name.
+`registry.py` opens backends by name.
 """
 
 from __future__ import annotations
@@ -44,19 +44,17 @@ class Stillness(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """Loads, moves and drops one kind of model.
+class Backend:
+    """The base of backends. A backend loads, moves and drops one kind of model.
 
     A backend is thread-safe. The owner calls it for one model from one thread at a time.
     """
 
     name: str
-    can_move: bool  # False: a Move becomes Drop + Load
-    can_split: bool  # False: a model stays on one device, whatever its layout says
-    # A backend may have `piece_bytes(model) -> int`: bytes of the largest piece of the model that
-    # can leave a card while the others stay. Without it, or with 0, the model moves as a whole.
-    # `move` to shares on the model's card and on the host copies whole pieces to the host, as many
-    # as fit into that share.
+    can_move = True  # False: a Move becomes Drop + Load
+    can_split = True  # False: a model stays on one device, whatever its layout says
+    layout = "auto"  # the layout of its models that have none
+    shares = False  # whether processes share the copies of its models in host memory
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """What the source of `spec` shows about the model's size. Nothing is loaded.
@@ -66,7 +64,7 @@ class Backend(Protocol):
 
         Raises NotAModel, and LoadFailed for a damaged source.
         """
-        ...
+        raise NotImplementedError
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         """Relative sizes of the consecutive pieces between which the model of `spec` may be cut.
@@ -75,7 +73,7 @@ class Backend(Protocol):
         byte. A loaded `model` gives exact sizes. Otherwise the sizes come from `origin` or from the
         source.
         """
-        ...
+        return ()
 
     def load(
         self,
@@ -95,15 +93,15 @@ class Backend(Protocol):
         On any failure, an interrupt included, nothing stays allocated. Raises LoadFailed,
         CannotGovern, or the device's own out-of-memory error (see `is_out_of_memory`).
         """
-        ...
+        raise NotImplementedError
 
     def value(self, model: Any) -> Any:
         """The object that `use` yields for the handle `model`. For torch it is the nn.Module."""
-        ...
+        return model
 
     def move(self, model: Any, shares: Shares) -> None:
         """Moves all bytes of `model` to new `shares`, or none. The Python objects stay the same."""
-        ...
+        raise NotImplementedError
 
     def drop(self, model: Any) -> None:
         """Frees the bytes of `model`, also if user code still holds the object. Repeating is safe.
@@ -111,28 +109,53 @@ class Backend(Protocol):
         Bytes that exist nowhere else stay with an object that user code holds. They are freed with
         that object.
         """
-        ...
+        raise NotImplementedError
 
     def measure(self, model: Any) -> Shares:
         """The bytes of the storages of `model` on each device; empty for a dropped model."""
-        ...
+        raise NotImplementedError
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:
         """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`; normally
         empty.
         """
-        ...
+        return ()
 
     def droppable(self, model: Any) -> bool:
         """Whether a cheap check suggests that the source could restore `model` byte for byte."""
-        ...
+        return False
 
     def unchanged(self, model: Any) -> bool:
         """Whether `model` and its source are proven unchanged since the load.
 
         Called before a drop.
         """
-        ...
+        return self.droppable(model)
+
+    def piece_bytes(self, model: Any) -> int:
+        """Bytes of the largest piece of `model` that can leave a card while the others stay.
+
+        0 if the model moves as a whole. `move` to shares on the model's card and on the host copies
+        whole pieces to the host, as many as fit into that share.
+        """
+        return 0
+
+    def must_return_to(self, model: Any) -> dict[str, int]:
+        """The only devices to which `model` can return, with 0 for any number of bytes.
+
+        Empty if the model can return to any device.
+        """
+        return {}
+
+    def keeps_shadow(self, spec: ModelSpec) -> bool:
+        """Whether a copy of the model of `spec` may stay in host memory while it is on a card.
+
+        Then `load` and `move` take `shadow`, and `free_shadow` frees the copy.
+        """
+        return False
+
+    def free_shadow(self, model: Any) -> None:
+        """Frees the copy of `model` in host memory. Repeating is safe."""
 
 
 def looks_like_hub_id(text: str) -> bool:

@@ -15,7 +15,7 @@ from ..devices.process_memory import Block
 from ..errors import LoadFailed, OutOfMemory
 from ..facts import HOST, Evidence, ModelSpec, Shares, where
 from ..units import GIB
-from .base import Progress
+from .base import Backend, Progress
 
 Hook = Callable[[str], Any]
 LARGE_BYTES = 32 * GIB  # a fake model of this size has pieces, as a large model has layers
@@ -47,7 +47,7 @@ class FakeModel:
         return f"<fake {self.name} on {where(self.place[0]) or 'disk'}>"
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     """Loads, moves and drops fake models.
 
     For drills, `origin` may be a callable. It is called with "load" or "move" as soon as the bytes
@@ -59,8 +59,6 @@ class FakeBackend:
     """
 
     name = "fake"
-    can_move = True
-    can_split = True
 
     def __init__(self, probe: Probe) -> None:
         """Allocates on the devices of `probe`."""
@@ -69,14 +67,6 @@ class FakeBackend:
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """Shows no size, so `spec` must declare a size. `origin` is ignored."""
         return Evidence(why_unknown="a fake model has only the size that it declares")
-
-    def pieces(
-        self, spec: ModelSpec, origin: Any = None, model: FakeModel | None = None
-    ) -> tuple[int, ...]:
-        """Returns an empty tuple: the `model` of `spec` may be cut at any byte. `origin` is
-        ignored.
-        """
-        return ()
 
     def load(
         self,
@@ -120,10 +110,6 @@ class FakeBackend:
         if shadow:
             with contextlib.suppress(OutOfMemory):  # the host is full: then there is no copy
                 model.shadow = (self.probe.place(HOST).allocate(total),)
-        return model
-
-    def value(self, model: FakeModel) -> FakeModel:
-        """The `model` itself."""
         return model
 
     def piece_bytes(self, model: FakeModel) -> int:
@@ -203,16 +189,8 @@ class FakeBackend:
         """The shares that `model` holds."""
         return model.place[0]
 
-    def elsewhere(self, model: FakeModel) -> tuple[str, ...]:
-        """Returns an empty tuple, because a fake `model` has no tensors."""
-        return ()
-
     def droppable(self, model: FakeModel) -> bool:
-        """Always True, because a fake `model` has no weights to lose."""
-        return True
-
-    def unchanged(self, model: FakeModel) -> bool:
-        """Always True, because a fake `model` has no weights that could change."""
+        """Always True, because a fake `model` has no weights."""
         return True
 
     def _settle(

@@ -10,15 +10,14 @@ from typing import Any, NoReturn
 
 from ..errors import LoadFailed
 from ..facts import Evidence, ModelSpec
-from .base import looks_like_hub_id
+from .base import Backend, looks_like_hub_id
 from .formats import sources
 
 
-class AbsentBackend:
+class AbsentBackend(Backend):
     """Reads the size of a model from its source. It never loads a model."""
 
     can_move = False
-    can_split = True
 
     def __init__(self, name: str) -> None:
         """Stands in for the backend called `name`."""
@@ -38,14 +37,6 @@ class AbsentBackend:
                 raise
             reason = str(error).removeprefix(f"{spec.name}: ").rstrip(".")
             return Evidence(name=spec.source, why_unknown=reason)
-
-    def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Returns an empty tuple: without its backend, the `model` of `spec` counts as divisible
-        anywhere.
-
-        `origin` is ignored.
-        """
-        return ()
 
     def load(self, spec: ModelSpec, *_: Any, **__: Any) -> NoReturn:
         """Always raises LoadFailed with the name of the model of `spec` and of the backend."""

@@ -48,7 +48,7 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
     splits = resident.backend.can_split and len(resident.pieces()) != 1
     layout = resident.spec.layout if splits else "single"
     if layout == "auto":
-        layout = getattr(resident.backend, "layout", layout)  # an engine may require one
+        layout = resident.backend.layout  # an engine may require one
     devices = allowed_devices(session, resident)
     rules = replace(session.settings.placement(), devices=devices, layout=layout)
     rules = replace(rules, **resident.spec.placement)

@@ -122,7 +122,7 @@ class KernelResident(Resident):
     def _claimed(self) -> dict[str, int]:
         """The bytes that the kernel claims on each card where it is, or to which it will return."""
         if self.place is Place.AWAY:
-            claimed = dict(self.backend.must_return_to(self.handle))  # type: ignore[attr-defined]
+            claimed = dict(self.backend.must_return_to(self.handle))
         else:
             claimed = {
                 share.device: share.bytes for share in self.lease.filled or self.lease.shares

@@ -14,11 +14,10 @@ def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) ->
     A model that claims more than its own bytes and its working memory, such as a whole card, leaves
     as a whole. A `lease` in parts keeps its size.
     """
-    found = getattr(backend, "piece_bytes", None)
     claims_more = lease.bytes > lease.own_bytes + lease.working_bytes
-    if found is None or not backend.can_move or claims_more or spec.layout == "whole":
+    if not backend.can_move or claims_more or spec.layout == "whole":
         return 0
-    return found(handle) or (lease.piece_bytes if lease.in_parts else 0)
+    return backend.piece_bytes(handle) or (lease.piece_bytes if lease.in_parts else 0)
 
 
 def restore_seconds(before: Lease, seconds: float) -> float:

@@ -219,10 +219,9 @@ class Resident:
 
         Empty if the model can return to any device. 0 bytes mean any number of bytes.
         """
-        bound = getattr(self.backend, "must_return_to", None)
-        if bound is None or self.handle is None or self.place is not Place.AWAY:
+        if self.handle is None or self.place is not Place.AWAY:
             return {}
-        return bound(self.handle)
+        return self.backend.must_return_to(self.handle)
 
     # -- moving; the caller has reserved the room
 

@@ -16,8 +16,7 @@ def wanted(session: Session, resident: Resident) -> bool:
     """Whether a copy of the model may stay in host memory while the model is on a card."""
     if session.settings.gpu_shadows == "never" or not session.rules.offload:
         return False
-    keeps = getattr(resident.backend, "keeps_shadow", None)
-    return keeps is not None and keeps(resident.spec)
+    return resident.backend.keeps_shadow(resident.spec)
 
 
 def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
     name = resident.spec.name
 
     files = ""
-    if session.settings.gpu_shadows != "private" and getattr(resident.backend, "shares", False):
+    if session.settings.gpu_shadows != "private" and resident.backend.shares:
         files = resident.backend.files_of(resident.spec)  # type: ignore[attr-defined]
 
     def decide(book: Book, world: World) -> tuple[Book, tuple[bool, dict[str, tuple[int, ...]]]]:
@@ -74,7 +73,7 @@ def free(resident: Resident) -> bool:
     with resident.work:
         if resident.place is Place.MOVING or not resident.shadow_bytes:
             return False
-        resident.backend.free_shadow(resident.handle)  # type: ignore[attr-defined]
+        resident.backend.free_shadow(resident.handle)
         resident.shadow_bytes = 0
     return True
 

@@ -428,7 +428,7 @@ def test_a_read_of_the_address_waits_for_a_restart(record):
 
 
 def test_a_read_of_a_lost_server_s_address_raises(record, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.backends.engines.server.MOST_RESTARTS", 0)
+    monkeypatch.setattr("gpu_runtime.backends.processes.engine.MOST_RESTARTS", 0)
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
     lost = threading.Event()

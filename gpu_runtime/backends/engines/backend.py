@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ...devices.probe import Probe
-from ...errors import EngineDied, LoadFailed
+from ...errors import LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
 from ..base import Progress
 from ..fault_texts import Kind
@@ -100,15 +100,8 @@ class Served(EngineModel[Server]):
         if server.listens():
             return server
         why = "no process of the server listens on its port"
-        raise EngineDied(
-            f"the server of {self.name} cannot be reached: {why}.\n  Its log:  {server.log}",
-            name=self.name,
-            pid=next(iter(server.pids), None),
-            status=None,
-            kind=Kind.CRASH.value,
-            why=why,
-            log=str(server.log),
-        )
+        text = f"the server of {self.name} cannot be reached: {why}."
+        raise server.died(Kind.CRASH, text, why, pid=next(iter(server.pids), None))
 
     def _running_server(self) -> Server:
         """The server. If it is being restarted, waits for that first. Raises NotResident,
@@ -116,11 +109,8 @@ class Served(EngineModel[Server]):
         """
         while self.starting:
             time.sleep(POLL_SECONDS)
-        server = self._engine
-        if server is None:
-            raise self._not_loaded(f"Use it inside:  with rt.use({self.name!r}) as served:")
-        if server.error is not None:
-            raise type(server.error)(str(server.error), **server.error.facts)
+        server = self._loaded_engine("Use it inside:  with rt.use({!r}) as served:")
+        server.require()
         return server
 
 

@@ -13,30 +13,23 @@ import enum
 import errno
 import http.client
 import json
-import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ... import threads
-from ...devices.process_memory import out_of_memory
-from ...engine_logs import new_log
-from ...errors import EngineDied, GpuError, LoadFailed
+from ...errors import LoadFailed
 from ...facts import ModelSpec
 from ...tcp_sockets import Listener, listeners, of_another_user, socket_inodes
-from ..fault_texts import Kind, last_line, recognise
-from ..processes import orphan_guard
+from ..processes.engine import RestartedEngine
 from ..processes.orphan_guard import descendants
-from ..processes.processes import MOST_RESTARTS, Child, in_words, python_file
+from ..processes.processes import MOST_RESTARTS, STOP_SECONDS, Child, guarded, in_words
 from .ports import Port, claim
 from .recipe import LaunchOrder, Recipe, SendRequest
 
 MOST_PORTS = 5  # tried, if a process that makes no claims keeps taking the port first
-STOP_SECONDS = 3.0  # for an orderly end
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
 READY_STATUS = 200  # of the health check
@@ -60,8 +53,11 @@ NEXT_STATES = {
 }
 
 
-class Server:
+class Server(RestartedEngine):
     """The process of one engine, from its first start to its end, restarts included."""
+
+    title = "server"
+    _clock, _sleep = staticmethod(time.monotonic), staticmethod(time.sleep)  # tests replace them
 
     def __init__(
         self,
@@ -72,32 +68,22 @@ class Server:
         *,
         port_range: range,
         start_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """A server for `spec`. The method `start` starts it as its `recipe` describes.
 
         `order_for` makes the launch order from a port and a key. `env` is the environment of the
-        process. The port is one of `port_range`. Each start may take `start_seconds`. Tests replace
-        the monotonic `clock` and `sleep`.
+        process. The port is one of `port_range`. Each start may take `start_seconds`.
         """
-        self.spec, self.recipe = spec, recipe
+        super().__init__(spec)
+        self.recipe = recipe
         self.state, self.past = ServerState.IDLE, [ServerState.IDLE]
-        self.restarts = 0
-        self.log = new_log(spec.name)
         self.order: LaunchOrder | None = None  # the order of the latest start
-        self.error: GpuError | None = None  # why the server has ended and is not restarted
         self._order_for, self._env = order_for, env
         self._port_range, self._start_seconds = port_range, start_seconds
-        self._clock, self._sleep = clock, sleep
         self._child: Child | None = None
         self._line: socket.socket | None = None  # its guard ends the server when this closes
         self._port: Port | None = None
         self._known_listeners: frozenset[Listener] = frozenset()  # sockets of its own processes
-        self._wanted = True  # False: it was ended on purpose
-        self._on_loss: Callable[[str, str], None] | None = None
-        self._loss_reported = False
-        self._lock = threading.RLock()
 
     # -- its properties
 
@@ -205,7 +191,7 @@ class Server:
 
     def _launch(self, port: Port) -> None:
         """Starts the guard, which starts the engine. Both inherit the claim of the port."""
-        with self._lock:
+        with self._changed:
             self._enter(ServerState.LOADING)
             self._port = port
             self._known_listeners = frozenset()
@@ -215,58 +201,37 @@ class Server:
                 self.order = self.order._replace(socket_fd=port.bind())
                 fds.append(self.order.socket_fd)
             command = self.recipe.command(self.order)
-            self._line, guard_end = socket.socketpair()
-            with guard_end:
-                guard = python_file(Path(orphan_guard.__file__))
-                arguments = [str(guard_end.fileno()), str(os.getpid()), str(STOP_SECONDS)]
-                self._child = Child(
-                    [*guard, *arguments, *command.words],
-                    log=self.log,
-                    env={**self._env, **command.environment},
-                    fds=(guard_end.fileno(), *fds),
-                )
+            environment = {**self._env, **command.environment}
+            self._child, self._line = guarded(command.words, self.log, environment, fds)
+            self._pid = self._child.pid
             port.release_socket()
 
     def _wait_until_ready(self) -> None:
         """Polls the health check, then prepares the model. Raises the error of a failed load."""
-        assert self._child is not None
+        child = self._child
+        assert child is not None
         until = self._clock() + self._start_seconds
         while not self._answers_health_check():
-            if not self._wanted or self._child.ended:
-                raise self._load_error(in_words(self._child.end()))
-            other = of_another_user(self.launch_order().port)
-            if other is not None:
-                raise self._load_error(f"a process of uid {other} listens on its port")
-            if self._clock() >= until:
-                raise self._load_error(f"it did not answer within {self._start_seconds:g} s")
+            why = ""
+            if not self._wanted or child.ended:
+                why = in_words(child.end())
+            elif (other := of_another_user(self.launch_order().port)) is not None:
+                why = f"a process of uid {other} listens on its port"
+            elif self._clock() >= until:
+                why = f"it did not answer within {self._start_seconds:g} s"
+            if why:
+                raise self._load_error(why, child.tail())
             self._sleep(POLL_SECONDS)
         self.recipe.prepare(self.launch_order(), self._sender(LOAD_ANSWER_SECONDS))
-        with self._lock:
+        with self._changed:
             self._enter(ServerState.READY)
-
-    def _load_error(self, why: str) -> GpuError:
-        """The error for a failed load, with the line of the server's log that explains it."""
-        output = self._child.tail() if self._child else ""
-        fault = recognise(output)
-        if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
-        explanation = fault.line if fault else last_line(output)
-        detail = f": {explanation}" if explanation else ""
-        return LoadFailed(
-            f"{self.spec.name} could not be loaded: {why}{detail}.\n  Its log:  {self.log}",
-            name=self.spec.name,
-            source=self.spec.source,
-            why=why,
-            kind=fault.kind.value if fault else "",
-            log=str(self.log),
-        )
 
     def _stop(self) -> None:
         """Ends the server and all its child processes.
 
         The guard ends them. If the guard does not, the whole process group is killed.
         """
-        with self._lock:
+        with self._changed:
             if self.state in (ServerState.IDLE, ServerState.STOPPING):
                 return
             self._enter(ServerState.STOPPING)
@@ -278,7 +243,7 @@ class Server:
             child.end()
         if port is not None:
             port.close()
-        with self._lock:
+        with self._changed:
             self._line = self._port = None
             self._enter(ServerState.IDLE)
 
@@ -289,67 +254,19 @@ class Server:
 
     # -- after the start
 
-    def _supervise(self) -> None:
-        """Restarts the server when it ends by itself, at most MOST_RESTARTS times.
+    def _wait_for_end(self) -> tuple[int, str] | None:
+        child = self._child
+        if child is None or not self._wanted:
+            return None
+        child.wait()
+        if not self._wanted:
+            return None
+        ended = child.end(), child.tail()
+        self._stop()
+        return ended
 
-        This runs in a separate thread.
-        """
-        while self._wanted:
-            child = self._child
-            if child is None:
-                return
-            child.wait()
-            if not self._wanted:
-                return
-            status = child.end()
-            output = child.tail()
-            self._stop()
-            fault = recognise(output)
-            kind = fault.kind if fault else Kind.CRASH
-            why = in_words(status)
-            if fault:
-                why = f"{why}: {fault.line}"
-            if self.restarts >= MOST_RESTARTS:
-                return self._give_up(kind, why, status)
-            self.restarts += 1
-            try:
-                self._start_on_free_port()
-            except Exception as error:  # noqa: BLE001 - the next call raises it
-                first_line = str(error).splitlines()[0]
-                return self._give_up(kind, f"{why}; the restart failed: {first_line}", status)
-
-    def _give_up(self, kind: Kind, why: str, status: int) -> None:
-        """Records that the server will not be restarted again, and reports the loss."""
-        name = self.spec.name
-        times = "once" if self.restarts == 1 else f"{self.restarts} times"
-        self.error = EngineDied(
-            f"the server of {name} is gone: {why.rstrip('.')}.\n"
-            f"  It was restarted {times}. Its memory is free; the next use of {name} loads it again.\n"
-            f"  Its log:  {self.log}",
-            name=name,
-            pid=self._child.pid if self._child else None,
-            status=status,
-            kind=kind.value,
-            why=why,
-            log=str(self.log),
-        )
-        self._report_loss()
-
-    def watch(self, on_loss: Callable[[str, str], None]) -> None:
-        """Calls `on_loss(kind, because)` once if the server ends for good; at once if it already
-        has.
-        """
-        self._on_loss = on_loss
-        self._report_loss()
-
-    def _report_loss(self) -> None:
-        with self._lock:
-            if self.error is None or self._on_loss is None:
-                return
-            if self._loss_reported or not self._wanted:
-                return
-            self._loss_reported = True
-        self._on_loss(self.error.facts["kind"], str(self.error).splitlines()[0])
+    def _start_again(self) -> None:
+        self._start_on_free_port()
 
     def _answers_health_check(self) -> bool:
         status, _ = self._sender(ANSWER_SECONDS)("GET", self.recipe.health_path(), None)

@@ -69,12 +69,6 @@ class LlamaModel(EngineModel[LlamaEngine]):
         with self._calls_under():  # the model stays pinned until the iterator ends
             yield from self._loaded_engine().stream(method, args, kwargs, cancelled)
 
-    def _loaded_engine(self) -> LlamaEngine:
-        engine = self._engine
-        if engine is None:
-            raise self._not_loaded(f"Call it inside:  with rt.use({self.name!r}) as model:")
-        return engine
-
 
 LlamaHandle = EngineHandle[LlamaEngine, LlamaModel]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ..fault_texts import (
     last_line,
     recognise,
 )
+from ..processes.engine import Engine
 from ..processes.processes import in_words
 from .channels import Channel
 
@@ -42,25 +42,20 @@ _CALLER_ERRORS = (  # errors that the caller caused, not the engine
     "UndefinedError",
     "TemplateSyntaxError",
 )
-OnLoss = Callable[[str, str], None]  # called with kind and because
 
 
-class LlamaEngine:
+class LlamaEngine(Engine):
     """A model at the other end of a channel. Thread-safe. Calls are answered one after the other."""
 
     def __init__(self, name: str, channel: Channel, log: Path | None) -> None:
         """An engine for the model `name` over `channel`. Error messages name its file `log`."""
+        super().__init__()
         self.name, self.log = name, log
         self.facts: dict[str, Any] = {}
         self._channel = channel
         self._numbers = itertools.count(1)
         self._pending: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._load_messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._error: GpuError | None = None  # why it is gone
-        self._wanted = True  # False: it was ended on purpose
-        self._on_loss: OnLoss | None = None
-        self._loss_reported = self._reporting = False
         self._failures = 0  # decode failures in a row
         threads.start(self._read)
 
@@ -77,7 +72,7 @@ class LlamaEngine:
     @property
     def alive(self) -> bool:
         """Whether the engine can still answer calls."""
-        return self._error is None
+        return self.error is None
 
     # -- the load
 
@@ -97,7 +92,7 @@ class LlamaEngine:
                 if "failed" in message:
                     raise self._load_error(message["failed"])
                 if "over" in message:
-                    raise self._load_error({"type": "", "text": ""}) from self._error
+                    raise self._load_error({"type": "", "text": ""}) from self.error
                 if progress:
                     progress(message["progress"])
             self.facts = message["loaded"]
@@ -150,27 +145,6 @@ class LlamaEngine:
 
     # -- its end
 
-    def watch(self, on_loss: OnLoss) -> None:
-        """Calls `on_loss(kind, because)` once if the engine ends by itself; at once if it already
-        has.
-        """
-        with self._lock:
-            self._on_loss = on_loss
-        self._report_loss()
-
-    def _report_loss(self) -> None:
-        with self._lock:
-            if self._error is None or self._on_loss is None:
-                return
-            if self._loss_reported or not self._wanted:
-                return
-            self._loss_reported = self._reporting = True
-            on_loss, error = self._on_loss, self._error
-        try:
-            on_loss(error.facts["kind"], str(error).splitlines()[0])
-        finally:
-            self._reporting = False
-
     def end(self) -> None:
         """Ends the engine and all that it started. Repeating is safe."""
         self._wanted = False
@@ -188,17 +162,17 @@ class LlamaEngine:
 
     def _close(self, error: GpuError) -> None:
         """Ends the engine. Waiting calls raise `error`, or the error of an earlier end."""
-        with self._lock:
+        with self._changed:
             # Set the error first: the reading thread then finds the channel closed, and would
             # record another error.
-            self._error = self._error or error
+            self.error = self.error or error
         self._channel.close()
         self._report_loss()
         if self._reporting:
             # The watcher has called this method while it reports the loss. The outer call wakes the
             # callers after the watcher has updated the book.
             return
-        with self._lock:
+        with self._changed:
             waiting, self._pending = list(self._pending.values()), {}
         self._load_messages.put({"over": True})
         for answers in waiting:
@@ -214,7 +188,7 @@ class LlamaEngine:
             if number is None:
                 self._load_messages.put(message)
                 continue
-            with self._lock:
+            with self._changed:
                 answers = self._pending.get(number)
                 if answers is not None and "item" not in message:
                     del self._pending[number]
@@ -298,7 +272,7 @@ class LlamaEngine:
 
         A thread that waits for the answer gets an empty one at once.
         """
-        with self._lock:
+        with self._changed:
             answers = self._pending.pop(number, None)
         if answers is not None:  # the call has not ended
             self._channel.send({"cancel": number})
@@ -309,15 +283,14 @@ class LlamaEngine:
     ) -> tuple[int, queue.SimpleQueue[Any]]:
         """Sends a call. Returns its number and the queue of its answers."""
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        with self._lock:
-            if self._error is not None:
-                raise _copy_of(self._error)
+        with self._changed:
+            self.require()
             number = next(self._numbers)
             self._pending[number] = answers
         try:
             self._channel.send({"id": number, "call": method, "args": list(args), "kwargs": kwargs})
         except TypeError as error:
-            with self._lock:
+            with self._changed:
                 self._pending.pop(number, None)
             raise BadCall(
                 f"{self.name}: {method} got an argument that an isolated model cannot take: {error}.\n"
@@ -332,8 +305,7 @@ class LlamaEngine:
     def _outcome(self, method: str, message: dict[str, Any]) -> Any:
         """The result in the last message of a call. Raises the error in it."""
         if "over" in message:
-            assert self._error is not None
-            raise _copy_of(self._error)
+            self.require()  # raises: the engine has ended
         if "end" in message:
             self._failures = 0
             return message["end"]
@@ -390,8 +362,3 @@ class LlamaEngine:
             kind=kind,
             why=line,
         )
-
-
-def _copy_of(error: GpuError) -> GpuError:
-    """A copy of `error` for one more caller, so that each caller has a separate traceback."""
-    return type(error)(str(error), **error.facts)

@@ -9,24 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 from ...devices.probe import Probe
 from ...devices.process_memory import Block
 from ...errors import CannotGovern, NotResident
-from ...facts import ModelSpec, Share, Shares, where
-
-
-class Engine(Protocol):
-    """The program or thread that runs one model."""
-
-    @property
-    def pids(self) -> tuple[int, ...]: ...
-
-    def watch(self, on_loss: Callable[[str, str], None]) -> None: ...
-
-    def end(self) -> None: ...
-
+from ...facts import Share, Shares, where
+from ..base import Backend
+from .engine import Engine, OnLoss
 
 E = TypeVar("E", bound=Engine)
 
@@ -44,11 +34,12 @@ class EngineModel(Generic[E]):
         self._where = ""
         self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins the model
 
-    def _not_loaded(self, hint: str) -> NotResident:
-        """The error for a use while the model is not loaded. `hint` ends in an example."""
-        return NotResident(
-            f"{self.name} is not loaded.\n  {hint}", name=self.name, where="not loaded"
-        )
+    def _loaded_engine(self, hint: str = "Call it inside:  with rt.use({!r}) as model:") -> E:
+        """The engine. Raises NotResident, with the `hint`, while the model is not loaded."""
+        if self._engine is None:
+            text = f"{self.name} is not loaded.\n  {hint.format(self.name)}"
+            raise NotResident(text, name=self.name, where="not loaded")
+        return self._engine
 
 
 V = TypeVar("V", bound=EngineModel[Any])
@@ -72,7 +63,7 @@ class EngineHandle(Generic[E, V]):
         """The process ids of the engine; empty if the model runs in this process."""
         return self.engine.pids
 
-    def watch(self, on_loss: Callable[[str, str], None]) -> None:
+    def watch(self, on_loss: OnLoss) -> None:
         """Calls `on_loss(kind, because)` once if the engine ends by itself."""
         self.engine.watch(on_loss)
 
@@ -100,20 +91,13 @@ class EngineHandle(Generic[E, V]):
 H = TypeVar("H", bound=EngineHandle[Any, Any])
 
 
-class EngineBackend(Generic[H, V]):
+class EngineBackend(Backend, Generic[H, V]):
     """The part of a backend that is the same for all engines."""
 
     can_move = False
-    can_split = True
     engine_name: str  # as in messages
     model_type: ClassVar[type]  # what `use` yields
     probe: Probe
-
-    def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Returns an empty tuple: the engine divides the `model` of `spec` itself. `origin` is
-        ignored.
-        """
-        return ()
 
     def value(self, model: H) -> V:
         """What `use` yields for the handle `model`."""
@@ -139,15 +123,7 @@ class EngineBackend(Generic[H, V]):
         """
         return model.shares
 
-    def elsewhere(self, model: H) -> tuple[str, ...]:
-        """Returns an empty tuple, because the tensors of `model` are not visible to this process."""
-        return ()
-
     def droppable(self, model: H) -> bool:
-        """Always True, because the weights of `model` never change."""
-        return True
-
-    def unchanged(self, model: H) -> bool:
         """Always True, because the weights of `model` never change."""
         return True
 

@@ -8,7 +8,6 @@ is restarted on the same cards, and no waiting request gets them in between. A g
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,37 +15,33 @@ from msgspec.structs import replace
 
 from ... import threads
 from ...devices.probe import Probe
-from ...devices.process_memory import Block, out_of_memory
-from ...engine_logs import new_log
-from ...errors import EngineDied, GpuError, LoadFailed
+from ...devices.process_memory import Block
+from ...errors import EngineDied
 from ...facts import Evidence, ModelSpec, Shares
 from ..base import Backend, Progress
-from ..fault_texts import Kind, last_line, recognise
+from ..fault_texts import Kind
 from ..registry import open_backend
+from .engine import RestartedEngine
 from .engine_models import EngineBackend, EngineHandle, EngineModel
 from .orphan_guard import descendants
-from .processes import MOST_RESTARTS, in_words
+from .processes import in_words
 from .program import Ended, Program
 
 
-class ModelProcess:
+class ModelProcess(RestartedEngine):
     """The process of one model, from its first start to its end, restarts included."""
+
+    title = "process"
 
     def __init__(self, backend: str, devices: str, probe: Probe, spec: ModelSpec) -> None:
         """A process for the model of `spec`, which its `backend` loads there. `load` starts it.
 
         `devices` is the setting GPU_DEVICES of `probe`.
         """
-        self.spec, self.log = spec, new_log(spec.name)
-        self.restarts = 0
-        self.error: GpuError | None = None  # why it has ended and is not restarted
+        super().__init__(spec)
         self._order = (backend, devices, tuple(device.id for device in probe.devices))
         self._shares: Shares = ()
         self._program: Program | None = None
-        self._wanted = True  # False: it was ended on purpose
-        self._on_loss: Callable[[str, str], None] | None = None
-        self._loss_reported = False
-        self._changed = threading.Condition()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -76,22 +71,6 @@ class ModelProcess:
             program.end()
             raise
 
-    def _load_error(self, why: str, output: str) -> GpuError:
-        """The error for a process that ended during a load, with the line of `output` about it."""
-        fault = recognise(output)
-        if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
-        explanation = fault.line if fault else last_line(output)
-        return LoadFailed(
-            f"{self.spec.name} could not be loaded: {why}"
-            f"{f': {explanation}' if explanation else ''}.\n  Its log:  {self.log}",
-            name=self.spec.name,
-            source=self.spec.source,
-            why=why,
-            kind=fault.kind.value if fault else "",
-            log=str(self.log),
-        )
-
     def _install(self, program: Program, shares: Shares) -> None:
         """Makes a started program the one that answers, unless it is no longer wanted."""
         with self._changed:
@@ -110,74 +89,19 @@ class ModelProcess:
         if program is not None:
             program.end()
 
-    def _supervise(self) -> None:
-        """Restarts the process when it ends by itself, at most MOST_RESTARTS times.
-
-        This runs in a separate thread.
-        """
-        while (program := self._program) is not None:
-            program.reading.wait()
-            with self._changed:
-                if not self._wanted:
-                    return
-                self._program = None
-            status, output = program.end(), program.child.tail()
-            fault = recognise(output)
-            kind = fault.kind if fault else Kind.CRASH
-            why = f"{in_words(status)}: {fault.line}" if fault else in_words(status)
-            if self.restarts >= MOST_RESTARTS:
-                return self._give_up(kind, why, status)
-            self.restarts += 1
-            try:
-                self._install(*self._start(self._shares, None))
-            except Exception as error:  # noqa: BLE001 - the next call raises it
-                first_line = str(error).splitlines()[0]
-                return self._give_up(kind, f"{why}; the restart failed: {first_line}", status)
-
-    # -- its loss
-
-    def _give_up(self, kind: Kind, why: str, status: int | None) -> None:
-        """Records that the process will not be restarted again, and reports the loss."""
-        times = "once" if self.restarts == 1 else f"{self.restarts} times"
+    def _wait_for_end(self) -> tuple[int, str] | None:
+        program = self._program
+        if program is None:
+            return None
+        program.reading.wait()
         with self._changed:
-            self.error = self._died(
-                kind,
-                f"the process of {self.spec.name} is gone: {why.rstrip('.')}.\n"
-                f"  It was restarted {times}. Its memory is free; the next use of "
-                f"{self.spec.name} loads it again.",
-                why,
-                status,
-            )
-        self._report_loss()
-        with self._changed:  # callers see the loss after the book shows it
-            self._changed.notify_all()
+            if not self._wanted:
+                return None
+            self._program = None
+        return program.end(), program.child.tail()
 
-    def _died(self, kind: Kind, text: str, why: str, status: int | None = None) -> EngineDied:
-        return EngineDied(
-            f"{text}\n  Its log:  {self.log}",
-            name=self.spec.name,
-            pid=None,
-            status=status,
-            kind=kind.value,
-            why=why,
-            log=str(self.log),
-        )
-
-    def watch(self, on_loss: Callable[[str, str], None]) -> None:
-        """Calls `on_loss(kind, because)` once if the process ends for good; at once if it already
-        has.
-        """
-        self._on_loss = on_loss
-        self._report_loss()
-
-    def _report_loss(self) -> None:
-        with self._changed:
-            if self.error is None or self._on_loss is None:
-                return
-            if self._loss_reported or not self._wanted:
-                return
-            self._loss_reported = True
-        self._on_loss(self.error.facts["kind"], str(self.error).splitlines()[0])
+    def _start_again(self) -> None:
+        self._install(*self._start(self._shares, None))
 
     # -- requests
 
@@ -209,15 +133,14 @@ class ModelProcess:
         """The program. Waits while the process is restarted. Raises EngineDied."""
         with self._changed:
             self._changed.wait_for(lambda: self._program or self.error or not self._wanted)
-            if self.error is not None:
-                raise type(self.error)(str(self.error), **self.error.facts)
+            self.require()
             if self._program is not None:
                 return self._program
-        raise self._died(Kind.CRASH, f"{self.spec.name} was unloaded.", "it was unloaded")
+        raise self.died(Kind.CRASH, f"{self.spec.name} was unloaded.", "it was unloaded")
 
     def _cut_off(self) -> EngineDied:
         text = f"the process of {self.spec.name} ended before its answer.\n  It is restarted."
-        return self._died(Kind.CRASH, text, "it ended before its answer")
+        return self.died(Kind.CRASH, text, "it ended before its answer")
 
     def move(self, shares: Shares) -> Shares:
         """Moves the model to `shares` and returns the measured ones."""
@@ -233,19 +156,14 @@ class ProcessModel(EngineModel[ModelProcess]):
 
         Call it inside `rt.use`. Raises NotResident, EngineDied.
         """
-        return self._loaded().request("call", path, given)
+        return self._loaded_engine().request("call", path, given)
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
         """Yields the items of `function(value, *args)`; see `ModelProcess.stream`.
 
         Raises NotResident, EngineDied.
         """
-        return self._loaded().stream(function, *args)
-
-    def _loaded(self) -> ModelProcess:
-        if self._engine is None:
-            raise self._not_loaded(f"Call it inside:  with rt.use({self.name!r}) as model:")
-        return self._engine
+        return self._loaded_engine().stream(function, *args)
 
     def __repr__(self) -> str:
         return f"<{self.name} in a process of its own, on {self._where or 'disk'}>"

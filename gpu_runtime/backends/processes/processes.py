@@ -12,6 +12,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ... import threads
+from . import orphan_guard
 
 MOST_RESTARTS = 3  # of a process that ended by itself; then its model is lost
 TAIL_BYTES = 8192
+STOP_SECONDS = 3.0  # for the orderly end of a guarded process
 _POLL_SECONDS = 0.01
 _lock = threading.Lock()
 _jobs: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
@@ -170,3 +173,22 @@ def python_file(file: Path) -> list[str]:
     have the names of libraries.
     """
     return [sys.executable, "-P", str(file)]
+
+
+def guarded(
+    words: Sequence[str], log: Path, env: dict[str, str], fds: Sequence[int]
+) -> tuple[Child, socket.socket]:
+    """The command `words` as the child of a guard, which ends it when the returned socket closes.
+
+    The output is appended to the file `log`. The command inherits the file descriptors `fds`.
+    """
+    line, guard_end = socket.socketpair()
+    guard = python_file(Path(orphan_guard.__file__))
+    arguments = [str(guard_end.fileno()), str(os.getpid()), str(STOP_SECONDS)]
+    command, inherited = [*guard, *arguments, *words], (guard_end.fileno(), *fds)
+    try:
+        with guard_end:
+            return Child(command, log=log, env=env, fds=inherited), line
+    except BaseException:
+        line.close()
+        raise

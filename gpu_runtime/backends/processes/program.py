@@ -20,10 +20,7 @@ from typing import Any
 
 from ... import threads
 from ..base import Progress
-from . import orphan_guard
-from .processes import Child, python_file
-
-STOP_SECONDS = 3.0  # for the program to end by itself
+from .processes import STOP_SECONDS, guarded
 
 
 class Ended(Exception):
@@ -38,21 +35,12 @@ class Program:
 
         `progress` is called during the load, with bytes done and in total.
         """
-        self._line, guard_end = socket.socketpair()  # the guard ends the program when this closes
         own, its = socket.socketpair()
         self._connection = Connection(own.detach())
-        with guard_end, its:
-            guard = python_file(Path(orphan_guard.__file__))
-            program = [
-                sys.executable,
-                "-P",
-                "-m",
-                f"{__package__}.model_program",
-                str(its.fileno()),
-            ]
-            words = [str(guard_end.fileno()), str(os.getpid()), str(STOP_SECONDS), *program]
-            fds = (guard_end.fileno(), its.fileno())
-            self.child = Child([*guard, *words], log=log, env={**os.environ}, fds=fds)
+        with its:
+            module, number = f"{__package__}.model_program", str(its.fileno())
+            words = [sys.executable, "-P", "-m", module, number]
+            self.child, self._line = guarded(words, log, {**os.environ}, [its.fileno()])
         self._numbers = itertools.count(1)
         self._pending: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
-from ..base import NotStill, Progress, Stillness
+from ..base import Backend, NotStill, Progress, Stillness
 from . import storages as st
 from . import streams, swap
 from .search import Found, Place, counted_on, search
@@ -91,11 +91,10 @@ class KernelMemory:
         return sum(one.storage.nbytes() for one in self.away)
 
 
-class KernelBackend:
+class KernelBackend(Backend):
     """Counts, offloads and restores the memory of a notebook's own code."""
 
     name = "kernel"
-    can_move = True
     can_split = False
 
     def __init__(self, probe: Probe) -> None:
@@ -328,18 +327,6 @@ class KernelBackend:
                 card = cards[one.storage.device]
             sizes[card] = sizes.get(card, 0) + one.storage.nbytes()
         return sizes
-
-    def elsewhere(self, model: KernelMemory) -> tuple[str, ...]:
-        """Returns an empty tuple, because the bytes are where they were counted."""
-        return ()
-
-    def droppable(self, model: KernelMemory) -> bool:
-        """Always False, because a notebook's tensors exist nowhere else."""
-        return False
-
-    def unchanged(self, model: KernelMemory) -> bool:
-        """Always False, because there is no source for a comparison."""
-        return False
 
     def _place(self) -> Place:
         return counted_on([self.probe.place(device.id) for device in self.probe.devices])

@@ -25,7 +25,7 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Memory
 from ...errors import CannotGovern, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
-from ..base import Progress, is_out_of_memory
+from ..base import Backend, Progress, is_out_of_memory
 from . import shadows, streams, swap, unsupported
 from . import storages as st
 from .device_hooks import Dispatch
@@ -40,12 +40,10 @@ _models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]] = (
 )
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Loads modules from factories, and adopts existing modules."""
 
     name = "torch"
-    can_move = True
-    can_split = True
 
     def __init__(self, probe: Probe) -> None:
         """Moves modules between the devices of `probe`."""
@@ -242,14 +240,6 @@ class TorchBackend:
         """
         cards = model.cards_to_return_to()
         return {self._by_torch_device[card].device: 0 for card in cards}
-
-    def droppable(self, model: TorchModel) -> bool:
-        """Always False, because the weights of `model` exist nowhere else."""
-        return False
-
-    def unchanged(self, model: TorchModel) -> bool:
-        """Always False, because there is no source to compare `model` with."""
-        return False
 
     def _check(self, model: TorchModel) -> None:
         types = {torch.device(name).type for name in self._by_torch_device}
