@@ -43,9 +43,7 @@ class Activity:
         self._ended = NEVER
 
     def began(self, cell: Hashable) -> None:
-        """Records the start of `cell`. The value of `cell` distinguishes it from other running
-        cells.
-        """
+        """Records the start of `cell`, whose value distinguishes it from other running cells."""
         self._running[cell] = self._clock()
         for watcher in tuple(self.watchers):
             watcher()
@@ -73,9 +71,7 @@ class Activity:
 
 
 def _forget_all() -> None:
-    """In a forked child: removes all records and watchers, since the child runs no cell and no
-    monitor.
-    """
+    """In a forked child, which runs no cell and no monitor: removes all records and watchers."""
     activity.forget()
     activity.watchers.clear()
 

@@ -123,9 +123,7 @@ def describe(value: Any) -> str:
 
 
 def last_errors(more: Iterable[Any] = ()) -> list[BaseException]:
-    """The errors that Python keeps after it showed a traceback, and the errors in `more`. Each is
-    once.
-    """
+    """The errors that Python keeps after a traceback, and those in `more`, each once."""
     every = [getattr(sys, "last_exc", None), getattr(sys, "last_value", None), *more]
     return list({id(error): error for error in every if isinstance(error, BaseException)}.values())
 

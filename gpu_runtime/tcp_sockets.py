@@ -162,7 +162,5 @@ def socket_inodes(pids: Iterable[int]) -> frozenset[int]:
 
 
 def of_another_user(port: int) -> int | None:
-    """The user id of another user's process that listens on `port`. None if there is no such
-    process.
-    """
+    """The user id of another user's process that listens on `port`, or None."""
     return next((one.uid for one in listeners(port) if one.uid != os.geteuid()), None)

@@ -105,9 +105,7 @@ def side_by_side(works: Sequence[Callable[[], None]]) -> None:
 
 
 def finish() -> None:
-    """Waits for work whose caller was interrupted. Otherwise the interpreter's end would stop that
-    work.
-    """
+    """Waits for work whose caller was interrupted, which the interpreter's end would stop."""
     until = time.monotonic() + MOST_SECONDS
     while _unfinished and time.monotonic() < until:
         time.sleep(0.01)

@@ -95,9 +95,7 @@ def doctor(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def config(rt: Any, args: argparse.Namespace) -> Any:
-    """Every setting of `rt` with its source. With `--preset` in `args`, the settings of that
-    preset.
-    """
+    """Every setting of `rt` with its source; with `--preset` in `args`, those of that preset."""
     from . import presets, settings
 
     if args.preset:

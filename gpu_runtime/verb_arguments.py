@@ -116,9 +116,7 @@ def option(flags: str, metavar: str, help: str, completes: str = "", **options: 
 
 
 def switch(flag: str, help: str) -> Argument:
-    """An option without a value, which is True if the `flag` is typed. `help` is its line in the
-    help.
-    """
+    """An option without a value, True if the `flag` is typed. `help` is its line in the help."""
     return Argument((flag,), {"action": "store_true", "help": help})
 
 
@@ -179,9 +177,7 @@ def port_number(text: str) -> int:
 
 
 def _whole(text: str, least: int, what: str, most: int = MOST_NUMBER) -> int:
-    """The number that the digits of `text` write. Raises ArgumentTypeError, which names `what` is
-    expected.
-    """
+    """The number that `text` writes in digits. Raises ArgumentTypeError with `what` is expected."""
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}")
     return int(text)

@@ -26,9 +26,7 @@ class Stillness(Protocol):
     """Tells whether code that may touch a tensor runs in this process."""
 
     def why_not(self) -> str:
-        """The reason why the kernel's memory must not be moved now, or an empty text if it may be
-        moved.
-        """
+        """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
         ...
 
     def mark(self) -> object:
@@ -116,9 +114,7 @@ class Backend:
         raise NotImplementedError
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:
-        """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`; normally
-        empty.
-        """
+        """The tensors of `model` not on its shares, each as `NAME on DEVICE`; normally empty."""
         return ()
 
     def droppable(self, model: Any) -> bool:

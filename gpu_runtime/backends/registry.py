@@ -53,9 +53,7 @@ def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> B
 
 
 def missing(name: str) -> str:
-    """What must be installed before the backend `name` can load anything; empty if nothing is
-    missing.
-    """
+    """What must be installed before the backend `name` can load anything; empty if nothing."""
     if name in RECIPES:
         return recipe(name).missing()
     if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:

@@ -42,9 +42,7 @@ class Document(NamedTuple):
     file: str
 
     def line(self, path: Path) -> int:
-        """The line number, from 1, of the value at `path`, or of the nearest value that contains
-        `path`.
-        """
+        """The line number, from 1, of the value at `path`, or of the nearest value around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -119,9 +117,7 @@ def _line_of(text: str, error: Any) -> int:
 
 
 def _require_shallow(text: str, file: str) -> None:
-    """Raises BadDocument if the YAML is nested too deep. The check reads events and builds no
-    nodes.
-    """
+    """Raises BadDocument if the YAML is nested too deep. The check builds no nodes."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
@@ -163,9 +159,7 @@ class _Builder:
         raise self._wrong(line, path, _not_plain(node.tag))
 
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
-        """The fields of the mapping `node` at `path`. These fields override the fields that `<<`
-        merges.
-        """
+        """The fields of the mapping `node` at `path`, which override those that `<<` merges."""
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen: dict[str, int] = {}
@@ -216,9 +210,7 @@ def _not_plain(tag: str) -> str:
 
 
 def _usable(value: Any, wrong: Callable[[str], BadDocument]) -> Any:
-    """Returns `value`. For a number that JSON cannot represent, raises the error that `wrong`
-    makes.
-    """
+    """Returns `value`. Raises the error that `wrong` makes for a number that is not in JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         raise wrong(f"{value} is not a number that can be used")
     if isinstance(value, str) and not _is_unicode(value):

@@ -119,9 +119,7 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
-    """The first wrong field of a document of the first format, and the problem. Empty if it is
-    valid.
-    """
+    """The first wrong field of a document of the first format, and the problem; empty if valid."""
     if value.get("apiVersion") != API_VERSION:
         return ("apiVersion",), (
             f"{quoted(value.get('apiVersion'))} is not supported; it must be {API_VERSION}"

@@ -42,9 +42,7 @@ class Catalogued:
         return self._here(spec) if spec else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models. If the catalogue cannot be read, there are none, and the error is logged
-        once.
-        """
+        """All models; none if the catalogue cannot be read, which is logged once."""
         try:
             return self.catalog.specs()
         except (CatalogUnavailable, BadDocument) as error:

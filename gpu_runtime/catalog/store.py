@@ -109,9 +109,7 @@ class Catalog:
         return spec_of(entry, self.settings) if entry else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models as this process would load them, sorted by name. Raises the errors of
-        `entries`.
-        """
+        """All models as this process would load them, by name. Raises the errors of `entries`."""
         return tuple(spec_of(entry, self.settings) for _, entry in sorted(self.entries().items()))
 
     @checked
@@ -275,9 +273,7 @@ class Catalog:
         return entry
 
     def _locked(self) -> Any:
-        """Acquires the file's lock and returns it. Raises CatalogUnavailable after
-        PATIENCE_SECONDS.
-        """
+        """The file's acquired lock. Raises CatalogUnavailable after PATIENCE_SECONDS."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = self.directory.stat().st_mode & 0o666  # users who may write here may lock
@@ -329,9 +325,7 @@ class Catalog:
                 )
 
     def _write(self, entries: Iterable[CatalogEntry]) -> None:
-        """Replaces the whole file at once. So a reader finds either the old content or the new
-        content.
-        """
+        """Replaces the whole file at once, so a reader finds the old content or the new content."""
         bodies = [entry.body for entry in sorted(entries, key=lambda entry: entry.name)]
         stored = {"gpu_console_catalog": VERSION, "models": bodies}
         data = json.dumps(stored, indent=1, ensure_ascii=False).encode()
@@ -389,9 +383,7 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
-    """The entry to store. Its paths are made absolute, since the stored file is in another
-    directory.
-    """
+    """The entry to store, with absolute paths, since the stored file is in another directory."""
     spec = dict(manifest.body["spec"])
     base = base or str(file.parent)
     if spec.get("path"):

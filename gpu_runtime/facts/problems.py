@@ -288,9 +288,7 @@ def _idle(seen: Snapshot, device: str) -> tuple[tuple[str, str], ...]:
 
 
 def _kept(seen: Snapshot, devices: set[str]) -> tuple[tuple[str, str], ...]:
-    """The actions that unpin the largest unused pinned models on the `devices`, so that they may
-    leave.
-    """
+    """The actions that unpin the largest unused models on the `devices`, so that they may leave."""
     found = []
     for lease in _unused(seen):
         its_devices = {share.device for share in lease.shares}

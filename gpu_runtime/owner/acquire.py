@@ -417,9 +417,7 @@ def _settle(session: Session, resident: Resident, because: str, **seconds: float
     lease = resident.lease
 
     def settle(book: Book, world: World) -> tuple[Book, bool]:
-        """The book with the measured lease, and False if the host has no room for the lease's
-        shadow.
-        """
+        """The book with the measured lease, and whether the host has room for its shadow."""
         book = books.arrived(
             book,
             session.me,

@@ -114,9 +114,7 @@ class CellRoom:
             self._note(resident, more)
 
     def _grants(self, name: str, key: Any, more: Bytes, resident: KernelResident | None) -> Any:
-        """Yields the lease on `more` once it is granted, and nothing if the kernel must leave
-        first.
-        """
+        """Yields the lease on `more` once it is granted; nothing if the kernel must leave first."""
         session = self._session
         wanted = Lease(session.me, name, kind="block", movable=False)
         rules = replace(PlacementRules(devices=tuple(more)), **exactly(more))

@@ -365,9 +365,7 @@ def _call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0
 
 
 def _failed(action: str, target: Target, why: str) -> GpuError:
-    """The error for a call that the driver refused. It depends on the state of the process
-    afterwards.
-    """
+    """The error for a call that the driver refused, by the state of the process afterwards."""
     now = look(target.pid)
     if now is None or now.started != target.started:
         threads_known = f", as driver 610.57 does to a process with {target.threads} threads"

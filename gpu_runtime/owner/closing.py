@@ -1,6 +1,4 @@
-"""The end of this process as an owner: its models are freed, and its section is removed from the
-book.
-"""
+"""The end of this process as an owner: frees its models, and removes its section of the book."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from .session import Session, log
 
 
 def close(session: Session) -> None:
-    """Frees all models of a closed session and removes its section from the book; see
-    Runtime.close.
-    """
+    """Frees all models of a closed session, and its section of the book; see Runtime.close."""
     session.activity.watchers.discard(session.cell_began)
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))
@@ -55,9 +51,7 @@ def remembered_until_exit() -> weakref.WeakSet[Any]:
             runtime._forked()
 
     def at_exit() -> None:
-        """Runs at the end of the process: closes the runtimes, after the work of interrupted
-        callers has ended.
-        """
+        """At the end of the process: closes the runtimes, after the work of interrupted callers."""
         threads.finish()
         for runtime in list(runtimes):
             runtime.close()

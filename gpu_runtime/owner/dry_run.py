@@ -77,9 +77,7 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
 
 
 def of_described(model: Described, session: Session) -> Subject:
-    """The request for a `model` as `load` would register it. Raises UnknownSize, BadSetting,
-    LoadFailed.
-    """
+    """The request for a `model` of `load`. Raises UnknownSize, BadSetting, LoadFailed."""
     found = of_resident(model.resident, session)
     return found._replace(obstacle=model.obstacle) if model.obstacle else found
 

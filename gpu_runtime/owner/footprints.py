@@ -126,9 +126,7 @@ class Sizing:
         self._contexts = contexts
 
     def _peak(self, shares: Shares) -> int | None:
-        """The bytes of `shares` plus the most that torch held beyond its present use; None if
-        unknown.
-        """
+        """The bytes of `shares`, and the most that torch held beyond its present use; or None."""
         peak = 0
         for share in shares:
             beyond = self.probe.beyond_now(share.device)

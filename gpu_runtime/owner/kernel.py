@@ -143,9 +143,7 @@ class Kernel:
         self._turn_began = self._session.clock()
 
     def _who_had_the_card(self, resident: KernelResident, since: float) -> str:
-        """The title of the largest other lease that used the kernel's cards after `since`; else
-        empty.
-        """
+        """The title of the largest other lease on the kernel's cards since `since`; else empty."""
         book, me = self._session.ledger.read(), self._session.me
         cards = set(resident.must_return_to())
         found = [
@@ -346,9 +344,7 @@ class Kernel:
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
     def exempt(self, never: bool) -> Outcome:
-        """Sets whether this kernel is `never` parked. If it is parked now, `never` brings it back
-        first.
-        """
+        """Sets whether this kernel is `never` parked. `never` brings a parked kernel back first."""
         resident = self.resident
         if never and resident is not None and resident.place is not Place.HERE:
             operations.preload(self._session, self._id())

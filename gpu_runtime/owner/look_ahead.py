@@ -212,9 +212,7 @@ class LookAhead:
         return False
 
     def _load(self, resident: Resident, cell: str, uses: dict[str, int], spared: set[str]) -> bool:
-        """Loads one model if it may be loaded now, and returns whether it did. Raises what the load
-        raises.
-        """
+        """Loads one model if it may be loaded now. Returns whether it did. Raises load errors."""
         session, name = self._session, resident.spec.name
         key = session.new_key(f"load {name} ahead")
         wanted = Request(
@@ -317,9 +315,7 @@ class LookAhead:
 
 
 def _first_uses(cells: tuple[CellModels, ...]) -> list[tuple[str, str, bool]]:
-    """Each model that a cell uses, with the first cell that uses it and whether that cell is
-    running.
-    """
+    """Each model that a cell uses, with the first such cell and whether that cell is running."""
     found: dict[str, tuple[str, str, bool]] = {}
     for cell in cells:
         for name in cell.uses:
@@ -328,7 +324,5 @@ def _first_uses(cells: tuple[CellModels, ...]) -> list[tuple[str, str, bool]]:
 
 
 def _waiting(cells: tuple[CellModels, ...]) -> list[tuple[str, str]]:
-    """The models that waiting cells use and the running cell does not use, each with its first
-    cell.
-    """
+    """The models that waiting cells use and the running cell does not, each with its first cell."""
     return [(name, cell) for name, cell, running in _first_uses(cells) if not running]

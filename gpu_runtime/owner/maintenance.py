@@ -252,9 +252,7 @@ def _log_pressure(session: Session) -> None:
 
 
 def obey(session: Session) -> tuple[Order, ...]:
-    """Evicts models that other owners have recalled. Returns the orders that are still to be
-    carried out.
-    """
+    """Evicts models that other owners have recalled. Returns the orders that remain."""
 
     def decision(
         book: Book, world: World

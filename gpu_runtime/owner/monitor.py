@@ -95,9 +95,7 @@ class _Promptly:
                 sys.setswitchinterval(self._usual)
 
     def forget(self) -> None:
-        """Resets the object in a forked child, because the threads inside the block are the
-        parent's.
-        """
+        """Resets the object in a forked child: the threads inside the block are the parent's."""
         if self._inside:
             sys.setswitchinterval(self._usual)
         self._lock, self._inside = threading.Lock(), 0
@@ -108,9 +106,7 @@ os.register_at_fork(after_in_child=promptly.forget)
 
 
 class Monitor:
-    """Calls `tick` about once a second until it is stopped. A notification makes it call `tick` at
-    once.
-    """
+    """Calls `tick` about once a second, and at each notification, until it is stopped."""
 
     def __init__(self, tick: Callable[[], float], wait: Callable[[float], object]) -> None:
         """`tick` returns the seconds until the next round. `wait(seconds)` sleeps for that time."""

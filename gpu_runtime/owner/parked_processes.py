@@ -30,9 +30,7 @@ class ParkedProcess(Value):
 
 
 def note(process: ParkedProcess) -> None:
-    """Stores the note on `process`. Raises GpuError, because its return gets no room without a
-    note.
-    """
+    """Stores the note on `process`. Raises GpuError: without a note, its return gets no room."""
     path = _path(process.pid, process.started)
     draft = path.with_name(f".new-{secrets.token_hex(4)}")
     try:

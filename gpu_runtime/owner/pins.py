@@ -125,9 +125,7 @@ class Held:
         raise NeedsWith(*self._typed(), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NeedsWith, because only the value of the block can be called, and not the block
-        itself.
-        """
+        """Raises NeedsWith, because only the value of the block can be called."""
         raise NeedsWith(*self._typed())
 
     def __enter__(self) -> Any:

@@ -59,9 +59,7 @@ def specified(
     devices: str | tuple[str, ...],
     options: dict[str, Any],
 ) -> tuple[ModelSpec, Any]:
-    """The specification that `register` makes from its arguments, and the factory, or None without
-    one.
-    """
+    """The specification that `register` makes from its arguments, and the factory or None."""
     chosen = backend_for(source, backend)
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     spec = ModelSpec(
@@ -275,9 +273,7 @@ def find(session: Session, name: str) -> Resident:
 
 
 def from_catalogue(session: Session, name: str) -> Resident | None:
-    """A resident for the catalogue's model `name`, or None. It is not yet among the session's
-    residents.
-    """
+    """A new resident, not yet in the session, for the catalogue's model `name`; or None."""
     spec = session.catalogue.spec(name)
     if spec is None:
         return None
@@ -287,9 +283,7 @@ def from_catalogue(session: Session, name: str) -> Resident | None:
 
 
 def _refresh(session: Session, resident: Resident) -> None:
-    """Updates a model that is not loaded from the catalogue, or removes it if it is no longer
-    there.
-    """
+    """Updates an unloaded model from the catalogue, or removes it if it is gone there."""
     spec = session.catalogue.spec(resident.spec.name)
     if spec == resident.catalogued:
         return

@@ -61,9 +61,7 @@ def request(
 
 
 def follow_up(session: Session) -> None:
-    """Removes requests without a waiting caller that were answered, so that they are not obeyed
-    again.
-    """
+    """Removes answered requests without a waiting caller, so that they are not obeyed again."""
     for key, ask in list(session.standing.items()):
         if not isinstance(_ask_once(session, ask), Wait):
             session.standing.pop(key, None)

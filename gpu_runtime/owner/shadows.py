@@ -67,9 +67,7 @@ def _copies(session: Session, book: Book, files: str) -> dict[str, tuple[int, ..
 
 
 def free(resident: Resident) -> bool:
-    """Frees the copy of the model in host memory. Returns False if there is no copy, or if the
-    model moves.
-    """
+    """Frees the copy of the model in host memory. False if there is none, or the model moves."""
     with resident.work:
         if resident.place is Place.MOVING or not resident.shadow_bytes:
             return False

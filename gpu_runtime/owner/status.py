@@ -92,9 +92,7 @@ def snapshot(session: Session) -> Snapshot:
 
 
 def _quarantined(book: Book) -> tuple[Quarantined, ...]:
-    """The owners whose sections cannot be read, with the bytes that they hold, as far as these are
-    known.
-    """
+    """The owners whose sections cannot be read, with the bytes that they are known to hold."""
     return tuple(replace(it, entry=b"", content=b"") for it in book.quarantined.values())
 
 
@@ -167,9 +165,7 @@ def _of_page(session: Session, page: HostPage) -> Snapshot:
 
 
 def health(found: Snapshot) -> Health:
-    """One line on the gravest problem in the snapshot `found`. Without a problem, it is on the
-    fullest card.
-    """
+    """One line on the gravest problem in the snapshot `found`, or else on the fullest card."""
     cards = [view for view in found.devices if not view.device.is_host]
     fullest = max(cards, key=lambda view: view.pressure)
     used = [view.measured_bytes for view in cards]

@@ -26,9 +26,7 @@ _KEY = "gpu_runtime"  # in the metadata of an autograd node
 
 
 class Trained(Protocol):
-    """The members of a backend's handle that training needs. Only torch's backends have such a
-    handle.
-    """
+    """The members of a handle of torch's backends that training needs."""
 
     optimizer: Any
 
@@ -75,9 +73,7 @@ class Training:
         self._graph_pins.discard(pin)
 
     def stepped(self) -> None:
-        """Releases the pins of `forwarded`, since the optimizer has stepped or gradients were
-        cleared.
-        """
+        """Releases the pins of `forwarded`: the optimizer stepped or gradients were cleared."""
         self._awaits_step = False
         for pin in tuple(self._graph_pins):
             self._ended(pin)

@@ -1,6 +1,4 @@
-"""Loads without a governor (ENABLE_MEMORY_GOVERNOR=0): nothing is evicted, and the ledger is not
-used.
-"""
+"""Loads without a governor (ENABLE_MEMORY_GOVERNOR=0), which use no ledger and evict nothing."""
 
 from __future__ import annotations
 

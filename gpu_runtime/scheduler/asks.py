@@ -261,9 +261,7 @@ def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
 
 
 def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """The owner's models to drop from host memory, so that a `lease` that cannot be dropped fits
-    there.
-    """
+    """The owner's models to drop from host memory, so that an undroppable `lease` fits there."""
     if not (lease.movable and world.rules.offload):
         return ()
     victims = warm_pool_victims(

@@ -95,9 +95,7 @@ class Context(NamedTuple):
         return free
 
     def missing(self, shares: Shares) -> Shares:
-        """The bytes that the requested lease still needs on each card of `shares`, a place for the
-        lease.
-        """
+        """The bytes that the requested lease still needs on each card of its place `shares`."""
         if not self.held or len(shares) != 1 or shares[0].device not in self.held:
             return shares
         [share] = shares
@@ -142,9 +140,7 @@ def _later(
 
 
 def _held(book: Book, request: Request) -> dict[str, int]:
-    """Card -> bytes that the requested lease has on it, if the lease is in parts and stays on one
-    card.
-    """
+    """Card -> bytes of the requested lease on it, if the lease is in parts on one card."""
     lease = book.lease(request.lease.owner, request.lease.name)
     rules = request.placement
     if lease is None or not lease.in_parts or rules.layout != "single" or rules.factor:

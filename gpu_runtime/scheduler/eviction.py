@@ -251,9 +251,7 @@ def _priced(
 
 
 def _seconds_to_return(lease: Lease) -> float:
-    """Seconds that a return of this lease takes; with a target, the return of the bytes in the
-    target.
-    """
+    """Seconds that a return of this lease takes; with a target, of the bytes in the target."""
     seconds = lease.restore_seconds or lease.reload_seconds
     return seconds * lease.leaving_bytes / lease.bytes if lease.target else seconds
 

@@ -215,9 +215,7 @@ class _Eviction:
         return True
 
     def _take(self, size: int) -> None:
-        """Reserves `size` bytes of host memory for a lease, first from the bytes that shadows will
-        free.
-        """
+        """Reserves `size` bytes of host memory for a lease, first those that shadows will free."""
         freed = min(max(0, size), self.freed_soon)
         self.freed_soon -= freed
         self.host_room -= max(0, size) - freed

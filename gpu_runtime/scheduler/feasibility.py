@@ -171,9 +171,7 @@ def _beside_stuck(
 
 
 def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
-    """Bytes of the card that the leases in `remain` could free by pieces, in addition to the
-    `saved` leases.
-    """
+    """Bytes of the card that the leases in `remain` could free by pieces, beside the `saved`."""
     left = host_bytes - sum(lease.card_bytes for lease in saved)
     freed = 0
     for lease in remain:

@@ -119,9 +119,7 @@ def _promise(room: HostRoom) -> tuple[int, int, int, str]:
 
 
 def _most(room: HostRoom, sizes: Iterable[int]) -> int:
-    """The most bytes of `sizes` that the model could use: of all cards if it may be split, else of
-    one.
-    """
+    """The most bytes of `sizes` that the model could use: all if it may be split, else one."""
     return sum(sizes) if room.may_split else max(sizes, default=0)
 
 

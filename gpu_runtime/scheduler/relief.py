@@ -180,9 +180,7 @@ def _shed_first(
     rank: Policy,
     because: str,
 ) -> tuple[Shed, ...]:
-    """The steps that free the owner's shadows, if the lease could then move to the host; else
-    empty.
-    """
+    """Steps that free the owner's shadows; empty if the lease still could not move to the host."""
     if isinstance(step, Move):
         return ()
     return shadows.steps_for(book, lease, host_room, world, rank, because, "memory_pressure")

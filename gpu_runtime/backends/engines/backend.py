@@ -104,9 +104,7 @@ class Served(EngineModel[Server]):
         raise server.died(Kind.CRASH, text, why, pid=next(iter(server.pids), None))
 
     def _running_server(self) -> Server:
-        """The server. If it is being restarted, waits for that first. Raises NotResident,
-        EngineDied.
-        """
+        """The server, after a restart has ended. Raises NotResident, EngineDied."""
         while self.starting:
             time.sleep(POLL_SECONDS)
         server = self._loaded_engine("Use it inside:  with rt.use({!r}) as served:")

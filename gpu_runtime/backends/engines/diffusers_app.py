@@ -102,9 +102,7 @@ def image_parameters(body: dict[str, Any], accepted: Any) -> dict[str, Any]:
 
 
 def whole_number(value: Any, field: str, most: int) -> int:
-    """Returns `value`, the value of `field`, if it is a whole number from 1 to `most`. Raises
-    ValueError.
-    """
+    """The `value` of `field`. Raises ValueError unless it is a whole number from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         raise ValueError(f"{field} must be a whole number from 1 to {most}, and is {value!r}")
     return value

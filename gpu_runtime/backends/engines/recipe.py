@@ -78,9 +78,7 @@ class Recipe(Protocol):
 
     @staticmethod
     def source(spec: ModelSpec) -> str:
-        """The text with which the engine opens `spec`: a file, a directory or its own name for the
-        model.
-        """
+        """What the engine opens for `spec`: a file, a directory, or its own name for the model."""
         ...
 
     @staticmethod
@@ -184,7 +182,5 @@ def no_template_switches(order: LaunchOrder) -> str:
 
 
 def custom_template(spec: ModelSpec) -> str | None:
-    """The chat template, as text or a path, that the options of `spec` set instead of the model's
-    own.
-    """
+    """The chat template, as text or a path, in the options of `spec`, for the model's own."""
     return spec.options.get("chat_template") or None

@@ -42,9 +42,7 @@ class Channel:
 
 
 class ProcessChannel(Channel):
-    """A channel to a worker process. Lines of JSON travel over a socket that no other process can
-    reach.
-    """
+    """A channel to a worker process: lines of JSON over a socket that only the two can reach."""
 
     def __init__(self, log: Path, env: dict[str, str]) -> None:
         """Starts the worker with the environment `env`. Its output is written to the file `log`."""

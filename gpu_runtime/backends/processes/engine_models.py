@@ -118,9 +118,7 @@ class EngineBackend(Backend, Generic[H, V]):
         model.end()
 
     def measure(self, model: H) -> Shares:
-        """The bytes of `model` on each device, as measured after its load; empty once it is
-        dropped.
-        """
+        """The bytes of `model` on each device, measured after its load; empty once dropped."""
         return model.shares
 
     def droppable(self, model: H) -> bool:

@@ -137,9 +137,7 @@ class _Walk:
         return issubclass(kind, types.ModuleType)
 
     def _children(self, one: Any) -> list[Any]:
-        """The objects to which an object refers, in Python and in C++, with one entry for each
-        reference.
-        """
+        """The objects to which an object refers, in Python and in C++, one for each reference."""
         kind = type(one)
         if kind is torch.UntypedStorage:
             return []
@@ -158,9 +156,7 @@ class _Walk:
         return below
 
     def freed(self) -> set[int]:
-        """The keys of the storages that become free if the name is deleted, found by trial
-        deletion.
-        """
+        """The keys of the storages that a deletion of the name frees, found by trial deletion."""
         references = _references(self._objects, self._graphs, self._kinds)
         for key, count in self._given.items():
             references[key] = references.get(key, 0) - count

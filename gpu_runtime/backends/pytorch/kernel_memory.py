@@ -140,9 +140,7 @@ class KernelBackend(Backend):
         """Returns None, because `use` yields no object for a kernel."""
 
     def measure(self, model: KernelMemory) -> Shares:
-        """The bytes on each device now. On a simulated card they are also noted in the card's
-        account.
-        """
+        """The bytes on each device now, which the account of a simulated card gets too."""
         while True:
             exchanges = model.exchanges
             if model.away:
@@ -263,9 +261,7 @@ class KernelBackend(Backend):
     def _fill(
         self, model: KernelMemory, fresh: list[torch.Tensor], exchange: swap.Exchange
     ) -> None:
-        """Starts the copies of all bytes that are away into `fresh` tensors, which `exchange` will
-        exchange.
-        """
+        """Starts the copies of all bytes that are away into `fresh` tensors, for `exchange`."""
         for one in model.away:
             size, device = one.storage.nbytes(), one.storage.device
             with streams.on_stream(device, one.stream):
@@ -379,9 +375,7 @@ def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | 
 def _streams(
     known: Iterable[torch.Stream], away: Iterable[Away], cards: Iterable[torch.device]
 ) -> dict[torch.device, set[int]]:
-    """The streams of each card: those that Python knows, those of the blocks, and the default
-    stream.
-    """
+    """The streams of each card: those that Python knows, those of the blocks, and the default."""
     found = {card: {streams.DEFAULT} for card in cards}
     for stream in known:
         if stream.device in found:

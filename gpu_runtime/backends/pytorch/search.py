@@ -183,9 +183,7 @@ def subclasses(kind: type) -> set[type]:
 
 
 def _scripted_classes() -> set[type]:
-    """The classes of TorchScript modules. Their parameters are no Python objects until they are
-    read.
-    """
+    """The classes of TorchScript modules, whose parameters become Python objects when read."""
     script = sys.modules.get("torch.jit._script")
     return subclasses(script.RecursiveScriptModule) if script else set()
 
@@ -302,9 +300,7 @@ def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of `tensor`, if it has one. Python has no object of a gradient before it is
-    read.
-    """
+    """The gradient of `tensor`, or None. Python has no object of a gradient before this read."""
     try:
         if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
             return ()

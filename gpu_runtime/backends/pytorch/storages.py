@@ -60,9 +60,7 @@ class Group(NamedTuple):
 
     @property
     def referenced_elsewhere(self) -> bool:
-        """Whether something beside these tensors holds the storage: a view, or a live graph's saved
-        tensor.
-        """
+        """Whether another object holds the storage: a view, or a live graph's saved tensor."""
         known = len(self.slots) + 1  # each tensor, and the storage's own Python object
         return torch._C._storage_Use_Count(self.storage._cdata) > known
 
@@ -239,9 +237,7 @@ def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) ->
 
 
 def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors are in the host's page-locked memory already, or the host has no such
-    memory.
-    """
+    """Whether the tensors are in page-locked memory already, or the host has no such memory."""
     if not host.pinned:
         return True
     return all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)

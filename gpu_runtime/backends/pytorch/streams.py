@@ -24,9 +24,7 @@ Segments = Sequence[Mapping[str, Any]]
 
 
 def module_of(device: torch.device | str) -> Any:
-    """torch's module for the kind of `device`. None for the CPU, and until this process has used
-    it.
-    """
+    """torch's module for the kind of `device`; None for the CPU, and while it is not used here."""
     kind = torch.device(device).type
     module = None if kind in ("cpu", "meta") else getattr(torch, kind, None)
     if module is None or not getattr(module, "is_initialized", bool)():

@@ -404,9 +404,7 @@ class TorchBackend(Backend):
             raise
 
     def _dispatch(self, model: TorchModel, layout: dict[str, Memory]) -> None:
-        """Removes the module's hooks, and installs hooks for `layout` if it has several torch
-        devices.
-        """
+        """Removes the module's hooks. Installs hooks for a `layout` with several torch devices."""
         if model.dispatch:
             model.dispatch.remove()
             model.dispatch = None
@@ -433,8 +431,6 @@ def _config(module: nn.Module) -> dict[str, Any]:
 
 
 def release_cached(memories: Sequence[Memory]) -> None:
-    """Returns freed memory of the cards to the driver, because other processes wait for that
-    memory.
-    """
+    """Returns freed memory of the cards to the driver, since other processes wait for it."""
     for memory in memories:
         streams.empty_cache(memory.torch)

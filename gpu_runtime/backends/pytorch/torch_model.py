@@ -159,9 +159,7 @@ class TorchModel:
         return bool(self.away) and tensor.untyped_storage()._cdata in self.away
 
     def cards_to_return_to(self) -> tuple[str, ...]:
-        """Torch devices that the model must return to, because views or a live graph hold its
-        storages.
-        """
+        """Torch devices that the model must return to: views or a live graph hold its storages."""
         away = [group for group in self.groups() if group.storage._cdata in self.away]
         held = [str(group.storage.device) for group in away if group.referenced_elsewhere]
         return tuple(dict.fromkeys(held))
