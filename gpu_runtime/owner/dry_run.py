@@ -137,7 +137,7 @@ def unregistered(
     wishes, options = loading.split(given)
     spec = ModelSpec(words, kind, source=words, options=options, **wishes)
     backend = open_backend(kind, session.probe) if is_gguf else AbsentBackend(kind)
-    return Resident(spec, backend, session.me, session.clock)  # type: ignore[arg-type]
+    return Resident(spec, backend, session.me, session.clock)
 
 
 def _is_path(words: str) -> bool:

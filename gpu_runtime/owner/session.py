@@ -159,7 +159,7 @@ class Session:
         if name in backend_names():
             opened = open_backend(name, self.probe, self.settings)
         else:
-            opened = AbsentBackend(name)  # type: ignore[assignment]
+            opened = AbsentBackend(name)
         return self.backends.setdefault(name, opened)
 
     # -- the facts of this process about itself
