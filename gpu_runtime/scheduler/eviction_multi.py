@@ -15,7 +15,7 @@ from math import comb
 from ..facts import Candidate, Lease, PlacementRules, Request
 from .context import Context
 from .eligibility import largest_fitting_set
-from .splitting import claimed, divide, fitting, split
+from .splitting import claimed, divide, fitting, least_room, sets_that_fit
 from .victims import PartsRoom, freed_bytes, part_of
 
 FEW_CARDS = 4  # up to this many, every set of cards is tried
@@ -42,10 +42,10 @@ def multi_card_ways(
     footprint, rules = request.footprint, request.placement
     for cards in _sets(request, context, idle, limits):
         room = _Room(cards, context, request.lease.owner)
-        total = claimed(footprint, cards, rules, limits)
-        enough = _enough(room, fitting(footprint, cards, rules, limits), total)
-        pool = [lease for lease in idle if room.gains(lease, total)]
-        chosen = _victims_within_host(pool, room, enough, host_bytes, rules)
+        room.own_need = claimed(footprint, cards, rules, limits)
+        room.missing += least_room(footprint, len(cards), rules)
+        enough = _enough(room, fitting(footprint, cards, rules, limits))
+        chosen = _victims_within_host(idle, room, enough, host_bytes, rules)
         if chosen is None:
             continue
         if host is not None:
@@ -56,15 +56,11 @@ def multi_card_ways(
             yield candidate, chosen
 
 
-def _enough(
-    room: _Room,
-    holds: Callable[[Bytes], bool],
-    total: int,
-) -> Callable[[], bool]:
+def _enough(room: _Room, holds: Callable[[Bytes], bool]) -> Callable[[], bool]:
     """A function without parameters that returns whether the `room` is enough when it is called."""
 
     def enough() -> bool:
-        if room.own_left is not None and room.own_left < total:
+        if room.missing > 0 or room.above_own_limit:
             return False
         return holds(room.usable())
 
@@ -72,7 +68,7 @@ def _enough(
 
 
 def _victims_within_host(
-    pool: Sequence[Lease],
+    idle: Sequence[Lease],
     room: _Room,
     enough: Callable[[], bool],
     host_bytes: int,
@@ -83,10 +79,10 @@ def _victims_within_host(
     Weights that exist nowhere else leave only if the host can hold them.
     """
     fewest = rules.policy == "fewest-evictions"
-    chosen = _victims(pool, room, enough, fewest=fewest)
+    chosen = _victims(idle, room, enough, fewest=fewest)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
         return chosen
-    pool = _with_those_the_host_can_take(pool, host_bytes)
+    pool = _with_those_the_host_can_take(list(filter(room.gains, idle)), host_bytes)
     return _victims(pool, room, enough, fewest=fewest)
 
 
@@ -122,15 +118,15 @@ def _sets(
     whole = _Room(cards, context, request.lease.owner)
     now = whole.usable()
     with whole.without(idle):
-        possible = split(request.footprint, whole.usable(), rules, limits)
+        possible = list(sets_that_fit(request.footprint, whole.usable(), rules, limits))
     sets: list[tuple[str, ...]] = []
     if len(cards) <= FEW_CARDS:
-        for count in sorted({len(candidate.shares) for candidate in possible}):
+        for count in sorted(set(map(len, possible))):
             sets += combinations(cards, count)
         return sets
     most_first = sorted(cards, key=lambda card: -now[card])
-    for candidate in possible:
-        first = tuple(share.device for share in candidate.shares)
+    for parts in possible:
+        first = tuple(parts)
         largest = most_first[: len(first)]
         with_most = tuple(card for card in cards if card in largest)
         sets += dict.fromkeys([first, with_most])
@@ -151,48 +147,59 @@ class _Room:
         if context.cap_left_later:
             self.cap_left = {card: context.cap_left_later[card] for card in self.free}
         self.cap_owners = context.cap_owners
-        self.own_left, self.owner = context.own_left_later, owner
+        self.own_left = context.own_left_later
+        self.owner = None if self.own_left is None else owner  # the owner that has a limit
+        self.own_need = 0  # bytes that the new model claims of `own_left`
+        self.missing = -sum(self.free.values())  # above 0: the cards together have too few bytes
 
-    def usable(self) -> dict[str, int]:
-        """Bytes on each card, no more than the operator's cap leaves."""
+    def usable(self) -> Bytes:
+        """Bytes on each card, no more than the operator's cap leaves. Callers do not change them."""
         if not self.cap_left:
-            return dict(self.free)
+            return self.free
         return {card: min(size, self.cap_left[card]) for card, size in self.free.items()}
 
-    def gains(self, lease: Lease, total: int) -> bool:
-        """Whether evicting this `lease` helps. `total` is the bytes that the new model claims."""
-        if self.own_left is not None and self.own_left < total and lease.owner == self.owner:
+    @property
+    def above_own_limit(self) -> bool:
+        """Whether the new model would exceed the memory limit of its owner."""
+        return self.own_left is not None and self.own_left < self.own_need
+
+    def gains(self, lease: Lease) -> bool:
+        """Whether evicting this `lease` helps."""
+        if self.above_own_limit and lease.owner == self.owner:
             return True
         for share in lease.shares:  # a plain loop: it runs for every set of cards and every lease
             if share.device in self.free:
                 return True
         return False
 
-    def let_go(self, lease: Lease, times: int = 1) -> None:
-        """Counts the `lease` as evicted. With `times=-1`, counts it as back on its cards.
+    def let_go(self, *leases: Lease, times: int = 1) -> int:
+        """Counts the `leases` as evicted, and returns the bytes that the cards gain.
 
-        If the lease has a target, only those bytes are evicted.
+        With `times=-1`, the leases are counted as back on their cards. If a lease has a target, only
+        those bytes are evicted.
         """
-        for share in lease.freed_by(lease.target):
-            if share.device in self.free:
-                self.free[share.device] += times * share.bytes
-                if self.cap_left and lease.owner in self.cap_owners:
-                    self.cap_left[share.device] += times * share.bytes
-        if self.own_left is not None and lease.owner == self.owner:
-            self.own_left += times * freed_bytes(lease)
-
-    def take_back(self, leases: Iterable[Lease]) -> None:
-        """Counts the `leases` as back on their cards."""
+        free, gained = self.free, 0
         for lease in leases:
-            self.let_go(lease, -1)
+            for share in lease.freed_by(lease.target) if lease.target else lease.shares:
+                device, size = share.device, times * share.bytes
+                if device in free:
+                    free[device] += size
+                    gained += size
+                    if self.cap_left and lease.owner in self.cap_owners:
+                        self.cap_left[device] += size
+            if self.own_left is not None and lease.owner == self.owner:
+                self.own_left += times * freed_bytes(lease)
+        self.missing -= gained
+        return gained
 
     @contextmanager
-    def without(self, leases: Sequence[Lease]) -> Iterator[None]:
-        """Counts the `leases` as evicted while the block runs."""
-        for lease in leases:
-            self.let_go(lease)
+    def without(self, leases: Sequence[Lease] = ()) -> Iterator[None]:
+        """Counts the `leases` as evicted while the block runs; then the room is as before."""
+        before = self.free, self.cap_left, self.own_left, self.missing
+        self.free, self.cap_left = dict(self.free), dict(self.cap_left)
+        self.let_go(*leases)
         yield
-        self.take_back(leases)
+        self.free, self.cap_left, self.own_left, self.missing = before
 
 
 def _victims(
@@ -207,35 +214,44 @@ def _victims(
     The `room` is the same before and after the call.
     """
     order = sorted(pool, key=_least_important_largest_first(room)) if fewest else pool
-    gone = 0
-    while not enough():
-        if gone == len(order):
-            room.take_back(order)
-            return None
-        room.let_go(order[gone])
-        gone += 1
-    chosen = _pruned(order[:gone], room, enough)
-    room.take_back(chosen)
+    with room.without():
+        chosen = _first_enough(order, room, enough)
+    if chosen is None:
+        return None
     if fewest and chosen:
         least = chosen[-1].importance
-        allowed = [lease for lease in order if lease.importance >= least]
+        allowed = [one for one in order if one.importance >= least and room.gains(one)]
         few = _fewer(allowed, room, enough, len(chosen)) or chosen
         return tuple([lease for lease in pool if lease in few])
     return chosen
 
 
-def _pruned(
-    gone: Sequence[Lease],
+def _first_enough(
+    order: Iterable[Lease],
     room: _Room,
     enough: Callable[[], bool],
-) -> tuple[Lease, ...]:
-    """The needed leases among the evicted ones; the others are counted as back on their cards."""
+) -> tuple[Lease, ...] | None:
+    """The first leases that make the `room` enough, without needless ones; else None.
+
+    The bytes of these leases are free in the room afterwards.
+    """
+    gone: list[tuple[Lease, int]] = []
+    for lease in order:
+        if room.missing <= 0 and enough():
+            break
+        freed = room.let_go(lease)
+        if freed or lease.owner == room.owner:
+            gone.append((lease, freed))
+    if not enough():
+        return None
     needed = []
-    for lease in reversed(gone):
-        room.let_go(lease, -1)
-        if not enough():
+    for lease, freed in reversed(gone):
+        if room.missing + freed <= 0:  # else the cards together would have too few bytes
+            room.let_go(lease, times=-1)
+            if enough():
+                continue
             room.let_go(lease)
-            needed.append(lease)
+        needed.append(lease)
     needed.reverse()
     return tuple(needed)
 
@@ -249,18 +265,16 @@ def _without_needless_pieces(
     """
     host_bytes = host.free - _precious_bytes(chosen)
     leaving = list(chosen)
-    for lease in chosen:
-        room.let_go(lease)
-    for index in range(len(leaving) - 1, -1, -1):  # the last leases are the most precious
-        lease = leaving[index]
-        room.let_go(lease, -1)
-        part = _smallest_part(lease, room, enough)
-        reserved = 0 if lease.droppable else lease.offload_bytes
-        if part.target and part.offload_bytes <= host_bytes + reserved:
-            host_bytes += reserved - part.offload_bytes
-            leaving[index] = part
-        room.let_go(leaving[index])
-    room.take_back(leaving)
+    with room.without(chosen):
+        for index in range(len(leaving) - 1, -1, -1):  # the last leases are the most precious
+            lease = leaving[index]
+            room.let_go(lease, times=-1)
+            part = _smallest_part(lease, room, enough)
+            reserved = 0 if lease.droppable else lease.offload_bytes
+            if part.target and part.offload_bytes <= host_bytes + reserved:
+                host_bytes += reserved - part.offload_bytes
+                leaving[index] = part
+            room.let_go(leaving[index])
     return tuple(leaving)
 
 
@@ -272,7 +286,7 @@ def _smallest_part(lease: Lease, room: _Room, enough: Callable[[], bool]) -> Lea
         part = part_of(lease, middle)
         room.let_go(part)
         found = enough()
-        room.let_go(part, -1)
+        room.let_go(part, times=-1)
         if found:
             high = middle
         else:

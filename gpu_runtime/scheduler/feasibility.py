@@ -30,7 +30,7 @@ from .capacity import limit_of
 from .drain import drained
 from .eligibility import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, place
-from .splitting import may_split, may_use_one_card, split
+from .splitting import divisions, may_split, may_use_one_card
 from .stuck import Stuck, sets_that_stay, stuck_leases
 from .victims import freed_bytes
 
@@ -224,10 +224,10 @@ def best_division(book: Book, request: Request, world: World) -> Candidate | Ref
         for card, limit in limits.items():
             left = limit - stuck.bytes_on(card, remaining)
             room[card] = min(left, allowed.get(card, limit))
-        found = split(footprint, room, rules, limits)
+        found = next(divisions(footprint, room, rules, limits), None)
         if found:
-            return found[0]
-    if split(footprint, _capped(limits, allowed), rules, limits):
+            return found
+    if any(divisions(footprint, _capped(limits, allowed), rules, limits)):
         return _held_up(request, limits, room, stuck)
     return _too_small(request, world, limits, room, capped=bool(allowed))
 
@@ -276,7 +276,7 @@ def _too_small(
     """The refusal that says that the cards' budgets, or the operator's cap, are too small."""
     footprint, rules, cap = request.footprint, request.placement, world.rules.cap
     name, size = request.lease.name, footprint.bytes
-    by_cap = capped and bool(split(footprint, limits, rules, limits))
+    by_cap = capped and any(divisions(footprint, limits, rules, limits))
     most = f", on at most {rules.most_cards} cards" if rules.most_cards else ""
     because = f" ({cap.named('bytes_per_device')})" if by_cap and cap else ""
     heads, margin = _heads_rule(footprint, rules), _margin_rule(footprint, rules, room, limits)
@@ -310,7 +310,7 @@ def _margin_rule(
 
     The result is empty unless the model would fit without the margin.
     """
-    if not split(footprint, room, replace(rules, margin_bytes=0), limits):
+    if not any(divisions(footprint, room, replace(rules, margin_bytes=0), limits)):
         return ""
     margin = show_bytes(rules.margin_bytes)
     return f", and {margin} of each stay free for its driver (GPU_SPLIT_MARGIN_MB)"

@@ -67,6 +67,8 @@ def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int,
 
     If proportional parts are not possible, each card is filled in order.
     """
+    if _filled(sums, free)[0] < len(sums):
+        return None
     until = list(accumulate(free))
     size, total = sums[-1], until[-1]
     ideal = [size * end / total for end in until]
@@ -83,16 +85,26 @@ def running_sums(footprint: Footprint) -> list[int]:
     return [until * footprint.bytes // total for until in sums]
 
 
-def packed(sums: Sequence[int], most: Sequence[int]) -> list[int] | None:
-    """The boundary that each card reaches if it is filled; None if pieces are left over."""
+def can_cut(sums: Sequence[int], free: Sequence[int]) -> bool:
+    """Whether every card has free bytes, and `pieces_in_proportion` finds parts."""
+    reached, every_card = _filled(sums, free)
+    if reached < len(sums):
+        return False
+    # Usually every card gets a piece, and the slower search is not needed.
+    return every_card or (min(free) > 0 and pieces_in_proportion(sums, free) is not None)
+
+
+def _filled(sums: Sequence[int], free: Sequence[int]) -> tuple[int, bool]:
+    """The boundary that is reached if each card is filled in order, and whether each has a piece."""
     reached = taken = 0
-    ends = []
-    for size in most:
-        if size > 0:
-            reached = bisect_right(sums, taken + size, lo=reached)
-            taken = sums[reached - 1] if reached else 0
-        ends.append(reached)
-    return ends if reached == len(sums) else None
+    every_card = True
+    for size in free:
+        end = bisect_right(sums, taken + size, reached)
+        if end > reached:
+            reached, taken = end, sums[end - 1]
+        else:
+            every_card = False
+    return reached, every_card
 
 
 def _cut(
@@ -105,7 +117,7 @@ def _cut(
     Each cut is as near as possible to the `ideal` running sum. No card takes more than its `most`.
     """
     count, pieces = len(most), len(sums)
-    if pieces < count or packed(sums, most) is None:
+    if pieces < count:
         return None
     least = _least_ends(sums, most)
     parts = []

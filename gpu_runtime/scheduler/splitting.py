@@ -18,7 +18,7 @@ from math import ceil, comb
 
 from ..facts import Candidate, Footprint, PlacementRules, Share, where
 from ..units import show_bytes
-from .parts import equal_parts, packed, parts_in_proportion, pieces_in_proportion, running_sums
+from .parts import can_cut, equal_parts, parts_in_proportion, running_sums
 
 MOST_TRIED = 300  # up to this many sets of cards, all are tried; else the first and the largest
 
@@ -38,15 +38,34 @@ def split(
     budgets, which the layout `whole` needs. The `rules` name the layout, the allowed devices and
     the number of cards. If a card cannot take its part, other sets of cards are tried.
     """
+    return tuple(divisions(footprint, room, rules, limits))
+
+
+def divisions(
+    footprint: Footprint,
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
+) -> Iterator[Candidate]:
+    """The same as `split`, one candidate after the other."""
+    for parts in sets_that_fit(footprint, room, rules, limits):
+        yield _divided(room, parts, rules, limits)
+
+
+def sets_that_fit(
+    footprint: Footprint,
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
+) -> Iterator[dict[str, int]]:
+    """The sets of cards of `split`, with the bytes of the model that each card takes."""
     cards = [card for card in room if not rules.devices or card in rules.devices]
     most = min(rules.most_cards or len(cards), len(cards))
-    found = []
     for count in range(max(2, rules.least_cards), most + 1):
         sets = _sets(footprint, cards, count, room, rules, limits)
-        candidate = _first_that_fits(sets, footprint, room, rules, limits)
-        if candidate is not None:
-            found.append(candidate)
-    return tuple(found)
+        parts = _first_that_fits(sets, footprint, room, rules, limits)
+        if parts is not None:
+            yield parts
 
 
 def _first_that_fits(
@@ -55,13 +74,12 @@ def _first_that_fits(
     room: Room,
     rules: PlacementRules,
     limits: Room,
-) -> Candidate | None:
-    """The division over the first of these `sets` of cards that can hold the model; else None."""
+) -> dict[str, int] | None:
+    """The parts on the first of these `sets` of cards that can hold the model; else None."""
     for cards in sets:
-        chosen_room = {card: room[card] for card in cards}
-        candidate = divide(footprint, chosen_room, rules, limits)
-        if candidate is not None:
-            return candidate
+        parts = _parts(footprint, {card: room[card] for card in cards}, rules, limits)
+        if parts is not None:
+            return parts
     return None
 
 
@@ -80,31 +98,26 @@ def divide(
     ...        PlacementRules(layout="balanced"), {}).because
     'cuda:0,1 take 70.0 GiB + 70.0 GiB, of 160 GiB free'
     """
-    holds = fitting(footprint, tuple(room), rules, limits)
-    if not holds(room):
-        return None
     parts = _parts(footprint, room, rules, limits)
-    if parts is None or 0 in parts:
-        return None
-    return _divided(room, parts, rules, limits)
+    return None if parts is None else _divided(room, parts, rules, limits)
 
 
 def _divided(
     room: Room,
-    parts: tuple[int, ...],
+    parts_by_card: Room,
     rules: PlacementRules,
     limits: Room,
 ) -> Candidate:
-    """The candidate that puts these parts of the model on these cards."""
-    cards = tuple(room)
+    """The candidate that puts these parts of the model on these cards of the `room`."""
+    cards, parts = tuple(parts_by_card), tuple(parts_by_card.values())
     if rules.layout == "whole":
         claims = [limits[card] for card in cards]
     else:
         claims = [_with_overhead(part, rules) for part in parts]
     shares = tuple(map(Share, cards, claims))
     filled = tuple(map(Share, cards, parts)) if claims != list(parts) else ()
-    sizes = " + ".join(show_bytes(size) for size in claims)
-    free = show_bytes(sum(room.values()))
+    sizes = " + ".join([show_bytes(size) for size in claims])
+    free = show_bytes(sum([room[card] for card in cards]))
     because = f"{where(shares)} take {sizes}, of {free} free"
     return Candidate(shares, True, because, filled=filled)
 
@@ -114,14 +127,22 @@ def _parts(
     room: Room,
     rules: PlacementRules,
     limits: Room,
-) -> tuple[int, ...] | None:
-    """The model's own bytes on each card, by layout."""
+) -> dict[str, int] | None:
+    """The model's own bytes on each card of the `room`; None if the cards cannot hold it."""
+    if rules.layout in ("balanced", "whole") and not fitting(footprint, tuple(room), rules, limits)(
+        room
+    ):
+        return None
     if rules.layout == "balanced":
-        return equal_parts(footprint, len(room))
-    if rules.layout == "whole":
-        return parts_in_proportion(footprint, [limits[card] for card in room])
-    free = [_to_spend(size, card, rules) for card, size in room.items()]
-    return parts_in_proportion(footprint, free)
+        parts = equal_parts(footprint, len(room))
+    elif rules.layout == "whole":
+        parts = parts_in_proportion(footprint, [limits[card] for card in room])
+    else:
+        free = [_to_spend(size, card, rules) for card, size in room.items()]
+        parts = parts_in_proportion(footprint, free)
+    if parts is None or 0 in parts:
+        return None
+    return dict(zip(room, parts, strict=True))
 
 
 # -- whether it fits -------------------------------------------------------------------------------
@@ -218,27 +239,11 @@ def _fitting_proportional(
             spend = [room[card] - margin for card in cards]
         else:
             spend = [_to_spend(room[card], card, rules) for card in cards]
-        if min(spend) <= 0 or sum(spend) < size:
-            return False
-        if not sums:
-            return True
-        ends = packed(sums, spend)
-        if ends is None:
-            return False
-        # Usually every card gets a piece, and the slower search is not needed.
-        return _none_is_empty(ends) or pieces_in_proportion(sums, spend) is not None
+        if sums:
+            return can_cut(sums, spend)
+        return min(spend) > 0 and sum(spend) >= size
 
     return holds
-
-
-def _none_is_empty(ends: Sequence[int]) -> bool:
-    """Whether each card has at least one piece. `ends` are the boundaries that the cards reach."""
-    before = 0
-    for end in ends:
-        if end <= before:
-            return False
-        before = end
-    return True
 
 
 def claimed(
@@ -255,6 +260,13 @@ def claimed(
         return sum(limits[card] for card in cards)
     rounding = len(cards) - 1 if rules.overhead else 0
     return _with_overhead(footprint.bytes, rules) + rounding
+
+
+def least_room(footprint: Footprint, count: int, rules: PlacementRules) -> int:
+    """Free bytes without which the `footprint` never fits over `count` cards."""
+    if rules.layout in ("balanced", "whole"):
+        return footprint.bytes
+    return footprint.bytes + count * rules.margin_bytes
 
 
 def may_split(rules: PlacementRules) -> bool:

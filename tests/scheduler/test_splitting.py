@@ -11,10 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Footprint, PlacementRules
+from gpu_runtime.facts import Footprint, PlacementRules, Wait
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.placement import place
 from gpu_runtime.scheduler.splitting import divide, split
-from tests.worlds import GIB
+from tests.worlds import GIB, book, lease, request, world
 
 
 def shares(found: Any) -> dict[str, int]:
@@ -267,3 +269,39 @@ def test_seventy_billion_on_eight_cards(layout):
         max(share.bytes for share in found.shares) - min(share.bytes for share in found.shares)
         <= layer
     )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.integers(1, 9)), min_size=20),
+    st.sampled_from(["balanced", "proportional"]),
+    st.integers(60, 300),
+    st.booleans(),
+)
+def test_of_the_models_that_leave_eight_cards_none_can_be_spared(placed, layout, gib, cut):
+    """A model over several cards may fit only after many models have left. Every way that is shown
+    makes the room, and not without one of its victims.
+    """
+    models = [
+        lease(f"m{n}", last_used=n, **{f"sim{card}": size for card in {one, other}})
+        for n, (one, other, size) in enumerate(placed)
+    ]
+    there = world(**{f"sim{n}": 40 for n in range(8)}, host=900)
+    pieces = (gib * GIB // 30,) * 30 if cut else ()
+    model = footprint(sum(pieces) or gib * GIB, heads=64, pieces=pieces)
+    wanted = replace(request("new"), footprint=model, placement=rules(layout))
+    _, verdict = admit(book(*models, limits={}), wanted, there, lru)
+    if not isinstance(verdict, Wait):
+        return
+    victims = {lease.id: lease for lease in models}
+
+    def fits(cards: list[str], gone: set[str]) -> bool:
+        stay = [one for id, one in victims.items() if id not in gone]
+        room = {card: 40 * GIB - sum(one.bytes_on(card) for one in stay) for card in cards}
+        return divide(model, room, rules(layout), room) is not None
+
+    ways = [way for way in verdict.considered if way.victims]
+    assert ways, "all models are idle"
+    for way in ways:
+        cards = [share.device for share in way.shares]
+        assert fits(cards, set(way.victims))
+        assert not any(fits(cards, set(way.victims) - {one}) for one in way.victims)
