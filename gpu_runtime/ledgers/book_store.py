@@ -65,9 +65,7 @@ class Page(NamedTuple):
     inode: int
     rev: int
     book: Book
-    packed: pages.Packed = (
-        pages.EMPTY
-    )  # the page's bytes, so that unchanged parts are not encoded again
+    packed: pages.Packed = pages.EMPTY  # its bytes; unchanged parts are not encoded again
 
 
 class Draft(NamedTuple):
@@ -191,6 +189,8 @@ class BookStore:
         if not self.owner_file.in_place():
             with self._lock:
                 self._restore_own_files()
+        if self.is_behind(page):  # a lost race costs less here than after the roster is written
+            raise LostRace
         draft = self._draft(page, self._with_own_inode(new))
         with self._lock:
             if self._page is not page or self._connection is None:

@@ -141,15 +141,17 @@ class SharedLedger:
         try:
             while True:
                 self._require_open()
-                # The first attempt does not queue. Usually the queue is empty. A process that just
-                # lost a race also has warm caches, so its next attempt costs a third of the first.
-                # A process that has the turn keeps it until the book is written.
+                # The first attempt queues only in a crowd. A process that just lost a race has
+                # warm caches, so its next attempt costs a third of the first. A process that has
+                # the turn keeps it until the book is written.
                 if paced and turn is None and (races_lost or self._pace.should_queue):
                     turn = self._wait_for_turn()
                 began = time.monotonic()
                 try:
                     known = self._store.glance() if may_glance else None
                     may_glance = False
+                    if paced and not (turn or known) and self._pace.should_queue_to_read(began):
+                        turn = self._wait_for_turn()
                     page = known or self._store.look()
                     new, answer = decide(page.book)
                     if new is page.book and known and self._store.look() is not known:

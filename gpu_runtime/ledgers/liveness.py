@@ -32,7 +32,7 @@ from .. import forks
 from ..errors import LedgerUnavailable
 from ..facts import Owner
 from ..safe_text import LONGEST_NAME, LONGEST_PATH, printable
-from .process_state import Life, Sight, in_status, life_of_process, namespaces, start_ticks
+from .process_state import Life, Sight, life_of_process, namespaces, sight_of_process, start_ticks
 
 _serials = itertools.count()
 
@@ -83,10 +83,7 @@ def sight_of(owner: Owner, path: Path | str) -> Sight:
     found = life_of(owner, path)
     if found is not Life.ALIVE or owner.namespaces != namespaces():
         return Sight(found.value)
-    try:
-        return in_status(Path(f"/proc/{owner.pid}/status").read_text())
-    except OSError:  # hidden from this user, or it ended just now
-        return Sight.ALIVE
+    return sight_of_process(owner.pid)
 
 
 def end_of(owner: Owner) -> io.FileIO | None:

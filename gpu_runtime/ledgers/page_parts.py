@@ -129,7 +129,7 @@ def decode_small_parts(
     """The section and the tickets of each part in `contents`; None if one cannot be read."""
     try:
         parts = _decode_small(b"[%b]" % b",".join(contents))
-    except UNREADABLE:
+    except UNREADABLE:  # the caller then decodes each part alone
         return None
     return [(part.section, part.tickets) for part in parts] if len(parts) == len(contents) else None
 

@@ -90,3 +90,11 @@ def in_status(status: str) -> Sight:
     if "\nCoreDumping:\t1" in status:
         return Sight.DUMPING
     return Sight.STOPPED if re.search(r"^State:\s+[Tt]", status, re.MULTILINE) else Sight.ALIVE
+
+
+def sight_of_process(pid: int) -> Sight:
+    """What is seen of the living process `pid`; ALIVE if its state cannot be read."""
+    try:
+        return in_status(Path(f"/proc/{pid}/status").read_text())
+    except OSError:  # hidden from this user, or it ended just now
+        return Sight.ALIVE

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -337,6 +338,39 @@ def test_a_grant_during_a_rebuild_is_in_the_new_book(new_owner_here, monkeypatch
     assert names(rebuilder) == ["qwen"]
 
 
+def test_a_lost_race_is_noticed_before_the_roster_is_written(new_owner_here, monkeypatch):
+    """In a crowd, most first attempts are lost. Each would write the roster twice."""
+    ledger, other, runs, written = new_owner_here(), new_owner_here(), [], []
+    write = ledger._store._write_roster
+    monkeypatch.setattr(
+        ledger._store, "_write_roster", lambda *now: written.append(now) or write(*now)
+    )
+
+    def decide(book):
+        runs.append(1)
+        if len(runs) == 1:
+            count(other)
+        return book.with_section(section(ledger, "qwen")), None
+
+    ledger.transact(decide)
+    assert len(runs) == 2 and len(written) == 1
+
+
+def while_it_writes(ledger, act):
+    """Calls `act` during the next write of `ledger`: after the check for a lost race, and before the
+    roster is written.
+    """
+    store = ledger._store
+    draft = store._draft
+
+    def acting(page, new):
+        del store._draft
+        act()
+        return draft(page, new)
+
+    store._draft = acting
+
+
 def test_a_grant_that_lost_its_race_is_not_in_a_rebuilt_book(new_owner_here):
     """A grant lost its race, but the roster already has it. The second decision grants nothing, so
     the rebuilt book must not have the grant.
@@ -347,7 +381,7 @@ def test_a_grant_that_lost_its_race_is_not_in_a_rebuilt_book(new_owner_here):
         runs.append(1)
         if len(runs) > 1:
             return book, None
-        count(other)
+        while_it_writes(ledger, lambda: count(other))
         return book.with_section(section(ledger, "ghost")), None
 
     ledger.transact(decide)
@@ -397,7 +431,13 @@ def test_a_grant_that_lost_its_race_just_before_the_damage_is_taken_back(
     def decide(book):
         seen.append(ours(book, ledger))
         if len(seen) <= races_lost:
-            put(other, f"theirs{len(seen)}") if others == "another's grant" else count(other)
+            theirs = f"theirs{len(seen)}"
+            act = (
+                partial(put, other, theirs)
+                if others == "another's grant"
+                else partial(count, other)
+            )
+            while_it_writes(ledger, act)
             return book.with_section(section(ledger, "mine", "ghost")), None
         return book, None
 
@@ -421,7 +461,7 @@ def test_taking_back_a_void_grant_keeps_the_grant_of_another_thread(new_owner_he
     def decide(book):
         seen.append(ours(book, ledger))
         if len(seen) == 1:
-            count(other)
+            while_it_writes(ledger, lambda: count(other))
         if len(seen) == 2:  # in the rebuilt book
             thread = threading.Thread(target=beside)
             thread.start()
@@ -840,9 +880,10 @@ def test_a_full_disk_refuses_grants_and_accepts_releases(tmp_path):
 # Stopped writers, the stop button, many processes at once
 
 
-def test_the_error_names_a_stopped_writer(tmp_path):
-    """While a stopped process holds the write lock, no other process can write. The error names the
-    stopped process's number.
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_the_error_names_the_writer_that_keeps_the_lock(tmp_path, is_stopped):
+    """While a process holds the write lock, no other process can write. The error has the number of
+    that process, and how to continue the process if it is stopped.
     """
     ledger = SqliteLedger(tmp_path, patience_seconds=0.3)
     holder = subprocess.Popen(
@@ -858,10 +899,13 @@ def test_the_error_names_a_stopped_writer(tmp_path):
         text=True,
     )
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(
-        LedgerUnavailable, match=f"pid {holder.pid} holds its lock.*\n.*kill -CONT {holder.pid}"
-    ):
+    expected = f"pid {holder.pid} holds its lock now"
+    if is_stopped:
+        holder.send_signal(signal.SIGSTOP)
+        expected = f"pid {holder.pid} holds its lock and is stopped.*\n.*kill -CONT {holder.pid}"
+    with pytest.raises(LedgerUnavailable, match=expected):
         put(ledger, "qwen")
+    holder.send_signal(signal.SIGCONT)
     holder.communicate()
     put(ledger, "qwen")
     ledger.close()

@@ -4,6 +4,7 @@ others still write.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,9 +25,13 @@ from gpu_runtime.ledgers.sqlite.writer_queue import STALLED_SECONDS, WriterQueue
 from .conftest import REPO
 
 OTHER_PROCESS = """
-import sys; from pathlib import Path; from gpu_runtime.ledgers.sqlite.writer_queue import writer_queue_in
+import sys, time; from pathlib import Path; from gpu_runtime.ledgers.sqlite.writer_queue import writer_queue_in
 queue = writer_queue_in(Path(sys.argv[1]))
-actions = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue}
+def compute():
+    end = time.monotonic() + 0.1
+    while time.monotonic() < end: pass
+    queue.leave()
+actions = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue, "compute": compute}
 for line in sys.stdin:
     print(actions[line.strip()](), flush=True)
 """
@@ -45,9 +50,12 @@ class Other:
             env=os.environ | {"PYTHONPATH": str(REPO)},
         )
 
-    def run(self, word: str) -> str:
+    def begin(self, word: str) -> None:
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
+
+    def run(self, word: str) -> str:
+        self.begin(word)
         return self.process.stdout.readline().strip()
 
     def end(self) -> None:
@@ -107,6 +115,13 @@ def test_a_process_that_does_not_end_its_turn_is_passed(ours, other, how):
         assert ours.try_enter(), "the queue works again"
 
 
+def test_a_process_that_uses_the_processor_is_not_passed(ours, other):
+    """On a busy machine, a turn lasts longer than `STALLED_SECONDS` because of other programs."""
+    other.run("enter")
+    other.begin("compute")
+    assert ours.enter()
+
+
 def test_a_process_with_the_turn_that_loses_makes_the_others_queue_until_it_leaves(ours, other):
     assert not ours.must_queue
     other.run("enter")
@@ -150,6 +165,20 @@ def writing(ledger, decided: threading.Semaphore) -> threading.Thread:
 
 def test_a_writer_does_not_wait_for_the_turn_while_nobody_must_queue(ledger, other_with_turn):
     writing(ledger, threading.Semaphore(0)).join(20)
+    assert ledger.read().ticket("ours")
+
+
+def test_in_a_crowd_a_process_queues_before_it_reads(ledger, other_with_turn, tmp_path):
+    """Otherwise the book changes while this process decides, and the attempt is lost."""
+    with contextlib.closing(open_ledger(f"sqlite://{tmp_path}/ledger")) as third:
+        theirs = Ticket("theirs", third.owner.id, "use", "qwen", 0, 0)
+        third.transact(lambda book: (book.with_ticket(theirs), None))
+    ledger._pace.note_contention(time.monotonic())
+    decided = threading.Semaphore(0)
+    thread = writing(ledger, decided)
+    assert not decided.acquire(timeout=0.1)
+    other_with_turn.run("leave")
+    thread.join(20)
     assert ledger.read().ticket("ours")
 
 

@@ -18,6 +18,7 @@ import threading
 FREE_TURNS = 8  # transactions in a row without a wait
 IN_A_ROW_SECONDS = 0.002
 CROWDED_SECONDS = 0.1  # how long contention is remembered
+READ_CROWDED_SECONDS = 1.0  # the same for processes that write seldom, and so must read first
 MOST_DOUBLINGS = 4  # more doublings change nothing, because 4 · 2⁴ exceeds the cap of 50
 LONGEST_ATTEMPT_SECONDS = 0.01
 _NEVER = float("-inf")
@@ -54,6 +55,13 @@ class Pace:
             return 0.0
         here.turns = 1
         return random.uniform(2, 6) * self.attempt_seconds
+
+    def should_queue_to_read(self, now: float) -> bool:
+        """Whether this process should queue before it reads what others wrote.
+
+        In a crowd, the book changes again while a process reads it and decides.
+        """
+        return now - self._crowded_at <= READ_CROWDED_SECONDS
 
     @property
     def should_queue(self) -> bool:

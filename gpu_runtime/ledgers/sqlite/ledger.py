@@ -13,6 +13,7 @@ from pathlib import Path
 from ...errors import LedgerUnavailable
 from ..common import SharedLedger
 from ..liveness import OwnerFile, boot_id, describe_self
+from ..process_state import Sight, sight_of_process
 from . import after_fork, files
 from .page import SqliteBook
 
@@ -50,11 +51,14 @@ class SqliteLedger(SharedLedger):
 
     def _timed_out(self) -> LedgerUnavailable:
         holders = [pid for pid in files.writers(Path(self.path)) if pid != os.getpid()]
-        if holders:
-            why = f"pid {holders[0]} holds its lock; perhaps it is stopped"
-            hint = f"Let it go on:  kill -CONT {holders[0]}"
+        stopped = [pid for pid in holders if sight_of_process(pid) is Sight.STOPPED]
+        if stopped:
+            why = f"pid {stopped[0]} holds its lock and is stopped"
+            hint = f"Let it go on:  kill -CONT {stopped[0]}"
         else:
             why = "too many processes write at once"
+            if holders:
+                why += f", and pid {holders[0]} holds its lock now"
             hint = "Try again, or see:  gpu leases"
         return LedgerUnavailable(
             f"the ledger {self.path} could not be read or written for {self.patience_seconds:.0f} s: "
