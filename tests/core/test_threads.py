@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -18,6 +20,56 @@ def test_it_runs_in_parallel_and_can_be_waited_for():
     ends.set()
     assert running.wait(20) and running.wait(0), "a second wait returns at once"
     assert running.ident != threading.get_ident()
+
+
+def test_short_work_takes_a_thread_that_is_free_and_keeps_nothing_of_the_work_before(monkeypatch):
+    """A new thread costs more than a short call. Work that still runs never delays other work."""
+    monkeypatch.setattr(threads, "_spare", [])  # not the threads of earlier tests
+    first, second, ends = Work(), Work(), threading.Event()
+    threads.start_short(first)
+    used = first.thread()
+    until(lambda: any(spare.work is None for spare in threads._spare))
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None, "the model that the work held can leave"
+    threads.start_short(second)
+    assert second.thread() == used
+    threads.start_short(lambda: ends.wait(20))
+    third = Work()
+    threads.start_short(third)
+    assert third.thread(), "it runs beside the work that waits"
+    ends.set()
+
+
+def test_a_free_thread_ends_after_a_while(monkeypatch):
+    monkeypatch.setattr(threads, "SPARE_SECONDS", 0.01)
+    monkeypatch.setattr(threads, "_spare", spare := [])  # not the threads of earlier tests
+    threads.start_short(work := Work())
+    used = work.thread()
+    until(lambda: used not in sys._current_frames())
+    assert not spare
+
+
+class Work:
+    """Work that notes the thread it runs in."""
+
+    def __init__(self):
+        self._ran, self._thread = threading.Event(), 0
+
+    def __call__(self):
+        self._thread = threading.get_ident()
+        self._ran.set()
+
+    def thread(self):
+        assert self._ran.wait(20)
+        return self._thread
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.thorough

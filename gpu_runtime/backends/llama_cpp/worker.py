@@ -380,12 +380,12 @@ def to_line(message: dict[str, Any]) -> bytes:
     >>> from_line(to_line({"id": 1, "args": [b"hi"]}))
     {'id': 1, 'args': [b'hi']}
     """
-    return json.dumps(message, default=_plain, separators=(",", ":")).encode() + b"\n"
+    return _ENCODER.encode(message).encode() + b"\n"
 
 
 def from_line(line: bytes) -> dict[str, Any]:
     """The message in a `line` that `to_line` made. Raises ValueError."""
-    return json.loads(line, object_hook=_with_bytes)
+    return _DECODER.decode(line.decode())
 
 
 def _with_bytes(found: dict[str, Any]) -> Any:
@@ -398,6 +398,11 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # a NumPy value
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
+
+
+# Made once: json.dumps and json.loads would make one for each message.
+_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"))
+_DECODER = json.JSONDecoder(object_hook=_with_bytes)
 
 
 def main(number: int, owner: int) -> None:

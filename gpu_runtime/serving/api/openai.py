@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ..requests import Refused, Reply
 from .jobs import ENDPOINTS, Jobs
@@ -214,7 +214,8 @@ def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> No
         body = await read_json(request)
         reply = await unless_gone(request, gateway().answer(kind, body, actor))
         if reply.events is None:
-            return JSONResponse(reply.json, headers=reply.headers)
+            body = msgspec.json.encode(reply.json)
+            return Response(body, headers=reply.headers, media_type="application/json")
         return Sent(reply)
 
     path, summary = {**_PATHS, **_TOKEN_PATHS}[kind]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...facts import Wait
-from ...threads import start
+from ...threads import start_short
 
 if TYPE_CHECKING:
     from ...runtime import Runtime
@@ -117,7 +117,7 @@ class Holds:
     def take(self, model: str, importance: int) -> Hold:
         """Begins to pin `model` for a call of this `importance`, and returns the hold at once."""
         hold = Hold(model, importance, asyncio.get_running_loop())
-        start(lambda: self._run(hold))
+        start_short(lambda: self._run(hold))
         return hold
 
     async def ended(self, model: str) -> None:

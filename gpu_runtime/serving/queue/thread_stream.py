@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from ...threads import Cancellation, start
+from ...threads import Cancellation, start_short
 
 Emit = Callable[[Any], None]
 
@@ -56,7 +56,7 @@ async def stream_from_thread(
         else:
             emit(None, None, True)
 
-    start(run)
+    start_short(run)
     try:
         while True:
             await arrived.wait()
