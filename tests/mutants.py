@@ -352,7 +352,7 @@ FAULTS = [
     Fault(
         "a younger request takes what waits to be whole",
         "scheduler/eviction",
-        "        if returning and lease.id in returning:\n",
+        "        if returning and (lease.owner, lease.name) in returning:\n",
         "        if False:\n",
         PARTS,
     ),
@@ -460,13 +460,13 @@ FAULTS = [
     Fault(
         "a full page evicts",
         "scheduler/admission",
-        "    if full_for_waiting(book, request) or twin(context, request):\n",
-        "    if twin(context, request):\n",
+        "    if full_for_waiting(book, request) or context.twin:\n",
+        "    if context.twin:\n",
     ),
     Fault(
         "room is made twice for one model",
         "scheduler/admission",
-        "    if full_for_waiting(book, request) or twin(context, request):\n",
+        "    if full_for_waiting(book, request) or context.twin:\n",
         "    if full_for_waiting(book, request):\n",
     ),
     Fault(

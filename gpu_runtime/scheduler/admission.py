@@ -52,7 +52,7 @@ from .eligibility import unfinished_steps
 from .eviction import cheapest_way
 from .eviction_verdict import make_room
 from .feasibility import hopeless, hopeless_cards
-from .obstacles import twin, wait_for_obstacles
+from .obstacles import wait_for_obstacles
 from .page_entries import free_an_entry, full_for_waiting, needs_entry, page_full
 from .queue import load_seconds
 from .transitions import note
@@ -194,7 +194,7 @@ def _evict(
     Nothing is evicted if the page has no room for the ticket. Nothing is evicted either if an
     earlier ticket already makes room for the same model.
     """
-    if full_for_waiting(book, request) or twin(context, request):
+    if full_for_waiting(book, request) or context.twin:
         return None
     alone = tuple([candidate for candidate in candidates if len(candidate.shares) == 1])
     way = cheapest_way(book, request, world, rank, context, alone)
@@ -249,7 +249,7 @@ def _wait(
     if not possible:  # no single card can hold the model, only several together
         possible = candidates = (*waiting_candidates(book, request, world), *candidates)
     wait = wait_for_obstacles(book, request, world, context, possible)
-    need = () if twin(context, request) else context.missing(possible[0].shares)
+    need = () if context.twin else context.missing(possible[0].shares)
     return _enqueue(book, request, world, replace(wait, considered=candidates), need)
 
 

@@ -29,6 +29,7 @@ class Context(NamedTuple):
     blind: Mapping[str, str]  # device -> why no grant can be made on it
     elders: tuple[Ticket, ...]  # requests ahead in the queue
     blocking_elders: tuple[Ticket, ...]  # the elders that this request must not pass
+    twin: Ticket | None  # the blocking elder of the same process for the same model
     recalled: frozenset[str]  # ids of the leases that the blocking elders have recalled
     own_left: int | None  # bytes left under this owner's own limit; None: no limit
     own_left_later: int | None  # the same once its leaving models have left
@@ -47,7 +48,9 @@ class Context(NamedTuple):
         leases = tuple(book.leases())
         room_now, blind = room_and_blind(book, world)
         ahead = elders(book, request, world)
-        blocking = tuple([t for t in ahead if not may_pass(book, t, request, world)])
+        blocking = ahead
+        if request.held or any([ticket.blocked_since for ticket in ahead]):
+            blocking = tuple([t for t in ahead if not may_pass(book, t, request, world)])
         recalled = frozenset(id for ticket in blocking for id in ticket.recalls)
         held = _held(book, request)
         room_later, leaving = _later(
@@ -66,6 +69,7 @@ class Context(NamedTuple):
             blind=blind,
             elders=ahead,
             blocking_elders=blocking,
+            twin=_twin(blocking, request),
             recalled=recalled,
             own_left=own_left,
             own_left_later=own_left_later,
@@ -100,6 +104,18 @@ class Context(NamedTuple):
             return shares
         [share] = shares
         return (Share(share.device, max(0, share.bytes - self.held[share.device])),)
+
+
+def _twin(ahead: Iterable[Ticket], request: Request) -> Ticket | None:
+    """The earlier ticket of this process for the model of the `request`; None if there is none.
+
+    Room for one model is made only once.
+    """
+    wanted = request.lease
+    for ticket in ahead:
+        if ticket.name == wanted.name and ticket.owner == wanted.owner:
+            return ticket
+    return None
 
 
 def _later(

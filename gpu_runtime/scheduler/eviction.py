@@ -200,9 +200,9 @@ def _evictable(
     """
     asker, importance = request.lease.owner, request.lease.importance
     recalled = context.recalled
-    returning = {f"{ticket.owner}/{ticket.name}" for ticket in context.blocking_elders}
+    returning = {(ticket.owner, ticket.name) for ticket in context.blocking_elders}
     if context.held:
-        returning.add(request.lease.id)
+        returning.add((asker, request.lease.name))
     own_code = request.lease.kind == "block"
     found = []
     for lease in context.leases:
@@ -216,7 +216,7 @@ def _evictable(
             continue
         if (recalled and lease.id in recalled) or (spared and lease.id in spared):
             continue
-        if returning and lease.id in returning:
+        if returning and (lease.owner, lease.name) in returning:
             continue
         found.append(lease)
     return found

@@ -29,19 +29,6 @@ MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
 
 
-def twin(context: Context, request: Request) -> Ticket | None:
-    """The earlier ticket of this process for the model of the `request`; None if there is none.
-
-    Room for one model is made only once. `context` holds the elders, which are the requests ahead
-    in the queue.
-    """
-    wanted = request.lease
-    for ticket in context.blocking_elders:
-        if ticket.owner == wanted.owner and ticket.name == wanted.name:
-            return ticket
-    return None
-
-
 def wait_for_obstacles(
     book: Book,
     request: Request,
@@ -56,7 +43,7 @@ def wait_for_obstacles(
     """
     ahead = len(context.elders)
     name = request.lease.name
-    if twin(context, request):
+    if context.twin:
         because = f"another thread of this process is waiting for {name} already"
         return Wait(because, ahead=ahead)
     nearest = candidates[0].shares

@@ -44,7 +44,7 @@ def aged(
 def queue(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests of the `book`, in the order in which they are served at `world.now`."""
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
-    users = _users(book)
+    users = book.users_waiting()
     waiting.sort(key=lambda ticket: _ticket_position(ticket, users, world))
     return tuple(waiting)
 
@@ -60,17 +60,24 @@ def elders(
     """
     if not book.tickets:
         return ()
-    users, wanted = _users(book), request.lease
+    users, wanted = book.users_waiting(), request.lease
     model = (wanted.owner, wanted.name)
     if book.ticket(request.key) is None:
-        users[model] = users.get(model, 0) + request.users
+        users = {**users, model: users.get(model, 0) + request.users}
     seconds = load_seconds(book, request)
     own = _position(wanted.importance, request.arrived, request.key, users[model], seconds, world)
+    own_importance = own[0]
     found = []
     for ticket in book.tickets:
-        if ticket.verb != "use" or ticket.key == request.key:
+        if ticket.verb != "use" or ticket.key == request.key or not awake(ticket, world):
             continue
-        if awake(ticket, world) and _ticket_position(ticket, users, world) < own:
+        # The importance usually decides, so the rest of the position is computed only if it is equal.
+        importance = ticket.importance
+        if importance >= own_importance:
+            importance = aged(importance, world.now - ticket.arrived, world)
+            if importance > own_importance:
+                continue
+        if importance < own_importance or _ticket_position(ticket, users, world) < own:
             found.append(ticket)
     return tuple(found)
 
@@ -90,16 +97,6 @@ def load_seconds(book: Book, request: Request) -> float:
         return round(seconds_to_restore(lease, size) * missing, 1)
     seconds = seconds_to_restore if lease.on_host else seconds_to_load
     return round(seconds(lease, size), 1)
-
-
-def _users(book: Book) -> dict[tuple[str, str], int]:
-    """The number of users that wait for each model, by the model's owner and name."""
-    users: dict[tuple[str, str], int] = {}
-    for ticket in book.tickets:
-        if ticket.verb == "use":
-            model = (ticket.owner, ticket.name)
-            users[model] = users.get(model, 0) + ticket.users
-    return users
 
 
 def _ticket_position(ticket: Ticket, users: dict[tuple[str, str], int], world: World) -> _Position:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Rules
@@ -10,6 +12,14 @@ from tests.worlds import NOW, book, lease, request, ticket, world
 
 PATIENCE_SECONDS = Rules().patience_seconds
 THERE = world(sim0=20, host=20)
+# Name, owner, seconds since the arrival, seconds of the load, importance.
+WAITING = st.tuples(
+    st.sampled_from("ab"),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 5.0, 29.0, 31.0, 95.0, 119.0, 125.0]),
+    st.sampled_from([1.0, 2.0, 40.0]),
+    st.sampled_from([1, 5, 10, 20]),
+)
 
 
 def order(*tickets, now=NOW):
@@ -60,3 +70,24 @@ def test_a_restore_takes_less_than_a_load():
     assert load_seconds(book(lease("q", host=9, **measured)), request("q", 9)) == 2.0
     assert load_seconds(book(lease("q", host=9)), request("q", 9)) == 1.0
     assert load_seconds(book(), request("q", 9)) == 9.7
+
+
+@given(st.lists(WAITING, max_size=12), WAITING, st.booleans(), st.floats(0, 200))
+def test_the_elders_are_the_tickets_ahead_in_the_queue(waiting, ours, has_ticket, later):
+    """`elders` compares each ticket with the request. The queue sorts all of them."""
+    tickets = [
+        ticket(name, by=by, key=f"t{n}", arrived=NOW - age, seconds=seconds, importance=importance)
+        for n, (name, by, age, seconds, importance) in enumerate(waiting)
+    ]
+    name, by, age, seconds, importance = ours
+    own = ticket(name, by=by, key="ours", arrived=NOW - age, seconds=seconds, importance=importance)
+    page = book(
+        lease(name, by=by, host=9, restore_seconds=seconds, reload_seconds=seconds),
+        owners=(1, 2),
+        tickets=[*tickets, own] if has_ticket else tickets,
+    )
+    wanted = request(name, 9, by=by, key="ours", arrived=NOW - age, importance=importance)
+    there = replace(world(sim0=20, now=NOW + later), rules=replace(Rules(), refresh_seconds=1e9))
+    order = queue(page if has_ticket else page.with_ticket(own), there)
+    ahead = order[: order.index(own)]
+    assert {one.key for one in elders(page, wanted, there)} == {one.key for one in ahead}
