@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from .errors import BadDocument, GpuError
 from .facts import Value, parse_importance
-from .private_paths import weak_step
+from .private_paths import replace_file, weak_step
 from .safe_text import printable
 
 BEGIN = "gpu-"  # of each key, so that people and scanners recognise one
@@ -204,13 +204,7 @@ def _changing(path: Path) -> Iterator[Keys]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = read(path)
         yield keys
-        draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-        try:
-            with open(os.open(draft, flags | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode({"keys": keys})) + b"\n")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        replace_file(path, msgspec.json.format(msgspec.json.encode({"keys": keys})) + b"\n")
 
 
 def _parsed(path: Path, data: bytes) -> Keys:

@@ -1,4 +1,4 @@
-"""Checks that only one user can change a path, by every directory and link on the way to it.
+"""Private files: how they are replaced and read, and whether another user can change their path.
 
 A file is as private as the directories above it. A user who may rename one of them, or who owns a
 link on the way, can put another file in its place. OpenSSH checks the path of a key in the same
@@ -7,13 +7,53 @@ way.
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MOST_STEPS = 200  # limit of directories and links on the way, since links can form a circle
+
+
+def replace_file(
+    path: Path, content: bytes, prepare: Callable[[Path], object] | None = None
+) -> None:
+    """Replaces the whole file `path` at once, so a reader finds the old content or the new content.
+
+    The file has mode 0600, unless `prepare(draft)` changes that before the replacement. After an
+    error the old file remains. Raises OSError.
+    """
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        with open(os.open(draft, flags, 0o600), "wb") as file:
+            file.write(content)
+        if prepare:
+            prepare(draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_plain(path: Path, most_bytes: int, owner: int | None = None) -> bytes:
+    """The content of the file `path`, in whose place another user may have put something else.
+
+    Opening a pipe could wait for ever, so only a plain file is read. Raises OSError for anything
+    else, for more than `most_bytes`, and for a file of another user than `owner`, a user id.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if found.st_size > most_bytes:
+            raise OSError(errno.EFBIG, "it is too large to be ours")
+        if owner is not None and found.st_uid != owner:
+            raise OSError(errno.EPERM, f"uid {found.st_uid} wrote it")
+        return file.read(most_bytes)
 
 
 def weak_step(path: Path, *, may_be_writable: bool = False) -> str:

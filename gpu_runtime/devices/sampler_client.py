@@ -18,11 +18,9 @@ it used into the book, and other processes use them from there.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import signal
-import stat
 import struct
 import subprocess
 import sys
@@ -34,6 +32,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..facts import Device, Sample, Value
+from ..private_paths import read_plain
 from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # a helper hangs if no card has answered for this long
@@ -144,7 +143,7 @@ class Sampling:
             stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
             read = self._read
             if read is None or read[0] != stamp:
-                read = self._read = (stamp, _decode(_read_file(path)))
+                read = self._read = (stamp, _decode(read_plain(path, _MOST_BYTES)))
             return read[1]
         except (
             OSError,
@@ -321,7 +320,9 @@ class Sampling:
 
     def _last_error(self) -> str:
         try:
-            message = _read_file(self.directory / "sampler.err").decode(errors="replace")
+            message = read_plain(self.directory / "sampler.err", _MOST_BYTES).decode(
+                errors="replace"
+            )
         except OSError:  # no helper has failed
             return ""
         return f"the helper that measures them failed: {message[:300].strip()}"
@@ -402,18 +403,3 @@ class Sampling:
             return ""
         reason = f": {self._why}" if self._why else "; the driver may hang"
         return f"{name} was last measured {show_seconds(age)} ago{reason}"
-
-
-def _read_file(path: Path) -> bytes:
-    """The content of a file that another user of a shared ledger may have written.
-
-    Only a plain file is read, because a pipe could block, and at most a limited number of bytes.
-    Raises OSError.
-    """
-    fd = os.open(path, _READ_FLAGS)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a plain file", str(path))
-        return os.read(fd, _MOST_BYTES)
-    finally:
-        os.close(fd)

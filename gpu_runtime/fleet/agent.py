@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from ..backends.processes.model_processes import ProcessBackend
 from ..errors import FleetUnavailable, GpuError, NotAllowed
 from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
+from ..private_paths import replace_file
 from ..runtime import Runtime
 from ..scheduler.offers import offer_of, room_of
 from ..threads import start
@@ -103,11 +104,8 @@ class HostAgent:
             if revision <= self._revision:
                 return None
             found = wishes.load(cluster.stored(cluster.WISHES))
-            draft = self._file.with_suffix(".draft")
-            draft.write_text(
-                "\n".join(json.dumps(body) for body in wishes.bodies_on(found, self.host))
-            )
-            os.replace(draft, self._file)
+            bodies = wishes.bodies_on(found, self.host)
+            replace_file(self._file, "\n".join(map(json.dumps, bodies)).encode())
             self._drain_if_wished(self.host in found.drained)
             self._revision = found.revision
             return found

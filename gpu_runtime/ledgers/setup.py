@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import grp
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
+from ..private_paths import replace_file
 from . import host_config
 from .access import MARK, Access, owners_in
 from .liveness import boot_id
@@ -191,7 +191,4 @@ def _write_configuration(file: Path, url: str, known: host_config.Machine) -> No
                 f'  Add at its top:  ledger = "{url}"'
             )
     file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
-    draft.write_text(text)
-    draft.chmod(0o644)
-    draft.rename(file)
+    replace_file(file, text.encode(), lambda draft: draft.chmod(0o644))

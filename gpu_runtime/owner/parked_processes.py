@@ -6,8 +6,6 @@ has a file in a directory of this user, for this boot of the machine.
 
 from __future__ import annotations
 
-import os
-import secrets
 from pathlib import Path
 
 import msgspec
@@ -16,7 +14,7 @@ from ..errors import GpuError
 from ..facts import Value
 from ..ledgers.liveness import boot_id
 from ..ledgers.location import local_state
-from ..private_paths import weak_step
+from ..private_paths import replace_file, weak_step
 
 MOST_BYTES = 1 << 16
 
@@ -32,15 +30,11 @@ class ParkedProcess(Value):
 def note(process: ParkedProcess) -> None:
     """Stores the note on `process`. Raises GpuError: without a note, its return gets no room."""
     path = _path(process.pid, process.started)
-    draft = path.with_name(f".new-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if weak := weak_step(path.parent):
             raise GpuError(f"the notes on parked processes are not private: {weak}.")
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(process))
-        draft.replace(path)
+        replace_file(path, msgspec.json.encode(process))
     except OSError as error:
         raise GpuError(f"{path} cannot be written ({error.strerror}).") from None
 

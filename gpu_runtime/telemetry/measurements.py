@@ -9,12 +9,10 @@ written, that is logged once, and estimates use file headers again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ import msgspec
 from .. import forks
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..ledgers.access import access_to, state_in
+from ..private_paths import read_plain, replace_file
 
 KEPT = 1000  # models, and cells; the oldest measurement is dropped first
 LONGEST = 1 << 20  # bytes; a larger file is not read
@@ -130,7 +129,7 @@ class Measurements:
             found = self._path.lstat()
             stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
             if stamp != self._stamp:
-                self._content, self._stamp = _decode(_content_of(self._path)), stamp
+                self._content, self._stamp = _decode(read_plain(self._path, LONGEST)), stamp
         except FileNotFoundError:
             pass  # nothing was measured yet
         except msgspec.MsgspecError as error:  # the next write replaces it
@@ -157,15 +156,8 @@ class Measurements:
     def _write(self, content: MeasurementFile) -> None:
         """Replaces the whole file, so a reader finds either the old content or the new content."""
         assert self._path is not None
-        draft = self._path.with_name(f".{self._path.name}-{os.getpid()}-{threading.get_ident()}")
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        try:
-            with open(os.open(draft, flags, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(content))
-            access_to(self._path.parent).open_file(draft)
-            os.replace(draft, self._path)
-        finally:
-            draft.unlink(missing_ok=True)
+        data = msgspec.json.encode(content)
+        replace_file(self._path, data, access_to(self._path.parent).open_file)
 
     def _warn(self, what: str, error: OSError) -> None:
         if not isinstance(error, BlockingIOError):
@@ -179,20 +171,6 @@ class Measurements:
 
 
 _decode = msgspec.json.Decoder(MeasurementFile).decode
-
-
-def _content_of(path: Path) -> bytes:
-    """The bytes of the file. Raises OSError if this module cannot have written the file."""
-    # In a shared ledger, a member may put a pipe there at any time. Opening it must not wait for a
-    # writer.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
-        if found.st_size > LONGEST:
-            raise OSError(errno.EFBIG, "it is too large to be ours")
-        return file.read()
 
 
 def _lock_within(fd: int, seconds: float) -> None:

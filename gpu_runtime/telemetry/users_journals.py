@@ -11,12 +11,12 @@ import itertools
 import logging
 import os
 import sqlite3
-import stat
 from pathlib import Path
 
 import msgspec
 
 from ..facts import Event
+from ..private_paths import read_plain
 
 MOST_EVENTS = 10_000
 MOST_BYTES = 64 << 20  # a journal of 10,000 events has about 5 MiB
@@ -80,7 +80,7 @@ def events_of(path: Path, model: str | None, since: float) -> list[Event]:
 def _read(path: Path, model: str | None, since: float) -> list[Event]:
     steps = itertools.count(1)
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
-        db.deserialize(_content(path))
+        db.deserialize(read_plain(path, MOST_BYTES, int(path.parent.name)))
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         db.execute("PRAGMA trusted_schema=OFF")
         db.set_progress_handler(lambda: next(steps) > MOST_STEPS // STEPS_AT_ONCE, STEPS_AT_ONCE)
@@ -97,15 +97,3 @@ def _event(body: object) -> Event | None:
         return _decode(body)  # type: ignore[arg-type]
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
         return None
-
-
-def _content(path: Path) -> bytes:
-    """The bytes of the file. Raises OSError if it is no file, too large, or another user's."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-            raise OSError(f"it is not a journal: {found.st_size} bytes, mode {found.st_mode:o}")
-        if found.st_uid != int(path.parent.name):
-            raise OSError(f"uid {found.st_uid} wrote it")
-        return file.read(MOST_BYTES)

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...errors import LedgerUnavailable
+from ...private_paths import replace_file
 from ..access import access_to, outsider, owners_in
 from ..liveness import Life, life
 
@@ -288,16 +289,11 @@ def fill_ballast(directory: Path) -> bool:
     path = directory / "ballast"
     if path.exists():
         return True
-    draft = directory / f".ballast-{secrets.token_hex(4)}"
     try:
-        with open(draft, "xb", opener=_private) as file:
-            # The bytes are random, because zeros would take no space on a file system that
-            # compresses.
-            file.write(os.urandom(BALLAST_BYTES))
-        os.replace(draft, path)
+        # The bytes are random, because zeros would take no space on a file system that compresses.
+        replace_file(path, os.urandom(BALLAST_BYTES))
         return True
     except OSError:  # the disk is full already
-        draft.unlink(missing_ok=True)
         return False
 
 

@@ -8,16 +8,15 @@ except that the cloud guard reads and writes a file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ...errors import BadSetting
 from ...facts import Value
+from ...private_paths import replace_file
 
 # The OpenAI-compatible address of each provider. An address in the environment overrides it.
 KNOWN_CLOUDS = {
@@ -180,14 +179,10 @@ class CloudGuard:
         if self._path is None:
             self._in_memory = allowed
             return
-        draft = self._path.with_name(f".{self._path.name}-{secrets.token_hex(4)}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            draft.write_text(json.dumps({"allowCloudFallback": allowed}) + "\n")
-            os.replace(draft, self._path)
+            replace_file(self._path, f"{json.dumps({'allowCloudFallback': allowed})}\n".encode())
         except OSError as error:
-            with contextlib.suppress(OSError):  # the error below says why
-                draft.unlink()
             raise BadSetting(
                 "allowCloudFallback",
                 allowed,
