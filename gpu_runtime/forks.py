@@ -35,10 +35,7 @@ def awaited(lock: threading.Lock) -> threading.Lock:
 
 
 def freed(lock: threading.Lock) -> threading.Lock:
-    """Makes `lock` free in a forked child, since its data is valid at every moment.
-
-    Returns `lock`.
-    """
+    """Makes `lock` free in a forked child: its data is valid at every moment. Returns `lock`."""
     _freed[id(lock)] = lock
     return lock
 

@@ -129,10 +129,7 @@ def last_errors(more: Iterable[Any] = ()) -> list[BaseException]:
 
 
 def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
-    """The user's frames in the tracebacks of `errors` and of their causes.
-
-    Each frame appears once.
-    """
+    """The user's frames in the tracebacks of `errors` and of their causes, each once."""
     frames = [frame for frame, _ in traceback.walk_tb(getattr(sys, "last_traceback", None))]
     pending: list[BaseException | None] = list(errors)
     seen: set[int] = set()

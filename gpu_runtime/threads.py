@@ -129,10 +129,7 @@ def start_short(work: Callable[[], None]) -> None:
 
 
 def side_by_side(works: Sequence[Callable[[], None]]) -> None:
-    """Calls all `works` at the same time, and returns when all have ended.
-
-    None of them may raise.
-    """
+    """Calls all `works` at the same time. Returns when all have ended. None of them may raise."""
     running = []
     for work in works[1:]:
         try:

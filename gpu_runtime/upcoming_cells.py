@@ -32,10 +32,7 @@ class Upcoming:
         self._reader: Reader | None = None
 
     def read_by(self, reader: Reader | None) -> None:
-        """Sets the function that reads the cells.
-
-        None means that this process no longer has cells.
-        """
+        """Sets the function that reads the cells; None if this process no longer has cells."""
         self._reader = reader
         self.changed()
 

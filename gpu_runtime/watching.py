@@ -11,7 +11,6 @@ was started from a desktop. Without a setting, the program then follows the note
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,15 +35,13 @@ class ActiveLedger(NamedTuple):
     processes: frozenset[int]
 
 
-def active_ledgers(pids: Iterable[int] | None = None) -> list[ActiveLedger]:
-    """The ledgers that processes use now; the ledger whose memory was used last is first.
+def active_ledgers() -> list[ActiveLedger]:
+    """The ledgers that this user's processes use now; the one whose memory was used last is first.
 
-    `pids` limits the search to these processes. By default these are all processes of this user.
     A ledger in which the process only watches is not in the list.
     """
-    wanted = in_use.processes_of_this_user() if pids is None else pids
     found = []
-    for ledger, processes in in_use.of_processes(wanted).items():
+    for ledger, processes in in_use.of_processes(in_use.processes_of_this_user()).items():
         last_used = _last_use(ledger, processes)
         if last_used is not None:
             found.append(ActiveLedger(ledger, last_used, processes))

@@ -122,10 +122,7 @@ class Backend:
         return False
 
     def unchanged(self, model: Any) -> bool:
-        """Whether `model` and its source are proven unchanged since the load.
-
-        Called before a drop.
-        """
+        """Whether `model` and its source are proven unchanged since the load, before a drop."""
         return self.droppable(model)
 
     def piece_bytes(self, model: Any) -> int:

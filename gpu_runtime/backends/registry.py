@@ -62,10 +62,7 @@ def missing(name: str) -> str:
 
 
 def runs_here(spec: ModelSpec) -> bool:
-    """Whether the model of `spec` runs in this process.
-
-    A crash of the model then ends this process.
-    """
+    """Whether the model of `spec` runs in this process, which a crash of the model then ends."""
     if spec.backend in RECIPES:
         return False
     return spec.backend != "llama_cpp" or not spec.options.get("isolated", True)

@@ -47,10 +47,7 @@ class CellRoom:
         self._block: tuple[str, Anchor] | None = None  # the room of a kernel without a lease
 
     def wanted(self, text: str) -> Bytes:
-        """Bytes of each card that the cell `text` took at its last peak.
-
-        Empty: no request is needed.
-        """
+        """Bytes of each card that the cell `text` took at its last peak; empty: request nothing."""
         self._leased_bytes = self._session.blocks.leased_bytes
         key = cell_key(notebook_path(), text)
         if not key or not self._session.settings.enable_memory_governor:

@@ -240,10 +240,7 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clears the gradients and reports the end of the step.
-
-        A script's model is pinned meanwhile.
-        """
+        """Clears the gradients of the pinned model, and reports the end of the step."""
         resident = _governed.get(self)
         if resident is None:
             return original(self, *args, **kwargs)

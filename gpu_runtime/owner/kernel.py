@@ -108,10 +108,7 @@ class Kernel:
         return self._room.wanted(text)
 
     def _obtain(self, resident: KernelResident, anchor: Anchor, wanted: Bytes) -> str:
-        """Pins the kernel, if possible with room for `wanted`.
-
-        Returns a sentence if memory returned.
-        """
+        """Pins the kernel, with room for `wanted` if possible. Returns a sentence on a return."""
         if resident.place is Place.HERE:
             self._room.request(resident, anchor, wanted)
         if resident.enter(weakref.ref(anchor)):

@@ -79,10 +79,7 @@ class KernelResident(Resident):
         self._moving = False
 
     def carry(self, step: Any, shadow: bool = False) -> Shares:
-        """Performs the step.
-
-        Raises StillInUse if something runs, or if the kernel was used meanwhile.
-        """
+        """Performs the step. Raises StillInUse if something runs or used the kernel meanwhile."""
         try:
             return super().carry(step)
         except NotStill as error:

@@ -102,10 +102,7 @@ def rest(session: Session, seconds: float) -> None:
 
 
 def _needed_by_others(session: Session) -> list[Resident]:
-    """The models in use on whose devices another owner waits.
-
-    The end of a use is published at once.
-    """
+    """The models in use for whose devices another owner waits; their end is published at once."""
     used = [resident for resident in list(session.residents.values()) if resident.pins]
     if not used:
         return []

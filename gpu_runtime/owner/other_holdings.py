@@ -74,10 +74,7 @@ def _require_running(session: Session, book: Book, id: str) -> None:
 
 
 def _found(book: Book, process: str) -> str:
-    """The id of the owner that `process` names.
-
-    Otherwise raises GpuError with the existing processes.
-    """
+    """The id of the owner that `process` names. Raises GpuError with the existing processes."""
     owners = [section.owner for section in book.sections.values()]
     found = [owner.id for owner in owners if process in owner.names]
     if len(found) == 1:

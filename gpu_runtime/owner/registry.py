@@ -256,10 +256,7 @@ def forget(session: Session, name: str) -> None:
 
 
 def find(session: Session, name: str) -> Resident:
-    """The model `name` of this process or of the catalogue.
-
-    Raises UnknownModel, CatalogUnavailable.
-    """
+    """The model `name`, here or in the catalogue. Raises UnknownModel, CatalogUnavailable."""
     resident = session.residents.get(name) or by_key(session, name)
     if resident is not None and resident.catalogued and resident.place is Place.GONE:
         _refresh(session, resident)

@@ -364,10 +364,7 @@ class Resident:
         return self.training.postpones_measuring(self.handle)
 
     def stepped(self) -> None:
-        """Notes that the model's optimizer has stepped.
-
-        The thread that trains the model calls this.
-        """
+        """Notes that the model's optimizer has stepped, for the thread that trains the model."""
         self.training.stepped()
         if self.training.measure_due and self.work.acquire(False):
             try:
@@ -377,10 +374,7 @@ class Resident:
                 self.work.release()
 
     def remeasure(self) -> bool:
-        """Measures the model again.
-
-        Returns whether its bytes have changed, for example by gradients.
-        """
+        """Measures the model again. Returns whether its bytes have changed, as by gradients."""
         if self.handle is None:
             return False
         shares = self.backend.measure(self.handle)
@@ -400,10 +394,7 @@ class Resident:
             self.remeasure()
 
     def forget(self) -> None:
-        """Frees the model's bytes for good.
-
-        Bytes that exist nowhere else stay with the user's object.
-        """
+        """Frees the model's bytes for good. Bytes without a source stay with the user's object."""
         with self.work:
             if self.handle is not None:
                 self._drop()

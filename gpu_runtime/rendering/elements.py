@@ -143,10 +143,7 @@ def bar(drawn: Bar) -> str:
 
 
 def track(stretches: str, label: str, over: str = "") -> str:
-    """An empty bar with the HTML `stretches` in it and `over` on top.
-
-    Screen readers read `label`.
-    """
+    """A bar with the HTML `stretches` in it and `over` on top. Screen readers read `label`."""
     return (
         f'<div role="img" aria-label="{esc(label)}" '
         f'style="position:relative;height:{_BAR_HEIGHT};background-color:{_TRACK}">'

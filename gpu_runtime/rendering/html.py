@@ -227,8 +227,8 @@ def replays(found: Sequence[Replayed]) -> str:
 def _replay_row(one: Replayed) -> tuple[str, ...]:
     sentence = f"<b>{esc(one.model)}</b> {esc(one.decided)}"
     return (
-        td(clock(one.wall), "gpuc-nowrap gpuc-soft"),
-        td(str(one.id), "gpuc-soft"),
+        td(clock(one.wall), "g-soft"),
+        td(str(one.id), "g-soft"),
         table_cell("td", sentence),
         td(one.result.removeprefix("Decided again: ")),
     )

@@ -232,13 +232,12 @@ def abandon(
     key: str,
     world: World,
     because: str = "",
-    pins: int = 0,
 ) -> Book:
     """The book as it was before the decision `key` about the lease `name` of `owner`.
 
     A lease that was loading is removed. A lease that was being restored is where it was. A lease
     that was leaving stays. `because` is the sentence of the event; if it is empty, no event
-    is noted. `pins` is the number of users of the lease.
+    is noted.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.key != key or lease.phase is Phase.SETTLED:
@@ -252,8 +251,7 @@ def abandon(
             filled=lease.filled if lease.all_on_device else (),
             phase=Phase.SETTLED,
             key="",
-            pins=pins,
-            last_used=world.now if pins else lease.last_used,
+            pins=0,
         )
         book = book.with_lease(settled)
     if not because:

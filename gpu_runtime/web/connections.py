@@ -38,14 +38,10 @@ Kept = TypeVar("Kept")
 class Connections:
     """Accepts the connections of one Tornado server, and closes those that are too many."""
 
-    def __init__(self, http: HTTPServer, *, most_files: int | None = None) -> None:
-        """Takes over the listening sockets of `http`.
-
-        `most_files` is the number of files that this process may have open; by default it is raised as far as
-        the hard limit allows.
-        """
+    def __init__(self, http: HTTPServer) -> None:
+        """Takes over the listening sockets of `http`, and raises the limit of files as far as it allows."""
         self._http = http
-        self._most = max(1, (most_files or raise_file_limit()) - RESERVED_FILES)
+        self._most = max(1, raise_file_limit() - RESERVED_FILES)
         self._strangers: dict[IOStream, str] = {}  # open connections, and whose they are
         self._unadmitted: Counter[str] = Counter()
         self._admitted: set[IOStream] = set()

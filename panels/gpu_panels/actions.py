@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -56,20 +56,11 @@ class ActionReport(NamedTuple):
 class Actions:
     """The dialog of one session, and the outcomes of the confirmed actions."""
 
-    def __init__(
-        self,
-        poller: Poller,
-        visitor: Any,
-        *,
-        wall: Callable[[], float] = time.time,
-        start: Callable[[Callable[[], None]], Any] = threads.start,
-    ) -> None:
-        """`visitor` has a name and `may_act`, which is read again before each action.
+    _wall, _start = staticmethod(time.time), staticmethod(threads.start)  # tests replace them
 
-        `wall` returns epoch seconds, and `start` runs a function in a thread.
-        """
+    def __init__(self, poller: Poller, visitor: Any) -> None:
+        """`visitor` has a name and `may_act`, which is read again before each action."""
         self.poller, self.visitor = poller, visitor
-        self._wall, self._start = wall, start
         self._numbers = itertools.count(1)
         self._asked: Proposal | None = None
         self._reports: tuple[ActionReport, ...] = ()  # the newest report is last

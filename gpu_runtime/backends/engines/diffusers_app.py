@@ -128,10 +128,7 @@ class Painter:
         self._turn = threading.Lock()
 
     async def paint_while_connected(self, parameters: dict[str, Any], request: Any) -> list[str]:
-        """The pictures for `parameters` as base64 of PNG.
-
-        Empty once the client of `request` has left.
-        """
+        """The pictures for `parameters`, as base64 of PNG; empty if `request`'s client has left."""
         import asyncio
 
         from fastapi.concurrency import run_in_threadpool

@@ -65,10 +65,7 @@ class Recipe(Protocol):
 
     @staticmethod
     def evidence(spec: ModelSpec) -> Evidence:
-        """What the source of `spec` shows about its size in this engine.
-
-        Raises NotAModel, LoadFailed.
-        """
+        """What the source of `spec` shows about its size here. Raises NotAModel, LoadFailed."""
         ...
 
     @staticmethod
@@ -162,10 +159,7 @@ def usual_health_path() -> str:
 
 
 def nothing_to_prepare(order: LaunchOrder, send: SendRequest) -> None:
-    """`Recipe.prepare` for engines that are ready when they answer.
-
-    Does nothing with its arguments.
-    """
+    """`Recipe.prepare` for engines that are ready when they answer. It does nothing."""
 
 
 def placed_as_ordered(order: LaunchOrder, send: SendRequest) -> str:

@@ -155,10 +155,7 @@ def _read_file(path: Path, name: str) -> GgufHeader:
 
 
 def _parse(data: _Reader, size: int) -> GgufHeader:
-    """The header at the start of `data`, a file of `size` bytes.
-
-    Raises ValueError for an invalid one.
-    """
+    """The header at the start of `data`, a file of `size` bytes. Raises ValueError."""
     if data.take(4) != b"GGUF":
         raise ValueError("it does not begin as a GGUF file")
     version = data.number("<I")
@@ -287,10 +284,7 @@ class _Reader:
         return list(struct.unpack(f"<{count}{form[1]}", raw))
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` strings.
-
-        The loop runs half a million times, so each pass makes only one call.
-        """
+        """Skips `count` strings. The loop runs half a million times, with one call each."""
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:
             data, at = self._data, self.position

@@ -276,10 +276,7 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """The files that the `index` lists.
-
-    Raises LoadFailed if one is missing or in another directory.
-    """
+    """The files that the `index` lists. Raises LoadFailed if one is not in its directory."""
     weight_map = _json_object(index, index.read_bytes(), name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(name, index, "it has no weight_map")

@@ -179,10 +179,7 @@ class LlamaEngine(Engine):
             answers.put({"over": True})
 
     def _read(self) -> None:
-        """Distributes messages to the callers until the channel ends.
-
-        This runs in a separate thread.
-        """
+        """Distributes messages to the callers until the channel ends, in a separate thread."""
         while (message := self._channel.receive()) is not None:
             number = message.get("id")
             if number is None:

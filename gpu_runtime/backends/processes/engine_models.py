@@ -22,10 +22,7 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineModel(Generic[E]):
-    """The base of the object that `use` yields.
-
-    It has the model's name, and its engine while loaded.
-    """
+    """The base of the object that `use` yields: the model's name, and its engine while loaded."""
 
     def __init__(self, name: str) -> None:
         """The object for the model `name`, which is not loaded yet."""
@@ -49,10 +46,7 @@ class EngineHandle(Generic[E, V]):
     """An engine with its model, and the record of the model's bytes on each device."""
 
     def __init__(self, engine: E, value: V) -> None:
-        """`engine` ends when this handle is garbage-collected.
-
-        `value` is the object that users hold.
-        """
+        """`engine` ends when this handle is garbage-collected. Users hold the object `value`."""
         self.engine, self.value = engine, value
         self.shares: Shares = ()
         self.blocks: list[Block] = []

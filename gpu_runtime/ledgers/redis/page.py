@@ -282,10 +282,7 @@ class RedisBook(BookStore):
             raise DamagedBook(page.name, 0, f"its page cannot be read ({error})") from error
 
     def _decoded(self, page: Page, rev: int, schema: int, body: bytes) -> Page:
-        """The `page` with a newer content.
-
-        Raises LedgerNewer, DamagedBook, or one of UNREADABLE.
-        """
+        """The `page` with newer content. Raises LedgerNewer, DamagedBook, or one of UNREADABLE."""
         if schema > SCHEMA:
             raise LedgerNewer(self._server.url, schema, SCHEMA)
         if rev < self._least_rev:

@@ -59,10 +59,7 @@ class WriterQueue:
     """One process's access to the queue. The threads of one process do not exclude each other."""
 
     def __init__(self, directory: Path, access: Access) -> None:
-        """Opens the queue's files in `directory`. `access` has the rights for new files.
-
-        Raises OSError.
-        """
+        """Opens the queue's files in `directory`, with the rights of `access`. Raises OSError."""
         access.make_file(directory / LOCK)
         access.make_file(directory / PIPE, os.mkfifo)
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
