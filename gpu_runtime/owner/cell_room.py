@@ -175,11 +175,13 @@ def make_room(session: Session, error: BaseException) -> Freed:
     Models of this process that left at the end of the cell's `with` block count too.
     """
     gone: tuple[Lease, ...] = getattr(error, "left", ())
-    wanted, freed = bytes_wanted(error), sum(lease.bytes for lease in gone)
+    wanted = bytes_wanted(error)
+    freed = sum(lease.bytes for lease in gone)
     left = [lease.name for lease in gone]
     if wanted and freed >= wanted:
         return Freed(freed, tuple(left))
-    book, world = session.ledger.read(), session.world(fresh=True)
+    book = session.ledger.read()
+    world = session.world(fresh=True)
     cards = {device.id for device in session.probe.devices if not device.is_host}
     for lease in sorted(book.leases(), key=lambda lease: lease.last_used):
         here = sum(lease.bytes_on(card) for card in cards)

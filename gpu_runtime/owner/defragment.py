@@ -17,10 +17,13 @@ def defrag(session: Session, process: str, timeout: str | float | None) -> Outco
     `timeout` is the limit in seconds for all processes together. A process that has not answered by
     then frees its cache once its kernel runs again. Raises the errors of Runtime.defrag.
     """
-    book, me = session.ledger.read(), session.me
+    book = session.ledger.read()
+    me = session.me
     seconds = None if timeout is None else parse_seconds(timeout)
     owners = _named(session, process, book) if process else _all_owners(session, book)
-    sentences, freed, done = [], 0, True
+    sentences = []
+    freed = 0
+    done = True
     if me in owners:
         freed = empty_cache(session)
         sentences.append(f"{show_bytes(freed)} came free here")

@@ -179,7 +179,8 @@ def _devices(session: Session) -> Rows:
 
 def _words_on(session: Session, view: DeviceView) -> list[str]:
     """The words of the report about one device; some words may be empty."""
-    device, sample = view.device, view.sample
+    device = view.device
+    sample = view.sample
     words = [
         device.name,
         f"total {show_bytes(device.total_bytes)}",
@@ -220,7 +221,8 @@ def _helper(session: Session) -> Rows:
 
 
 def _ledger(session: Session) -> Rows:
-    ledger, book = session.ledger, session.ledger.read()
+    ledger = session.ledger
+    book = session.ledger.read()
     rows: Rows = [("where", ledger.url)]
     directory = getattr(ledger, "directory", None)
     if directory is not None:
@@ -228,7 +230,8 @@ def _ledger(session: Session) -> Rows:
         private = "nobody: it is private to this user"
         rows.append(("file system", files.file_system_of(directory)))
         rows.append(("shared by", private if group is None else f"group {group}"))
-    dead, lost = ledger.dead(book), ledger.unknown(book)
+    dead = ledger.dead(book)
+    lost = ledger.unknown(book)
     owners = str(len(book.sections))
     if dead:
         owners += f", {len(dead)} of them dead"

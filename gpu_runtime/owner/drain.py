@@ -86,7 +86,8 @@ def _wait_until_left(session: Session, device: Device, timeout: float) -> list[t
 
 def _reasons(session: Session, staying: list[tuple[Lease, str]]) -> list[str]:
     """One sentence for each lease that is still on the card."""
-    book, now = session.ledger.read(), session.clock()
+    book = session.ledger.read()
+    now = session.clock()
     sentences = []
     for lease, why in staying:
         owner = book.owner(lease.owner)

@@ -29,7 +29,9 @@ class Sizing:
         self, measurements: Measurements, probe: Probe, wall: Callable[[], float] = time.time
     ) -> None:
         """`wall` returns epoch seconds."""
-        self.measurements, self.probe, self.wall = measurements, probe, wall
+        self.measurements = measurements
+        self.probe = probe
+        self.wall = wall
         self._contexts: dict[str, int] = {}  # device -> bytes of the CUDA context, as last seen
 
     def footprint(self, resident: Resident, places: tuple[str, ...] = ()) -> Footprint:

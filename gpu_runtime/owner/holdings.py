@@ -92,7 +92,8 @@ def of_leases(session: Session) -> Holdings:
 
     No search is made.
     """
-    rows, parked = [], 0
+    rows = []
+    parked = 0
     for resident in list(session.residents.values()):
         lease = resident.lease
         if lease.kind == "kernel" and resident.place is not Place.HERE:
@@ -265,7 +266,8 @@ def _elsewhere(
         said = referrer(one, {id(found)}, limit) if number < MOST_REFERRERS else UNKNOWN
         if said != UNKNOWN:
             known.add(one.key)
-        size, devices = one.bytes, [one.device]
+        size = one.bytes
+        devices = [one.device]
         if before := rows.get(said):
             size += before.bytes
             devices += before.device.split(",")

@@ -142,7 +142,8 @@ def _of_page(session: Session, page: HostPage) -> Snapshot:
         stamps += [lease.last_used, lease.settled_at]
     stamps += [ticket.refreshed for ticket in book.tickets]
     stamps += [sample.taken_at for sample in book.samples.values()]
-    now, wall = max(stamps), session.wall()
+    now = max(stamps)
+    wall = session.wall()
     world = World(now, wall, book.devices, dict(book.limits), book.samples, session.rules)
     unreadable = "a newer version wrote this page, or it cannot be read"
     return Snapshot(
@@ -323,7 +324,8 @@ def plan(
 ) -> Plan:
     """A dry run of a request, which changes nothing; see Runtime.plan."""
     subject = _subject(session, name_or_size, source, given)
-    book, world = session.read_book(), session.world()
+    book = session.read_book()
+    world = session.world()
     book = books.publish(book, session.truth(), world)
     request = Request(
         "plan", subject.wanted, subject.footprint, world.now, subject.rules, wait=False

@@ -80,7 +80,8 @@ def _what_it_holds(section: Section) -> str:
 
 def _require_allowed(session: Session, section: Section) -> None:
     """Raises NotAllowed unless this session's user runs the lost process or is an operator."""
-    mine, owner = session.owner.user, section.owner
+    mine = session.owner.user
+    owner = section.owner
     if owner.user == mine or permissions.asker(session, mine).operator:
         return
     because = recall.foreign(mine, "end the leases", "", owner)

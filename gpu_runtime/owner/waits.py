@@ -64,7 +64,8 @@ def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
         owner = book.owner(ticket.owner)
         if owner is None:
             continue
-        address, id = f"{ticket.name}@{owner.pid}", LeaseId(owner.id, ticket.name)
+        address = f"{ticket.name}@{owner.pid}"
+        id = LeaseId(owner.id, ticket.name)
         waiting[address] = id
         files = {owner.notebook, owner.file} - {""}
         names = (ticket.name, ticket.name.partition("#")[0])  # a block's name ends with a number
