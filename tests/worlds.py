@@ -133,8 +133,8 @@ def world(
     """A world with the given budget for each device, and rules: `world(sim0=20, host=64,
     grace_seconds=0)`.
 
-    `total` is the size of a device whose budget is smaller. A `cuda` device is measured: `free` is
-    what its driver reported at `taken_at`.
+    `total` is the size of a device whose budget is smaller. A `cuda` device is measured, and so is a
+    host in `free`: `free` is what the driver reported at `taken_at`.
     """
     if "host" not in words:
         words["host"] = 64
@@ -142,7 +142,7 @@ def world(
     devices, samples = [], {}
     for budget in budgets:
         whole = size((total or {}).get(budget.device, budget.bytes / GIB))
-        real = budget.device.startswith("cuda")
+        real = budget.device.startswith("cuda") or budget.device in (free or {})
         devices.append(Device(budget.device, whole, simulated=not real))
         if real and free is not None and budget.device in free:
             free_bytes = free[budget.device]

@@ -1,4 +1,4 @@
-"""Relief: idle models leave a device that is under pressure.
+"""Relief: idle models leave a device, or the host's memory, that is under pressure.
 
 Pure. `pressure.py` holds the rule for each level of pressure.
 """
@@ -6,6 +6,8 @@ Pure. `pressure.py` holds the rule for each level of pressure.
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from msgspec.structs import replace
 
 from ..facts import (
     HOST,
@@ -35,6 +37,9 @@ def relieve(
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...]]:
     """The book with the idle models of `owner` leaving its overfull devices, and the steps.
 
+    Of the host, only the measured memory counts, because idle models may fill the budget there. Its
+    shadows are freed first. A model in host memory is dropped, if its source can load it again.
+
     `rank` orders the leases of equal importance, the lowest first. `key` is stored in the leaving
     leases.
 
@@ -53,10 +58,14 @@ def relieve(
     host_room = room(book, world).get(HOST, 0)
     for view in views(book, world):
         if view.device.is_host:
-            continue
+            view = _without_claims(view, world)
         if rules.relief == "auto" and not _helps(book, view):
             continue
         freed = _leaving_bytes(book.leases(), view.device.id)
+        if view.device.is_host:
+            copies = _shadows_to_free(book, owner, view, freed, world, rank)
+            freed += sum(copy.source[0].bytes for copy in copies)
+            steps += copies
         for lease in _least_important_first(book.sections[owner].leases, view, world, rank):
             at = _level_now(view, freed, world)
             if relief(at, rules) is None:
@@ -184,6 +193,25 @@ def _shed_first(
     if isinstance(step, Move):
         return ()
     return shadows.steps_for(book, lease, host_room, world, rank, because, "memory_pressure")
+
+
+def _without_claims(view: DeviceView, world: World) -> DeviceView:
+    """The view of the host with the level of its measured memory alone; LOW if it is not measured."""
+    used, total = view.measured_bytes or 0, view.device.total_bytes
+    full = 0.0 if view.device.simulated or not total else used / total
+    return replace(view, claimed_bytes=0, pressure=full, level=level(full, world.rules))
+
+
+def _shadows_to_free(
+    book: Book, owner: str, view: DeviceView, freed: int, world: World, rank: Policy
+) -> list[Shed]:
+    """The steps that free shadows of this `owner` until the host is not at the level HIGH."""
+    if view.level not in (Level.HIGH, Level.CRITICAL):
+        return []
+    excess = (view.measured_bytes or 0) - freed - world.rules.high * view.device.total_bytes
+    found = shadows.enough(shadows.held(book, owner=owner), int(excess) + 1, world, rank)
+    because = f"{view.level} memory pressure on {HOST} ({view.pressure:.1%})."
+    return [shadows.shed(lease, because, "memory_pressure") for lease in found]
 
 
 def _excess_bytes(view: DeviceView, freed: int, world: World) -> int:

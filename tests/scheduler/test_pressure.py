@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.facts import HOST, Drop, Level, Move, Phase, Rules, Share
+from gpu_runtime.facts import HOST, Drop, Level, Move, Phase, Rules, Share, Shed
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.pressure import Relief, level, pressure, relief, views
@@ -108,7 +108,11 @@ def leaving(page, there, by="1.1.0"):
     after, steps = replayed(lambda book: relieve(book, by, there, lru, "k"), page)
     for step in steps:
         assert step.because and step.reason == "memory_pressure"
-        assert (after.find(step.lease).phase, after.find(step.lease).key) == (Phase.LEAVING, "k")
+        if not isinstance(step, Shed):  # a shadow leaves the book once it is freed
+            assert (after.find(step.lease).phase, after.find(step.lease).key) == (
+                Phase.LEAVING,
+                "k",
+            )
     return [(type(step).__name__, step.lease.partition("/")[2]) for step in steps]
 
 
@@ -255,3 +259,62 @@ def test_a_relieved_card_says_how_full_it_was():
     _, [step] = relieve(page, "1.1.0", always(), lru, "k")
     assert step.because == "MODERATE memory pressure on sim:0 (70.0%); idle 17 min."
     assert not isinstance(step, Drop)
+
+
+# -- host memory -----------------------------------------------------------------------------------
+
+
+def ram(free, **fields):
+    """A host of 100 GiB, half of which models may claim."""
+    return world(sim0=10, host=50, total={"host": 100}, free={"host": free}, **fields)
+
+
+WARM = (idle("new", 20, host=10), idle("old", 500, host=10))
+
+
+def test_idle_models_leave_ram_that_other_programs_fill():
+    """At HIGH, models that were idle for 30 s leave. At CRITICAL, all idle models leave, until
+    enough is free.
+    """
+    page = book(*WARM)
+    assert leaving(page, ram(21)) == [], "MODERATE"
+    assert leaving(page, ram(19)) == [("Drop", "old")], "HIGH"
+    assert leaving(page, ram(12)) == [("Drop", "old")]
+    assert leaving(page, ram(5)) == [("Drop", "old")], "5 % and what left are enough for HIGH"
+    small = book(idle("new", 20, host=10), idle("old", 500, host=2))
+    assert leaving(small, ram(5)) == [("Drop", "old"), ("Drop", "new")], (
+        "CRITICAL without the first"
+    )
+    assert leaving(page, ram(5, relief="always")) == [("Drop", "old"), ("Drop", "new")]
+    assert leaving(page, ram(5, relief="never")) == []
+
+
+def test_a_full_warm_pool_is_no_pressure():
+    """Models in RAM may use the whole budget. They leave only if measured memory is short."""
+    page = book(*(idle(f"m{n}", 500, host=10) for n in range(5)))
+    assert leaving(page, ram(40)) == []
+    assert leaving(page, world(sim0=10, host=50)) == [], "simulated memory holds nothing else"
+
+
+def test_weights_that_exist_nowhere_else_stay_in_ram():
+    stays = [
+        idle("only", 500, host=10, droppable=False),
+        idle("kept", 500, host=10, keep=True),
+        idle("alive", 500, host=10, keep_alive=900),
+    ]
+    assert leaving(book(*stays), ram(1)) == []
+
+
+def test_shadows_are_freed_before_a_model_leaves_ram():
+    shadowed = idle("shadowed", 500, sim0=5, shadow_bytes=size(5))
+    page = book(shadowed, *WARM)
+    assert leaving(page, ram(19)) == [("Shed", "shadowed")], "then the level is MODERATE"
+    assert leaving(page, ram(8)) == [("Shed", "shadowed"), ("Drop", "old")]
+    assert leaving(page, ram(30)) == []
+
+
+def test_every_process_relieves_ram_by_its_own_models():
+    page = book(idle("mine", 500, host=10), idle("theirs", 900, by=2, host=10))
+    assert leaving(page, ram(15)) == [("Drop", "mine")]
+    after, _ = relieve(page, "1.1.0", ram(15), lru, "k")
+    assert leaving(after, ram(15), by="2.1.0") == [], "what leaves counts as gone"

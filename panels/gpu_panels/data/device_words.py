@@ -35,11 +35,10 @@ def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
     if view.device.is_host:
         warm = sum(lease.on_host and lease.kind == "model" for lease in snapshot.leases())
         found.append(f"{warm} warm model{'' if warm == 1 else 's'}")
-        return found
-    if idle := _idle_bytes(snapshot, view.device.id):
+    elif idle := _idle_bytes(snapshot, view.device.id):
         found.append(f"{show_bytes(idle)} idle")
     if view.measured_bytes is None:
-        found.append("not measured")
+        found += [] if view.device.is_host else ["not measured"]
     elif abs(view.measured_bytes - view.claimed_bytes) > view.device.total_bytes // 100:
         found.append(f"{show_bytes(view.measured_bytes)} in use")
     return found
