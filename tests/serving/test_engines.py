@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import json
 import struct
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -46,6 +48,13 @@ async def with_models(
 
 
 in_a_worker = pytest.param("gguf", marks=pytest.mark.processes)
+needs_llguidance = pytest.mark.skipif(
+    not importlib.util.find_spec("llguidance"), reason="llguidance is not installed"
+)
+forcing = pytest.mark.parametrize(
+    "name", [pytest.param("writer", marks=needs_llguidance), in_a_worker]
+)
+CLOSED = {"additionalProperties": False}
 both = pytest.mark.parametrize("name", ["writer", in_a_worker])
 
 
@@ -216,35 +225,54 @@ async def test_a_biased_token_is_written(name, sources):
             assert refused.value.facts["param"] == "logit_bias"
 
 
-@pytest.mark.processes
+@forcing
 @in_loop
-async def test_a_json_schema_is_enforced(sources):
+async def test_a_json_schema_is_enforced(name, sources):
     """The model of this test writes random words. The schema allows one answer only."""
-    schema = {"type": "object", "properties": {"a": {"const": "b"}}, "required": ["a"]}
+    schema = {"type": "object", "properties": {"a": {"const": "b"}}, **CLOSED, "required": ["a"]}
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    async with with_models(sources, "gguf") as k:
-        reply = await k.chat("gguf", max_tokens=200, response_format=format)
-        assert json.loads(answer_text(reply)) == {"a": "b"}
+    async with with_models(sources, name) as k:
+        for more in ({"temperature": 0}, {"temperature": 2, "seed": 1}):
+            reply = await k.chat(name, max_tokens=200, response_format=format, **more)
+            assert json.loads(answer_text(reply)) == {"a": "b"}
+            assert reply.json["choices"][0]["finish_reason"] == "stop"
+        stream = await k.chat(name, max_tokens=200, response_format=format, stream=True)
+        assert json.loads(await stream_text(stream)) == {"a": "b"}
         with pytest.raises(Refused, match="of type text, json_object or json_schema"):
-            await k.chat("gguf", response_format={"type": "yaml"})
+            await k.chat(name, response_format={"type": "yaml"})
+        impossible = {**format, "json_schema": {"schema": {"type": "nothing"}}}
+        with pytest.raises(Refused) as refused:
+            await k.chat(name, response_format=impossible)
+        assert refused.value.status == 400
 
 
-@pytest.mark.processes
 @in_loop
-async def test_a_tool_call_is_forced(sources):
+async def test_without_its_library_forced_json_is_refused_with_what_to_type(sources, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    async with with_models(sources, "writer") as k:
+        with pytest.raises(Refused, match=r"pip install 'gpu-console\[torch\]'") as refused:
+            await k.chat("writer", response_format={"type": "json_object"})
+        assert refused.value.status == 400
+        assert answer_text(await k.chat("writer", max_tokens=2, response_format={"type": "text"}))
+
+
+@forcing
+@in_loop
+async def test_a_tool_call_is_forced(name, sources):
     """Without a choice of the caller, a template that takes no tools is refused."""
-    parameters = {"type": "object", "properties": {"in": {"const": "Bern"}}, "required": ["in"]}
+    properties = {"in": {"const": "Bern"}}
+    parameters = {"type": "object", "properties": properties, "required": ["in"], **CLOSED}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
-    template = "{{ tools }}{{ messages[-1]['content'] }}"
-    async with with_models(sources, "gguf", chat_template=template) as k:
-        options = {"max_tokens": 200, "tools": [tool], "tool_choice": "required"}
-        [choice] = (await k.chat("gguf", **options)).json["choices"]
+    template = "{{ tools | length }}{{ messages[-1]['content'] }}"
+    async with with_models(sources, name, chat_template=template) as k:
+        options = {"max_tokens": 70, "tools": [tool], "tool_choice": "required"}
+        [choice] = (await k.chat(name, **options)).json["choices"]
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
         [call] = choice["message"]["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": '{"in": "Bern"}'}
-    async with with_models(sources, "gguf") as k:
+    async with with_models(sources, name) as k:
         with pytest.raises(Refused, match="its chat template takes no tools"):
-            await k.chat("gguf", tools=[tool])
+            await k.chat(name, tools=[tool])
 
 
 @in_loop

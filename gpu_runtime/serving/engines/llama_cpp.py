@@ -14,10 +14,11 @@ from ...facts import ModelSpec, Value
 from ...threads import Cancellation
 from ..fields import sampling
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
-from ..requests import Refused, bad
+from ..requests import Refused
 from .base import TextAdapter, cannot
+from .json_answers import schema_of
 from .openai_format import TextPiece, max_tokens_of, stops_of
-from .tool_calls import Tools, tools_of
+from .tool_calls import tools_of
 
 _SAMPLING_FIELDS = {
     "temperature": "temperature",
@@ -89,7 +90,7 @@ class LlamaCppAdapter(TextAdapter):
         Raises Refused if the prompt does not fit the context.
         """
 
-        grammar = _grammar(body, tools_of(body)) if kind == "chat" else {}
+        schema = schema_of(body, tools_of(body)) if kind == "chat" else None
 
         def work(emit: Emit, cancelled: Cancellation) -> None:
             """Writes the answer in the engine's thread, and emits its pieces."""
@@ -105,7 +106,7 @@ class LlamaCppAdapter(TextAdapter):
                 stream=True,
                 cancelled=cancelled,
                 **sampling(body, _SAMPLING_FIELDS),
-                **grammar,
+                **({} if schema is None else {"json_schema": schema}),
             )
 
             def emit_part(part: dict[str, Any]) -> None:
@@ -171,25 +172,6 @@ def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refuse
         wanted = f" and {limit} are asked for in answer"
     why = f"its context is {context} tokens; the prompt has {prompt}{wanted}"
     return cannot(model, why, "max_tokens" if limit and prompt < context else "messages")
-
-
-def _grammar(body: dict[str, Any], tools: Tools) -> dict[str, Any]:
-    """The arguments of `write` that force the answer to be JSON: for a forced tool call, or for `response_format`.
-
-    Raises Refused for an unknown `response_format`.
-    """
-    if tools.forced:
-        return {"json_schema": tools.schema()}
-    format = body.get("response_format") or {"type": "text"}
-    if format.get("type") == "text":
-        return {}
-    if format.get("type") == "json_object":
-        return {"json_schema": format.get("schema") or {"type": "object"}}
-    schema = format.get("json_schema")
-    schema = schema.get("schema") if isinstance(schema, dict) else None
-    if format.get("type") != "json_schema" or not isinstance(schema, dict):
-        raise bad("response_format", format, "of type text, json_object or json_schema")
-    return {"json_schema": schema}
 
 
 def _read(chunks: Any, emit: Emit, cancelled: Cancellation) -> None:

@@ -46,8 +46,14 @@ class Tools(Value):
                     "name": {"const": function["name"]},
                     "arguments": function.get("parameters") or {"type": "object"},
                 }
-                required = ["name", "arguments"]
-                choices.append({"type": "object", "properties": properties, "required": required})
+                choices.append(
+                    {
+                        "type": "object",
+                        "properties": properties,
+                        "required": ["name", "arguments"],
+                        "additionalProperties": False,
+                    }
+                )
         return choices[0] if len(choices) == 1 else {"anyOf": choices}
 
 

@@ -16,9 +16,11 @@ from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
 from .embedding import embed_in_batches, pooling_of, rank_in_batches
+from .json_answers import ForcedTokens, require_library, schema_of
 from .llama_cpp import too_long
 from .long_prompts import remember
 from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
+from .tool_calls import tools_of
 
 DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
 _SAMPLING_FIELDS = {
@@ -37,6 +39,7 @@ class TransformersAdapter(TextAdapter):
     """Calls the module `value`, whose attribute `.tokenizer` is its tokenizer."""
 
     kind = "a module that does not generate"
+    can_force_calls = True
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
         """The adapter of the module `value`, described by `spec`. Raises Refused if it has no tokenizer."""
@@ -89,6 +92,9 @@ class TransformersAdapter(TextAdapter):
 
         Raises Refused if the prompt does not fit the context.
         """
+        schema = schema_of(body, tools_of(body)) if kind == "chat" else None
+        if schema is not None:
+            require_library(self.spec.name)
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
             """Makes the prompt and writes the answer, in a thread."""
@@ -104,7 +110,10 @@ class TransformersAdapter(TextAdapter):
             if not prompt_tokens or prompt_tokens + (limit or 1) > context:
                 raise too_long(self.spec.name, prompt_tokens, limit, context)
             limit = limit or min(DEFAULT_TOKENS, context - prompt_tokens)
-            self._write(prompt, limit, body, emit, cancelled)
+            forced = None
+            if schema is not None:
+                forced = ForcedTokens(schema, self.tokenizer, self._ends(), self.spec.name)
+            self._write(prompt, limit, body, forced, emit, cancelled)
 
         return stream_from_thread(work)
 
@@ -113,26 +122,31 @@ class TransformersAdapter(TextAdapter):
         prompt: Any,
         limit: int,
         body: dict[str, Any],
+        forced: ForcedTokens | None,
         emit: Emit,
         cancelled: threading.Event,
     ) -> None:
-        """Emits the pieces of an answer of at most `limit` tokens. Runs in a thread."""
-        from transformers import StoppingCriteriaList
+        """Emits the pieces of an answer of at most `limit` tokens. Runs in a thread.
+
+        If the answer is `forced`, only tokens that it allows are written.
+        """
+        from transformers import LogitsProcessorList, StoppingCriteriaList
 
         stop = StopText(stops_of(body))
         prompt_tokens = int(prompt["input_ids"].shape[1])
         streamer = _streamer(self.tokenizer, prompt_tokens, stop, emit)
+        stopping = _stopping(stop, cancelled, forced)
         with _seeded(body.get("seed")):
             output = self.value.generate(
                 **self._on_device(prompt, without=("token_type_ids",)),
                 **_sampling(body),
                 max_new_tokens=limit,
-                stopping_criteria=StoppingCriteriaList([_stopping(stop, cancelled)]),
+                stopping_criteria=StoppingCriteriaList([stopping]),
+                logits_processor=LogitsProcessorList([_forcing(forced)] if forced else []),
                 streamer=streamer,
             )
-        ends = self.value.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        ended = stop.hit or streamer.written < limit or int(output[0, -1]) in ends
+        ended = stop.hit or stopping.complete or streamer.written < limit
+        ended = ended or int(output[0, -1]) in self._ends()
         emit(
             TextPiece(
                 finish="stop" if ended else "length",
@@ -140,6 +154,11 @@ class TransformersAdapter(TextAdapter):
                 completion_tokens=streamer.written,
             )
         )
+
+    def _ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        ends = self.value.generation_config.eos_token_id
+        return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
     async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
         """The embeddings of the `texts`, and the number of tokens read."""
@@ -237,17 +256,41 @@ def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) ->
     return CountingStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def _stopping(stop: StopText, cancelled: threading.Event) -> Any:
-    """The criterion that ends `generate` at a stop string, or when `cancelled` is set."""
+def _stopping(stop: StopText, cancelled: threading.Event, forced: ForcedTokens | None) -> Any:
+    """The criterion that ends `generate` at a stop string, at the end of a `forced` answer, or when `cancelled` is set.
+
+    Its attribute `complete` tells whether a forced answer is complete.
+    """
     import torch
     from transformers import StoppingCriteria
 
-    class StopWhenCancelled(StoppingCriteria):
+    class StopWhenDone(StoppingCriteria):
+        complete = False
+
         def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
-            ends = cancelled.is_set() or stop.hit
+            self.complete = forced is not None and forced.ends_with(int(ids[0, -1]))
+            ends = self.complete or stop.hit or cancelled.is_set()
             return torch.full((ids.shape[0],), ends, dtype=torch.bool, device=ids.device)
 
-    return StopWhenCancelled()
+    return StopWhenDone()
+
+
+def _forcing(forced: ForcedTokens) -> Any:
+    """The processor that leaves `generate` only the tokens that `forced` allows."""
+    import torch
+    from transformers import LogitsProcessor
+
+    class OnlyAllowed(LogitsProcessor):
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            allowed = torch.frombuffer(bytearray(forced.allowed()), dtype=torch.uint8).bool()
+            size = min(len(allowed), scores.shape[1])  # a model may have more scores than tokens
+            kept = torch.full_like(scores, -torch.inf)
+            kept[:, :size] = scores[:, :size].masked_fill(
+                ~allowed[:size].to(scores.device), -torch.inf
+            )
+            return kept
+
+    return OnlyAllowed()
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:

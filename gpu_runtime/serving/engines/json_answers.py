@@ -1,0 +1,96 @@
+"""Forces an answer to be JSON: for `response_format`, and for a tool call that the caller requires.
+
+llama.cpp has grammars of its own. For transformers models the library llguidance computes which tokens may follow.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from typing import Any
+
+from ..requests import bad
+from .base import cannot
+from .tool_calls import Tools
+
+FORMATS = "of type text, json_object or json_schema"
+# One way to write a value. Otherwise a model may write white space up to its limit of tokens.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = (
+    weakref.WeakKeyDictionary()
+)
+_reading = threading.Lock()
+
+
+def schema_of(body: dict[str, Any], tools: Tools) -> dict[str, Any] | None:
+    """The JSON schema that the answer to the chat in `body` must have, or None if it may be any text.
+
+    `tools` are those of the call. Raises Refused for an unknown `response_format`.
+    """
+    if tools.forced:
+        return tools.schema()
+    format = body.get("response_format") or {"type": "text"}
+    if format.get("type") == "text":
+        return None
+    if format.get("type") == "json_object":
+        return format.get("schema") or {"type": "object"}
+    schema = format.get("json_schema")
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if format.get("type") != "json_schema" or not isinstance(schema, dict):
+        raise bad("response_format", format, FORMATS)
+    return schema
+
+
+def require_library(model: str) -> None:
+    """Checks that llguidance is installed here. Raises Refused (400), which names the transformers `model`."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError:
+        why = (
+            "the library that forces JSON is not installed here.\n"
+            "  Install it:  pip install 'gpu-console[torch]'"
+        )
+        raise cannot(model, why, "response_format") from None
+
+
+class ForcedTokens:
+    """The tokens that may follow in an answer that must have a JSON schema."""
+
+    def __init__(self, schema: dict[str, Any], tokenizer: Any, ends: list[int], model: str) -> None:
+        """An answer of `model` by the JSON `schema`.
+
+        `ends` are the tokens that end an answer. Raises Refused if the schema or the `tokenizer` cannot be used.
+        """
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_SPACING)
+        self._matcher = LLMatcher(_vocabulary(tokenizer, ends, model), grammar, log_level=0)
+        if self._matcher.is_error():
+            why = self._matcher.get_error().splitlines()[0]
+            raise cannot(model, f"its JSON schema cannot be enforced: {why}", "response_format")
+
+    def ends_with(self, token: int) -> bool:
+        """Reads the next `token` of the answer. Returns whether the answer is complete with it."""
+        self._matcher.consume_token(token)
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> bytes:
+        """For each token of the vocabulary a byte, which is 0 if the token must not follow."""
+        return self._matcher.compute_logit_bias()
+
+
+def _vocabulary(tokenizer: Any, ends: list[int], model: str) -> Any:
+    """The vocabulary of `tokenizer`, as llguidance reads it, in about a second. It is kept with the tokenizer."""
+    from llguidance.hf import from_tokenizer
+
+    with _reading:
+        known = _vocabularies.setdefault(tokenizer, {})
+        if tuple(ends) not in known:
+            try:
+                end = ends[0] if len(ends) == 1 else ends or None
+                known[tuple(ends)] = from_tokenizer(tokenizer, eos_token=end)
+            except ValueError as error:
+                why = f"its tokenizer cannot be used to force JSON: {error}"
+                raise cannot(model, why, "response_format") from None
+        return known[tuple(ends)]
