@@ -11,71 +11,58 @@ from pathlib import Path
 from ...errors import NotAModel
 from ...facts import Evidence, ModelSpec
 from ..processes.processes import python_file
-from .recipe import (
-    Command,
-    LaunchOrder,
-    no_template_switches,
-    nothing_to_prepare,
-    path_or_name,
-    placed_as_ordered,
-    usual_health_path,
-)
+from .recipe import Command, LaunchOrder, Recipe
 
-INHERITS_SOCKET = True
-BASE = "/v1"
-LAYOUT = "balanced"
-KEYED = True
 NEEDED = ("diffusers", "fastapi", "uvicorn")
-source = path_or_name
-template = no_template_switches
-prepare = nothing_to_prepare
-health_path = usual_health_path
-misplaced = placed_as_ordered
 
 
-def evidence(spec: ModelSpec) -> Evidence:
-    """The total size of the weight files of the pipeline of `spec`.
+class Diffusers(Recipe):
+    """Starts our own server program."""
 
-    A pipeline has one directory for each part. The size of a pipeline that is not on this machine
-    is estimated from its name. Raises NotAModel.
-    """
-    path = Path(spec.source).expanduser()
-    if (path / "model_index.json").is_file():
-        size = sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
-        return Evidence(file_bytes=size, file_format="safetensors", at_load=True)
-    if path.exists():
-        raise NotAModel(
-            f"{spec.name}: {path} is not a pipeline; it has no model_index.json.",
-            name=spec.name,
-            source=spec.source,
+    INHERITS_SOCKET = True
+    LAYOUT = "balanced"
+
+    def evidence(self, spec: ModelSpec) -> Evidence:
+        """The total size of the weight files of the pipeline of `spec`.
+
+        A pipeline has one directory for each part. The size of a pipeline that is not on this machine
+        is estimated from its name. Raises NotAModel.
+        """
+        path = Path(spec.source).expanduser()
+        if (path / "model_index.json").is_file():
+            size = sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
+            return Evidence(file_bytes=size, file_format="safetensors", at_load=True)
+        if path.exists():
+            raise NotAModel(
+                f"{spec.name}: {path} is not a pipeline; it has no model_index.json.",
+                name=spec.name,
+                source=spec.source,
+            )
+        why = f"there is no {path.absolute()}"
+        return Evidence(name=spec.source, why_unknown=why, at_load=True)
+
+    def missing(self) -> str:
+        """What must be installed first; see `Recipe.missing`."""
+        absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        if not absent:
+            return ""
+        verb = "is" if len(absent) == 1 else "are"
+        return (
+            f"{', '.join(absent)} {verb} not installed.\n"
+            f"  Install it:  pip install 'gpu-console[diffusion,serve]'"
         )
-    return Evidence(name=spec.source, why_unknown=f"there is no {path.absolute()}", at_load=True)
+
+    def command(self, order: LaunchOrder) -> Command:
+        """The command that starts our own server program for `order`."""
+        options = order.spec.options
+        words = ["--model", order.source, "--name", order.spec.name]
+        words += ["--socket", str(order.socket_fd)]
+        words += ["--device", "cpu" if order.simulated else "cuda"]
+        words += ["--dtype", str(options.get("dtype", "auto"))]
+        if len(order.shares) > 1 and not order.simulated:
+            words += ["--balanced"]
+        program = python_file(Path(__file__).with_name("diffusers_app.py"))
+        return Command((*program, *words), {"GPU_ENGINE_KEY": order.key})
 
 
-def missing() -> str:
-    """What must be installed first; see `Recipe.missing`."""
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if not absent:
-        return ""
-    verb = "is" if len(absent) == 1 else "are"
-    return (
-        f"{', '.join(absent)} {verb} not installed.\n"
-        f"  Install it:  pip install 'gpu-console[diffusion,serve]'"
-    )
-
-
-def model(order: LaunchOrder) -> str:
-    """The name of the model of `order` in requests, which is its registered name."""
-    return order.spec.name
-
-
-def command(order: LaunchOrder) -> Command:
-    """The command that starts our own server program for `order`."""
-    options = order.spec.options
-    words = ["--model", order.source, "--name", order.spec.name, "--socket", str(order.socket_fd)]
-    words += ["--device", "cpu" if order.simulated else "cuda"]
-    words += ["--dtype", str(options.get("dtype", "auto"))]
-    if len(order.shares) > 1 and not order.simulated:
-        words += ["--balanced"]
-    program = python_file(Path(__file__).with_name("diffusers_app.py"))
-    return Command((*program, *words), {"GPU_ENGINE_KEY": order.key})
+RECIPE = Diffusers()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import LoadFailed
-from ...facts import ModelSpec
+from ...facts import Evidence, ModelSpec
 from ..formats import gguf
 from ..llama_cpp.options import (
     context_tokens,
@@ -25,71 +25,57 @@ from ..llama_cpp.options import (
     llama_arguments,
 )
 from .arguments import has_flag, user_arguments
-from .recipe import (
-    Command,
-    LaunchOrder,
-    custom_template,
-    nothing_to_prepare,
-    placed_as_ordered,
-    placeholders,
-)
+from .recipe import Command, LaunchOrder, Recipe, custom_template, placeholders
 
-INHERITS_SOCKET = False
-BASE = "/v1"
-LAYOUT = "proportional"
-KEYED = True
 ALL_LAYERS = "999"  # every version accepts a number that is too large; only newer ones accept `all`
-evidence = gguf_evidence
-prepare = nothing_to_prepare
-misplaced = placed_as_ordered
 
 
-def source(spec: ModelSpec) -> str:
-    """The path of the GGUF file of `spec`. For a split model it is the path of the first part."""
-    return str(gguf_file(spec))
+class LlamaServer(Recipe):
+    """Starts `llama-server`, or the server of llama-cpp-python."""
 
+    LAYOUT = "proportional"
 
-def missing() -> str:
-    """What must be installed first; see `Recipe.missing`."""
-    if shutil.which("llama-server") or importlib.util.find_spec("llama_cpp"):
-        return ""
-    return (
-        "neither llama-server nor llama-cpp-python is installed.\n"
-        "  Install one:  pip install 'gpu-console[llama]'"
-    )
+    def evidence(self, spec: ModelSpec) -> Evidence:
+        """What the GGUF file of `spec` shows; see `gguf_evidence`."""
+        return gguf_evidence(spec)
 
+    def source(self, spec: ModelSpec) -> str:
+        """The path of the GGUF file of `spec`. For a split model it is the path of the first part."""
+        return str(gguf_file(spec))
 
-def health_path() -> str:
-    """The path that shows whether the server is ready.
+    def missing(self) -> str:
+        """What must be installed first; see `Recipe.missing`."""
+        if shutil.which("llama-server") or importlib.util.find_spec("llama_cpp"):
+            return ""
+        return (
+            "neither llama-server nor llama-cpp-python is installed.\n"
+            "  Install one:  pip install 'gpu-console[llama]'"
+        )
 
-    llama-server answers 503 there while it loads, but some versions answer 200 at other paths.
-    llama-cpp-python's server has no such path. It listens only once the model is loaded, so any path
-    without a key serves.
-    """
-    return "/health" if shutil.which("llama-server") else "/openapi.json"
+    def health_path(self) -> str:
+        """The path that shows whether the server is ready.
 
+        llama-server answers 503 there while it loads, but some versions answer 200 at other paths.
+        llama-cpp-python's server has no such path. It listens only once the model is loaded, so any path
+        without a key serves.
+        """
+        return "/health" if shutil.which("llama-server") else "/openapi.json"
 
-def model(order: LaunchOrder) -> str:
-    """The name of the model of `order` in requests, which is its registered name."""
-    return order.spec.name
+    def command(self, order: LaunchOrder) -> Command:
+        """The command for `order`: `llama-server` if it is installed, else llama-cpp-python's server."""
+        native = shutil.which("llama-server")
+        return _native(order, native) if native else _python(order)
 
+    def template(self, order: LaunchOrder) -> str:
+        """The chat template in the file of `order`. Empty for llama-cpp-python's server.
 
-def command(order: LaunchOrder) -> Command:
-    """The command for `order`: `llama-server` if it is installed, else llama-cpp-python's server."""
-    native = shutil.which("llama-server")
-    return _native(order, native) if native else _python(order)
-
-
-def template(order: LaunchOrder) -> str:
-    """The chat template in the file of `order`. Empty for llama-cpp-python's server.
-
-    Requests cannot change the switches of a template in llama-cpp-python's server.
-    """
-    if not shutil.which("llama-server"):
-        return ""
-    metadata = gguf.read(Path(order.source), order.spec.name).metadata
-    found = metadata.get("tokenizer.chat_template")
-    return found if isinstance(found, str) else ""
+        Requests cannot change the switches of a template in llama-cpp-python's server.
+        """
+        if not shutil.which("llama-server"):
+            return ""
+        metadata = gguf.read(Path(order.source), order.spec.name).metadata
+        found = metadata.get("tokenizer.chat_template")
+        return found if isinstance(found, str) else ""
 
 
 def _llama_arguments(order: LaunchOrder) -> dict[str, Any]:
@@ -157,3 +143,6 @@ def _python(order: LaunchOrder) -> Command:
     words += ["--interrupt_requests", "false"]
     program = (sys.executable, "-m", "llama_cpp.server")
     return Command((*program, *words), {"API_KEY": order.key})
+
+
+RECIPE = LlamaServer()

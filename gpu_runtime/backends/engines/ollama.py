@@ -15,105 +15,86 @@ from typing import Any
 
 from ...errors import LoadFailed
 from ...units import show_bytes
-from .recipe import (
-    Command,
-    LaunchOrder,
-    SendRequest,
-    evidence_from_files,
-    no_template_switches,
-    path_or_name,
-)
+from .recipe import Command, LaunchOrder, Recipe, SendRequest
 
-INHERITS_SOCKET = False
-BASE = "/v1"
-LAYOUT = "proportional"
-KEYED = False
 FOR_EVER = -1
-evidence = evidence_from_files
-source = path_or_name
-template = no_template_switches
 
 
-def health_path() -> str:
-    """A path that answers once the server runs. `prepare` then loads the model."""
-    return "/api/version"
+class Ollama(Recipe):
+    """Starts `ollama serve`."""
 
+    LAYOUT = "proportional"
+    KEYED = False
 
-def missing() -> str:
-    """What must be installed first; see `Recipe.missing`."""
-    if shutil.which("ollama"):
-        return ""
-    return "there is no command ollama here.\n  Install it from ollama.com"
+    def health_path(self) -> str:
+        """A path that answers once the server runs. `prepare` then loads the model."""
+        return "/api/version"
 
+    def missing(self) -> str:
+        """What must be installed first; see `Recipe.missing`."""
+        if shutil.which("ollama"):
+            return ""
+        return "there is no command ollama here.\n  Install it from ollama.com"
 
-def model(order: LaunchOrder) -> str:
-    """The name of the model of `order` in requests, which is Ollama's name for it."""
-    return order.source
+    def model(self, order: LaunchOrder) -> str:
+        """The name of the model of `order` in requests, which is Ollama's name for it."""
+        return order.source
 
+    def command(self, order: LaunchOrder) -> Command:
+        """The command for `order`. Its options are passed in the environment."""
+        options = order.spec.options
+        environment = {
+            "OLLAMA_HOST": f"127.0.0.1:{order.port}",
+            "OLLAMA_MAX_LOADED_MODELS": "1",
+            "OLLAMA_KEEP_ALIVE": str(FOR_EVER),
+            "OLLAMA_NUM_PARALLEL": str(options.get("sequences") or 1),
+        }
+        if len(order.shares) > 1:
+            environment["OLLAMA_SCHED_SPREAD"] = "1"
+        if options.get("context_length"):
+            environment["OLLAMA_CONTEXT_LENGTH"] = str(options["context_length"])
+        if options.get("cache_dtype"):
+            environment["OLLAMA_KV_CACHE_TYPE"] = str(options["cache_dtype"])
+            environment["OLLAMA_FLASH_ATTENTION"] = "1"
+        return Command((shutil.which("ollama") or "ollama", "serve"), environment)
 
-def command(order: LaunchOrder) -> Command:
-    """The command for `order`. Its options are passed in the environment."""
-    options = order.spec.options
-    environment = {
-        "OLLAMA_HOST": f"127.0.0.1:{order.port}",
-        "OLLAMA_MAX_LOADED_MODELS": "1",
-        "OLLAMA_KEEP_ALIVE": str(FOR_EVER),
-        "OLLAMA_NUM_PARALLEL": str(options.get("sequences") or 1),
-    }
-    if len(order.shares) > 1:
-        environment["OLLAMA_SCHED_SPREAD"] = "1"
-    if options.get("context_length"):
-        environment["OLLAMA_CONTEXT_LENGTH"] = str(options["context_length"])
-    if options.get("cache_dtype"):
-        environment["OLLAMA_KV_CACHE_TYPE"] = str(options["cache_dtype"])
-        environment["OLLAMA_FLASH_ATTENTION"] = "1"
-    return Command((shutil.which("ollama") or "ollama", "serve"), environment)
+    def prepare(self, order: LaunchOrder, send: SendRequest) -> None:
+        """Loads the model of `order`: calls `send` without a prompt. Raises LoadFailed."""
+        body: dict[str, Any] = {"model": order.source, "keep_alive": FOR_EVER, "stream": False}
+        layers = order.spec.options.get("gpu_layers")
+        if layers is not None and layers >= 0:
+            body["options"] = {"num_gpu": layers}
+        status, answer = send("POST", "/api/generate", body)
+        if status == 404:
+            raise LoadFailed(
+                f"{order.spec.name} cannot be loaded: Ollama has no model {order.source}.\n"
+                f"  Pull it:  ollama pull {order.source}",
+                name=order.spec.name,
+                source=order.source,
+            )
+        if status != 200:
+            why = answer.get("error", answer) if isinstance(answer, dict) else answer
+            raise LoadFailed(
+                f"{order.spec.name} cannot be loaded: Ollama answered {status}: {why}.",
+                name=order.spec.name,
+                source=order.source,
+            )
 
+    def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
+        """Why the model of `order` is not on the card alone; empty if it is.
 
-def prepare(order: LaunchOrder, send: SendRequest) -> None:
-    """Loads the model of `order`.
-
-    It calls `send` with a request without a prompt, which only loads.
-
-    Raises LoadFailed.
-    """
-    body: dict[str, Any] = {"model": order.source, "keep_alive": FOR_EVER, "stream": False}
-    layers = order.spec.options.get("gpu_layers")
-    if layers is not None and layers >= 0:
-        body["options"] = {"num_gpu": layers}
-    status, answer = send("POST", "/api/generate", body)
-    if status == 404:
-        raise LoadFailed(
-            f"{order.spec.name} cannot be loaded: Ollama has no model {order.source}.\n"
-            f"  Pull it:  ollama pull {order.source}",
-            name=order.spec.name,
-            source=order.source,
-        )
-    if status != 200:
-        why = answer.get("error", answer) if isinstance(answer, dict) else answer
-        raise LoadFailed(
-            f"{order.spec.name} cannot be loaded: Ollama answered {status}: {why}.",
-            name=order.spec.name,
-            source=order.source,
-        )
-
-
-def misplaced(order: LaunchOrder, send: SendRequest) -> str:
-    """A clause for a message if a part of the model of `order` is in RAM; empty if all is on the
-    card.
-
-    `send` reads the placement from the server. A model with a set number of `gpu_layers` is not checked.
-    """
-    layers = order.spec.options.get("gpu_layers")
-    if order.simulated or (layers is not None and layers >= 0):
-        return ""
-    running = _running_model(order.source, send)
-    if running is None:
-        return "Ollama does not list it as loaded"
-    total_bytes, card_bytes = running.get("size", 0), running.get("size_vram", 0)
-    if card_bytes >= total_bytes:
-        return ""
-    return f"only {show_bytes(card_bytes)} of its {show_bytes(total_bytes)} are on the GPU"
+        `send` reads the placement from the server. A model with a set number of `gpu_layers` is not checked.
+        """
+        layers = order.spec.options.get("gpu_layers")
+        if order.simulated or (layers is not None and layers >= 0):
+            return ""
+        running = _running_model(order.source, send)
+        if running is None:
+            return "Ollama does not list it as loaded"
+        total_bytes, card_bytes = running.get("size", 0), running.get("size_vram", 0)
+        if card_bytes >= total_bytes:
+            return ""
+        return f"only {show_bytes(card_bytes)} of its {show_bytes(total_bytes)} are on the GPU"
 
 
 def _running_model(name: str, send: SendRequest) -> dict[str, Any] | None:
@@ -125,3 +106,6 @@ def _running_model(name: str, send: SendRequest) -> dict[str, Any] | None:
         if name in (entry.get("name"), entry.get("model")):
             return entry
     return None
+
+
+RECIPE = Ollama()

@@ -1,7 +1,6 @@
-"""The contract of a recipe, and default members that several recipes share.
+"""The base of recipes. A recipe defines how an engine's server is started for a lease.
 
-A recipe is a module; each engine has one. It defines how the engine's server is started for a
-lease, when the server is ready, and how requests name the model. A recipe starts nothing itself.
+It also defines when the server is ready, and how requests name the model. It starts nothing itself.
 `server.py` starts the server, and has the code that all engines share: ports, health, restarts,
 logs and the end.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -50,68 +49,70 @@ class Command(NamedTuple):
     environment: dict[str, str] = {}
 
 
-class Recipe(Protocol):
-    """The members of an engine's module. This protocol is documentation; modules are not instances."""
+class Recipe:
+    """How one engine is started for a lease, and how requests reach it. Each engine has a subclass."""
 
-    INHERITS_SOCKET: bool  # whether the server can listen on a socket that it inherits
-    BASE: str  # the prefix of /chat/completions
+    INHERITS_SOCKET = False  # whether the server can listen on a socket that it inherits
+    BASE = "/v1"  # the prefix of /chat/completions
     LAYOUT: str  # the default layout; "balanced" for tensor parallelism
-    KEYED: bool  # whether the server rejects requests without the key
+    KEYED = True  # whether the server rejects requests without the key
 
-    @staticmethod
-    def health_path() -> str:
+    def health_path(self) -> str:
         """A path that needs no key. It answers 200 once the model is loaded, and not before."""
-        ...
+        return "/health"
 
-    @staticmethod
-    def evidence(spec: ModelSpec) -> Evidence:
-        """What the source of `spec` shows about its size here. Raises NotAModel, LoadFailed."""
-        ...
+    def evidence(self, spec: ModelSpec) -> Evidence:
+        """What the source of `spec` shows about its size here. Raises NotAModel, LoadFailed.
 
-    @staticmethod
-    def missing() -> str:
+        The context that the engine reserves when it starts is included.
+        """
+        found = AbsentBackend(spec.backend).evidence(spec)
+        all_fields = {**found.config, **(found.config.get("text_config") or {})}
+        supported = all_fields.get("max_position_embeddings")
+        usual = min(supported, USUAL_CONTEXT) if isinstance(supported, int) else 0
+        tokens = spec.options.get("context_length") or usual
+        config = dict(found.config)
+        if tokens:
+            config["context_at_load"] = tokens
+        return msgspec.structs.replace(found, at_load=True, config=config)
+
+    def missing(self) -> str:
         """What must be installed first, as a sentence; empty if nothing is missing."""
-        ...
+        raise NotImplementedError
 
-    @staticmethod
-    def source(spec: ModelSpec) -> str:
-        """What the engine opens for `spec`: a file, a directory, or its own name for the model."""
-        ...
+    def source(self, spec: ModelSpec) -> str:
+        """What the engine opens for `spec`: an absolute path, or its own name for the model."""
+        path = os.path.expanduser(spec.source)
+        return os.path.abspath(path) if os.path.exists(path) else spec.source
 
-    @staticmethod
-    def command(order: LaunchOrder) -> Command:
+    def command(self, order: LaunchOrder) -> Command:
         """The command that starts the server for `order`. Pure."""
-        ...
+        raise NotImplementedError
 
-    @staticmethod
-    def model(order: LaunchOrder) -> str:
+    def model(self, order: LaunchOrder) -> str:
         """The name of the model of `order` in requests."""
-        ...
+        return order.spec.name
 
-    @staticmethod
-    def template(order: LaunchOrder) -> str | None:
+    def template(self, order: LaunchOrder) -> str | None:
         """The model's own chat template, if requests may change its switches.
 
         Requests change them by `chat_template_kwargs`. The result is empty if the server of `order`
         ignores them. It is None if this process does not know the template.
         """
-        ...
+        return ""
 
-    @staticmethod
-    def prepare(order: LaunchOrder, send: SendRequest) -> None:
+    def prepare(self, order: LaunchOrder, send: SendRequest) -> None:
         """Does the remaining work once the server of `order` answers, such as loading the model.
 
         `send` sends a request to the server. Raises LoadFailed.
         """
-        ...
 
-    @staticmethod
-    def misplaced(order: LaunchOrder, send: SendRequest) -> str:
+    def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
         """Why the model is not where `order` wants it; empty if it is there.
 
-        `send` sends a request to the server.
+        `send` sends a request to the server. Most engines use the cards they get, or fail.
         """
-        ...
+        return ""
 
 
 def utilization(order: LaunchOrder) -> float:
@@ -132,47 +133,6 @@ def placeholders(order: LaunchOrder) -> dict[str, str]:
         "gpu_memory_utilization": f"{utilization(order):g}",
         "port": str(order.port),
     }
-
-
-def evidence_from_files(spec: ModelSpec) -> Evidence:
-    """What the local files of `spec` show, and the context that the engine reserves when it starts."""
-    found = AbsentBackend(spec.backend).evidence(spec)
-    all_fields = {**found.config, **(found.config.get("text_config") or {})}
-    supported = all_fields.get("max_position_embeddings")
-    usual = min(supported, USUAL_CONTEXT) if isinstance(supported, int) else 0
-    tokens = spec.options.get("context_length") or usual
-    config = dict(found.config)
-    if tokens:
-        config["context_at_load"] = tokens
-    return msgspec.structs.replace(found, at_load=True, config=config)
-
-
-def path_or_name(spec: ModelSpec) -> str:
-    """The absolute path of the source of `spec` if it exists; else the engine's name for the model."""
-    path = os.path.expanduser(spec.source)
-    return os.path.abspath(path) if os.path.exists(path) else spec.source
-
-
-def usual_health_path() -> str:
-    """`Recipe.health_path` for engines with the usual path."""
-    return "/health"
-
-
-def nothing_to_prepare(order: LaunchOrder, send: SendRequest) -> None:
-    """`Recipe.prepare` for engines that are ready when they answer. It does nothing."""
-
-
-def placed_as_ordered(order: LaunchOrder, send: SendRequest) -> str:
-    """`Recipe.misplaced` for engines that either use the cards they get or fail. Always empty.
-
-    Ignores `order` and `send`.
-    """
-    return ""
-
-
-def no_template_switches(order: LaunchOrder) -> str:
-    """`Recipe.template` for engines that ignore template switches. Always empty for any `order`."""
-    return ""
 
 
 def custom_template(spec: ModelSpec) -> str | None:

@@ -1,6 +1,6 @@
-"""The engines that have a recipe, and the module of each.
+"""The engines that have a recipe, and the module with the RECIPE of each.
 
-To add an engine, write its recipe module (see `recipe.Recipe`) and add one line to `RECIPES`. The
+To add an engine, write a module with its RECIPE (see `recipe.Recipe`) and add one line to `RECIPES`. The
 name of the engine also belongs in these tables, because their modules cannot import this one:
 
 - `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
@@ -25,5 +25,5 @@ RECIPES = {  # name of the backend -> its module in this package
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe module of the engine `name`. Raises KeyError if no engine has that name."""
-    return importlib.import_module(f".{RECIPES[name]}", __package__)  # type: ignore[return-value]
+    """The recipe of the engine `name`. Raises KeyError if no engine has that name."""
+    return importlib.import_module(f".{RECIPES[name]}", __package__).RECIPE

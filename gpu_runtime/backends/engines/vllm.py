@@ -12,83 +12,64 @@ import shutil
 from pathlib import Path
 
 from .arguments import has_flag, user_arguments
-from .recipe import (
-    Command,
-    LaunchOrder,
-    custom_template,
-    evidence_from_files,
-    nothing_to_prepare,
-    path_or_name,
-    placed_as_ordered,
-    placeholders,
-    usual_health_path,
-    utilization,
-)
+from .recipe import Command, LaunchOrder, Recipe, custom_template, placeholders, utilization
 
-INHERITS_SOCKET = False
-BASE = "/v1"
-LAYOUT = "balanced"  # tensor parallelism: equal parts
-KEYED = True
 _OPTION_FLAGS = {
     "context_length": "--max-model-len",
     "dtype": "--dtype",
     "revision": "--revision",
     "cache_dtype": "--kv-cache-dtype",
 }
-evidence = evidence_from_files
-source = path_or_name
-prepare = nothing_to_prepare
-health_path = usual_health_path
-misplaced = placed_as_ordered
 
 
-def missing() -> str:
-    """What must be installed first; see `Recipe.missing`."""
-    if shutil.which("vllm"):
-        return ""
-    return "there is no command vllm here.\n  Install it:  pip install vllm"
+class Vllm(Recipe):
+    """Starts `vllm serve`."""
 
+    LAYOUT = "balanced"  # tensor parallelism: equal parts
 
-def model(order: LaunchOrder) -> str:
-    """The name of the model in requests, which is the model's name in `order`."""
-    return order.spec.name
+    def missing(self) -> str:
+        """What must be installed first; see `Recipe.missing`."""
+        if shutil.which("vllm"):
+            return ""
+        return "there is no command vllm here.\n  Install it:  pip install vllm"
 
+    def command(self, order: LaunchOrder) -> Command:
+        """The command line for `order`. Flags that the user's own arguments set are left out."""
+        own = user_arguments(order.spec, placeholders(order))
+        options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
+        words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port)]
+        words += ["--served-model-name", order.spec.name]
+        words += ["--gpu-memory-utilization", f"{utilization(order):g}"]
+        if not has_flag(own, "--tensor-parallel-size", "-tp"):
+            words += ["--tensor-parallel-size", str(len(order.shares))]
+        for option, flag in _OPTION_FLAGS.items():
+            if options.get(option) is not None and not has_flag(own, flag):
+                words += [flag, str(options[option])]
+        # The template is on the command line, since vLLM rejects a template in a request.
+        chat = custom_template(order.spec)
+        if chat and not has_flag(own, "--chat-template"):
+            words += ["--chat-template", chat]
+        if options.get("trust_remote_code") and not has_flag(own, "--trust-remote-code"):
+            words += ["--trust-remote-code"]
+        executable = shutil.which("vllm") or "vllm"
+        return Command((executable, *words, *own), {"VLLM_API_KEY": order.key})
 
-def command(order: LaunchOrder) -> Command:
-    """The command line for `order`. Flags that the user's own arguments set are left out."""
-    own = user_arguments(order.spec, placeholders(order))
-    options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
-    words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port)]
-    words += ["--served-model-name", order.spec.name]
-    words += ["--gpu-memory-utilization", f"{utilization(order):g}"]
-    if not has_flag(own, "--tensor-parallel-size", "-tp"):
-        words += ["--tensor-parallel-size", str(len(order.shares))]
-    for option, flag in _OPTION_FLAGS.items():
-        if options.get(option) is not None and not has_flag(own, flag):
-            words += [flag, str(options[option])]
-    # The template is on the command line, since vLLM rejects a template in a request.
-    chat = custom_template(order.spec)
-    if chat and not has_flag(own, "--chat-template"):
-        words += ["--chat-template", chat]
-    if options.get("trust_remote_code") and not has_flag(own, "--trust-remote-code"):
-        words += ["--trust-remote-code"]
-    executable = shutil.which("vllm") or "vllm"
-    return Command((executable, *words, *own), {"VLLM_API_KEY": order.key})
+    def template(self, order: LaunchOrder) -> str | None:
+        """The chat template beside the source of `order`, as transformers saves it.
 
-
-def template(order: LaunchOrder) -> str | None:
-    """The chat template beside the source of `order`, as transformers saves it; None if unreadable.
-
-    The template is in a separate file, or in the tokenizer's config.
-    """
-    own_file = Path(order.source, "chat_template.jinja")
-    config_file = Path(order.source, "tokenizer_config.json")
-    try:
-        if own_file.exists():
-            return own_file.read_text()
-        if not config_file.exists():
+        The template is in a separate file, or in the tokenizer's config. None if unreadable.
+        """
+        own_file = Path(order.source, "chat_template.jinja")
+        config_file = Path(order.source, "tokenizer_config.json")
+        try:
+            if own_file.exists():
+                return own_file.read_text()
+            if not config_file.exists():
+                return None
+            found = json.loads(config_file.read_text()).get("chat_template")
+        except (OSError, ValueError, AttributeError):  # vLLM reports what is wrong with the file
             return None
-        found = json.loads(config_file.read_text()).get("chat_template")
-    except (OSError, ValueError, AttributeError):  # vLLM itself reports what is wrong with the file
-        return None
-    return found if isinstance(found, str) else None
+        return found if isinstance(found, str) else None
+
+
+RECIPE = Vllm()
