@@ -38,27 +38,21 @@ class Namespace(Protocol):
 
     def names(self) -> list[Name]:
         """Every name that may hold memory."""
-        ...
 
     def held(self, name: Name) -> list[Any]:
         """The objects of `name`, with one entry for each reference that is removed with the name."""
-        ...
 
     def shared(self) -> list[Any]:
         """Containers that belong to no single name. A search ends at these containers."""
-        ...
 
     def variables(self) -> list[str]:
         """The names of the user's variables."""
-        ...
 
     def release(self, names: Sequence[Name]) -> None:
         """Releases the outputs and the last error that are among `names`."""
-        ...
 
     def delete(self, variable: str) -> None:
         """Deletes a variable, and the outputs that refer to the same object."""
-        ...
 
 
 class Script:

@@ -27,11 +27,9 @@ class Stillness(Protocol):
 
     def why_not(self) -> str:
         """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
-        ...
 
     def mark(self) -> object:
         """A value that changes with every message that the kernel handles."""
-        ...
 
     def change(self, mark: object, act: Callable[[], None]) -> str:
         """Calls `act` while no other thread of the process runs, and returns an empty text.
@@ -39,7 +37,6 @@ class Stillness(Protocol):
         If the kernel was used since `mark`, or code runs, `act` is not called. The reason is
         returned then.
         """
-        ...
 
 
 class Backend:

@@ -76,7 +76,6 @@ class Source(Protocol):
 
         May hang. Raises NoAnswer if there is a driver but no card can be listed.
         """
-        ...
 
     @staticmethod
     def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
@@ -84,17 +83,14 @@ class Source(Protocol):
 
         The cards are in torch's order and have torch's names.
         """
-        ...
 
     @staticmethod
     def measure(card: Card, now: float) -> Sample:
         """The driver's figures of the `card`, stamped with `now`. May hang. Raises NoAnswer."""
-        ...
 
     @staticmethod
     def versions() -> dict[str, str]:
         """The versions of driver and library, for a report. May hang. Raises NoAnswer."""
-        ...
 
 
 def source(name: str) -> ModuleType:

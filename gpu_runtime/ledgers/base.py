@@ -7,9 +7,11 @@ in `open_ledger` in `gpu_runtime/ledgers/__init__.py`, and test it with
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
+from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
 from .liveness import Sight
 
@@ -33,11 +35,9 @@ class Ledger(Protocol):
         directory was deleted and this ledger made it again. So read this property each time instead
         of keeping its value.
         """
-        ...
 
     def read(self) -> Book:
         """The current book. Raises LedgerUnavailable."""
-        ...
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
         """Writes the book that `decide` returns, and returns the second value of `decide`.
@@ -52,18 +52,15 @@ class Ledger(Protocol):
 
         Raises LedgerUnavailable, LedgerRefused.
         """
-        ...
 
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners of sections and tickets in `book` that are proven dead.
 
         An owner whose state is unknown is not included.
         """
-        ...
 
     def unknown(self, book: Book) -> frozenset[str]:
         """Ids of the owners of sections and tickets in `book` whose life or death is not proven."""
-        ...
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
         """What is seen of the processes in `book` now, by owner id.
@@ -71,14 +68,12 @@ class Ledger(Protocol):
         The result has the owners in `owners`; with None, it has all owners with a section. One file
         is read for each process.
         """
-        ...
 
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Makes `dead` return these `owners` (ids), unless they are proven alive.
 
         It is called when a person knows that the processes of these owners have ended.
         """
-        ...
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user who runs the owner `owner_id` of `book`, and who made the request `ticket`.
@@ -86,14 +81,12 @@ class Ledger(Protocol):
         The result is empty if this ledger cannot prove who the user is. Then no request in that
         user's name is carried out.
         """
-        ...
 
     def ring(self, owners: Iterable[str]) -> None:
         """Wakes the owners with these ids (`owners`), so that they read the book.
 
         The ledger's own id wakes the waiting threads of this process. Never blocks, never fails.
         """
-        ...
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
         """Waits for a notification, or for the end of the process of an owner in `ends`.
@@ -105,36 +98,30 @@ class Ledger(Protocol):
         between a thread's last wait and this wait counts too. A notification only means "read the
         book", and may be unnecessary.
         """
-        ...
 
     def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
         """Stores this owner's allocator `maps` in the ledger's directory, replacing its last maps.
 
         The maps are removed together with the owner. Raises OSError.
         """
-        ...
 
     def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
         """The allocator maps of the living owners that can be read from here, by owner id."""
-        ...
 
     def add_name(self, name: str) -> None:
         """Adds one model to the list of models that this owner can load. Raises OSError.
 
         The list is in a separate file, not in the book.
         """
-        ...
 
     def publish_names(self, names: Collection[str]) -> None:
         """Makes `names` the list of models that this owner can load. Raises OSError.
 
         The list is removed together with the owner.
         """
-        ...
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """The models that each living owner can load, by owner id, as far as seen from here."""
-        ...
 
     def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
         """Stores this owner's `answer` to the owner `asker`, beside the book. Raises OSError.
@@ -142,11 +129,9 @@ class Ledger(Protocol):
         Only this owner's user can read a `private` answer. The answer replaces the last answer to
         that asker, and is removed together with this owner.
         """
-        ...
 
     def answer(self, owner_id: str) -> Holdings | None:
         """The last answer of the owner `owner_id` to this owner, if it can be read from here."""
-        ...
 
     def close(self) -> None:
         """Releases this owner's lock and doorbell.
@@ -154,4 +139,15 @@ class Ledger(Protocol):
         The owner's section should already be gone from the book. If it is not, others can prove
         this owner dead and reap it.
         """
-        ...
+
+
+def require_usable(url: str, owner: Owner, is_open: bool) -> None:
+    """Raises LedgerUnavailable in a forked child of `owner`, and unless the ledger `is_open`."""
+    if os.getpid() != owner.pid:
+        why = f"belongs to the parent (pid {owner.pid}) of this forked process"
+    elif not is_open:
+        why = "was closed"
+    else:
+        return
+    text = f"the ledger {url} {why}. Open another:  gpu_runtime.Runtime()"
+    raise LedgerUnavailable(text, path=url)

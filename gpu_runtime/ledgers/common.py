@@ -19,6 +19,7 @@ from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
 from .access import access_to, owners_in
 from .allocator_files import MapFiles
 from .answer_files import AnswerFiles
+from .base import require_usable
 from .book_store import BookStore, DamagedBook, LostRace, Page
 from .decoding import UNREADABLE, decode_roster
 from .invariants import refuse_unlawful
@@ -361,17 +362,7 @@ class SharedLedger:
         self._store.close(remove=remove)
 
     def _require_open(self) -> None:
-        if os.getpid() != self.owner.pid:
-            raise LedgerUnavailable(
-                f"the ledger {self.url} belongs to the parent (pid {self.owner.pid}) of this forked "
-                f"process. Open another:  gpu_runtime.Runtime()",
-                path=self.url,
-            )
-        if self._closed:
-            raise LedgerUnavailable(
-                f"the ledger {self.url} was closed. Open another:  gpu_runtime.Runtime()",
-                path=self.url,
-            )
+        require_usable(self.url, self.owner, not self._closed)
 
     def _leave_to_parent(self) -> None:
         """Closes the files in a forked child. The lock stays; the connection is not used again."""

@@ -6,7 +6,6 @@ and exists as long as one of them has it open. The same laws hold as on disk.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -15,9 +14,9 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from .. import forks
-from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
 from . import pages
+from .base import require_usable
 from .book_store import unwritable
 from .invariants import refuse_unlawful
 from .liveness import Sight, describe_self
@@ -181,15 +180,6 @@ class MemoryLedger:
 
     def _open_book(self) -> _MemoryBook:
         memory = self._book
-        if memory is None:
-            raise LedgerUnavailable(
-                f"the ledger {self.url} was closed. Open another:  gpu_runtime.Runtime()",
-                path=self.url,
-            )
-        if os.getpid() != self.owner.pid:
-            raise LedgerUnavailable(
-                f"the ledger {self.url} belongs to the parent of this forked process (pid "
-                f"{self.owner.pid}). Open another:  gpu_runtime.Runtime()",
-                path=self.url,
-            )
+        require_usable(self.url, self.owner, memory is not None)
+        assert memory is not None
         return memory

@@ -33,7 +33,6 @@ class Peek(Protocol):
 
     def look(self) -> Book | None:
         """The current book; None if it cannot be read now."""
-        ...
 
 
 def peek(url: str, directory: Path) -> Peek:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from pathlib import Path
 
 import pytest
 from gpu_panels.data import bars, row_parts
@@ -99,8 +99,8 @@ def test_an_engine_is_tensor_parallel_if_its_command_line_says_so():
     assert cards_label((Share("cuda:0", 1), Share("cuda:1", 1)), "fake") == "GPUs: 0,1"
 
 
-def source_of(module):
-    return Path(module.__file__).read_text()
+def source_of(engine):
+    return inspect.getsource(inspect.getmodule(type(engine)))
 
 
 @pytest.mark.parametrize("words", ["(TP:", '"this process"', 'f"warm, '])
