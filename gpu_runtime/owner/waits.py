@@ -6,7 +6,7 @@ The waiting thread raises WaitEnded when it decides next, and withdraws its tick
 from __future__ import annotations
 
 from ..errors import AmbiguousName, GpuError
-from ..facts import LeaseId, Outcome, Ticket
+from ..facts import THIS_PROCESS, LeaseId, Outcome, Ticket
 from ..safe_text import quoted
 from ..scheduler.recall import Order
 from . import operations, registry, requests
@@ -18,7 +18,7 @@ def cancel(session: Session, name: str | LeaseId, timeout: str | float | None) -
     target = _waiting(session, name)
     if target.owner != session.me:
         return operations.ask_owner(session, "cancel", target, timeout)
-    outcome = end(session, target.name, requests.person(session) or "this process")
+    outcome = end(session, target.name, requests.person(session) or THIS_PROCESS)
     requests.note_action(session, "cancel", target.name, outcome.because)
     return outcome
 
