@@ -111,7 +111,7 @@ PROCESSES = (
     "fleet/test_fleet_serving.py",
     "serving/test_gateway.py",
     "serving/test_headless.py",
-    "serving/test_openai_client.py",
+    "serving/test_official_clients.py",
     "serving/test_openapi.py",
 )
 

@@ -1,4 +1,7 @@
-"""OpenAI's own client, unchanged, against a real server."""
+"""The official clients, unchanged, against a real server: OpenAI, Anthropic, Ollama, LangChain and LiteLLM.
+
+`docs/guides/serving.md` has the versions that were tried. LangChain and LiteLLM are not in the extra `test`.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,18 @@ SAID = '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
+def url(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("client"), free_port()
     environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CATALOG": str(folder / "none")}
     command = [sys.executable, "-c", SERVER, str(port)]
     with serving(command, folder, environment, port=port, path="/health"):
-        base_url = f"http://127.0.0.1:{port}/v1"
-        with openai.OpenAI(base_url=base_url, api_key=OPERATORS, max_retries=0) as made:
-            yield made
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=OPERATORS, max_retries=0) as made:
+        yield made
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -141,3 +148,94 @@ def test_errors_are_the_clients_own(client):
         client.chat.completions.create(model="bge", messages=user("a"))
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
+
+
+def test_anthropics_client(url):
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=url, api_key=OPERATORS, max_retries=0)
+    options = {"model": "chat", "max_tokens": 64}
+    whole = client.messages.create(messages=user("one two"), system="Be brief.", **options)
+    assert [block.text for block in whole.content] == ["one two"]
+    assert whole.stop_reason == "end_turn" and whole.usage.output_tokens == 2
+    schema = {"type": "object", "properties": {"zone": {"type": "string"}}}
+    tools = [{"name": "time", "input_schema": schema}]
+    said = user(f"<think>The clock.</think>See: {SAID}")
+    with client.messages.stream(messages=said, tools=tools, **options) as stream:
+        assert "".join(stream.text_stream) == "See: "
+        thought, text, call = stream.get_final_message().content
+    assert (thought.thinking, text.text) == ("The clock.", "See: ")
+    assert (call.name, call.input) == ("time", {"zone": "CET"})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is noon."}
+    history = [*said, {"role": "assistant", "content": [text, call]}, *user([result])]
+    assert client.messages.create(messages=history, tools=tools, **options).content[0].text == (
+        "It is noon."
+    )
+    with pytest.raises(anthropic.NotFoundError, match="Did you mean chat"):
+        client.messages.create(model="cha", max_tokens=1, messages=user("a"))
+    with pytest.raises(anthropic.BadRequestError, match="top_k"):
+        client.messages.create(messages=user("a"), extra_body={"top_k": -2}, **options)
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="wrong").messages.create(messages=user("a"), **options)
+
+
+def test_ollamas_client(url):
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(host=url, headers={"Authorization": f"Bearer {OPERATORS}"})
+    whole = client.chat(model="chat", messages=user("one two three"), options={"num_predict": 2})
+    assert (whole.message.content, whole.done_reason) == ("one two", "length")
+    parts = list(client.chat(model="chat", messages=user("one two"), stream=True))
+    assert "".join(part.message.content for part in parts) == "one two" and parts[-1].done
+    called = client.chat(model="chat", messages=user(SAID), tools=[TOOL]).message
+    [call] = called.tool_calls
+    assert (call.function.name, call.function.arguments) == ("time", {"zone": "CET"})
+    history = [*user(SAID), called, {"role": "tool", "tool_name": "time", "content": "It is noon."}]
+    assert client.chat(model="chat", messages=history, tools=[TOOL]).message.content == (
+        "It is noon."
+    )
+    assert client.generate(model="chat", prompt="one two").response == "one two"
+    assert client.embed(model="bge", input=["fox", "a dog"]).embeddings == [[3.0, 1.0], [5.0, 1.0]]
+    assert {model.model for model in client.list().models} == {"chat", "bge"}
+    assert client.show("chat") and client.ps()
+    with pytest.raises(ollama.ResponseError, match="Did you mean chat") as unknown:
+        client.chat(model="cha", messages=user("a"))
+    assert unknown.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="catalogue"):
+        client.pull("llama3")
+
+
+def test_langchains_client(url):
+    langchain = pytest.importorskip("langchain_openai")
+    place = {"base_url": f"{url}/v1", "api_key": OPERATORS, "max_retries": 0}
+    model = langchain.ChatOpenAI(model="chat", **place)
+    assert model.invoke("one two").content == "one two"
+    assert "".join(part.content for part in model.stream("one two")) == "one two"
+    [call] = model.bind_tools([TOOL]).invoke(SAID).tool_calls
+    assert (call["name"], call["args"]) == ("time", {"zone": "CET"})
+    # Otherwise the client counts tokens with a vocabulary from the network. Lists of tokens are tested above.
+    vectors = langchain.OpenAIEmbeddings(model="bge", check_embedding_ctx_length=False, **place)
+    assert vectors.embed_documents(["fox", "a dog"]) == [[3.0, 1.0], [5.0, 1.0]]
+    with pytest.raises(openai.NotFoundError, match="Did you mean chat"):
+        langchain.ChatOpenAI(model="cha", **place).invoke("a")
+
+
+def test_litellms_client(url, monkeypatch):
+    monkeypatch.setenv(
+        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+    )  # else it reads a list from the network
+    litellm = pytest.importorskip("litellm")
+    place = {"api_base": f"{url}/v1", "api_key": OPERATORS, "num_retries": 0}
+    options = {"model": "openai/chat", **place}
+    whole = litellm.completion(messages=user("one two"), **options)
+    assert whole.choices[0].message.content == "one two" and whole.usage.completion_tokens == 2
+    parts = litellm.completion(messages=user("one two"), stream=True, **options)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "one two"
+    [call] = (
+        litellm.completion(messages=user(SAID), tools=[TOOL], **options)
+        .choices[0]
+        .message.tool_calls
+    )
+    assert json.loads(call.function.arguments) == {"zone": "CET"}
+    found = litellm.embedding(model="openai/bge", input=["fox", "a dog"], **place)
+    assert [row["embedding"] for row in found.data] == [[3.0, 1.0], [5.0, 1.0]]
+    with pytest.raises(litellm.NotFoundError, match="Did you mean chat"):
+        litellm.completion(messages=user("a"), **{**options, "model": "openai/cha"})
