@@ -11,7 +11,7 @@ from collections import OrderedDict
 from tornado.httputil import HTTPHeaders, HTTPServerRequest
 from tornado.web import GZipContentEncoding
 
-MOST_KEPT_BYTES = 16 * 2**20  # compressed files in memory; the scripts of the console are 1.3 MB
+MOST_KEPT_BYTES = 16 * 2**20  # compressed files in memory; the scripts of the console are 1.2 MB
 EVENT_STREAM = "text/event-stream"  # its events must not wait for others
 
 _kept: OrderedDict[str, bytes] = OrderedDict()  # etag of a file -> its compressed content

@@ -5,10 +5,12 @@ One `Console` is one session. It does not read the ledger, but shows the last re
 
 from __future__ import annotations
 
+import functools
 import html
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -17,6 +19,7 @@ import panel_material_ui as pmui
 from panel.io.document import unlocked
 from panel.io.resources import LOCAL_DIST
 from panel.util import edit_readonly
+from panel_material_ui.base import BASE_TEMPLATE
 
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.views import clock
@@ -60,6 +63,10 @@ TABS = {
 }
 
 
+# Fonts of the operating system: Material's own are 130 kB. `system-ui` is a wide font on Linux.
+FONT = '-apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif'
+
+
 def _theme(primary: str, bar: str) -> dict[str, Any]:
     app_bar = {
         "backgroundColor": bar,
@@ -69,7 +76,7 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     }
     return {
         "palette": {"primary": {"main": primary}},
-        "typography": {"button": {"textTransform": "none"}},
+        "typography": {"fontFamily": FONT, "button": {"textTransform": "none"}},
         "components": {
             "MuiAppBar": {"styleOverrides": {"root": app_bar, "colorPrimary": app_bar}},
             # Material draws it although no busy indicator is wanted, and it has no name.
@@ -293,6 +300,25 @@ def deliver_early_changes(document: Any) -> None:
     pn.state._connected[document] = True
 
 
+# The components of Material are one module of 1.4 MB. Panel's loader would fetch it last, as text, and compile it anew
+# for each page. So the browser itself loads it, at once, and keeps its compiled code.
+HEAD = """{% extends "base.html" %}
+{% block preamble %}{{ super() }}<link rel="modulepreload" href="BUNDLE">{% endblock %}
+{% block postamble %}{{ super() }}<script>
+  const bundle = new URL("BUNDLE", document.baseURI).href
+  self.importShim = new Proxy(self.importShim, {apply: (load, self, [url, ...more]) =>
+    new URL(url, document.baseURI).href === bundle ? import(bundle) : load(url, ...more)})
+</script>{% endblock %}"""
+ICON = Path(__file__).with_name("icon.svg")
+
+
+@functools.cache
+def _template() -> Any:
+    """The HTML of a served page, with HEAD."""
+    bundle = pmui.Page._render_esm(server=True)
+    return BASE_TEMPLATE.environment.from_string(HEAD.replace("BUNDLE", bundle))
+
+
 def page(visitor: Any, poller: Poller) -> pmui.Page:
     """The page for the authenticated `visitor`.
 
@@ -307,6 +333,7 @@ def page(visitor: Any, poller: Poller) -> pmui.Page:
         name: values[0].decode("utf-8", "replace") for name, values in pn.state.session_args.items()
     }
     console = Console(poller, visitor, address=query)
+    console.page.param.update(template=_template(), favicon=ICON)
     # Bokeh's callback is used, because Panel's callback notifies the browser at each start and end.
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
 

@@ -109,6 +109,10 @@ def test_every_tab_renders_accessibly_without_an_error_or_a_foreign_request(open
     axe-core checks names, roles and contrasts.
     """
     seen = opened()
+    loaded = seen.page.evaluate("performance.getEntriesByType('resource').map(({name}) => name)")
+    modules = [name for name in loaded if "panel-material-ui.bundle.js" in name]
+    assert len(modules) == 1, "the browser itself loads Material's module, and so once"
+    assert not [name for name in loaded if "roboto" in name], "no fonts are loaded"
     for _ in range(2):
         for title in TABS:
             seen.tab(title)
