@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..facts import Book, Shares, Shed, World
+from ..facts import Book, Owner, Phase, Section, Shares, Shed, World
+from ..ledgers.process_state import Sight
 from ..scheduler import shadows
 from .resident import Place, Resident
 from .session import Session
 
+Copies = dict[str, tuple[int, ...]]  # the id of shared pages -> the pids of their holders
+
 COPY_DIGITS = 16  # of the id of files in the id of shared pages with them
+MOST_SECONDS = 600.0  # that a load waits for the load of the same files in another process
+POLL_SECONDS = 0.2  # between two looks at that other load
 
 
 def wanted(session: Session, resident: Resident) -> bool:
@@ -22,7 +27,8 @@ def wanted(session: Session, resident: Resident) -> bool:
 def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
     """Reserves host memory for the shadow of a model that is loaded onto `shares`.
 
-    Returns the options with which the backend keeps the shadow, or none if the host has no room.
+    Returns the options with which the backend keeps the shadow, or none if the host has no room. If
+    another process loads the same files now, its load is awaited, so that they are read once.
     """
     if not wanted(session, resident):
         return {}
@@ -33,13 +39,20 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
     if session.settings.gpu_shadows != "private" and resident.backend.shares:
         files = resident.backend.files_of(resident.spec)  # type: ignore[attr-defined]
 
-    def decide(book: Book, world: World) -> tuple[Book, tuple[bool, dict[str, tuple[int, ...]]]]:
+    def decide(book: Book, world: World) -> tuple[Book, tuple[bool, Copies, Owner | None]]:
         copies = _copies(session, book, files) if files else {}
-        copy = next(iter(copies), "")
-        after, done = shadows.reserve(book, session.me, name, size, world, copy)
-        return after, (done, copies)
+        loader = _loader(session, book, files) if files and not copies and patient else None
+        if loader is not None:
+            return book, (False, copies, loader)
+        copy, shared = next(iter(copies), _new_copy(files)), size if copies else 0
+        after, done = shadows.reserve(book, session.me, name, size, world, copy, shared)
+        return after, (done, copies, None)
 
-    done, copies = session.decide(decide)
+    patient, until = True, session.clock() + MOST_SECONDS
+    done, copies, loader = session.decide(decide)
+    while loader is not None:
+        patient = _waits(session, loader) and session.clock() < until
+        done, copies, loader = session.decide(decide)
     if not done:
         return {}
     if not files:
@@ -48,22 +61,51 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
     return {"shadow": True, "copies": pids, "found_only": bool(pids)}
 
 
-def _copies(session: Session, book: Book, files: str) -> dict[str, tuple[int, ...]]:
-    """The shared pages with these `files`: the id of each, and the pids of its holders.
+def _copies(session: Session, book: Book, files: str) -> Copies:
+    """The shared pages with these `files`: the id of each, and the pids of its holders."""
+    found: Copies = {}
+    for section in _near(session, book):
+        for lease in section.leases:
+            if lease.copy.partition(".")[0] == files[:COPY_DIGITS] and lease.copied_bytes:
+                found[lease.copy] = (*found.get(lease.copy, ()), section.owner.pid)
+    return found
 
-    The holders are processes of this user, on this host, whose pids mean the same processes here.
-    """
-    me = session.ledger.owner
-    found: dict[str, tuple[int, ...]] = {}
+
+def _near(session: Session, book: Book) -> list[Section]:
+    """The processes of this user, on this host, whose pids mean the same processes here."""
+    me, found = session.ledger.owner, []
     for section in book.sections.values():
         owner = section.owner
         near = (owner.host, owner.boot, owner.user, owner.namespaces)
         if near != (me.host, me.boot, me.user, me.namespaces):
             continue
-        for lease in section.leases:
-            if lease.copy.partition(".")[0] == files[:COPY_DIGITS] and lease.copied_bytes:
-                found[lease.copy] = (*found.get(lease.copy, ()), owner.pid)
+        found.append(section)
     return found
+
+
+def _new_copy(files: str) -> str:
+    """The id of shared pages that a load of these `files` will make; "" without files."""
+    return f"{files[:COPY_DIGITS]}." if files else ""
+
+
+def _loader(session: Session, book: Book, files: str) -> Owner | None:
+    """Another process that now loads these `files` into new shared pages, or None."""
+    for section in _near(session, book):
+        for lease in section.leases:
+            arriving = lease.phase is Phase.ARRIVING and lease.owner != session.me
+            if arriving and lease.copy == _new_copy(files):
+                return section.owner
+    return None
+
+
+def _waits(session: Session, loader: Owner) -> bool:
+    """Waits a moment for the load of the process `loader`. False if that process is stopped."""
+    sights = session.ledger.sights(session.ledger.read(), {loader.id})
+    if sights.get(loader.id) in (Sight.STOPPED, Sight.DUMPING):
+        return False
+    session.ledger.wait(POLL_SECONDS, [loader])
+    session.reap()
+    return True
 
 
 def free(resident: Resident) -> bool:

@@ -120,13 +120,13 @@ def steps_for(
 
 
 def reserve(
-    book: Book, owner: str, name: str, size: int, world: World, copy: str = ""
+    book: Book, owner: str, name: str, size: int, world: World, copy: str = "", shared: int = 0
 ) -> tuple[Book, bool]:
     """The book with `size` bytes of the host reserved for the shadow of a lease that is arriving.
 
-    The shadow will be in the shared pages `copy` if they are given. They are counted already, by
-    the other leases on them. Returns False, and the same book, if the host has no room or if a
-    request waits for its memory.
+    The shadow will be in the shared pages `copy` if they are given. `shared` bytes of these pages
+    exist; they are counted already, by the other leases on them. Returns False, and the same book,
+    if the host has no room or if a request waits for its memory.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.phase is not Phase.ARRIVING or lease.shares or size <= 0:
@@ -135,7 +135,6 @@ def reserve(
         return book, False
     if any(ticket.shadows for ticket in book.tickets):
         return book, False
-    shared = size if copy else 0
     reserved = replace(lease, shadow_bytes=size, copy=copy, copy_bytes=shared, copied_bytes=shared)
     after = book.with_lease(reserved)
     extra = size - shared + max(0, shared - _largest(book, copy))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 from gpu_runtime.backends.pytorch import shared_copies
+from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.shared_pages import held_by
 from gpu_runtime.facts import HOST
+from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner import shadows as own_shadows
 from gpu_runtime.units import GIB
 from tests import tiny_models
@@ -160,6 +165,90 @@ def test_two_kernels_share_the_copy_of_one_model(
     with second.use("llama") as model:
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, weights[name])
+
+
+# The process that loads first. It stops in the middle of its load until a line comes.
+LOADER = """
+import sys
+from gpu_runtime import Runtime
+from gpu_runtime.backends.pytorch import shared_copies
+from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
+from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
+shared_copies.LEAST_BYTES = 1
+read = TransformersBackend._of_files
+def slowly(*given):
+    print("loading", flush=True)
+    if sys.stdin.readline() == "fail\\n":
+        raise OSError("the disk is gone")
+    return read(*given)
+TransformersBackend._of_files = slowly
+rt = Runtime(devices="sim:1GiB,host:1GiB", ledger=sys.argv[1])
+rt.register("llama", sys.argv[2])
+try:
+    rt.preload("llama")
+finally:
+    print("done", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ends", ["loaded", "failed", "killed"])
+def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, monkeypatch, ends):
+    """The files are read once. If the first load fails or its process dies, the second one reads."""
+    llama = tiny_models.causal_lm(tmp_path / "model")
+    monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
+    reads, waiting = [], threading.Event()
+    read, waits = TransformersBackend._of_files, own_shadows._waits
+
+    def counted(*given):
+        reads.append(given)
+        return read(*given)
+
+    def told(*given):
+        waiting.set()
+        return waits(*given)
+
+    monkeypatch.setattr(TransformersBackend, "_of_files", counted)
+    monkeypatch.setattr(own_shadows, "_waits", told)
+    book = f"sqlite://{tmp_path}/ledger"
+    second = runtime(devices="sim:1GiB,host:1GiB", ledger=book)
+    second.register("llama", str(llama))
+    loader = subprocess.Popen(
+        [sys.executable, "-c", LOADER, book, str(llama)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert loader.stdout.readline() == "loading\n"
+        thread = threading.Thread(target=second.preload, args=("llama",))
+        thread.start()
+        assert waiting.wait(30) and not reads
+        if ends == "killed":
+            loader.kill()
+        else:
+            loader.stdin.write("fail\n" if ends == "failed" else "\n")
+            loader.stdin.flush()
+        thread.join(60)
+        assert where(second) == {"llama": "sim:0"}
+        assert len(reads) == (0 if ends == "loaded" else 1)
+        assert shadows(second)["llama"] > 0
+    finally:
+        loader.kill()
+        loader.communicate()
+
+
+def test_a_load_does_not_wait_for_a_stopped_process(runtime, shared_book, monkeypatch):
+    first, second = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(first, a="1GiB")
+    first.preload("a")
+    loader = first._session.ledger.owner
+    monkeypatch.setattr(
+        type(second._session.ledger), "sights", lambda *_: {loader.id: Sight.STOPPED}
+    )
+    assert not own_shadows._waits(second._session, loader)
 
 
 def test_only_processes_of_this_user_and_host_are_searched(runtime):

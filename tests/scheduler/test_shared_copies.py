@@ -88,9 +88,9 @@ def test_a_second_shadow_on_the_same_pages_needs_no_room():
     full = replace(now, limits={**now.limits, HOST: 100})
     one = replace(one, limits=full.limits)
     assert shadows.reserve(one, owner(2).id, "m", 70, full) == (one, False)
-    after, done = shadows.reserve(one, owner(2).id, "m", 70, full, "a.1")
+    after, done = shadows.reserve(one, owner(2).id, "m", 70, full, "a.1", 70)
     assert done and after.claims()[HOST] == 70
     # The last lease on the pages keeps them counted.
     assert after.without_lease(owner(1).id, "m").claims()[HOST] == 70
     # Pages that nobody holds any more are not free.
-    assert shadows.reserve(book(second), owner(2).id, "m", 101, full, "a.1")[1] is False
+    assert shadows.reserve(book(second), owner(2).id, "m", 101, full, "a.1", 70)[1] is False
