@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 VARIABLE, OUTPUT, ERROR = "variable", "output", "last error"
 RUNNING, THREAD, MODEL, ELSEWHERE = "running", "thread", "model", "elsewhere"
@@ -33,64 +33,50 @@ class Name(NamedTuple):
     cell: str = ""  # the cell that made it, as In [7]
 
 
-class Namespace(Protocol):
-    """The names of a process. Only `held` returns objects, and it keeps no reference to them."""
+class Namespace:
+    """The names of a process: its variables, the functions that run, the threads, and the last error.
 
-    def names(self) -> list[Name]:
-        """Every name that may hold memory."""
-
-    def held(self, name: Name) -> list[Any]:
-        """The objects of `name`, with one entry for each reference that is removed with the name."""
-
-    def shared(self) -> list[Any]:
-        """Containers that belong to no single name. A search ends at these containers."""
-
-    def variables(self) -> list[str]:
-        """The names of the user's variables."""
-
-    def release(self, names: Sequence[Name]) -> None:
-        """Releases the outputs and the last error that are among `names`."""
-
-    def delete(self, variable: str) -> None:
-        """Deletes a variable, and the outputs that refer to the same object."""
-
-
-class Script:
-    """The names of a process without a front end: variables of `__main__`, frames, the last error."""
+    These are the names of a script. A front end has a subclass. Only `held` returns objects, and
+    no reference to them is kept.
+    """
 
     @property
     def _variables(self) -> dict[str, Any]:
         return vars(sys.modules["__main__"])
 
+    def _errors(self) -> list[BaseException]:
+        """The last errors, which Python keeps."""
+        return last_errors()
+
     def names(self) -> list[Name]:
-        """The variables, the running functions, the threads, and the last error."""
+        """Every name that may hold memory."""
         mine = self._variables
         found = [Name(key, VARIABLE, describe(mine.get(key))) for key in self.variables()]
-        return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(last_errors()))]
+        return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(self._errors()))]
 
     def held(self, name: Name) -> list[Any]:
-        """The objects of `name`, with one entry for each reference."""
+        """The objects of `name`, with one entry for each reference that is removed with the name."""
         if name.kind == ERROR:
-            return values_in(frames_of(last_errors()))
+            return values_in(frames_of(self._errors()))
         if name.kind == VARIABLE:
             return [self._variables[name.name]] if name.name in self._variables else []
         return values_in(frames_named(name))
 
     def shared(self) -> list[Any]:
-        """The variables of `__main__`."""
+        """Containers that belong to no single name. A search ends at these containers."""
         return [self._variables]
 
     def variables(self) -> list[str]:
-        """The names of the variables of `__main__`, without the names that Python defines."""
+        """The names of the user's variables."""
         return [key for key in list(self._variables) if not key.startswith("__")]
 
     def release(self, names: Sequence[Name]) -> None:
-        """Clears the last error's frames, if it is among `names`."""
+        """Releases the outputs and the last error that are among `names`."""
         if any(name.kind == ERROR for name in names):
-            clear(frames_of(last_errors()))
+            clear(frames_of(self._errors()))
 
     def delete(self, variable: str) -> None:
-        """Deletes the variable."""
+        """Deletes a `variable`, and the outputs that refer to the same object."""
         self._variables.pop(variable, None)
 
 
@@ -102,7 +88,7 @@ class _Registered:
 
     def current(self) -> Namespace:
         """The front end's namespace if one is registered, else the script's."""
-        return self.front_end or Script()
+        return self.front_end or Namespace()
 
 
 registered = _Registered()

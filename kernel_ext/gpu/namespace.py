@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpu_runtime import names
-from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name
+from gpu_runtime.names import ERROR, LAST_ERROR, OUTPUT, VARIABLE, Name, Namespace
 
 _OF_IPYTHON = re.compile(r"_\d+|_i*|_i\d+|__+|_[iod]h|__.*__|In|Out|exit|quit|get_ipython")
 _RECENT = ("_", "__", "___")  # the last three outputs
@@ -26,12 +26,16 @@ class _Reference(NamedTuple):
     key: Any
 
 
-class NotebookNames:
+class NotebookNames(Namespace):
     """The names of one shell."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._bound: dict[str, tuple[int, str]] = {}  # variable -> id of its object, cell
+
+    @property
+    def _variables(self) -> dict[str, Any]:
+        return self._shell.user_ns
 
     # -- which cell made a variable
 
@@ -39,7 +43,7 @@ class NotebookNames:
         """Records which variables were assigned by the cell with the execution number `count`."""
         cell = f"In [{count}]" if count else ""
         known, bound = self._bound, {}
-        for name, value in list(self._shell.user_ns.items()):
+        for name, value in list(self._variables.items()):
             before = known.get(name)
             if before is not None and before[0] == id(value):
                 bound[name] = before
@@ -51,7 +55,7 @@ class NotebookNames:
 
     def names(self) -> list[Name]:
         """The variables, the outputs, the functions that run, the threads, and the last error."""
-        values = self._shell.user_ns
+        values = self._variables
         found = []
         for variable in self.variables():
             one = id(values.get(variable))
@@ -64,16 +68,11 @@ class NotebookNames:
 
     def held(self, name: Name) -> list[Any]:
         """The objects that `name` holds, with one entry for each reference that the name keeps."""
-        if name.kind == VARIABLE:
-            values = self._shell.user_ns
-            return [values[name.name]] if name.name in values else []
         if name.kind == OUTPUT:
             return [
                 _value(one) for known, places in self._outputs() if known == name for one in places
             ]
-        if name.kind == ERROR:
-            return names.values_in(names.frames_of(self._errors()))
-        return names.values_in(names.frames_named(name))
+        return super().held(name)
 
     def shared(self) -> list[Any]:
         """The shell and its namespaces."""
@@ -91,7 +90,7 @@ class NotebookNames:
         hidden, nothing = self._shell.user_ns_hidden, object()
         return [
             name
-            for name, value in list(self._shell.user_ns.items())
+            for name, value in list(self._variables.items())
             if not _OF_IPYTHON.fullmatch(name) and hidden.get(name, nothing) is not value
         ]
 
@@ -103,12 +102,11 @@ class NotebookNames:
         for name, places in self._outputs():
             if name in wanted:
                 _drop(places)
-        if any(name.kind == ERROR for name in names_):
-            names.clear(names.frames_of(self._errors()))
+        super().release(names_)
 
     def delete(self, variable: str) -> None:
         """Deletes a `variable`, and every output that is the same object as the variable."""
-        one = id(self._shell.user_ns.pop(variable, None))
+        one = id(self._variables.pop(variable, None))
         for _, places in self._outputs():
             if id(_value(places[0])) == one:
                 _drop(places)
