@@ -436,7 +436,7 @@ FAULTS = [
     Fault(
         "a grant keeps its ticket",
         "scheduler/admission",
-        "    book = _without_ticket(book, request).with_lease(lease)\n",
+        "    book = book.without_ticket(request.key).with_lease(lease)\n",
         "    book = book.with_lease(lease)\n",
     ),
     Fault(

@@ -247,7 +247,9 @@ class Book(Value):
         return replace(self, tickets=tuple(tickets))
 
     def without_ticket(self, key: str) -> Book:
-        """This book without the ticket with this `key`."""
+        """This book without the ticket with this `key`; the same object if it has no such ticket."""
+        if self.ticket(key) is None:
+            return self
         return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
 
 

@@ -143,7 +143,7 @@ def _unreceived(
 
 def _here_already(book: Book, request: Request, lease: Lease) -> tuple[Book, Verdict]:
     because = f"{lease.name} is on {lease.where} already"
-    return _without_ticket(book, request), Grant(lease, (), because)
+    return book.without_ticket(request.key), Grant(lease, (), because)
 
 
 def _wait_for_arrival_or_end(
@@ -313,7 +313,7 @@ def _grant(
     title = lease_title(lease, book.owner(lease.owner))
     because = f"{title} needs {show_bytes(size)}; {chosen.because}."
     device = chosen.shares[0].device
-    book = _without_ticket(book, request).with_lease(lease)
+    book = book.without_ticket(request.key).with_lease(lease)
     book = note(
         book,
         world,
@@ -334,7 +334,7 @@ def _refuse(
     refusal: Refuse,
 ) -> tuple[Book, Verdict]:
     book = note(
-        _without_ticket(book, request),
+        book.without_ticket(request.key),
         world,
         request.lease,
         "refused",
@@ -353,10 +353,6 @@ def _deadlock(cycle: Iterable[Ticket], request: Request) -> Refuse:
         waits.append(f"{ticket.name} waits while its thread holds {held}")
     because = f"waiting would never end: {', '.join(waits)}"
     return Refuse(because, kind="deadlock", need_bytes=request.footprint.bytes)
-
-
-def _without_ticket(book: Book, request: Request) -> Book:
-    return book.without_ticket(request.key) if book.ticket(request.key) else book
 
 
 def _enqueue(

@@ -68,13 +68,13 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     section, owner = book.sections.get(owner_id), book.owner(owner_id)
     if owner is None:
         gone = f"the process that held {name} is gone" if name else "that process is gone"
-        return _without_ticket(book, asked), Refuse(gone, kind="gone")
+        return book.without_ticket(asked.key), Refuse(gone, kind="gone")
     if section is not None:  # a section that cannot be read: only its owner can answer
         verdict = _answer_in_events(book, asked, section, name)
         if verdict is None:
             verdict = _known_result(book, asked, section, name, world)
         if verdict is not None:
-            return _without_ticket(book, asked), verdict
+            return book.without_ticket(asked.key), verdict
 
     request = f"{owner.label} was asked {wish(asked.verb, name)}"
     ticket = book.ticket(asked.key)
@@ -107,10 +107,6 @@ def _new_ticket(asked: Ask, world: World) -> Ticket:
         because=asked.by,
         said_by=asked.said_by,
     )
-
-
-def _without_ticket(book: Book, asked: Ask) -> Book:
-    return book.without_ticket(asked.key) if book.ticket(asked.key) else book
 
 
 def _log(

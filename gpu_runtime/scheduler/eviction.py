@@ -23,6 +23,7 @@ from .victims import (
     eviction_order,
     fewest_victims,
     freed_bytes,
+    precious_bytes,
     victims_in_order,
 )
 
@@ -164,7 +165,7 @@ def _leaving_the_host(
     wanted = request.lease
     going = {lease.id for lease in leaving}
     able = [lease for lease in shadowed if lease.id not in going]
-    shortage = _precious_bytes(leaving) - host_room
+    shortage = precious_bytes(leaving) - host_room
     freed = shadows.enough(able, shortage, world, rank)
     unloaded = warm_pool_victims(
         book,
@@ -344,7 +345,7 @@ def _victims(
     Weights that exist nowhere else leave only if the host can hold them.
     """
     chosen = enough(need, idle, host)
-    if chosen is None or _precious_bytes(chosen) <= host_bytes:
+    if chosen is None or precious_bytes(chosen) <= host_bytes:
         return chosen
     useful = [lease for lease in idle if not lease.droppable and _helps(lease, need)]
     fitting = largest_fitting_set(useful, host_bytes)
@@ -381,7 +382,7 @@ def _victims_under_cap(
         return _victims(need, idle, host_bytes, enough, host)
     left = _less_freed(need, first)
     rest = [lease for lease in idle if lease not in first]
-    others = _victims(left, rest, host_bytes - _precious_bytes(first), enough, None)
+    others = _victims(left, rest, host_bytes - precious_bytes(first), enough, None)
     if others is None:
         return None
     return tuple(lease for lease in idle if lease in first or lease in others)
@@ -398,8 +399,3 @@ def _less_freed(need: Bytes, leaving: Iterable[Lease]) -> dict[str, int]:
         if owner in left:
             left[owner] -= freed_bytes(lease)
     return left
-
-
-def _precious_bytes(leases: Iterable[Lease]) -> int:
-    """Bytes of the leases that exist nowhere else, and that therefore need room in host memory."""
-    return sum([lease.offload_bytes for lease in leases if not lease.droppable])

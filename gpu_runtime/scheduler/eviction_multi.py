@@ -16,7 +16,7 @@ from ..facts import Candidate, Lease, PlacementRules, Request
 from .context import Context
 from .eligibility import largest_fitting_set
 from .splitting import claimed, divide, fitting, least_room, sets_that_fit
-from .victims import PartsRoom, freed_bytes, part_of
+from .victims import PartsRoom, freed_bytes, part_of, precious_bytes
 
 FEW_CARDS = 4  # up to this many, every set of cards is tried
 MOST_SETS = 2_000  # sets of leases that the search for the smallest set tries
@@ -80,15 +80,10 @@ def _victims_within_host(
     """
     fewest = rules.policy == "fewest-evictions"
     chosen = _victims(idle, room, enough, fewest=fewest)
-    if chosen is None or _precious_bytes(chosen) <= host_bytes:
+    if chosen is None or precious_bytes(chosen) <= host_bytes:
         return chosen
     pool = _with_those_the_host_can_take(list(filter(room.gains, idle)), host_bytes)
     return _victims(pool, room, enough, fewest=fewest)
-
-
-def _precious_bytes(leases: Iterable[Lease]) -> int:
-    """Bytes of the leases that exist nowhere else, and that therefore need room in host memory."""
-    return sum([lease.offload_bytes for lease in leases if not lease.droppable])
 
 
 def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
@@ -263,7 +258,7 @@ def _without_needless_pieces(
 
     The `room` is the same before and after the call.
     """
-    host_bytes = host.free - _precious_bytes(chosen)
+    host_bytes = host.free - precious_bytes(chosen)
     leaving = list(chosen)
     with room.without(chosen):
         for index in range(len(leaving) - 1, -1, -1):  # the last leases are the most precious

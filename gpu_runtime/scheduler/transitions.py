@@ -261,7 +261,7 @@ def abandon(
 
 def withdraw(book: Book, key: str) -> Book:
     """The book without the ticket with this `key`."""
-    return book.without_ticket(key) if book.ticket(key) else book
+    return book.without_ticket(key)
 
 
 # -- an owner's section ----------------------------------------------------------------------------

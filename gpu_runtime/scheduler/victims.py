@@ -229,6 +229,11 @@ def _least(gain: Gain, surplus: Gain) -> int:
     return min([surplus[place] for place in gain])
 
 
+def precious_bytes(leases: Iterable[Lease]) -> int:
+    """Bytes of the `leases` that exist nowhere else, and that therefore need room in host memory."""
+    return sum([lease.offload_bytes for lease in leases if not lease.droppable])
+
+
 def freed_bytes(leaving: Lease) -> int:
     """The bytes of cards that the lease `leaving` frees; with a target, only those of the target."""
     freed = leaving.freed_by(leaving.target)

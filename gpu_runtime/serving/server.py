@@ -30,7 +30,7 @@ from ..web.asgi import Asgi
 from ..web.auth import AccessRules
 from ..web.connections import Connections
 from ..web.cors import origins_of
-from ..web.http_server import Address, MakeServer, Service
+from ..web.http_server import Address, MakeServer, Service, WebServer
 from . import request_log
 from .access import visitor_of
 from .api.app import application
@@ -48,8 +48,8 @@ ANSWER_SECONDS = 0.5  # for waiting callers to get an answer when the server end
 MAX_BODY_BYTES = 32 << 20  # bodies may contain images
 
 
-class HeadlessServer:
-    """A Tornado server with the routes of a service and no console. See `http_server.WebServer`."""
+class HeadlessServer(WebServer):
+    """A Tornado server with the routes of a service and no console."""
 
     def __init__(self, service: Service, rules: AccessRules, address: Address) -> None:
         """Binds the `address` and installs the gate under these `rules`. Raises OSError if it cannot bind."""
@@ -64,15 +64,9 @@ class HeadlessServer:
             self._http.add_sockets(bind_sockets(address.port, address.host))
         installed.connections = Connections(self._http)
 
-    def start(self) -> None:
-        """Does nothing, since the event loop does all the work."""
-
     def stop_listening(self) -> None:
         """Stops accepting new connections."""
         self._http.stop()
-
-    def stop(self) -> None:
-        """Does nothing, since this server has no background tasks."""
 
 
 class LazyGateway:

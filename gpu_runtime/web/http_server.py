@@ -22,7 +22,7 @@ import webbrowser
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tornado.ioloop import IOLoop
 from tornado.websocket import WebSocketClosedError
@@ -69,7 +69,7 @@ class Address:
     socket_path: Path | None = None
 
 
-class WebServer(Protocol):
+class WebServer:
     """A server that is bound to its address, with the gate in front of its routes."""
 
     def start(self) -> None:
@@ -77,6 +77,7 @@ class WebServer(Protocol):
 
     def stop_listening(self) -> None:
         """Stops accepting new connections. Open connections stay open."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Ends the server."""

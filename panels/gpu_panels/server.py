@@ -27,7 +27,7 @@ from gpu_runtime.errors import GpuError, NotAllowed
 from gpu_runtime.web import gate, http_server
 from gpu_runtime.web.auth import AccessRules, Visitor
 from gpu_runtime.web.connections import Connections
-from gpu_runtime.web.http_server import Address, MakeServer, Service
+from gpu_runtime.web.http_server import Address, MakeServer, Service, WebServer
 
 from . import panel_gate, unsafe_options
 from .panel_gate import PanelGate
@@ -44,8 +44,8 @@ Page = Callable[[Visitor], Any]  # makes the page of one visitor
 _guarded: WeakSet[Any] = WeakSet()  # Bokeh's application contexts whose server has the gate
 
 
-class PanelServer:
-    """A server with a page at "/" and the routes of a service, made by Panel. See `http_server.WebServer`."""
+class PanelServer(WebServer):
+    """A server with a page at "/" and the routes of a service, made by Panel."""
 
     def __init__(self, page: Page, service: Service, rules: AccessRules, address: Address) -> None:
         """Binds the `address` and installs the gate under these `rules`. Raises OSError if it cannot bind.
