@@ -26,6 +26,7 @@ from .arguments import (
     whole,
     words,
 )
+from .errors import BadSetting
 
 _MOST = 2**31 - 1  # the largest number that is passed to a C library
 _COUNT = Rule("a whole number above 0", whole(1, _MOST))
@@ -41,19 +42,23 @@ class Option(NamedTuple):
 _LLAMA = ("llama_cpp", "llama-server")
 _TRANSFORMERS = ("transformers",)
 _SERVERS = ("llama-server", "ollama", "vllm", "diffusers")
-_SWITCHES = (
-    "use_mmap", "use_mlock", "logits_all", "offload_kqv", "swa_full", "flash_attn", "isolated",
-)  # fmt: skip
+_SWITCHES = ("use_mmap", "use_mlock", "logits_all", "offload_kqv", "swa_full")
+_NUMBERS = ("rope_freq_base", "rope_freq_scale", "lora_scale")
 _COUNTS = ("n_batch", "n_ubatch", "n_threads", "n_threads_batch")
 _PLACED = "left out: gpu-console decides where a model goes"
-_REFUSED_FOR_LLAMA = {  # a keyword of the library -> what to type instead
+# Options that are passed to `llama_cpp.Llama` unchanged.
+PASSED_TO_LLAMA = (
+    *(*_COUNTS, *_SWITCHES, *_NUMBERS),
+    *("seed", "chat_format", "chat_template", "lora_path"),
+)
+REFUSED_FOR_LLAMA = {  # a keyword of the library -> what to type instead
     "n_gpu_layers": "given as gpu_layers",
     "n_ctx": "given as context_length",
     **dict.fromkeys(("tensor_split", "type_k", "type_v", "model_path"), _PLACED),
 }
-_REFUSED_FOR_TRANSFORMERS = (
-    "device_map", "quantization_config", "load_in_8bit", "load_in_4bit", "offload_folder",
-    "max_memory",
+REFUSED_FOR_TRANSFORMERS = dict.fromkeys(
+    ("device_map", "quantization_config", "load_in_8bit", "load_in_4bit", "offload_folder", "max_memory"),
+    _PLACED,
 )  # fmt: skip
 
 
@@ -88,11 +93,11 @@ OPTIONS: dict[str, Option] = {
     "seed": Option(Rule("a whole number", whole(-1, 2**32 - 1)), _LLAMA),
     "chat_format": Option(WORD, _LLAMA),
     "lora_path": Option(PATH, _LLAMA),
-    **dict.fromkeys(("rope_freq_base", "rope_freq_scale", "lora_scale"), Option(NUMBER, _LLAMA)),
+    **dict.fromkeys(_NUMBERS, Option(NUMBER, _LLAMA)),
     **dict.fromkeys(_COUNTS, Option(_COUNT, _LLAMA)),
-    **dict.fromkeys(_SWITCHES, Option(TRUTH, _LLAMA)),
-    **{name: Option(_refused(instead), _LLAMA) for name, instead in _REFUSED_FOR_LLAMA.items()},
-    **dict.fromkeys(_REFUSED_FOR_TRANSFORMERS, Option(_refused(_PLACED), _TRANSFORMERS)),
+    **dict.fromkeys((*_SWITCHES, "flash_attn", "isolated"), Option(TRUTH, _LLAMA)),
+    **{name: Option(_refused(instead), _LLAMA) for name, instead in REFUSED_FOR_LLAMA.items()},
+    **dict.fromkeys(REFUSED_FOR_TRANSFORMERS, Option(_refused(_PLACED), _TRANSFORMERS)),
 }
 
 
@@ -106,6 +111,13 @@ FLAGS = {  # keyword of `rt.load` and `rt.plan` -> the option of `%gpu load` and
     "dtype": "--dtype",
     "timeout": "--timeout",
 }
+
+
+def require_none(options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Raises BadSetting if one of the `refused` options is among the `options`."""
+    for name, instead in refused.items():
+        if name in options:
+            raise BadSetting(name, options[name], instead)
 
 
 def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:

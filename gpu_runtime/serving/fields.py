@@ -19,6 +19,8 @@ CHECKED_BACKENDS = (LLAMA, TORCH)
 _TEXT = ("chat", "completions")
 _BOTH = (LLAMA, TORCH)
 _NOTHING = (None, "", [], {})
+# Fields that decide how the next token is chosen, and that every engine calls as OpenAI does.
+SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p")}
 
 
 class Field(Value):

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from gpu_runtime import BadSetting, BadSize, GpuError, NeedsWith, Runtime
 from gpu_runtime.arguments import RULES, rules_of
-from gpu_runtime.backends.llama_cpp.options import PASSED_ON, RESERVED_OPTIONS
 from gpu_runtime.facts import LeaseId
 from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
@@ -197,10 +196,6 @@ def test_the_table_has_no_rule_without_a_parameter():
         method = inspect.unwrap(function).__name__
         used |= {*names, *(f"{method}.{name}" for name in names)}
     assert set(RULES) - used == set()
-
-
-def test_every_option_of_llama_cpp_has_a_rule():
-    assert {*PASSED_ON, *RESERVED_OPTIONS} - set(OPTIONS) == set()
 
 
 # -- the law

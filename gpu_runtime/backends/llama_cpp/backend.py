@@ -77,7 +77,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     """Loads GGUF files.
 
     The options of a model are context_length, sequences, cache_dtype, flash_attn, gpu_layers,
-    main_gpu, split_mode, isolated, and the options in `options.PASSED_ON`.
+    main_gpu, split_mode, isolated, and the options in `options.PASSED_TO_LLAMA`.
     """
 
     name, engine_name = "llama_cpp", "llama.cpp"

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from ...errors import BadSetting, NotAModel
 from ...facts import Evidence, ModelSpec, Share, Shares, beside
+from ...options import PASSED_TO_LLAMA, REFUSED_FOR_LLAMA, require_none
 from ..formats import gguf, sources
 from ..missing import AbsentBackend
 
@@ -37,33 +38,6 @@ CACHE_TYPES = {
     "bf16": 30,
 }  # Source: ggml.h, enum ggml_type
 _UNQUANTISED = (0, 1, 30)
-PASSED_ON = (
-    "n_batch",
-    "n_ubatch",
-    "n_threads",
-    "n_threads_batch",
-    "seed",
-    "chat_format",
-    "chat_template",
-    "use_mmap",
-    "use_mlock",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "lora_path",
-    "lora_scale",
-    "logits_all",
-    "offload_kqv",
-    "swa_full",
-)
-_PLACED = "left out: gpu-console decides where a model goes"
-RESERVED_OPTIONS = {  # options of Llama that users cannot set -> what to do instead
-    "n_gpu_layers": "given as gpu_layers",
-    "n_ctx": "given as context_length",
-    "tensor_split": _PLACED,
-    "type_k": _PLACED,
-    "type_v": _PLACED,
-    "model_path": _PLACED,
-}
 SPLIT_MODES = {"layer": 1, "row": 2}  # Source: llama.h, llama_split_mode
 
 
@@ -112,9 +86,7 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
 
 def check(spec: ModelSpec) -> None:
     """Raises BadSetting if `spec` has an impossible option, or an option that gpu-console decides."""
-    for option, instead in RESERVED_OPTIONS.items():
-        if option in spec.options:
-            raise BadSetting(option, spec.options[option], instead)
+    require_none(spec.options, REFUSED_FOR_LLAMA)
     layers = spec.options.get("gpu_layers")
     if layers is not None and (type(layers) is not int or layers < -1):
         raise BadSetting("gpu_layers", layers, "-1 (all), 0 (CPU only) or a number of layers")
@@ -210,7 +182,7 @@ def llama_arguments(
     dtype = spec.options.get("cache_dtype")
     if dtype is not None:
         arguments["type_k"] = arguments["type_v"] = CACHE_TYPES[str(dtype).lower()]
-    passed_on = {name: spec.options[name] for name in PASSED_ON if name in spec.options}
+    passed_on = {name: spec.options[name] for name in PASSED_TO_LLAMA if name in spec.options}
     return arguments | passed_on
 
 

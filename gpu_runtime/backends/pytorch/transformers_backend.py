@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from ...devices.probe import Probe
-from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
+from ...errors import CannotGovern, GpuError, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Shares
+from ...options import REFUSED_FOR_TRANSFORMERS, require_none
 from ..base import Progress
 from ..formats import safetensors, sources
 from ..formats.file_guard import untouched
@@ -34,15 +35,6 @@ from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel
 from .transformers_module import built, built_from, dtype_of, without_data
 from .two_phases import assignments, dropped_sentence, nowhere
-
-_RESERVED_OPTIONS = (
-    "device_map",
-    "quantization_config",
-    "load_in_8bit",
-    "load_in_4bit",
-    "offload_folder",
-    "max_memory",
-)
 
 
 class TransformersModel(TorchModel):
@@ -335,10 +327,7 @@ def _read(spec: ModelSpec) -> Checkpoint:
 
 def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Raises BadSetting for options that gpu-console decides, CannotGovern for a quantised model."""
-    for option in _RESERVED_OPTIONS:
-        if option in spec.options:
-            expected = "left out: gpu-console decides where a model goes"
-            raise BadSetting(option, spec.options[option], expected)
+    require_none(spec.options, REFUSED_FOR_TRANSFORMERS)
     if "quantization_config" in checkpoint.config:
         quantization = checkpoint.config["quantization_config"]
         method = quantization.get("quant_method", "an unknown method")

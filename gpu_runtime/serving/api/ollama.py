@@ -15,25 +15,20 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from ..fields import SAMPLING
 from ..requests import MAX_SECONDS, Refused, bad
 from .openai import REFUSALS, Sent, read_json, request_body, unless_gone, visitor_name
 from .translation import Writer, require_object
 
 NDJSON = "application/x-ndjson"
+_SAME = (
+    *("repeat_penalty", "presence_penalty", "frequency_penalty"),
+    *("mirostat_tau", "mirostat_eta", "seed", "stop"),
+)
 _OPTIONS = {  # Ollama's name of an option -> OpenAI's name of the field
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repeat_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
+    **SAMPLING,
+    **{name: name for name in _SAME},
     "mirostat": "mirostat_mode",
-    "mirostat_tau": "mirostat_tau",
-    "mirostat_eta": "mirostat_eta",
-    "seed": "seed",
-    "stop": "stop",
     "num_predict": "max_tokens",
 }
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...facts import ModelSpec, Value
 from ...threads import Cancellation
-from ..fields import sampling
+from ..fields import SAMPLING, sampling
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from ..requests import Refused
 from .base import TextAdapter, cannot
@@ -20,21 +20,12 @@ from .json_answers import schema_of
 from .openai_format import TextPiece, max_tokens_of, stops_of
 from .tool_calls import tools_of
 
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repeat_penalty")
+_OTHERS = ("seed", "mirostat_mode", "mirostat_tau", "mirostat_eta", "logit_bias")
 _SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repeat_penalty": "repeat_penalty",
+    **SAMPLING,
+    **{name: name for name in (*_PENALTIES, *_OTHERS)},
     "repetition_penalty": "repeat_penalty",
-    "seed": "seed",
-    "mirostat_mode": "mirostat_mode",
-    "mirostat_tau": "mirostat_tau",
-    "mirostat_eta": "mirostat_eta",
-    "logit_bias": "logit_bias",
 }
 
 

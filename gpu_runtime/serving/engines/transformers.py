@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec
-from ..fields import sampling
+from ..fields import SAMPLING, sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
@@ -23,15 +23,8 @@ from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
 from .tool_calls import tools_of
 
 DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
-_SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repeat_penalty": "repetition_penalty",
-    "repetition_penalty": "repetition_penalty",
-}
+_PENALTIES = ("repeat_penalty", "repetition_penalty")
+_SAMPLING_FIELDS = SAMPLING | dict.fromkeys(_PENALTIES, "repetition_penalty")
 _NO_LIMIT = (("typical_p", 1.0), ("typical_p", 0.0))  # refused by the library
 
 
