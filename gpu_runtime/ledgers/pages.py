@@ -430,17 +430,10 @@ def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Boo
             tickets.append(ticket)
     for rest in waiting:
         tickets += rest
+    facts = zip(Shared.__struct_fields__, _shared_facts_of(shared), strict=True)
     return Book(
-        devices=shared.devices,
-        limits=shared.limits,
-        samples=shared.samples,
+        **dict(facts),
         sections={id: part.section for id, part in parts.items() if part.section is not None},
         tickets=tuple(tickets),
-        events=shared.events,
-        seq=shared.seq,
-        counts=shared.counts,
-        ghosts=shared.ghosts,
-        drained=shared.drained,
         quarantined={id: part.quarantined for id, part in parts.items() if part.quarantined},
-        opens=shared.opens,
     )
