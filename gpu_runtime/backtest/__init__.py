@@ -1,5 +1,7 @@
 """Replays a history of uses through the scheduler, with other policies, cards and host memory."""
 
+# ruff: noqa: F401 - the names of this package are those that it imports
+
 from __future__ import annotations
 
 from .histories import (
@@ -12,22 +14,3 @@ from .histories import (
 )
 from .replay import ENGINES, Engine, Result, replay
 from .table import CLAIRVOYANT, DEVICES, HOSTS, Row, compare, split_words
-
-__all__ = [
-    "CLAIRVOYANT",
-    "DEVICES",
-    "ENGINES",
-    "Engine",
-    "HOSTS",
-    "History",
-    "HistoryModel",
-    "HistoryRequest",
-    "Result",
-    "Row",
-    "USE_SECONDS",
-    "compare",
-    "journal_history",
-    "read_history",
-    "replay",
-    "split_words",
-]
