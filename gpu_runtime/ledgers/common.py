@@ -142,17 +142,18 @@ class SharedLedger:
         try:
             while True:
                 self._require_open()
-                # The first attempt queues only in a crowd. A process that just lost a race has
-                # warm caches, so its next attempt costs a third of the first. A process that has
-                # the turn keeps it until the book is written.
-                if paced and turn is None and (races_lost or self._pace.should_queue):
+                # The first attempt queues only in a crowd. A process that has the turn keeps it
+                # until the book is written.
+                if (
+                    paced
+                    and turn is None
+                    and (races_lost or self._pace.is_crowded(time.monotonic()))
+                ):
                     turn = self._wait_for_turn()
                 began = time.monotonic()
                 try:
                     known = self._store.glance() if may_glance else None
                     may_glance = False
-                    if paced and not (turn or known) and self._pace.should_queue_to_read(began):
-                        turn = self._wait_for_turn()
                     page = known or self._store.look()
                     new, answer = decide(page.book)
                     if new is page.book and known and self._store.look() is not known:
@@ -200,7 +201,8 @@ class SharedLedger:
         # stopped writer.
         free_losses = MOST_LOST_INSIDE if turn else 1
         if races_lost > free_losses:
-            time.sleep(self._pace.after_loss(races_lost, now))
+            pause = turn.pause if turn else time.sleep
+            pause(self._pace.after_loss(races_lost, now))
 
     def _require_lawful(self, page: Page, new: Book) -> None:
         """Raises LedgerRefused if `new` breaks a law, LostRace if `page` is no longer current.

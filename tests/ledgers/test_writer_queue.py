@@ -31,7 +31,8 @@ def compute():
     end = time.monotonic() + 0.1
     while time.monotonic() < end: pass
     queue.leave()
-actions = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue, "compute": compute}
+actions = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue}
+actions |= {"compute": compute, "pause": lambda: (queue.pause(0.1), queue.leave())}
 for line in sys.stdin:
     print(actions[line.strip()](), flush=True)
 """
@@ -119,6 +120,13 @@ def test_a_process_that_uses_the_processor_is_not_passed(ours, other):
     """On a busy machine, a turn lasts longer than `STALLED_SECONDS` because of other programs."""
     other.run("enter")
     other.begin("compute")
+    assert ours.enter()
+
+
+def test_a_process_that_pauses_with_the_turn_is_not_passed(ours, other):
+    """After a lost race, the process with the turn sleeps before its next attempt."""
+    other.run("enter")
+    other.begin("pause")
     assert ours.enter()
 
 

@@ -5,12 +5,11 @@ unchanged. *The turn* is the right to write first; one process at a time has it.
 depends on that process. If it ends, the operating system releases its lock. If it is stopped, or
 another of its threads keeps the GIL, the other processes pass it after 5 ms. If it only waits for a
 processor, they pass it after 250 ms. (On a machine with 25 other programs, 64 processes that each
-passed it after 5 ms made 140 to 360 writes a second, and some gave up after 10 s. With this rule
-they made 840 to 1,140, and none gave up.)
+passed it after 5 ms made 50 to 180 writes a second, and some gave up after 10 s. With this rule
+they made 1,300 to 1,560, and none gave up.)
 
-A process that has already decided may write without queueing, unless that would prevent the process
-with the turn from writing. (With 48 processes that make 10 writes a second each, p99 is 14 ms with
-this rule, and 409 ms if every process queues.)
+Without a crowd, a process writes without queueing, unless that would prevent the process with the
+turn from writing.
 
 The queue has two files. One is the lock, which also has a count of the turns that ended, a mark
 that says whether all must queue, and the thread that has the turn. The other is a pipe that wakes
@@ -41,7 +40,9 @@ LOCK, PIPE = "turn", "turn.pipe"
 _COUNT_BYTES = 8
 # The mark after the count in the lock's file.
 ALL_MAY, MUST_QUEUE = b"-", b"!"
-_HOLDER = struct.Struct("<I")  # behind the mark: the native id of the thread that has the turn
+# Behind the mark: the native id of the thread that has the turn, or _PAUSES.
+_HOLDER = struct.Struct("<I")
+_PAUSES = 0xFFFFFFFF
 
 
 def writer_queue_in(directory: Path) -> WriterQueue | None:
@@ -109,6 +110,12 @@ class WriterQueue:
                 patience = 8 * STALLED_SECONDS
         return False
 
+    def pause(self, seconds: float) -> None:
+        """Sleeps for `seconds` with the turn. The others do not take that for a stop."""
+        os.pwrite(self._lock, _HOLDER.pack(_PAUSES), _COUNT_BYTES + 1)
+        time.sleep(seconds)
+        os.pwrite(self._lock, _HOLDER.pack(threading.get_native_id()), _COUNT_BYTES + 1)
+
     def require_queue(self) -> None:
         """Marks that all processes must queue; called with the turn, after a lost race.
 
@@ -144,7 +151,7 @@ class WriterQueue:
         self._closing()
 
     def _holder_is_runnable(self) -> bool:
-        """Whether the thread with the turn only waits for a processor.
+        """Whether the thread with the turn waits for a processor, or pauses before an attempt.
 
         On a busy machine that takes longer than STALLED_SECONDS. A thread that is stopped, or that
         waits for the GIL, is not runnable.
@@ -153,6 +160,8 @@ class WriterQueue:
         if len(holder) != _HOLDER.size:
             return False
         [thread] = _HOLDER.unpack(holder)
+        if thread == _PAUSES:
+            return True
         try:
             stat = Path(f"/proc/{thread}/task/{thread}/stat").read_text()
         except OSError:  # it has ended, or it cannot be seen from here
