@@ -200,10 +200,13 @@ class Console:
         snapshot = result.snapshot
         if snapshot is None:
             return
-        status = {
-            "as_of": clock(snapshot.wall),
-            "words": header.status_html(snapshot, self.visitor),
-        }
+        visitor = self.visitor
+        words = self.poller.once(
+            f"words {visitor.may_act} {visitor.name}",
+            snapshot,
+            lambda seen: header.status_html(seen, visitor),
+        )
+        status = {"as_of": clock(snapshot.wall), "words": words}
         if not result.error:
             status["beat"] = result.revision
         self.status_bar.param.update(**status)

@@ -20,6 +20,7 @@ from weakref import WeakSet
 import panel as pn
 from bokeh.resources import Resources
 from bokeh.server.server import BaseServer
+from bokeh.settings import settings
 from panel.io.server import get_server
 from tornado.ioloop import IOLoop
 
@@ -39,6 +40,9 @@ CONSOLE = Service("The GPU console", command="gpu console", default_port=8211, p
 # No chart uses WebGL, so the page does not load Bokeh's 200 kB for it.
 if "bokeh-gl" in Resources._default_components:
     Resources._default_components.remove("bokeh-gl")
+
+# Panel reads attributes that its models lack. For each of them Bokeh searched similar names, 3 % of the server's time.
+settings.perform_error_diagnostics = False
 
 Page = Callable[[Visitor], Any]  # makes the page of one visitor
 _guarded: WeakSet[Any] = WeakSet()  # Bokeh's application contexts whose server has the gate

@@ -7,7 +7,14 @@ import re
 
 import pytest
 from gpu_panels.data.bars import bars
-from gpu_panels.data.device_rows import device_rows, labels, lease_buttons, past_rows, reserved
+from gpu_panels.data.device_rows import (
+    device_rows,
+    labels,
+    lease_buttons,
+    past_rows,
+    reserved,
+    room_after,
+)
 from gpu_panels.palette import Palette
 from gpu_panels.tabs import now
 from gpu_panels.tabs.now import NowTab
@@ -131,7 +138,9 @@ def verbs(snapshot, name):
     """The buttons of a model that can be pressed."""
     lease = next(one for one in snapshot.leases() if one.name == name)
     owner = snapshot.sections[lease.owner].owner
-    return [one.verb for one in lease_buttons(snapshot, lease, owner) if not one.why_not]
+    kept = {view.device.id: reserved(snapshot, view) for view in snapshot.devices}
+    room = room_after(snapshot, kept)
+    return [one.verb for one in lease_buttons(lease, owner, room) if not one.why_not]
 
 
 @pytest.mark.parametrize(
