@@ -229,6 +229,19 @@ def test_links_of_the_notebooks_into_the_docs_lead_to_a_section():
     assert checked
 
 
+def test_the_site_can_be_built(tmp_path):
+    """Sphinx reads all pages and notebooks and resolves their links and the docstrings' references,
+    as `make docs` does. It writes no pages.
+    """
+    options = ["-W", "--keep-going", "-q", "-b", "dummy", "-d", str(tmp_path / "doctrees")]
+    built = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, str(DOCS), str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+
+
 def test_every_page_is_in_the_contents():
     """A page in the contents is at most two clicks from every other page. The build of the docs
     checks the clicks themselves.
