@@ -86,6 +86,8 @@ from .leases import (
     Ticket,
 )
 from .models import (
+    UNDECLARED,
+    Declared,
     Evidence,
     Footprint,
     Measurement,

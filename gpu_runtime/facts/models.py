@@ -95,6 +95,16 @@ class Measurement(Value):
     name: str = ""  # the model's name, for people who read the file
 
 
+class Declared(Value):
+    """What an owner publishes of a model that it can load."""
+
+    bytes: int = 0  # its declared size; 0: none was declared
+    importance: int = NORMAL
+
+
+UNDECLARED = Declared()
+
+
 class ModelSpec(Value):
     """The specification of a model before it is loaded. It contains no secrets and no code."""
 

@@ -13,7 +13,7 @@ from .decisions import Rules
 from .devices import Device, Sample
 from .labels import bytes_label
 from .leases import Lease, Owner, Section, Ticket
-from .models import ModelSpec
+from .models import Declared, ModelSpec
 
 
 class Level(enum.StrEnum):
@@ -207,6 +207,8 @@ class Snapshot(Value):
     presences: dict[str, Presence] = {}
     quarantined: tuple[Quarantined, ...] = ()  # owners whose section cannot be read
     names: dict[str, tuple[str, ...]] = {}  # owner id -> models that it can load on request
+    # Owner id -> these models, with the size and the importance that their owner declares.
+    declared: dict[str, dict[str, Declared]] = {}
 
     def leases(self) -> Iterator[Lease]:
         """Every lease of every owner."""

@@ -8,11 +8,11 @@ in `open_ledger` in `gpu_runtime/ledgers/__init__.py`, and test it with
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from ..errors import LedgerUnavailable
-from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
+from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
 from .liveness import Sight
 
 T = TypeVar("T")
@@ -108,20 +108,23 @@ class Ledger(Protocol):
     def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
         """The allocator maps of the living owners that can be read from here, by owner id."""
 
-    def add_name(self, name: str) -> None:
+    def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
         """Adds one model to the list of models that this owner can load. Raises OSError.
 
         The list is in a separate file, not in the book.
         """
 
-    def publish_names(self, names: Collection[str]) -> None:
+    def publish_names(self, names: Mapping[str, Declared]) -> None:
         """Makes `names` the list of models that this owner can load. Raises OSError.
 
         The list is removed together with the owner.
         """
 
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """The models that each living owner can load, by owner id, as far as seen from here."""
+    def names(self) -> dict[str, dict[str, Declared]]:
+        """The models that each living owner can load, by owner id, as far as seen from here.
+
+        The caller must not change the result.
+        """
 
     def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
         """Stores this owner's `answer` to the owner `asker`, beside the book. Raises OSError.

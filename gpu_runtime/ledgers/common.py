@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from ..errors import LedgerRefused, LedgerUnavailable
-from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
+from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
 from .access import access_to, owners_in
 from .allocator_files import MapFiles
 from .answer_files import AnswerFiles
@@ -314,17 +314,17 @@ class SharedLedger:
         self._require_open()
         return self._maps.read()
 
-    def add_name(self, name: str) -> None:
+    def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
         """Adds one model to those that this owner can load. Raises OSError."""
         self._require_open()
-        self._names.add(self.owner.id, name)
+        self._names.add(self.owner.id, name, declared)
 
-    def publish_names(self, names: Collection[str]) -> None:
+    def publish_names(self, names: Mapping[str, Declared]) -> None:
         """Makes `names` the models that this owner can load. Raises OSError."""
         self._require_open()
         self._names.publish(self.owner.id, names)
 
-    def names(self) -> dict[str, tuple[str, ...]]:
+    def names(self) -> dict[str, dict[str, Declared]]:
         """The models that each living owner can load, by owner id."""
         self._require_open()
         return self._names.read()

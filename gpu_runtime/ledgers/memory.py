@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from .. import forks
-from ..facts import AllocatorMap, Book, Holdings, Owner, Ticket
+from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
 from . import pages
 from .base import require_usable
 from .book_store import unwritable
@@ -34,7 +34,7 @@ class _MemoryBook:
         self.writing = forks.freed(threading.Lock())
         self.bells: dict[str, Bell] = {}
         self.maps: dict[str, tuple[AllocatorMap, ...]] = {}
-        self.names: dict[str, dict[str, None]] = {}
+        self.names: dict[str, dict[str, Declared]] = {}
         self.answers: dict[tuple[str, str], Holdings] = {}  # by answering and asking owner
 
 
@@ -145,18 +145,18 @@ class MemoryLedger:
         """The allocator maps of the open ledgers, by owner id."""
         return dict(self._open_book().maps)
 
-    def add_name(self, name: str) -> None:
+    def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
         """Adds one model to those that this owner can load."""
-        self._open_book().names.setdefault(self.owner.id, {})[name] = None
+        self._open_book().names.setdefault(self.owner.id, {})[name] = declared
 
-    def publish_names(self, names: Collection[str]) -> None:
+    def publish_names(self, names: Mapping[str, Declared]) -> None:
         """Makes `names` the models that this owner can load."""
-        self._open_book().names[self.owner.id] = dict.fromkeys(names)
+        self._open_book().names[self.owner.id] = dict(names)
 
-    def names(self) -> dict[str, tuple[str, ...]]:
+    def names(self) -> dict[str, dict[str, Declared]]:
         """The models that each open ledger's owner can load, by owner id."""
         listed = list(self._open_book().names.items())
-        return {id: tuple(names) for id, names in listed if names}
+        return {id: dict(names) for id, names in listed if names}
 
     def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
         """Stores this owner's `answer` to the owner `asker`; `private` changes nothing here."""

@@ -2,7 +2,8 @@
 
 The names are not in the book. Only a request from another process needs them, and in the book all
 processes would read and write a page with up to 20,000 names. The file is a list of changes, one on
-each line: `+"qwen"`, `-"qwen"`. So a new name costs one short write, however many names there are.
+each line: `+"qwen"`, `-"qwen"`, or with its size in bytes and its importance `+["qwen", 8589934592, 5]`.
+So a new name costs one short write, however many names there are.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..facts import NORMAL, UNDECLARED, Declared
 from .liveness import Life, life
 from .owner_files import Beside, write_all
 
@@ -24,7 +26,7 @@ MOST_BYTES = 8 << 20  # a larger file was not written by gpu-console
 CHECK_SECONDS = 10.0  # between two checks whether this owner's file was deleted
 SPARE_LINES = 64  # lines of removed names after which the file is written again
 
-Names = dict[str, None]  # a set that keeps its order
+Names = dict[str, Declared]
 
 
 class _Seen(NamedTuple):
@@ -33,7 +35,6 @@ class _Seen(NamedTuple):
     inode: int
     offset: int  # offset of the first byte that was not read yet
     names: Names
-    listed: tuple[str, ...]  # the same names
 
 
 class NameFiles:
@@ -53,23 +54,23 @@ class NameFiles:
         self._close: Callable[[], object] = int  # closes the descriptor; `int` does nothing
         self._seen: dict[str, _Seen] = {}
 
-    def add(self, id: str, name: str) -> None:
+    def add(self, id: str, name: str, declared: Declared) -> None:
         """Adds `name` to the names of this owner, `id`. Raises OSError."""
         with self._lock:
-            if name in self._written:
+            if self._written.get(name) == declared:
                 return
             if self._fd < 0:
-                self._write_anew(id, [name])
+                self._write_anew(id, {name: declared})
             else:
-                self._append(added=[name], removed=[])
+                self._append(added={name: declared}, removed=[])
 
-    def publish(self, id: str, names: Collection[str]) -> None:
+    def publish(self, id: str, names: Mapping[str, Declared]) -> None:
         """Replaces the names of this owner, `id`, by `names`. Raises OSError."""
         with self._lock:
             if not names and self._fd < 0:
                 return
-            wanted = dict.fromkeys(names)
-            same = wanted.keys() == self._written.keys()
+            wanted = dict(names)
+            same = wanted == self._written
             now = time.monotonic()
             if same and now - self._checked_at < CHECK_SECONDS:
                 return
@@ -77,7 +78,11 @@ class NameFiles:
             if not self._in_place(id) or self._lines > 2 * len(wanted) + SPARE_LINES:
                 self._write_anew(id, wanted)
             elif not same:
-                added = [name for name in wanted if name not in self._written]
+                added = {
+                    name: declared
+                    for name, declared in wanted.items()
+                    if self._written.get(name) != declared
+                }
                 removed = [name for name in self._written if name not in wanted]
                 self._append(added, removed)
 
@@ -85,7 +90,7 @@ class NameFiles:
         """Removes the file of this owner, `id`."""
         self._files.withdraw(id)
 
-    def read(self) -> dict[str, tuple[str, ...]]:
+    def read(self) -> dict[str, Names]:
         """The names of the living owners, by owner id. Only new lines of a file are read."""
         found = {}
         for id in self._files.ids():
@@ -95,18 +100,17 @@ class NameFiles:
         self._seen = {id: seen for id, seen in self._seen.items() if id in found}
         return found
 
-    def _new(self, id: str, fd: int, stat: os.stat_result) -> tuple[str, ...]:
+    def _new(self, id: str, fd: int, stat: os.stat_result) -> Names:
         seen = self._seen.get(id)
         if seen is None or seen.inode != stat.st_ino or seen.offset > stat.st_size:
-            seen = _Seen(stat.st_ino, 0, {}, ())
+            seen = _Seen(stat.st_ino, 0, {})
         if seen.offset == stat.st_size:
-            return seen.listed
+            return seen.names
         content = os.pread(fd, stat.st_size - seen.offset, seen.offset)
         whole, newline, _ = content.rpartition(b"\n")  # the last line may be unfinished
         names = _changed(seen.names, whole.split(b"\n"))
-        seen = _Seen(stat.st_ino, seen.offset + len(whole) + len(newline), names, tuple(names))
-        self._seen[id] = seen
-        return seen.listed
+        self._seen[id] = _Seen(stat.st_ino, seen.offset + len(whole) + len(newline), names)
+        return names
 
     # The methods below are called with the lock held.
 
@@ -119,25 +123,29 @@ class NameFiles:
         except OSError:  # the file was deleted
             return False
 
-    def _write_anew(self, id: str, names: Iterable[str]) -> None:
-        written = dict.fromkeys(names)
-        fd = self._files.replace(id, b"".join(_line(b"+", name) for name in written))
+    def _write_anew(self, id: str, written: Names) -> None:
+        lines = [_line(name, declared) for name, declared in written.items()]
+        fd = self._files.replace(id, b"".join(lines))
         self._close()
-        self._fd, self._written, self._lines = fd, written, len(written)
+        self._fd, self._written, self._lines = fd, dict(written), len(written)
         self._close = weakref.finalize(self, os.close, fd)
         self._close.atexit = False
 
-    def _append(self, added: Collection[str], removed: Collection[str]) -> None:
-        lines = [_line(b"-", name) for name in removed] + [_line(b"+", name) for name in added]
+    def _append(self, added: Names, removed: list[str]) -> None:
+        lines = [b"-%s\n" % json.dumps(name).encode() for name in removed]
+        lines += [_line(name, declared) for name, declared in added.items()]
         write_all(self._fd, b"".join(lines))
         self._lines += len(lines)
         for name in removed:
             self._written.pop(name, None)
-        self._written.update(dict.fromkeys(added))
+        self._written.update(added)
 
 
-def _line(sign: bytes, name: str) -> bytes:
-    return sign + json.dumps(name).encode() + b"\n"
+def _line(name: str, declared: Declared) -> bytes:
+    value: Any = name
+    if declared != UNDECLARED:
+        value = [name, declared.bytes, declared.importance]
+    return b"+%s\n" % json.dumps(value).encode()
 
 
 def _changed(names: Names, lines: Iterable[bytes]) -> Names:
@@ -145,13 +153,21 @@ def _changed(names: Names, lines: Iterable[bytes]) -> Names:
     after = dict(names)
     for line in lines:
         try:
-            name = json.loads(line[1:])
+            value = json.loads(line[1:])
         except ValueError:  # a line that was cut off, as on a full disk
             continue
+        name, size, importance = value if _has_facts(value) else (value, 0, NORMAL)
         if not isinstance(name, str):
             continue
         if line.startswith(b"+"):
-            after[name] = None
+            after[name] = Declared(size, importance)
         else:
             after.pop(name, None)
     return after
+
+
+def _has_facts(value: Any) -> bool:
+    """Whether `value` is a name with a size and an importance. The file may be another user's."""
+    if not isinstance(value, list) or [type(part) for part in value] != [str, int, int]:
+        return False
+    return value[1] >= 0

@@ -16,7 +16,7 @@ from ..backends.registry import open_backend
 from ..catalog.entries import obstacle
 from ..errors import BadSetting, BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
-from ..facts import NORMAL, Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
+from ..facts import NORMAL, Declared, Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
 from ..scheduler import placement
 from ..units import parse_room, show_bytes
 from . import demand, loading
@@ -103,16 +103,23 @@ def of_nobody(resident: Resident, session: Session) -> Subject:
     return found
 
 
-def of_lease(lease: Lease, owner: Owner, given: dict[str, Any]) -> Subject:
+def of_lease(
+    lease: Lease, owner: Owner, given: dict[str, Any], declared: Declared | None = None
+) -> Subject:
     """The request for a model of another owner, with the size that the owner measured. `given` are
     options.
 
-    Raises UnknownSize if that owner has registered the model and not loaded it.
+    A model that is not loaded has the size and the importance that its owner `declared`. Raises
+    UnknownSize if there is no such size.
     """
-    if not lease.bytes:
-        why = f"{owner.label} has registered it and not loaded it, so only that process knows"
-        raise UnknownSize(lease.name, why)
-    footprint = Footprint((Part("all", lease.bytes, "measured", f"by {owner.label}"),))
+    size, source = lease.bytes, "measured"
+    if not size:
+        if declared is None or not declared.bytes:
+            why = f"{owner.label} has registered it without a size, and has not loaded it"
+            raise UnknownSize(lease.name, why)
+        size, source = declared.bytes, "declared"
+        lease = replace(lease, importance=declared.importance)
+    footprint = Footprint((Part("all", size, source, f"by {owner.label}"),))
     obstacle = f"{owner.label} sets the options of {lease.name}" if given else ""
     return Subject(lease, footprint, PlacementRules(), obstacle)
 

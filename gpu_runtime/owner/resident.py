@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from ..backends.base import Backend, Progress
 from ..facts import (
+    Declared,
     Drop,
     Footprint,
     Lease,
@@ -173,6 +174,10 @@ class Resident:
     def pinned_by(self, thread: int) -> bool:
         """Whether a block that the thread with the identifier `thread` runs pins the model."""
         return any(thread_of(pin) == thread for pin in self.pins.copy())
+
+    def declared(self) -> Declared:
+        """What other processes may know of the model while it is not loaded."""
+        return Declared(self.spec.size or 0, self.spec.importance)
 
     def truth(self) -> Lease | None:
         """The lease as this process knows it, with pins and last use.

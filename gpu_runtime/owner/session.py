@@ -23,16 +23,7 @@ from ..backends.registry import backend_names, open_backend
 from ..catalog.resolve import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
-from ..facts import (
-    Asker,
-    Book,
-    Device,
-    Event,
-    Lease,
-    Owner,
-    Wait,
-    World,
-)
+from ..facts import Asker, Book, Device, Event, Lease, Owner, Wait, World
 from ..kernel_activity import activity
 from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
@@ -267,7 +258,7 @@ class Session:
         if not self.settings.enable_memory_governor:
             return
         try:
-            self.ledger.add_name(name)
+            self.ledger.add_name(name, self.residents[name].declared())
             if not self._announced:
                 self.publish()
                 self._announced = True
@@ -279,7 +270,8 @@ class Session:
         if not self.settings.enable_memory_governor:
             return
         try:
-            self.ledger.publish_names(self.residents.keys())
+            residents = list(self.residents.items())
+            self.ledger.publish_names({name: one.declared() for name, one in residents})
         except OSError as error:  # a full disk: others keep the last names
             log.debug("the names are published later: %s", error)
 

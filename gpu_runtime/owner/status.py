@@ -13,6 +13,7 @@ from ..errors import BadSetting, GpuError, UnknownModel
 from ..facts import (
     AllocatorMap,
     Book,
+    Declared,
     Event,
     Health,
     History,
@@ -65,6 +66,7 @@ def snapshot(session: Session) -> Snapshot:
     devices = _device_views(session, book, world)
     waiting = queue(book, world)
     skipped = tuple(ticket for ticket in book.tickets if ticket not in waiting)
+    declared = _declared(session)
     trouble = session.breaker.trouble() or session.probe.trouble(world.rules.stale_seconds)
     found = Snapshot(
         world.now,
@@ -83,7 +85,8 @@ def snapshot(session: Session) -> Snapshot:
         strangers(book, world, session.probe.people()),
         rules=world.rules,
         quarantined=_quarantined(book),
-        names=_names(session),
+        names={id: tuple(names) for id, names in declared.items()},
+        declared=declared,
     )
     unanswered = unresponsive.unanswered(found, world.rules)
     return replace(
@@ -96,10 +99,10 @@ def _quarantined(book: Book) -> tuple[Quarantined, ...]:
     return tuple(replace(it, entry=b"", content=b"") for it in book.quarantined.values())
 
 
-def _names(session: Session) -> dict[str, tuple[str, ...]]:
+def _declared(session: Session) -> dict[str, dict[str, Declared]]:
     """Maps owner ids to the models that the owner can load. This process's models are current."""
+    own = {name: one.declared() for name, one in list(session.residents.items())}
     names = session.ledger.names()
-    own = tuple(list(session.residents))
     return names | {session.me: own} if own else names
 
 
@@ -357,7 +360,8 @@ def _subject(
         target = registry.resolve(session, name, loadable=True)
         section = session.ledger.read().sections[target.owner]
         lease = section.lease(target.name) or Lease(*target)
-        return dry_run.of_lease(lease, section.owner, given)
+        declared = session.ledger.names().get(target.owner, {}).get(target.name)
+        return dry_run.of_lease(lease, section.owner, given, declared)
     except (UnknownModel, KeyError):  # the answer lists the known names
         known = registry.known_names(session)
         return dry_run.of_nobody(dry_run.unregistered(name, known, session, given), session)

@@ -9,7 +9,7 @@ from gpu_panels.acting import attempt
 from gpu_panels.data.confirmations import Proposal, changed, propose, question
 from msgspec.structs import replace
 
-from gpu_runtime.facts import LeaseId, Phase
+from gpu_runtime.facts import Declared, LeaseId, Phase
 
 from .samples import BOB, HOST, ME, NOW, drained, lease, snapshot
 
@@ -66,6 +66,12 @@ def test_the_question_of_a_preload_shows_an_unknown_size():
         "It is not loaded, and its size is not known here.",
         "It is loaded to a device by a process that can load it.",
     )
+
+
+def test_the_question_of_a_preload_shows_the_declared_size():
+    world = replace(snapshot(), declared={BOB.id: {"llama": Declared(8 << 30)}})
+    text = question(propose("preload", at("llama", BOB), world), world)
+    assert text.lines[0] == "It is not loaded (8.0 GiB)."
 
 
 def test_the_question_shows_that_an_unmovable_model_is_loaded_again():

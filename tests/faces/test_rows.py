@@ -13,7 +13,7 @@ from gpu_panels.data.row_parts import place
 from gpu_panels.widgets.table import Table
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Lease, ModelSpec, Share, Ticket
+from gpu_runtime.facts import HOST, Declared, Lease, ModelSpec, Share, Ticket
 
 from . import samples
 from .samples import BOB, GIB, ME, NOW, lease, snapshot
@@ -78,6 +78,14 @@ def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
         ["preload"],
         ["preload"],
     ]
+
+
+def test_a_model_that_another_process_has_not_loaded_shows_what_its_owner_declares():
+    declared = {BOB.id: {"mid": Declared(8 * GIB, 5), "bare": Declared()}}
+    world = replace(snapshot(), names={BOB.id: ("mid", "bare")}, declared=declared)
+    found = models(world)
+    assert column(found, MODELS, "Size") == ["unknown", "8.0 GiB"]
+    assert column(found, MODELS, "Importance") == ["normal", "high"]
 
 
 @pytest.mark.parametrize(

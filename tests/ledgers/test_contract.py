@@ -17,6 +17,7 @@ from gpu_runtime.facts import (
     AllocatorMap,
     BlockState,
     Book,
+    Declared,
     Device,
     Event,
     Holder,
@@ -516,12 +517,15 @@ def test_names_are_added_one_by_one_and_withdrawn(new_owner):
     a.add_name("qwen")
     a.add_name("llama")
     a.add_name("qwen")
-    assert b.names() == a.names() == {a.owner.id: ("qwen", "llama")}
-    a.publish_names(["llama", "new\nline"])
-    b.publish_names([])
-    assert b.names() == {a.owner.id: ("llama", "new\nline")}
+    assert b.names() == a.names() == {a.owner.id: {"qwen": Declared(), "llama": Declared()}}
+    a.publish_names({"llama": Declared(GIB, 5), "new\nline": Declared()})
+    b.publish_names({})
+    known = {"llama": Declared(GIB, 5), "new\nline": Declared()}
+    assert b.names() == {a.owner.id: known}, "with the size and the importance"
+    a.add_name("llama", Declared(2 * GIB))
+    assert b.names()[a.owner.id]["llama"] == Declared(2 * GIB), "the last one counts"
     assert a.read() == before
-    a.publish_names([])
+    a.publish_names({})
     assert b.names() == {}
 
 

@@ -18,7 +18,8 @@ from gpu_runtime.errors import (
     UnknownModel,
     UnknownSize,
 )
-from gpu_runtime.facts import Move
+from gpu_runtime.facts import Declared, Lease, Move
+from gpu_runtime.owner import dry_run
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
 
@@ -181,9 +182,7 @@ def test_nothing_is_leased_and_nothing_is_declared_to_be_of_no_bytes(rt, size):
 
 
 def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
-    """The plan shows the model's place and the effect of a restore. If only the model's name is
-    known, the error names its process.
-    """
+    """The plan shows the model's place and the effect of a restore."""
     mine, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     fakes(other, qwen="8GiB", llama="4GiB")
     fakes(mine, gemma="1GiB")
@@ -194,11 +193,6 @@ def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
     other.evict("qwen")
     (step,) = mine.plan("qwen").steps
     assert isinstance(step, Move) and step.lease.endswith("/qwen")
-    with pytest.raises(
-        UnknownSize, match=r"llama is unknown: pid \d+ has registered it and not loaded it"
-    ):
-        other.tick()
-        mine.plan("llama")
     with pytest.raises(UnknownModel):
         mine.plan("mistral")
     third = runtime(ledger=shared_book)
@@ -206,6 +200,23 @@ def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
     third.preload("qwen")
     with pytest.raises(AmbiguousName):
         mine.plan("qwen")
+
+
+def test_a_model_that_another_process_has_not_loaded_has_its_declared_size(runtime, shared_book):
+    """Its owner publishes the size and the importance. Without a size, the error names the owner."""
+    mine, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
+    other.register("llama", backend="fake", size="14GiB", importance="high")
+    fakes(mine, gemma="14GiB")
+    mine.preload("gemma")
+    plan = mine.plan("llama")
+    assert (plan.footprint.bytes, plan.footprint.parts[0].source) == (14 * GIB, "declared")
+    seen = mine.status()
+    assert seen.declared[other._session.me] == {"llama": Declared(14 * GIB, 5)}
+    owner = seen.sections[other._session.me].owner
+    lease = Lease(owner.id, "llama")
+    assert dry_run.of_lease(lease, owner, {}, Declared(GIB, 5)).wanted.importance == 5
+    with pytest.raises(UnknownSize, match="has registered it without a size, and has not loaded"):
+        dry_run.of_lease(lease, owner, {}, Declared(0, 5))
 
 
 def test_a_factory_that_cannot_be_sized_shows_its_own_error(rt):

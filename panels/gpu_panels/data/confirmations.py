@@ -106,7 +106,8 @@ def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
     proposal = proposal._replace(pid=section.owner.pid)
     lease = section.lease(proposal.name)
     if lease is None:
-        return proposal
+        declared = snapshot.declared.get(proposal.owner, {}).get(proposal.name)
+        return proposal._replace(bytes=declared.bytes) if declared else proposal
     title = lease_title(lease, section.owner)
     return proposal._replace(where=lease.where, bytes=lease.bytes, title=title)
 

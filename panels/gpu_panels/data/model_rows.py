@@ -132,18 +132,20 @@ def _why_not_evict(lease: Lease, owner: Owner) -> str:
 def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
     """The row of a model that `owner` has registered and not loaded.
 
-    Details of the model are known only if `owner` is this process.
+    Whether it is pinned is known only if `owner` is this process.
     """
     is_mine = owner == snapshot.owner
     spec = next((spec for spec in snapshot.specs if is_mine and spec.name == name), None)
+    declared = snapshot.declared.get(owner.id, {}).get(name)
+    size = declared.bytes if declared else 0
     cells = (
         Cell(clean(name)),
         Cell("disk"),
-        _size(spec),
+        Cell(show_bytes(size), size) if size else UNKNOWN,
         Cell("not loaded", kind="soft"),
         NOTHING,
         NOTHING,
-        importance_cell(spec.importance) if spec else NOTHING,
+        importance_cell(declared.importance) if declared else NOTHING,
         Cell("pinned" if spec and spec.keep else "", 0),
         owner_cell(owner, snapshot),
     )
@@ -156,7 +158,7 @@ def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
     cells = (
         Cell(clean(spec.name), hint=clean(spec.source)),
         Cell("disk"),
-        _size(spec),
+        Cell(show_bytes(spec.size), spec.size) if spec.size else UNKNOWN,
         Cell(state if spec.enabled else "disabled", kind="soft"),
         NOTHING,
         NOTHING,
@@ -165,10 +167,6 @@ def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
         Cell(owner, kind="soft"),
     )
     return Row(id, cells, (Button("preload", "Preload", why_not),))
-
-
-def _size(spec: ModelSpec | None) -> Cell:
-    return Cell(show_bytes(spec.size), spec.size) if spec and spec.size else UNKNOWN
 
 
 def model_kind(lease: Lease) -> str:
