@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from .errors import BadDocument, GpuError
 from .facts import Value, parse_importance
-from .private_paths import replace_file, weak_step
+from .private_paths import config_home, replace_file, weak_step
 from .safe_text import printable
 
 BEGIN = "gpu-"  # of each key, so that people and scanners recognise one
@@ -59,8 +59,7 @@ Keys = dict[str, AccessKey]
 
 def default_file() -> Path:
     """The path of the keys' file if GPU_SERVE_KEYS is not set."""
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(config) / "gpu-console" / "keys.json"
+    return config_home() / "keys.json"
 
 
 def read(path: Path) -> Keys:

@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 
+from .private_paths import state_home
+
 FILE = "cells.json"  # in the state directory, see telemetry/cell_peaks.py
 
 
@@ -27,8 +29,7 @@ def cell_key(notebook: str, text: str) -> str:
 
 def is_remembered(key: str) -> bool:
     """Whether this user's file has a peak for the cell with this `key`."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    for directory in (f"{home}/gpu-console", f"/var/tmp/gpu-console-{os.geteuid()}"):
+    for directory in (state_home(), f"/var/tmp/gpu-console-{os.geteuid()}"):
         try:
             with open(f"{directory}/{FILE}", "rb") as file:
                 known = json.load(file)

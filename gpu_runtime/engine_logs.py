@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from .private_paths import state_home
+
 KEPT_LOGS = 50
 _numbers = itertools.count(1)
 
@@ -55,8 +57,7 @@ def part_of(log: Path, after: int, most: int) -> tuple[str, int]:
 
 
 def _directory() -> Path:
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "gpu-console" / "engines"
+    return state_home() / "engines"
 
 
 def _file_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Private files: how they are replaced and read, and whether another user can change their path.
+"""Private files: where they are, how they are replaced and read, and who can change their path.
 
 A file is as private as the directories above it. A user who may rename one of them, or who owns a
 link on the way, can put another file in its place. OpenSSH checks the path of a key in the same
@@ -16,6 +16,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MOST_STEPS = 200  # limit of directories and links on the way, since links can form a circle
+
+
+def state_home() -> Path:
+    """The directory of this user's files that survive a restart. It may not exist yet."""
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home) / "gpu-console"
+
+
+def config_home() -> Path:
+    """The directory of the files that this user writes for gpu-console. It may not exist."""
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(config) / "gpu-console"
 
 
 def replace_file(

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from ..arguments import checked
 from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownModel
 from ..facts import Applied, ModelSpec
+from ..private_paths import state_home
 from ..settings import Settings
 from .documents import MOST_BYTES, as_yaml, read
 from .entries import CatalogEntry, notes, spec_of
@@ -58,8 +59,7 @@ _NOT_READABLE = (  # the errors that decoding a damaged file may raise
 
 def default_place() -> Path:
     """The directory of this user's catalogue, in the state directory, which a reboot keeps."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "gpu-console" / "catalog"
+    return state_home() / "catalog"
 
 
 class Catalog:

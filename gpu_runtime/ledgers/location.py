@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from ..errors import BadSetting, LedgerUnavailable
 from ..facts import Device
-from ..private_paths import weak_step
+from ..private_paths import state_home, weak_step
 from ..units import show_bytes
 from .access import access_to
 from .sqlite import files
@@ -83,8 +83,7 @@ def local_state() -> Path:
     Another user could make that directory first, so `private_paths.weak_step` must check it before
     it is used.
     """
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    directory = Path(home) / "gpu-console"
+    directory = state_home()
     if files.is_network(files.file_system_of(directory)):
         return FALLBACK / f"gpu-console-{os.geteuid()}"
     return directory

@@ -17,6 +17,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ..private_paths import state_home
+
 KEPT_DAYS = 400
 BUSY_SECONDS = 5.0
 MOST_JOB_BYTES = 16 << 20  # a job with a larger result does not survive a restart
@@ -36,8 +38,7 @@ log = logging.getLogger("gpu_runtime")
 
 def default_file() -> Path:
     """The path of the file, in the state directory."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "gpu-console" / "serving.sqlite"
+    return state_home() / "serving.sqlite"
 
 
 class Store:

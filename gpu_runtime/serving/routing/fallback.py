@@ -9,14 +9,13 @@ except that the cloud guard reads and writes a file.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ...errors import BadSetting
 from ...facts import Value
-from ...private_paths import replace_file
+from ...private_paths import replace_file, state_home
 
 # The OpenAI-compatible address of each provider. An address in the environment overrides it.
 KNOWN_CLOUDS = {
@@ -140,8 +139,7 @@ def chain(
 
 def guard_file() -> Path:
     """The path of the cloud guard's file, in the state directory, which survives restarts."""
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "gpu-console" / "serving.json"
+    return state_home() / "serving.json"
 
 
 class CloudGuard:

@@ -18,6 +18,7 @@ import yaml
 
 from ...errors import BadDocument
 from ...facts import IMPORTANCE
+from ...private_paths import config_home
 from ..requests import Refused, check_numbers
 from .tasks import Profile, ServingConfig, Task
 
@@ -37,8 +38,7 @@ log = logging.getLogger("gpu_runtime")
 
 def default_file() -> Path:
     """The path of `tasks.yaml` if GPU_TASKS is not set."""
-    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(config) / "gpu-console" / "tasks.yaml"
+    return config_home() / "tasks.yaml"
 
 
 class TasksFile:
