@@ -34,28 +34,17 @@ from ..safe_text import quoted
 from ..units import MIB, parse_bytes, parse_seconds
 
 TYPES = {  # word in a manifest -> type of model
-    "llm": "llm",
-    "chat": "llm",
-    "text": "llm",
-    "completion": "llm",
-    "embedding": "embedding",
-    "embeddings": "embedding",
-    "embed": "embedding",
-    "reranker": "reranker",
-    "rerank": "reranker",
-    "vision": "vision",
-    "multimodal": "vision",
-    "diffusion": "diffusion",
-    "image": "diffusion",
+    **dict.fromkeys(("llm", "chat", "text", "completion"), "llm"),
+    **dict.fromkeys(("embedding", "embeddings", "embed"), "embedding"),
+    **dict.fromkeys(("reranker", "rerank"), "reranker"),
+    **dict.fromkeys(("vision", "multimodal"), "vision"),
+    **dict.fromkeys(("diffusion", "image"), "diffusion"),
     "other": "other",
 }
 BACKENDS = {  # word in a manifest -> backend; an unknown backend is kept under its name
     "transformers": "transformers",
     "fake": "fake",
-    "llama_cpp": "llama_cpp",
-    "llamacpp": "llama_cpp",
-    "llama.cpp": "llama_cpp",
-    "llama-cpp": "llama_cpp",
+    **dict.fromkeys(("llama_cpp", "llamacpp", "llama.cpp", "llama-cpp"), "llama_cpp"),
     "llama-server": "llama-server",
     "ollama": "ollama",
     "vllm": "vllm",
@@ -63,14 +52,9 @@ BACKENDS = {  # word in a manifest -> backend; an unknown backend is kept under 
 }
 DTYPES = {
     "auto": "auto",
-    "float32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
+    **dict.fromkeys(("float32", "fp32", "float"), "float32"),
+    **dict.fromkeys(("float16", "fp16", "half"), "float16"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
 }
 
 

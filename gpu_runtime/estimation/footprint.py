@@ -82,28 +82,10 @@ QUANT_BITS = {
 }
 # Names of other formats -> bits for each weight.
 _WORD_BITS = {
-    "fp32": 32,
-    "float32": 32,
-    "f32": 32,
-    "fp16": 16,
-    "float16": 16,
-    "f16": 16,
-    "bf16": 16,
-    "bfloat16": 16,
-    "half": 16,
-    "fp8": 8,
-    "int8": 8,
-    "8bit": 8,
-    "w8a8": 8,
-    "w8a16": 8,
-    "awq": 4.5,
-    "gptq": 4.5,
-    "int4": 4.5,
-    "4bit": 4.5,
-    "nf4": 4.5,
-    "fp4": 4.5,
-    "w4a16": 4.5,
-    "bnb": 4.5,
+    **dict.fromkeys(("fp32", "float32", "f32"), 32),
+    **dict.fromkeys(("fp16", "float16", "f16", "bf16", "bfloat16", "half"), 16),
+    **dict.fromkeys(("fp8", "int8", "8bit", "w8a8", "w8a16"), 8),
+    **dict.fromkeys(("awq", "gptq", "int4", "4bit", "nf4", "fp4", "w4a16", "bnb"), 4.5),
 }
 _COUNT = re.compile(r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d+(?:\.\d+)?)([mbt])(?![a-z0-9])")
 _SCALES = {"m": 10**6, "b": 10**9, "t": 10**12}

@@ -15,26 +15,14 @@ from ..errors import BadSetting
 
 # Bits of one value in the cache, scales included.
 CACHE_BITS = {
-    "float32": 32.0,
-    "f32": 32.0,
-    "float16": 16.0,
-    "f16": 16.0,
-    "fp16": 16.0,
-    "half": 16.0,
-    "bfloat16": 16.0,
-    "bf16": 16.0,
-    "fp8": 8.0,
-    "fp8_e4m3": 8.0,
-    "fp8_e5m2": 8.0,
-    "float8_e4m3fn": 8.0,
-    "float8_e5m2": 8.0,
-    "int8": 8.0,
+    **dict.fromkeys(("float32", "f32"), 32.0),
+    **dict.fromkeys(("float16", "f16", "fp16", "half", "bfloat16", "bf16"), 16.0),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2", "int8"), 8.0),
     "q8_0": 8.5,
     "q5_1": 6.0,
     "q5_0": 5.5,
     "q4_1": 5.0,
-    "q4_0": 4.5,
-    "iq4_nl": 4.5,
+    **dict.fromkeys(("q4_0", "iq4_nl"), 4.5),
     "int4": 4.0,
 }
 _MOST_LAYERS = 10_000  # a larger number in a config is treated as an error

@@ -22,20 +22,15 @@ from ..missing import AbsentBackend
 IN_PROCESS = "llama_cpp"  # the backend that uses llama-cpp-python; the other is llama-server
 CONTEXT_TOKENS = 4096  # default length, if the model supports as many
 CACHE_TYPES = {
-    "float32": 0,
-    "f32": 0,
-    "float16": 1,
-    "f16": 1,
-    "fp16": 1,
-    "half": 1,
+    **dict.fromkeys(("float32", "f32"), 0),
+    **dict.fromkeys(("float16", "f16", "fp16", "half"), 1),
     "q4_0": 2,
     "q4_1": 3,
     "q5_0": 6,
     "q5_1": 7,
     "q8_0": 8,
     "iq4_nl": 20,
-    "bfloat16": 30,
-    "bf16": 30,
+    **dict.fromkeys(("bfloat16", "bf16"), 30),
 }  # Source: ggml.h, enum ggml_type
 _UNQUANTISED = (0, 1, 30)
 SPLIT_MODES = {"layer": 1, "row": 2}  # Source: llama.h, llama_split_mode
