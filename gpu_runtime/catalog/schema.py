@@ -343,13 +343,9 @@ def unknown_fields(spec: Mapping[str, Any]) -> list[str]:
 _EXPECTED = {
     "string_type": "it must be text; put it in quotes",
     "string_too_short": "it is empty",
-    "bool_type": "it must be true or false",
-    "bool_parsing": "it must be true or false",
-    "int_type": "it must be a whole number",
-    "int_parsing": "it must be a whole number",
-    "float_type": "it must be a number",
-    "float_parsing": "it must be a number",
-    "finite_number": "it must be a number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "it must be true or false"),
+    **dict.fromkeys(("int_type", "int_parsing"), "it must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "it must be a number"),
 }
 
 
@@ -388,21 +384,13 @@ def _unless_auto(text: str) -> str | None:
 # --max-num-seqs and --parallel are not in this table. The sequences that they allow share the
 # reserved context, so they need no more memory.
 _ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field, and its reader
-    "--max-model-len": ("context_length", _tokens),
-    "--ctx-size": ("context_length", _tokens),
-    "-c": ("context_length", _tokens),
+    **dict.fromkeys(("--max-model-len", "--ctx-size", "-c"), ("context_length", _tokens)),
     "--dtype": ("dtype", _word_of(DTYPES, None, "dtype")),
-    "--quantization": ("quantization", _by(WORD)),
-    "-q": ("quantization", _by(WORD)),
+    **dict.fromkeys(("--quantization", "-q"), ("quantization", _by(WORD))),
     "--revision": ("revision", str),
-    "--n-gpu-layers": ("gpu_layers", _layers),
-    "--gpu-layers": ("gpu_layers", _layers),
-    "-ngl": ("gpu_layers", _layers),
-    "--kv-cache-dtype": ("cache_dtype", _unless_auto),
-    "--cache-type-k": ("cache_dtype", _unless_auto),
-    "-ctk": ("cache_dtype", _unless_auto),
-    "--tensor-parallel-size": ("max_tensor_parallel", int),
-    "-tp": ("max_tensor_parallel", int),
+    **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl"), ("gpu_layers", _layers)),
+    **dict.fromkeys(("--kv-cache-dtype", "--cache-type-k", "-ctk"), ("cache_dtype", _unless_auto)),
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), ("max_tensor_parallel", int)),
 }
 TRUST = "--trust-remote-code"
 
