@@ -52,30 +52,18 @@ class ProcessAdapter:
 
 
 def _whole(
-    value: Any,
-    make_adapter: MakeAdapter,
-    spec: ModelSpec,
-    kind: str,
-    body: dict[str, Any],
-    think: bool | None,
+    value: Any, make_adapter: MakeAdapter, spec: ModelSpec, *call: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yields the whole answer. This runs in the process of the model."""
-    yield asyncio.run(make_adapter(value, spec, None).answer(kind, body, think))
+    """Yields the whole answer to `call`: kind, body and think. Runs in the process of the model."""
+    yield asyncio.run(make_adapter(value, spec, None).answer(*call))
 
 
 def _chunks(
-    value: Any,
-    make_adapter: MakeAdapter,
-    spec: ModelSpec,
-    kind: str,
-    body: dict[str, Any],
-    think: bool | None,
+    value: Any, make_adapter: MakeAdapter, spec: ModelSpec, *call: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yields the chunks of the answer. This runs in the process of the model."""
+    """Yields the chunks of the answer to `call`. Runs in the process of the model."""
     with asyncio.Runner() as runner:
-        chunks: AsyncGenerator[dict[str, Any]] = make_adapter(value, spec, None).stream(
-            kind, body, think
-        )
+        chunks: AsyncGenerator[dict[str, Any]] = make_adapter(value, spec, None).stream(*call)
         try:
             while (chunk := runner.run(_next(chunks))) is not None:
                 yield chunk
