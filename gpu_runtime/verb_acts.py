@@ -114,9 +114,9 @@ def catalogue(rt: Any) -> Any:
 
 def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
     """The catalogue's models as a DataFrame. `args` has no options, and `rt` may be None."""
-    from .owner import tables
+    from .owner import dataframes
 
-    return rt.catalog() if rt is not None else tables.catalog(catalogue(None).specs())
+    return rt.catalog() if rt is not None else dataframes.catalog(catalogue(None).specs())
 
 
 def inspect(rt: Any, args: argparse.Namespace) -> Any:

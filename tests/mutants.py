@@ -289,28 +289,26 @@ FAULTS = [
         "    for device, size in freed.items():\n        room[",
         "    for device, size in ():\n        room[",
     ),
+    Fault("move a model in use", "scheduler/evictable", "    if lease.pins:\n", "    if False:\n"),
     Fault(
-        "move a model in use", "scheduler/eligibility", "    if lease.pins:\n", "    if False:\n"
-    ),
-    Fault(
-        "evict the kept", "scheduler/eligibility", '    if lease.keep:\n        return "kept"\n', ""
+        "evict the kept", "scheduler/evictable", '    if lease.keep:\n        return "kept"\n', ""
     ),
     Fault(
         "skip importance",
-        "scheduler/eligibility",
+        "scheduler/evictable",
         "    if lease.importance < importance:\n",
         "    if False:\n",
     ),
-    Fault("ignore grace", "scheduler/eligibility", "used + world.rules.grace_seconds", "used"),
-    Fault("ignore keep_alive", "scheduler/eligibility", "used + lease.keep_alive", "used"),
+    Fault("ignore grace", "scheduler/evictable", "used + world.rules.grace_seconds", "used"),
+    Fault("ignore keep_alive", "scheduler/evictable", "used + lease.keep_alive", "used"),
     Fault(
         "drop what exists nowhere else",
-        "scheduler/eligibility",
+        "scheduler/evictable",
         "    if lease.droppable and (drop or not moves):\n",
         "    if drop or not moves:\n",
     ),
     Fault(
-        "drop before the warm pool is full", "scheduler/eligibility", "(drop or not moves)", "True"
+        "drop before the warm pool is full", "scheduler/evictable", "(drop or not moves)", "True"
     ),
     Fault(
         "spend host bytes twice",
@@ -366,7 +364,7 @@ FAULTS = [
         "        if size > left - remain_bytes:\n",
         "        if False:\n",
     ),
-    Fault("held ignored", "scheduler/eligibility", "    if lease.id in held:\n", "    if False:\n"),
+    Fault("held ignored", "scheduler/evictable", "    if lease.id in held:\n", "    if False:\n"),
     Fault(
         "victims not pruned",
         "scheduler/victims",

@@ -119,7 +119,8 @@ def _instance_uuids() -> dict[tuple[int, int], str]:
 def measure(card: Card, now: float) -> Sample:
     """The tool's figures of the `card`. Raises NoAnswer.
 
-    The shared run may have begun shortly before `now`. The sample then has the time of that run.
+    Several calls share one run of nvidia-smi, so that run may have begun shortly before `now`. The
+    sample has the time at which the run began.
     """
     asked = time.monotonic()
     report = _report()

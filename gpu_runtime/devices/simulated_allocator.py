@@ -105,11 +105,11 @@ def allocate(
     keys: Sequence[int],
     room: int,
 ) -> tuple[Segments, Spot, bool]:
-    """The `state` with a run for each size, the position of the first run, and whether it retried.
+    """Allocates one run of bytes for each of `sizes`, side by side in one segment.
 
-    The runs are side by side. `keys` identify them, one key for each of `sizes`. A retry means that
-    cached memory had to be released first. `room` is how many bytes may be reserved in total. The
-    caller has checked that the requested bytes fit into `room`.
+    Returns the new state, the position of the first run, and whether cached memory had to be
+    released first. `keys` identify the runs, one key for each of `sizes`. `room` is how many bytes
+    may be reserved in total. The caller has checked that the requested bytes fit into `room`.
     """
     runs = tuple(Run(rounded(size), key, size) for size, key in zip(sizes, keys, strict=True))
     need = sum(run.size for run in runs)

@@ -1,6 +1,6 @@
 """Owners, leases, tickets, and the section of the book that each owner writes.
 
-The table `rt.leases()` is built in `gpu_runtime/owner/tables.py`.
+The table `rt.leases()` is built in `gpu_runtime/owner/dataframes.py`.
 """
 
 from __future__ import annotations

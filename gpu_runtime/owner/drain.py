@@ -6,7 +6,7 @@ from ..attribution import attributed, speaking_for
 from ..errors import NotAllowed, UnknownDevice
 from ..facts import Book, Device, Lease, Outcome, World
 from ..scheduler import drain as drains
-from ..scheduler.eligibility import MOVE_FAILED
+from ..scheduler.evictable import MOVE_FAILED
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import maintenance, permissions
 from .session import Session

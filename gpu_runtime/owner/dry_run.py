@@ -130,9 +130,9 @@ def unregistered(
     """The request for a model that is not registered: `words` are a path, a hub id or a name with a
     size.
 
-    `given` are its options. `known` are the names of known models. `words` close to a known name
-    are a typing mistake, even if they contain a size. Raises UnknownModel for a mistake, and for
-    words that give no size.
+    `given` are the options of the model. If `words` are close to one of the names `known`, they
+    count as a typing mistake, even with a size. Raises UnknownModel for a mistake, and for words
+    without a size.
     """
     known = tuple(known)
     if not _is_path(words):

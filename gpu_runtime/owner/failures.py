@@ -19,7 +19,7 @@ from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
 from ..facts import Grant, Lease, LeaseId, Load, Share, Step, World
 from ..scheduler import explain
 from ..scheduler import transitions as books
-from ..scheduler.eligibility import reason_to_stay
+from ..scheduler.evictable import reason_to_stay
 from ..user_frames import user_lines
 from . import release, requests
 from .resident import Place, Resident

@@ -8,7 +8,7 @@ from ..errors import AmbiguousName, GpuError
 from ..facts import LeaseId, Outcome, Section
 from ..safe_text import quoted
 from ..scheduler.asks import PERSON
-from ..scheduler.eligibility import reason_to_stay
+from ..scheduler.evictable import reason_to_stay
 from ..scheduler.explain import first_line
 from ..units import show_bytes
 from . import kernel_resident, operations, registry

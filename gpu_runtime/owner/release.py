@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ..errors import DoesNotFit, GpuError, StillInUse
 from ..facts import HOST, Book, Drop, Grant, Lease, LeaseId, Move, Shares, Shed, Step, World
-from ..scheduler import eligibility, explain, shadows
+from ..scheduler import evictable, explain, shadows
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import show_bytes
@@ -79,10 +79,10 @@ def _leave(
     lease = book.lease(session.me, name)
     if lease is None:
         return book, StillInUse(f"{name} is being loaded or moved; try again.", name=name)
-    if why := eligibility.reason_to_stay(lease, world, asker=session.me, importance=-1):
+    if why := evictable.reason_to_stay(lease, world, asker=session.me, importance=-1):
         return book, explain.still_here(book, session.me, lease, why, world)
     host_room = room(book, world).get(HOST, 0)
-    step = eligibility.eviction_step(
+    step = evictable.eviction_step(
         lease, host_room, world, drop=drop, because=because, reason="evict"
     )
     if not isinstance(step, Move) and not drop:
@@ -91,7 +91,7 @@ def _leave(
             return book, tuple([shadows.shed(other, because, "evict") for other in found[0]])
     if step is None:
         return book, _only_copy(lease)
-    return eligibility.mark_leaving(book, step, key.text), step
+    return evictable.mark_leaving(book, step, key.text), step
 
 
 def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:

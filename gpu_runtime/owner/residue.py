@@ -15,8 +15,8 @@ def residue(
     """Maps each device to the bytes beyond the leases: context, reserved cache, the user's tensors.
 
     `used` maps devices to the bytes that the driver counts for this process. `contexts` maps
-    devices to the bytes outside torch's allocator. A block adds no residue, because the memory that
-    its code allocates is what the block has leased.
+    devices to the bytes outside torch's allocator. A block of code adds no residue: its lease
+    already covers the memory that the code allocates.
     """
     leased: dict[str, int] = {}
     outside_torch = dict(contexts)  # a CUDA context is never part of a lease

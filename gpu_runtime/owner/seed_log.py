@@ -1,4 +1,7 @@
-"""The log lines that operators of the Semantik governor watch for, word for word."""
+"""Log lines whose exact text must not change, because operators search logs for them.
+
+They come from the Semantik governor, a memory manager whose features this project carries over.
+"""
 
 from __future__ import annotations
 

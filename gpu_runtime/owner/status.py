@@ -195,7 +195,7 @@ def specs(session: Session) -> tuple[Any, ...]:
 
 def models(session: Session) -> DataFrame:
     """A table of every model that is registered here, held by any owner, or in the catalogue."""
-    from . import tables
+    from . import dataframes
 
     book, world = session.look()
     residents = list(session.residents.values())
@@ -210,41 +210,41 @@ def models(session: Session) -> DataFrame:
         for resident in residents
         if not resident.catalogued and resident.lease.kind == "model"
     ]
-    return tables.models(
+    return dataframes.models(
         registered, book.sections, session.me, sizes, world.now, session.catalogue.specs()
     )
 
 
 def catalog(session: Session) -> DataFrame:
     """A table of the models of the catalogue. Raises CatalogUnavailable, BadDocument."""
-    from . import tables
+    from . import dataframes
 
-    return tables.catalog(session.catalogue.catalog.specs())
+    return dataframes.catalog(session.catalogue.catalog.specs())
 
 
 def who(session: Session, process: str = "") -> DataFrame:
     """A table of the names in this process, or in `process`, that hold its device memory."""
-    from . import holdings, other_holdings, tables
+    from . import dataframes, holdings, other_holdings
 
     if session.guest and not process:
         raise GpuError("a command holds no memory. Name a notebook or a process:  gpu who NOTEBOOK")
     found = other_holdings.who(session, process) if process else holdings.who(session)
-    return tables.holders(found)
+    return dataframes.holders(found)
 
 
 def leases(session: Session) -> DataFrame:
     """A table of all leases, with one row for each share."""
-    from . import tables
+    from . import dataframes
 
     book, world = session.look()
-    return tables.leases(permissions.proven_sections(session, book), world.now)
+    return dataframes.leases(permissions.proven_sections(session, book), world.now)
 
 
 def events(found: tuple[Event, ...]) -> DataFrame:
     """The events as a table."""
-    from . import tables
+    from . import dataframes
 
-    return tables.events(found)
+    return dataframes.events(found)
 
 
 def fragmentation(session: Session) -> DataFrame:
@@ -252,11 +252,11 @@ def fragmentation(session: Session) -> DataFrame:
 
     The figures of a process that publishes no map are empty.
     """
-    from . import tables
+    from . import dataframes
 
     book, _ = session.look()
     sections = {session.me: Section(session.owner)} | permissions.proven_sections(session, book)
-    return tables.fragmentation(session.maps.all(book), sections, snapshot(session).devices)
+    return dataframes.fragmentation(session.maps.all(book), sections, snapshot(session).devices)
 
 
 def allocator_maps(session: Session) -> tuple[AllocatorMap, ...]:

@@ -6,7 +6,7 @@ clock, a device, a setting or a ledger. So a decision can be made twice, or repl
 The parts of the tree have modules of their own:
 
 - `capacity` computes the free bytes, and `queue` the order of the requests.
-- `eligibility` decides which leases may be evicted, and `eviction` how room is made.
+- `evictable` decides which leases may be evicted, and `eviction` how room is made.
 - `feasibility` and `deadlock` find requests that can never be served.
 - `obstacles` explains why a request waits.
 
@@ -48,7 +48,7 @@ from .context import Context
 from .deadlock import deadlocked
 from .drain import drained
 from .drain import refusals as drained_cards
-from .eligibility import unfinished_steps
+from .evictable import unfinished_steps
 from .eviction import cheapest_way
 from .eviction_verdict import make_room
 from .feasibility import hopeless, hopeless_cards

@@ -30,7 +30,7 @@ from ..facts import (
 )
 from ..units import show_seconds
 from .capacity import room
-from .eligibility import (
+from .evictable import (
     MOVE_FAILED,
     eviction_step,
     needs_host_room,

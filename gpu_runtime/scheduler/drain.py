@@ -28,7 +28,7 @@ from ..units import show_bytes, show_seconds
 from . import shadows
 from .asks import PERSON
 from .capacity import room
-from .eligibility import (
+from .evictable import (
     copied_bytes,
     eviction_step,
     mark_leaving,

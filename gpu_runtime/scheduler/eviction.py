@@ -1,6 +1,7 @@
 """Finds the leases whose eviction makes room on a card at the least cost.
 
-Pure. `eviction_verdict` makes the steps and the sentences from the result.
+Pure. `evictable` decides which leases may be evicted. `eviction_verdict` makes the steps and the
+sentences from the result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from . import shadows
 from .capacity import limit_of
 from .context import Context
 from .drain import drained
-from .eligibility import can_move, largest_fitting_set, reason_to_stay, warm, warm_pool_victims
+from .evictable import can_move, largest_fitting_set, reason_to_stay, warm, warm_pool_victims
 from .eviction_multi import multi_card_ways
 from .eviction_policy import with_uses_of_equal_models
 from .splitting import may_split

@@ -14,7 +14,7 @@ from math import comb
 
 from ..facts import Candidate, Lease, PlacementRules, Request
 from .context import Context
-from .eligibility import largest_fitting_set
+from .evictable import largest_fitting_set
 from .splitting import claimed, divide, fitting, least_room, sets_that_fit
 from .victims import PartsRoom, freed_bytes, part_of, precious_bytes
 

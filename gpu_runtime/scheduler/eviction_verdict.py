@@ -1,7 +1,7 @@
 """The verdict on a request for which leases are evicted: this owner's steps, recalls, sentences.
 
 Pure. Bytes are free only after the evicted lease has left. So a request that makes room waits, and
-its ticket keeps its place in the queue.
+its ticket keeps its place in the queue. `evictable` decides which leases may be evicted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..facts import (
 from ..units import show_bytes, show_seconds
 from . import shadows
 from .context import Context
-from .eligibility import copied_bytes, eviction_step, mark_leaving, worth_less
+from .evictable import copied_bytes, eviction_step, mark_leaving, worth_less
 from .eviction import Way
 
 LOOK_AGAIN_SECONDS = 0.1  # until the next try, if a driver is about to free a dead process's memory

@@ -40,7 +40,7 @@ from ..facts import (
     where,
 )
 from ..units import MIB, show_bytes, show_seconds
-from .eligibility import EXEMPT
+from .evictable import EXEMPT
 from .placement import runners_up
 from .pressure import views
 

@@ -28,7 +28,7 @@ from ..units import show_bytes
 from . import quotas
 from .capacity import limit_of
 from .drain import drained
-from .eligibility import largest_fitting_set, permanent_reason_to_stay
+from .evictable import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, place
 from .splitting import divisions, may_split, may_use_one_card
 from .stuck import Stuck, sets_that_stay, stuck_leases

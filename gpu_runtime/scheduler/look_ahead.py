@@ -25,7 +25,7 @@ from ..facts import (
     World,
 )
 from .admission import admit
-from .eligibility import mark_leaving
+from .evictable import mark_leaving
 
 # This number is added to the rank of a model that a waiting cell uses. It is far above the ranks of
 # every policy.

@@ -26,7 +26,7 @@ from ..units import show_bytes
 from .asks import PERSON
 from .context import Context
 from .drain import drained
-from .eligibility import mark_leaving, reason_to_stay
+from .evictable import mark_leaving, reason_to_stay
 from .placement import place
 
 _NO_CAP = 1 << 62

@@ -23,7 +23,7 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .context import Context
-from .eligibility import EXEMPT, MOVE_FAILED, needs_host_room, reason_to_stay
+from .evictable import EXEMPT, MOVE_FAILED, needs_host_room, reason_to_stay
 
 MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ..facts import Book, HostRoom, Offer, Plan, PlanLevel, World
 from .capacity import limit_of, room
 from .drain import drained
-from .eligibility import reason_to_stay
+from .evictable import reason_to_stay
 
 MOST_PLANNED = 8  # hosts that make a plan for one decision
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..facts import MOST_ENTRIES, Book, Drop, Lease, Phase, Policy, Refuse, Request, Wait, World
 from ..units import show_seconds
 from .context import Context
-from .eligibility import mark_leaving, reason_to_stay
+from .evictable import mark_leaving, reason_to_stay
 from .victims import eviction_order
 
 RESERVED = 32  # entries for requests to owners, and as many more for requests that wait

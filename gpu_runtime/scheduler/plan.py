@@ -30,7 +30,7 @@ from ..facts import (
 from . import shadows
 from .admission import admit
 from .capacity import room
-from .eligibility import copied_bytes, eviction_step
+from .evictable import copied_bytes, eviction_step
 from .eviction_policy import HOST_BYTES_PER_SECOND, seconds_to_load, seconds_to_restore
 from .placement import runners_up
 from .pressure import sample_of

@@ -1,4 +1,4 @@
-"""The operator's caps on a user: bytes on each card, importance, pinning, seconds of a block.
+"""The operator's caps on a user: bytes on each card, importance, pinning, time of a code block.
 
 Pure. Every process checks its own requests against the cap of its own user. The memory of all
 processes of that user is added up. A block of code that is held for too long is not ended, because
@@ -23,7 +23,7 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .capacity import limit_of
-from .eligibility import permanent_reason_to_stay
+from .evictable import permanent_reason_to_stay
 from .placement import claim
 
 

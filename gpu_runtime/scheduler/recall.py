@@ -32,7 +32,7 @@ from ..facts import (
 from . import shadows
 from .asks import ASKS, DISK, PERSON, host_victims, process_of, wish
 from .capacity import room
-from .eligibility import (
+from .evictable import (
     copied_bytes,
     eviction_step,
     mark_leaving,

@@ -25,7 +25,7 @@ from ..facts import (
 from ..units import show_seconds
 from . import shadows
 from .capacity import room
-from .eligibility import copied_bytes, eviction_step, mark_leaving, reason_to_stay
+from .evictable import copied_bytes, eviction_step, mark_leaving, reason_to_stay
 from .pressure import level, pressure, relief, views
 from .victims import part_of
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ..facts import HOST, Book, Lease, Phase, Policy, Share, Shed, World
 from .capacity import room
-from .eligibility import can_move
+from .evictable import can_move
 from .transitions import shadow_freed
 
 Renewed = Callable[[int], tuple[Lease, ...]]  # host room in bytes -> leases to unload from there

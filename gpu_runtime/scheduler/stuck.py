@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..facts import HOST, Book, Lease, Request, World, lease_title
 from .capacity import limit_of
-from .eligibility import permanent_reason_to_stay
+from .evictable import permanent_reason_to_stay
 
 MOST_TRIED = 8  # up to this many precious leases, every combination is tried
 
@@ -80,7 +80,10 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
 
 
 def _host_bytes_to_be_had(book: Book, world: World) -> int:
-    """Bytes of host memory for precious leases, once everything droppable has left it."""
+    """Bytes of host memory that are free once every lease that can be loaded again has left it.
+
+    Only leases whose weights exist nowhere else, and leases marked `keep`, stay there.
+    """
     taken = 0
     for lease in book.leases():
         if lease.keep or not lease.droppable:

@@ -331,8 +331,8 @@ def _under_way(moving: Lease, known: Lease) -> Lease:
 def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
     """The book with an empty section for a new owner, and with the owner's devices and limits.
 
-    The first owner sets the limits. While other owners are there, a new owner may use less than
-    these limits, never more.
+    The first owner sets the limit of each device in the book. A later owner adds only the limits of
+    devices that the book does not have. Its own smaller limits apply to its own requests alone.
     """
     alone = not book.sections and not book.quarantined
     known: dict[str, Device] = {} if alone else {device.id: device for device in book.devices}

@@ -1,7 +1,7 @@
 """Finds the leases to evict when room is needed: the cheapest set that is enough.
 
 Pure. Leases are ordered by importance, then by the rank that a policy of `eviction_policy` gives.
-`eligibility` decides which leases may be evicted at all.
+`evictable` decides which leases may be evicted at all.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Gateway:
         """The gateway over the runtime `rt`. Without `settings`, the settings of `rt` apply.
 
         `serving` replaces the content of `tasks.yaml`, and `guard` the cloud guard. `clock` returns monotonic
-        seconds. `environment` has the clouds' addresses and keys.
-        `keys()` returns the keys of programs. `store` keeps the usage. `make_adapter` makes the adapter of a
+        seconds. `environment` has the addresses of the clouds and the keys for them. `keys()` returns the keys of
+        programs that use this server. `store` keeps the usage. `make_adapter` makes the adapter of a
         pinned model.
         Raises BadDocument for a mistake in `tasks.yaml`.
         """

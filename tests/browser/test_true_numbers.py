@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from gpu_panels.data.bars import bars
+from gpu_panels.data.device_totals import bars
 from gpu_panels.data.device_words import room_words
 
 from gpu_runtime import Runtime

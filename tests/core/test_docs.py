@@ -23,7 +23,7 @@ from gpu_runtime import Runtime
 from gpu_runtime.backtest import Row
 from gpu_runtime.catalog.schema import Fields
 from gpu_runtime.error_pages import WHAT_TO_DO
-from gpu_runtime.owner import tables
+from gpu_runtime.owner import dataframes
 from gpu_runtime.serving import requests
 from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
@@ -181,13 +181,13 @@ def test_the_columns_of_frames_are_documented():
     """The page lists the columns in the order of the code."""
     rows = re.findall(r"^\| `rt\.(\w+)\(\)`.*? \| (.*) \|$", page("reference/python"), re.MULTILINE)
     assert {name: columns.split(", ") for name, columns in rows} == {
-        "models": tables.MODELS,
-        "leases": tables.LEASES,
-        "events": tables.EVENTS,
-        "catalog": tables.CATALOG,
-        "who": tables.HOLDERS,
+        "models": dataframes.MODELS,
+        "leases": dataframes.LEASES,
+        "events": dataframes.EVENTS,
+        "catalog": dataframes.CATALOG,
+        "who": dataframes.HOLDERS,
         "backtest": list(Row._fields),
-        "fragmentation": tables.FRAGMENTATION,
+        "fragmentation": dataframes.FRAGMENTATION,
     }
 
 

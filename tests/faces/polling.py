@@ -9,7 +9,7 @@ from gpu_panels.poller import Poller
 from msgspec.structs import replace
 
 from gpu_runtime.facts import History
-from gpu_runtime.owner import tables
+from gpu_runtime.owner import dataframes
 
 
 class FixedRuntime:
@@ -22,7 +22,7 @@ class FixedRuntime:
         self.snapshot = snapshot
         self.history = lambda seconds=900, points=600: History((), (), seconds)
         self.decisions = lambda limit=100: ()
-        self.catalog = lambda: tables.catalog(())
+        self.catalog = lambda: dataframes.catalog(())
         self.__dict__.update(answers)
 
     def status(self) -> Any:

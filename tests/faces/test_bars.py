@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels.data import bars, device_words
+from gpu_panels.data import device_totals, device_words
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -19,12 +19,12 @@ from . import samples
 
 def stretches(snapshot, device=0):
     """The stretches of a device's bar, by their titles."""
-    return {one.title: one for one in bars.bars(snapshot)[device].stretches}
+    return {one.title: one for one in device_totals.bars(snapshot)[device].stretches}
 
 
 def bar(snapshot, device=0):
     """The bar of a device."""
-    return bars.bars(snapshot)[device]
+    return device_totals.bars(snapshot)[device]
 
 
 def snapshot_of(book, world):
@@ -84,7 +84,7 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
         book, worlds.world(cuda0=80, cuda1=80, host=512, free={"cuda0": free / GIB})
     )
     claims = book.claims()
-    for view, one in zip(snapshot.devices, bars.bars(snapshot), strict=True):
+    for view, one in zip(snapshot.devices, device_totals.bars(snapshot), strict=True):
         assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claims.get(
             view.device.id, 0
         )
@@ -136,9 +136,10 @@ def test_small_leases_are_gathered_and_none_is_lost():
     """
     leases = (samples.lease(f"m{n}", 0.25 + n % 4, f"sim:{n % 8}") for n in range(200))
     crowd = samples.snapshot(*leases, cards=8, gib=80)
-    for view, one in zip(crowd.devices, bars.bars(crowd), strict=True):
+    for view, one in zip(crowd.devices, device_totals.bars(crowd), strict=True):
         assert (
-            len(one.stretches) <= bars.MOST_STRETCHES + 1 and one.used_bytes == view.claimed_bytes
+            len(one.stretches) <= device_totals.MOST_STRETCHES + 1
+            and one.used_bytes == view.claimed_bytes
         )
     assert (
         bar(crowd).stretches[-1].title == "25 others" or bar(crowd).stretches[-1].kind == "others"

@@ -6,7 +6,7 @@ import inspect
 import re
 
 import pytest
-from gpu_panels.data import bars, row_parts
+from gpu_panels.data import device_totals, row_parts
 from msgspec.structs import replace
 
 from gpu_runtime.backends.engines.registry import RECIPES, recipe
@@ -58,7 +58,9 @@ def test_the_state_of_a_lease_is_the_same_in_every_face(state):
     world, section = world_of(lease)
     assert next(row.state for row in views.holdings(world) if row.name == "qwen") == state
     assert state in text.status(world) and state in html.status(world)
-    assert state in bars.lease_tooltip(world, section, lease, lease.bytes, lease.phase.value)
+    assert state in device_totals.lease_tooltip(
+        world, section, lease, lease.bytes, lease.phase.value
+    )
     cell = row_parts.state_cell(lease, NOW).text
     assert cell == state or cell == state.partition(",")[0] or cell == state.partition(" ")[0]
 

@@ -20,12 +20,12 @@ from msgspec.structs import replace
 
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import HOST, Holder, Holdings, LeaseId, Outcome, Ticket
-from gpu_runtime.owner import tables
+from gpu_runtime.owner import dataframes
 
 from .polling import FixedRuntime, Poller
 from .samples import BOB, GIB, ME, NOW, event, lease, snapshot
 
-TABLE = tables.holders(
+TABLE = dataframes.holders(
     Holdings(
         (
             Holder("optimizer", "variable", "sim:0", 4 * GIB, 3 * GIB, "In [4]", "Adam"),

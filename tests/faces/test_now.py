@@ -6,7 +6,6 @@ import json
 import re
 
 import pytest
-from gpu_panels.data.bars import bars
 from gpu_panels.data.device_rows import (
     device_rows,
     labels,
@@ -15,6 +14,7 @@ from gpu_panels.data.device_rows import (
     reserved,
     room_after,
 )
+from gpu_panels.data.device_totals import bars
 from gpu_panels.palette import Palette
 from gpu_panels.tabs import now
 from gpu_panels.tabs.now import NowTab

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_panels.data import bars, confirmations, whatif
+from gpu_panels.data import confirmations, device_totals, whatif
 from gpu_panels.data.model_rows import models
 from msgspec.structs import replace
 
@@ -49,7 +49,7 @@ def test_the_question_before_an_eviction_names_only_the_bytes_on_the_card():
 
 
 def test_the_bars_show_each_part_on_its_device():
-    [card, host] = bars.bars(SHOWN)
+    [card, host] = device_totals.bars(SHOWN)
     assert [(one.title, one.bytes) for one in card.stretches] == [("big", 24 * GIB)]
     assert [(one.title, one.bytes) for one in host.stretches] == [("big", 16 * GIB)]
     assert f"24.0 GiB: {WORDS}" in card.stretches[0].tooltip
@@ -62,7 +62,7 @@ def test_only_the_part_that_leaves_is_hatched():
         target=(Share(HOST, 3 * GIB),),
         phase=Phase.LEAVING,
     )
-    [card, _] = bars.bars(samples.snapshot(going, gib=40.0))
+    [card, _] = device_totals.bars(samples.snapshot(going, gib=40.0))
     assert [(one.bytes, one.kind) for one in card.stretches] == [
         (37 * GIB, "settled"),
         (3 * GIB, "leaving"),

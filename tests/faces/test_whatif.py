@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
-from gpu_panels.data import bars, whatif
+from gpu_panels.data import device_totals, whatif
 from gpu_panels.data.whatif import PlanAnswer, after, answer, details, evicted, model_choices
 from gpu_panels.tabs.whatif import ANY, NO_MODEL, USUAL, WhatIfTab, Wish, replayed, request_plan
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ def drawn(snapshot):
     """The title, bytes and kind of every stretch, by device."""
     return {
         bar.device.id: [(one.title, one.bytes, one.kind) for one in bar.stretches]
-        for bar in bars.bars(snapshot)
+        for bar in device_totals.bars(snapshot)
     }
 
 

@@ -14,7 +14,7 @@ from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.asks import Ask, ask
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.drain import vacate
-from gpu_runtime.scheduler.eligibility import eviction_step, mark_leaving
+from gpu_runtime.scheduler.evictable import eviction_step, mark_leaving
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.recall import obey

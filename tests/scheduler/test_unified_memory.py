@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Grant, Phase, Refuse, Share, Wait, overdrafts
 from gpu_runtime.scheduler.capacity import room
-from gpu_runtime.scheduler.eligibility import eviction_step
+from gpu_runtime.scheduler.evictable import eviction_step
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.units import GIB

@@ -234,9 +234,9 @@ class TorchBackend(Backend):
         return tuple(wrong)
 
     def must_return_to(self, model: TorchModel) -> dict[str, int]:
-        """The only devices to which `model` can return, with 0 for any number of bytes.
+        """Maps each device to which `model` can return to 0: the number of bytes is not fixed.
 
-        Empty if the model can return to any device.
+        The result is empty if the model can return to any device.
         """
         cards = model.cards_to_return_to()
         return {self._by_torch_device[card].device: 0 for card in cards}

@@ -1,6 +1,7 @@
-"""A governed module: the handle of the PyTorch backends, with the places of its storages.
+"""`TorchModel`: what the PyTorch backends keep about one governed `nn.Module`.
 
-Nothing is copied or allocated in this module; `torch_backend.py` and `storages.py` do that.
+It knows where each storage of the model is. The code here copies and allocates nothing;
+`torch_backend.py` and `storages.py` do that.
 """
 
 from __future__ import annotations

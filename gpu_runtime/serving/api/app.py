@@ -1,5 +1,7 @@
 """The HTTP API as one application: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health`, `/metrics`, and its description.
 
+To add a route, add it to a router beside this file and to the routers that are included here.
+
 The gate of the server puts the visitor into `scope["state"]["visitor"]`. The application refuses every request
 without a visitor. Every visitor may read. Any method but GET needs a visitor who may act.
 """

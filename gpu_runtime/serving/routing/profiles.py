@@ -79,7 +79,9 @@ def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
 def with_thinking(
     messages: list[dict[str, Any]], think: bool | None, template: str, model: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The conversation `messages` and the variables for the chat `template`, changed so that thinking is as in `think`.
+    """Turns the thoughts of a model on or off, as `think` says.
+
+    Returns `messages`, possibly with a word added, and the variables for the chat `template`.
 
     A template that reads `enable_thinking` gets that variable. For a template that reads `/think` or `/no_think`, the
     word is added to the last user message. Raises Refused (400) if the template of `model` has no such switch, unless

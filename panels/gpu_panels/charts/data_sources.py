@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..data.columns import Columns
+from ..data.chart_columns import Columns
 
 # The columns of a source of boxes, as arguments of Bokeh's `quad`.
 SIDES = {"left": "left", "right": "right", "bottom": "bottom", "top": "top"}

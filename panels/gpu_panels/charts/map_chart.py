@@ -21,7 +21,7 @@ from bokeh.plotting import figure
 from gpu_runtime.rendering.allocator_map import COLOURS, RELEASED, STUCK, WORDS, Picture
 from gpu_runtime.units import show_bytes
 
-from ..data.columns import Columns, as_columns
+from ..data.chart_columns import Columns, as_columns
 from ..palette import EDGE, PLAIN
 from .data_sources import HATCHED, SIDES, bring
 

@@ -1,6 +1,6 @@
 """The rows of the tab Now: one for each device, on one axis that all cards share.
 
-Pure: a snapshot becomes values that `widgets/devices.js` draws. `bars.py` computes what a device holds,
+Pure: a snapshot becomes values that `widgets/devices.js` draws. `device_totals.py` computes what a device holds,
 and `past_rows` the use of the last minutes. Positions are in percent of the axis.
 """
 
@@ -26,10 +26,10 @@ from gpu_runtime.units import show_bytes
 
 from ..palette import LeaseStyle, label_of
 from . import device_words
-from .bars import DeviceBar, Stretch
 from .cells import Button
-from .columns import interval, unit_of
+from .chart_columns import interval, unit_of
 from .confirmations import ticket_title
+from .device_totals import DeviceBar, Stretch
 from .history import MARKED, devices_of, spans_of
 from .lease_rows import kernel_buttons
 from .model_rows import buttons as model_buttons

@@ -1,4 +1,8 @@
-"""The rows of the tab Leases: which process holds how many bytes on which device."""
+"""The rows of the tab Leases: which process holds how many bytes on which device.
+
+To add a column, add its name to LEASES and its value to the rows. The columns of `rt.leases()` are in
+`gpu_runtime/owner/dataframes.py`.
+"""
 
 from __future__ import annotations
 

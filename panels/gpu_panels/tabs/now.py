@@ -11,10 +11,10 @@ from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.words import GOVERNOR_OFF
 
 from ..actions import Actions
-from ..data.bars import bars
 from ..data.cells import encoded
 from ..data.device_rows import device_rows, labels, past_rows
 from ..data.device_rows import encoded as encoded_rows
+from ..data.device_totals import bars
 from ..data.queue_rows import QUEUE, queue
 from ..palette import SHARED
 from ..poller import Poller

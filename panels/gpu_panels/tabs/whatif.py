@@ -18,8 +18,8 @@ from gpu_runtime.units import parse_room
 
 from ..actions import Actions
 from ..data import whatif
-from ..data.bars import bars
 from ..data.device_rows import Rows, device_rows, encoded, labels
+from ..data.device_totals import bars
 from ..data.whatif import PlanAnswer
 from ..palette import SHARED
 from ..poller import Poller

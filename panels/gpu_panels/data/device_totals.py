@@ -1,4 +1,4 @@
-"""The content of each device as a stacked bar: which process holds how many bytes.
+"""What each device holds in total, as a stacked bar: which process holds how many bytes.
 
 This module is pure. It computes sizes and tooltips; `device_rows.py` computes positions. The stretches
 of a bar are the claims in the book, exact to the byte. After them comes the measured memory outside all
