@@ -6,7 +6,11 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 WIDE = {"width": 1280, "height": 900}
@@ -79,3 +83,19 @@ class BrowserPage:
             "while (one && one.shadowRoot && one.shadowRoot.activeElement) one = one.shadowRoot.activeElement; "
             "return one ? one.textContent : '' }"
         )
+
+
+AXE = """async () => {
+  const found = await axe.run(document, {resultTypes: ["violations"]})
+  return found.violations.filter(({impact}) => ["serious", "critical"].includes(impact))
+    .map(({id, nodes}) => [id, ...nodes.map(({html}) => html.slice(0, 200))])
+}"""
+
+
+def serious(page: Any) -> list[Any]:
+    """What axe-core finds on the `page` that is serious or critical."""
+    axe = pytest.importorskip("axe_playwright_python", reason="needs the test extra")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
+    page.mouse.move(0, 0)  # a tooltip that fades out has no contrast
+    page.locator("[role=tooltip]").first.wait_for(state="detached")
+    return page.evaluate(AXE)

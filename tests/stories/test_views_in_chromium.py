@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from ..browser.chromium import serious
 from ..faces import pasts
 from ..faces.served import OPERATORS, free_port, serving
 
@@ -20,13 +21,17 @@ pytestmark = [
 ]
 
 SCRIPT = """
-import sys
+import asyncio, sys
 from msgspec.structs import replace
 from gpu_panels import console, poller, server
 from gpu_runtime.facts import Event
 from gpu_runtime.units import GIB
 from tests.faces import pasts, samples
 from tests.faces.polling import FixedRuntime
+from gpu_runtime.serving.api.jobs import Jobs
+from gpu_runtime.serving.health.breaker import BreakerState
+from gpu_runtime.serving.served import served
+from tests.serving.harness import chat, harness
 
 day = pasts.day(busy=1.5)
 decisions = tuple(Event(n, samples.WALL - 100 * n, f"model-{n}", ("granted", "waiting", "refused")[n % 3], "request",
@@ -35,6 +40,17 @@ decisions = tuple(Event(n, samples.WALL - 100 * n, f"model-{n}", ("granted", "wa
 rt = FixedRuntime(samples.busy, history=lambda seconds, points=600: replace(
               day, moments=tuple(m for m in day.moments if m.wall >= samples.WALL - seconds), seconds=seconds),
           decisions=lambda limit: decisions, plan=lambda words: samples.fits)
+if "serving" in sys.argv:  # as in `gpu serve`
+    async def called():
+        async with harness(qwen=4, scripts={"qwen": []}) as k:
+            await k.gateway.answer("chat", chat("qwen", "hi", x_client_id="bot"), "ann")
+            return served(k.gateway, Jobs(), 100.0)
+
+    figures = asyncio.run(called())
+    breakers = {"llama": BreakerState("open", 5, 30.0, "CUDA error")}
+    figures = replace(figures, state=replace(figures.state, breakers=breakers, waiting={"phi": 3}))
+    kept = poller.of(rt)
+    kept.serving = lambda: figures
 server.run(port=int(sys.argv[1]), browser=False, page=lambda visitor: console.page(visitor, poller.of(rt)))
 """
 
@@ -44,7 +60,7 @@ def url(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("views"), free_port()
     (folder / "views.py").write_text(SCRIPT)
     with serving(
-        [sys.executable, str(folder / "views.py"), str(port)],
+        [sys.executable, str(folder / "views.py"), str(port), "serving"],
         folder,
         {"GPU_CONSOLE_TOKEN": OPERATORS},
         port=port,
@@ -94,7 +110,7 @@ class Pages:
 
 def opened(browser, url, **context):
     """A page in a context of its own, and the list of its errors and of its requests to other hosts."""
-    made = browser.new_context(viewport={"width": 1280, "height": 900}, **context)
+    made = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context)
     page, complaints = made.new_page(), []
     page.on(
         "console",
@@ -120,6 +136,7 @@ SHOWN = {
     "Now": "18.0 of 21.6 GiB leased",
     "Timeline": "since this machine started",
     "What if": "Choose a model, or type a size such as",
+    "Serving": "open, tried again in 30 s: CUDA error",
 }
 
 
@@ -132,6 +149,18 @@ def test_each_view_is_drawn_in_both_themes(pages, tab):
         page.get_by_label("Toggle theme").click()
         page.wait_for_function(f"(light) => ({background})() !== light", arg=light)
         page.get_by_text(SHOWN[tab]).first.wait_for()
+
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+
+
+@pytest.mark.parametrize("context", [{}, PHONE], ids=["laptop", "phone"])
+def test_the_figures_of_serving_fit_and_are_accessible(pages, context):
+    """The other tabs are checked on the page of a real server, in tests/browser/test_served.py."""
+    with pages.at("Serving", **context) as page:
+        page.get_by_text(SHOWN["Serving"]).wait_for(timeout=30_000)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert serious(page) == []
 
 
 def test_the_menu_of_a_lease_shows_its_process_and_returns_the_focus(pages):
