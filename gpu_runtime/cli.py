@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, TextIO
 
 from . import error_pages, verbs
@@ -201,13 +202,23 @@ def _console(args: argparse.Namespace) -> str:
             f"the console needs {error.name}, which is not installed.\n"
             "  Install it:  pip install 'gpu-console[console]'"
         ) from None
-    server.run(
+    serve = partial(
+        server.run,
         host=args.host,
         port=args.port,
         socket_path=args.socket,
         read_only=args.read_only,
         browser=not args.no_browser,
     )
+    if args.fleet is None:
+        serve()
+    else:
+        import gpu_runtime
+
+        with gpu_runtime.fleet(args.fleet) as fleet:
+            from gpu_panels import fleet_console
+
+            serve(page=fleet_console.page_of(fleet))
     return "The console has ended."
 
 

@@ -247,7 +247,7 @@ SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "fil
 OF_FLEET = option(
     "--fleet",
     "ADDRESS",
-    "the models of all hosts of a fleet; its head, such as box1:6379, or auto",
+    "all hosts of a fleet; its head, such as box1:6379, or auto",
     nargs="?",
     const="auto",
 )

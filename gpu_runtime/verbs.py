@@ -301,6 +301,7 @@ _TABLE = (
             SOCKET,
             switch("--read-only", "nobody may act"),
             switch("--no-browser", "open no browser"),
+            OF_FLEET,
         ),
         needs_runtime=False,
         plain_in_notebook=True,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..attribution import on_behalf_of
 from ..backends.processes.model_processes import ProcessBackend
 from ..errors import FleetUnavailable, GpuError, NotAllowed
 from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
@@ -40,7 +41,8 @@ NODE_TURNS = 3  # after so many of these checks, the agent also checks its own n
 IN_PROCESSES = ("fake", "llama_cpp", "transformers")
 VERBS = (  # methods of Runtime that others may call through the agent
     "status models leases events evictions history decisions fragmentation health plan why doctor "
-    "schedule preload evict restore move pin unpin drain defrag specs"
+    "schedule preload evict restore move pin unpin drain defrag specs "
+    "who catalog allocator_maps backtest cancel"
 ).split()
 
 
@@ -240,11 +242,12 @@ class HostAgent:
             if lease.on_device
         ]
 
-    def verb(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The result of the runtime's method `name`, one of VERBS."""
+    def verb(self, name: str, args: Any, kwargs: Any, person: str = "") -> Any:
+        """The result of the runtime's method `name`, one of VERBS. The journal names the `person`."""
         if name not in VERBS:
             raise GpuError(f"{name} is no verb of a host; these are: {', '.join(VERBS)}.")
-        return getattr(self.rt, name)(*args, **kwargs)
+        with on_behalf_of(person):
+            return getattr(self.rt, name)(*args, **kwargs)
 
     def serve(self, begin: Callable[[Runtime, str], T]) -> T:
         """What `begin(runtime, address)` returns, which starts the HTTP server of this host.

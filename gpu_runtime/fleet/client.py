@@ -15,8 +15,6 @@ from ..errors import (
     Busy,
     FleetUnavailable,
     GpuError,
-    NodeLost,
-    UnknownDevice,
     UnknownModel,
 )
 from ..facts import Offer, Outcome, PlanLevel, Snapshot
@@ -25,6 +23,7 @@ from ..scheduler.offers import ranked
 from ..settings import Settings
 from ..units import parse_seconds
 from . import cluster, joining, placing
+from .far_runtime import FarRuntime
 from .hosts import Hosts, on
 from .remote_model import FleetUse
 from .wishes import Slot, Wishes
@@ -341,18 +340,26 @@ class Fleet:
         self._require_known(name)
         return ranked(self._choose(name, set())[0])
 
-    def status(self) -> tuple[Snapshot, ...]:
-        """A snapshot of each host, by name. Hosts that do not answer within 60 s are left out."""
+    def status(self, *, timeout: str | float = cluster.ANSWER_SECONDS) -> tuple[Snapshot, ...]:
+        """A snapshot of each host, by name.
+
+        Hosts that do not answer within `timeout` (seconds or "30s") are left out.
+        """
         from msgspec.structs import replace
 
         self._hosts.refresh()
-        found, _ = self._hosts.ask("verb", "status", (), {})
+        seconds = parse_seconds(timeout)
+        found, _ = self._hosts.ask("verb", "status", (), {}, timeout=seconds)
         return tuple(replace(found[host], host=host) for host in sorted(found))
 
     def hosts(self) -> tuple[str, ...]:
         """The names of the hosts that have joined and whose nodes are alive."""
         self._hosts.refresh()
         return self._hosts.names()
+
+    def joined(self) -> frozenset[str]:
+        """The names of the hosts that have joined and not left. Some may be dead or silent."""
+        return frozenset(host.name for host in cluster.stored_hosts().values())
 
     def models(self) -> DataFrame:
         """A table of the models of all hosts: `rt.models()` of each, with the column `host`."""
@@ -386,40 +393,6 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class FarRuntime:
-    """The verbs of a runtime, carried out on another host: `fleet.host("box2").status()`."""
-
-    def __init__(self, fleet: Fleet, host: str) -> None:
-        """The runtime of `host` in the `fleet`."""
-        self._fleet, self.host = fleet, host
-
-    def require_cards(self, names: Iterable[str]) -> None:
-        """Raises UnknownDevice if the host has no card of one of the `names`."""
-        cards = [view.device.id for view in self.status().devices if not view.device.is_host]
-        for name in names:
-            if name not in cards:
-                raise UnknownDevice(name, tuple(f"{card} of {self.host}" for card in cards))
-
-    def __getattr__(self, verb: str) -> Any:
-        from .agent import VERBS
-
-        if verb not in VERBS:
-            raise AttributeError(verb)
-
-        def far(*args: Any, **kwargs: Any) -> Any:
-            """Calls the verb on the host, and returns its result."""
-            try:
-                agent = self._fleet._agent(self.host)
-                return cluster.answer(on(agent, "verb", "verbs", verb, args, kwargs), None)
-            except (cluster.Gone, cluster.Unreachable) as error:
-                self._fleet._forget(self.host)
-                self._fleet._require_host(self.host)
-                raise NodeLost("", self.host, str(error)) from None
-
-        far.__name__ = verb
-        return far
 
 
 def _cards(devices: str | Iterable[str]) -> tuple[str, ...]:

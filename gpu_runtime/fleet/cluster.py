@@ -72,6 +72,8 @@ def connect(address: str = "auto") -> None:
     if importlib.util.find_spec("ray") is not None:
         require_token()  # must precede the import of Ray, because Ray reads this setting only once
     module = ray()
+    # Ray prints the last lines of a killed node's log into the output of whatever runs then.
+    module._private.worker.print_to_stdstream = lambda *_, **__: None
     if module.is_initialized():
         return
     try:

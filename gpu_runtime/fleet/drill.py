@@ -112,8 +112,6 @@ def start(hosts: Mapping[str, str]) -> Drill:
     ENVIRONMENT and a new token. For example: `drill.start({"box1": "sim:2x80GiB", "box2": "sim:40GiB"})`.
     """
     os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(16))
-    # Ray prints the last lines of a killed node's log into the output of whatever runs then.
-    cluster.ray()._private.worker.print_to_stdstream = lambda *_, **__: None
     directory = tempfile.mkdtemp()
     found = Drill(Path(directory), f"{directory}/ray")
     _start(found, "head", "", 0)

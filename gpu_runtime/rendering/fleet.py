@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlencode
 
-from gpu_runtime.facts import Device, Snapshot
+from gpu_runtime.facts import Device, Snapshot, problems
 from gpu_runtime.units import show_bytes
 
 from . import elements, text, views
@@ -43,6 +44,34 @@ def as_html(hosts: Sequence[Snapshot]) -> str:
         for one in hosts
     ]
     return elements.page(elements.devices(rows))
+
+
+def as_chooser(
+    hosts: Sequence[Snapshot], silent: Mapping[str, float], *, chosen: str, tab: str = ""
+) -> str:
+    """One bar for each of the `hosts`, whose name is a link to the host's page with `tab` in front.
+
+    `silent` has the hosts that do not answer, and since when, in epoch seconds. The last figures of
+    such a host are grey. `chosen` is the host whose page this is.
+    """
+    rows = []
+    for one in hosts:
+        query = urlencode({"host": one.host} | ({"tab": tab} if tab else {}))
+        here = ' aria-current="page"' if one.host == chosen else ""
+        bar, fill, notes = (
+            elements.bar(_bar(one)),
+            elements.esc(_fill(one)),
+            elements.esc(_notes(one)),
+        )
+        if one.host in silent:
+            since = views.clock(silent[one.host])
+            bar, fill = (f'<div class="g-old">{part}</div>' for part in (bar, fill))
+            notes = f"no answer since {since}"
+        elif count := len(problems(one)):
+            notes = f"<b>{count} problem{'s' if count != 1 else ''}</b>, {notes}"
+        name = f'<a href="?{elements.esc(query)}"{here}>{elements.esc(one.host)}</a>'
+        rows.append((name, bar, fill, notes))
+    return elements.page(f'<nav class="g-hosts" aria-label="Hosts">{elements.devices(rows)}</nav>')
 
 
 def _bar(snapshot: Snapshot) -> views.Bar:

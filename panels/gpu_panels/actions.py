@@ -99,9 +99,11 @@ class Actions:
             self._report(proposal, "failed", difference)
             return
         text = question(proposal, snapshot)
+        host = getattr(self.poller.rt, "host", "")
+        routed = f"The agent of {host} does this." if host else ""
         self._asked = proposal
         self._form.param.update(
-            lines=[line for line in text.lines if line],
+            lines=[line for line in (*text.lines, routed) if line],
             confirm=text.confirm,
             grave=text.grave,
             question=next(self._numbers),

@@ -40,6 +40,7 @@ log = logging.getLogger("gpu_runtime")
 
 TICK_MILLISECONDS = 250  # between two checks of a session for a new result of the poller
 FIRST_SECONDS = 0.5  # the longest time that a new page waits for the first figures
+OLD_FIGURES = {"filter": "grayscale(1) opacity(.55)"}  # of a host that is gone
 MARGIN = (0, 20)  # between the page's edge and its contents
 
 
@@ -101,16 +102,18 @@ class Console:
         visitor: Any,
         theme_toggle: bool = True,
         address: Mapping[str, str] = {},
+        chooser: Any = None,
         **status_bar: Any,
     ) -> None:
         """`visitor` has a name and `may_act`; `status_bar` is passed on to the StatusBar.
 
-        `address` is the query of the page's URL: the tab, and what is chosen there.
+        `address` is the query of the page's URL: the tab, and what is chosen there. `chooser` shows
+        the hosts of a fleet above the tabs; it is a HostChooser, or None.
 
         With `theme_toggle` the page has a button for the theme, and starts with the browser's
         theme.
         """
-        self.poller, self.visitor = poller, visitor
+        self.poller, self.visitor, self._chooser = poller, visitor, chooser
         self.actions = Actions(poller, visitor)
         self._shown: int | None = None  # the revision on the page
         self._titles = registry.titles() + ([registry.SERVING] if poller.serving else [])
@@ -145,6 +148,7 @@ class Console:
 
     def _make_page(self, theme_toggle: bool) -> pmui.Page:
         body = pn.Column(
+            *([self._chooser.panel] if self._chooser else []),
             self._banner,
             self.actions.panel,
             self._problems,
@@ -197,6 +201,10 @@ class Console:
             trouble = f"No new figures since {clock(result.since)}: {result.error}"
         if _alert(trouble) != self._banner.object:
             self._banner.param.update(visible=bool(trouble), object=_alert(trouble))
+        if self._chooser:  # the poller still reads the other hosts
+            self._chooser.update(self.poller, self._titles[self._tabs.active])
+            self._tabs.styles = OLD_FIGURES if trouble else {}
+            self._problems.styles = OLD_FIGURES if trouble else {}
         snapshot = result.snapshot
         if snapshot is None:
             return
@@ -207,7 +215,7 @@ class Console:
             lambda seen: header.status_html(seen, visitor),
         )
         status = {"as_of": clock(snapshot.wall), "words": words}
-        if not result.error:
+        if self._chooser or not result.error:
             status["beat"] = result.revision
         self.status_bar.param.update(**status)
         self.actions.update(snapshot)
@@ -322,8 +330,15 @@ def _template() -> Any:
     return BASE_TEMPLATE.environment.from_string(HEAD.replace("BUNDLE", bundle))
 
 
-def page(visitor: Any, poller: Poller) -> pmui.Page:
-    """The page for the authenticated `visitor`.
+def query_of_page() -> dict[str, str]:
+    """The query of the URL of the page that is being made."""
+    return {
+        name: values[0].decode("utf-8", "replace") for name, values in pn.state.session_args.items()
+    }
+
+
+def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
+    """The page for the authenticated `visitor`, with the `chooser` of a fleet above the tabs.
 
     It shows the results of `poller` while its session lives.
     """
@@ -332,10 +347,7 @@ def page(visitor: Any, poller: Poller) -> pmui.Page:
     pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)
     document = pn.state.curdoc
     deliver_early_changes(document)
-    query = {
-        name: values[0].decode("utf-8", "replace") for name, values in pn.state.session_args.items()
-    }
-    console = Console(poller, visitor, address=query)
+    console = Console(poller, visitor, address=query_of_page(), chooser=chooser)
     console.page.param.update(template=_template(), favicon=ICON)
     # Bokeh's callback is used, because Panel's callback notifies the browser at each start and end.
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)

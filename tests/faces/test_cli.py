@@ -88,7 +88,7 @@ ANSWERS = {
     (
         "console",
         "-h",
-    ): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser]",
+    ): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser] [--fleet",
     (
         "serve",
         "-h",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from msgspec.structs import replace
 
-from gpu_runtime.rendering import fleet, render
+from gpu_runtime.rendering import fleet, render, views
 from gpu_runtime.units import GIB
 from tests.faces.samples import lease, snapshot
 from tests.worlds import Share
@@ -42,3 +44,26 @@ def test_names_from_outside_are_escaped():
 def test_the_verb_shows_it():
     shown = render.shown("fleet", HOSTS)
     assert "box1" in repr(shown) and "box1" in shown._repr_mimebundle_()["text/html"]
+
+
+def test_a_chooser_links_each_host_and_greys_the_last_figures_of_a_silent_one():
+    """Only the silent host is grey. A link keeps the tab in front."""
+    html = fleet.as_chooser(HOSTS, {"a-long-name": 0.0}, chosen="box1", tab="What if")
+    first, second = re.findall("<tr>.*?</tr>", html)
+    assert '<a href="?host=box1&amp;tab=What+if" aria-current="page">box1</a>' in first
+    assert "32.0 GiB of 48.0 GiB" in first and "g-old" not in first
+    assert "aria-current" not in second and second.count("g-old") == 2
+    assert f"no answer since {views.clock(0.0)}" in second
+
+
+def test_a_chooser_counts_the_problems_of_a_host():
+    """Here the two cards and the RAM cannot be measured."""
+    assert "problem" not in fleet.as_chooser(HOSTS, {}, chosen="box1")
+    devices = tuple(replace(one, blind="lost") for one in HOSTS[0].devices)
+    blind = replace(HOSTS[0], devices=devices)
+    assert "<b>3 problems</b>" in fleet.as_chooser((blind,), {}, chosen="box1")
+
+
+def test_a_chooser_escapes_names_in_links_and_bars():
+    hostile = on('"><script>alert(1)</script>&')
+    assert "<script>" not in fleet.as_chooser((hostile,), {}, chosen="")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -30,7 +32,9 @@ from gpu_runtime.backends.processes.processes import MOST_RESTARTS
 from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import cluster, joining
 from gpu_runtime.scheduler.offers import shortlist
-from tests.fleet.ray_cluster import Hosts, eventually, started, write_models
+from tests.browser.chromium import CHROMIUM, BrowserPage, running
+from tests.faces.served import OPERATORS, free_port, serving
+from tests.fleet.ray_cluster import ENVIRONMENT, Hosts, eventually, started, write_models
 
 MODELS = {"seventy": 70, "thirty": 30, "small": 4, "colossus": 500}
 HOSTS = {
@@ -374,6 +378,37 @@ def test_a_drained_host_takes_no_model(empty):
         empty.drain("box2", undo=True)
 
 
+@pytest.fixture(scope="module")
+def console(fleet, hosts):
+    """The page of `gpu console --fleet` in Chromium."""
+    pytest.importorskip("playwright")
+    if not shutil.which(CHROMIUM):
+        pytest.skip("needs Chromium")
+    port = free_port()
+    words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--no-browser"]
+    words += ["--fleet", hosts.address, "--port", str(port)]
+    settings = ENVIRONMENT | {"GPU_CONSOLE_TOKEN": OPERATORS}
+    with serving(words, hosts.directory, settings, port=port), running() as browser:
+        yield BrowserPage(browser, f"http://127.0.0.1:{port}/?token={OPERATORS}")
+
+
+def test_the_console_acts_on_the_host_that_was_chosen(empty, console):
+    """box1 and box3 have a model of the same name. The link leads to box3 with its tab in front."""
+    for host in ("box1", "box3"):
+        empty.host(host).preload("small")
+    console.ready().tab("Models")
+    console.page.get_by_role("link", name="box3").and_(
+        console.page.locator("[href*=Models]")
+    ).click()
+    console.page.wait_for_function("() => location.search.includes('host=box3')")
+    console.ready().row("small", "agent of box3").get_by_role("button", name="Evict").click()
+    console.page.get_by_text("The agent of box3 does this.").wait_for()
+    console.page.get_by_role("button", name="Evict, freeing 4.0 GiB").click()
+    eventually(lambda: held_by(empty, "box3") == [], "box3 evicts its copy")
+    assert held_by(empty, "box1") == ["small"]
+    assert (console.errors, console.elsewhere) == ([], [])
+
+
 def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
     """Without `retry` the lost call is an error. With `retry` it runs again on another host."""
     leave_open(empty, "box3")
@@ -389,6 +424,17 @@ def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
         assert again("second") == "second"
         assert again.host == "box2"
     eventually(lambda: empty.hosts() == ("box1", "box2"), "the dead host is no longer listed")
+
+
+def test_the_console_greys_the_figures_of_a_host_that_is_gone(hosts, console):
+    """The page of the dead host stays, and its links lead to the other hosts."""
+    if "box3" in hosts.nodes:
+        hosts.kill("box3")
+    console.page.get_by_text("box3 does not answer.").wait_for()
+    console.page.locator("tr", has_text="no answer since").locator(".g-old").first.wait_for()
+    console.page.get_by_role("link", name="box1").click()
+    console.ready().page.get_by_text("box3 does not answer.").wait_for(state="detached")
+    assert (console.errors, console.elsewhere) == ([], [])
 
 
 def test_a_frozen_host_is_replaced_and_holds_nothing_when_it_wakes(empty, hosts):
