@@ -60,7 +60,7 @@ def trace(calls: int = 800, seed: int = 1) -> list[Waiting]:
 
 
 def first_come(
-    waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float
+    waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float, turns: object = None
 ) -> list[Waiting]:
     return sorted(waiting, key=lambda call: call.key)
 

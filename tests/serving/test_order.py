@@ -5,6 +5,9 @@ No call waits for ever.
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +46,24 @@ def test_importance_counts_before_warmth_and_warmth_before_arrival():
     """Calls are ordered as in the Model Boss queue, by (priority, warm_bump, submitted_at)."""
     waiting = [call(1, "cold"), call(2, "warm"), call(3, "cold", "high"), call(4, "warm", "batch")]
     assert keys(waiting, {"warm": WARM, "cold": COLD}) == [3, 2, 1, 4]
+
+
+def test_clients_have_equal_parts_of_a_full_queue_whatever_they_send():
+    """A client that refills its places faster used to get a quarter more, since its calls were older."""
+    waiting: list[Waiting] = []
+    turns: dict[str, int] = {}
+    served: Counter[str] = Counter()
+    chance = random.Random(1)
+    for now in range(400):
+        for client in chance.choices(["a", "b", "c", "greedy"], weights=[1, 1, 1, 2], k=2):
+            waiting.append(call(len(waiting) + 1000 * now, client=client))
+            if len(waiting) > 64:
+                waiting.remove(call_to_refuse(waiting[:-1], waiting[-1]))
+        first = order(waiting, {"a": WARM}, 0.0, turns)[0]
+        waiting.remove(first)
+        turns[first.client] = now
+        served[first.client] += 1
+    assert min(served.values()) > 0.95 * max(served.values()), served
 
 
 def test_every_thirty_seconds_raise_a_call_by_one_class():

@@ -2,8 +2,8 @@
 
 This module is pure. It takes the waiting calls, the state of each engine and the time, and returns the calls to start
 and the models to load. Calls are sorted by their class of importance. In a class, calls of warm models are first,
-then the clients take turns, then the arrival decides. After every 30 s of waiting, a call is in the next more
-important class.
+then the clients take turns, then the arrival decides. The client whose last call started longest ago has the next
+turn. After every 30 s of waiting, a call is in the next more important class.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...facts import IMPORTANCE, NORMAL, Value
 AGEING_SECONDS = 30.0
 MAX_LOADS = 16  # at once; each waits for its memory in its own thread
 _CLASSES = sorted(IMPORTANCE.values())
+_NO_TURNS: Mapping[str, int] = {}
 
 
 class Waiting(Value):
@@ -79,13 +80,19 @@ def overtaken_for_seconds(importance: int, by: int) -> float:
     return AGEING_SECONDS * max(0, classes)
 
 
-def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> list[Waiting]:
+def order(
+    waiting: Iterable[Waiting],
+    engines: Mapping[str, Engine],
+    now: float,
+    turns: Mapping[str, int] = _NO_TURNS,
+) -> list[Waiting]:
     """The `waiting` calls in the order in which they are considered.
 
     The calls are sorted by `aged_class` at the time `now`, then calls of warm models are first. Of calls that are
-    equal in both, the first call of each client is before the second call of any client, and so on. Then the arrival
-    decides. So a client with many calls delays another client's call by only one call. `engines` has the state of
-    each model, by name.
+    equal in both, the first call of each client is before the second call of any client, and so on. Then the client
+    with the smallest number in `turns` is first, and then the arrival decides. So a client with many calls delays
+    another client's call by only one call, and gets no more than the others. `engines` has the state of each model,
+    by name, and `turns` a number for each client, which is larger if its last call started later.
     """
     warm = {name for name, engine in engines.items() if engine.state is ModelState.WARM}
 
@@ -98,7 +105,8 @@ def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float)
     for call in sorted(waiting, key=rank):
         aged, cold, key = rank(call)
         place = aged, cold, call.client
-        keyed.append(((aged, cold, calls_before[place], key), call))
+        turn = turns.get(call.client, 0)
+        keyed.append(((aged, cold, calls_before[place], turn, key), call))
         calls_before[place] += 1
     return [call for _, call in sorted(keyed, key=lambda pair: pair[0])]
 
@@ -120,7 +128,12 @@ def call_to_refuse(waiting: Iterable[Waiting], new: Waiting) -> Waiting:
     return max((call for call in least if counts[call.client] == most), key=lambda call: call.key)
 
 
-def next_steps(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> NextSteps:
+def next_steps(
+    waiting: Iterable[Waiting],
+    engines: Mapping[str, Engine],
+    now: float,
+    turns: Mapping[str, int] = _NO_TURNS,
+) -> NextSteps:
     """The `waiting` calls that start now, and the models to load now. The calls are considered in their `order`:
 
     1. If the model is warm and can run another call, the call starts.
@@ -136,7 +149,7 @@ def next_steps(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: f
     blocked = _blocked_by_started_calls(engines.values())
     running = {name: engine.active for name, engine in engines.items()}
     loading = sum(engine.state is ModelState.LOADING for engine in engines.values())
-    for call in order(waiting, engines, now):
+    for call in order(waiting, engines, now, turns):
         engine = engines.get(call.model, _UNKNOWN)
         if engine.state is ModelState.WARM:
             if call.model not in blocked and running[call.model] < engine.concurrency:  # 1

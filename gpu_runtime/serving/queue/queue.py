@@ -19,6 +19,7 @@ from .model_hold import Hold
 from .order import Engine, ModelState, NextSteps, Waiting, call_to_refuse, next_steps
 
 ENDS_KEPT = 64  # ends of calls from which the speed of the queue is computed
+MOST_CLIENTS = 1024  # whose turns are remembered
 MAX_RETRY_SECONDS = 60.0
 
 
@@ -84,6 +85,7 @@ class Queue:
         self._keys = itertools.count(1)
         self._waiting: dict[int, Turn] = {}
         self._models: dict[str, _Running] = {}
+        self._turns: dict[str, int] = {}  # by client; the newest is last
         self._ends: deque[float] = deque(maxlen=ENDS_KEPT)
         self.closed = False  # no call starts and no load begins any more
         self.loads = 0  # loads begun, of models that were not on their device
@@ -119,7 +121,8 @@ class Queue:
         while again:  # waiting calls may take a model that was just released
             if self._waiting and not self.closed:
                 waiting = [turn.waiting for turn in self._waiting.values()]
-                self._carry_out(next_steps(waiting, self._engines(), self._clock()))
+                now = self._clock()
+                self._carry_out(next_steps(waiting, self._engines(), now, self._turns))
             idle = [model for model, running in self._models.items() if not running.active]
             released = [self._release_idle(model) for model in idle]
             again = any(released) and bool(self._waiting) and not self.closed
@@ -235,9 +238,17 @@ class Queue:
     def _start(self, turn: Turn, running: _Running, hold: Hold | None) -> None:
         """Counts the call as running until `_leave`, even if its task was cancelled at this very moment."""
         del self._waiting[turn.waiting.key]
+        self._note_turn(turn.waiting.client)
         running.active += 1
         if not turn.started.done():
             turn.started.set_result(hold)
+
+    def _note_turn(self, client: str) -> None:
+        """Notes that the `client` had its turn now. If there are too many clients, the oldest turn is forgotten."""
+        self._turns.pop(client, None)
+        self._turns[client] = next(self._keys)
+        if len(self._turns) > MOST_CLIENTS:
+            del self._turns[next(iter(self._turns))]
 
     def _waiting_for(self, model: str) -> list[Turn]:
         return [turn for turn in self._waiting.values() if turn.waiting.model == model]
