@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+import sys
+import weakref
+from collections.abc import Callable, Collection
 from itertools import chain, compress, tee
 from typing import Any
 
 
+class _Frozen:
+    """The objects of some classes that `gc.freeze()` hid, as found by the last search."""
+
+    count = 0  # of all frozen objects: a smaller count means only that some were released
+    found: dict[frozenset[int], list[Callable[[], Any]]] = {}  # noqa: RUF012  # by ids of classes
+
+
 def instances(classes: Collection[type]) -> list[Any]:
     """The objects that the garbage collector tracks, of exactly these `classes`.
+
+    Objects that `gc.freeze()` hid are included if a module leads to them. Those that only the variables
+    of a running function lead to are missing: to read the variables would keep them alive.
 
     All objects of a generation are listed and dropped within one call of C code, so that no other
     thread runs meanwhile. A thread that builds a tuple must be its only holder: with another
@@ -25,6 +37,8 @@ def instances(classes: Collection[type]) -> list[Any]:
         for generation in range(len(gc.get_count())):  # the youngest first: objects only grow older
             for one in _listed(generation, classes):
                 found[id(one)] = one
+        for one in _frozen(classes):
+            found[id(one)] = one
         return list(found.values())
     finally:
         if collects:
@@ -41,3 +55,35 @@ def _listed(generation: int, classes: Collection[type]) -> list[Any]:
     wanted = map(classes.__contains__, map(type, chain.from_iterable(again)))
     found = compress(chain.from_iterable(objects), wanted)
     return list(chain(found, filter(None, map(list.clear, emptied))))  # `clear` returns None
+
+
+def _frozen(classes: Collection[type]) -> list[Any]:
+    """The objects of these `classes` to which modules lead; none if none is frozen.
+
+    Python lists no frozen objects. To follow all references took 0.5 s for 170,000 objects, so the
+    result is kept, with weak references, until more objects are frozen.
+    """
+    count = gc.get_freeze_count()
+    if not count or count > _Frozen.count:
+        _Frozen.found.clear()
+    _Frozen.count = count
+    if not count:
+        return []
+    key = frozenset(map(id, classes))
+    found = _Frozen.found.get(key)
+    if found is None:
+        found = _Frozen.found[key] = [weakref.ref(one) for one in _reachable(classes)]
+    return [one for known in found if (one := known()) is not None]
+
+
+def _reachable(classes: Collection[type]) -> list[Any]:
+    """The objects of these `classes` to which modules lead."""
+    level: list[Any] = list(sys.modules.values())
+    seen = set(map(id, level))
+    found: list[Any] = []
+    while level:
+        below = {id(one): one for one in gc.get_referents(*level) if gc.is_tracked(one)}
+        level = [one for key, one in below.items() if key not in seen]
+        seen.update(below)
+        found += (one for one in level if type(one) in classes)
+    return found

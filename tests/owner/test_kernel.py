@@ -44,6 +44,36 @@ def test_a_governed_model_is_not_counted_again(started):
     assert before - own(rt).get("sim:0", 0) == 4 * MIB
 
 
+held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a module, too
+
+
+def test_frozen_tensors_are_counted_until_they_are_released(started, monkeypatch):
+    """Python lists no objects that gc.freeze() hid. Their bytes were missing in the lease."""
+    rt, kernel = started()
+    counted = []
+
+    def count(frozen: int) -> None:
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+        cell(kernel)
+        counted.append(own(rt).get("sim:0", 0) // MIB)
+
+    count(0)
+    held["first"] = torch.zeros(4 * FLOATS)
+    gc.freeze()
+    count(2)
+    held["new"] = torch.zeros(2 * FLOATS)
+    count(2)
+    del held["first"]
+    count(1)
+    held["second"] = torch.zeros(8 * FLOATS)
+    gc.freeze()
+    count(3)
+    held.clear()
+    count(1)
+    before = counted.pop(0)
+    assert [size - before for size in counted] == [4, 6, 2, 10, 0]
+
+
 def test_the_monitor_does_not_count_while_the_first_cell_runs(started, monkeypatch):
     """The kernel has no lease yet. A model that the cell is loading was counted as the notebook's own code."""
     rt, kernel = started()

@@ -94,8 +94,8 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
     `limit`; then `whole` is false.
 
     The search holds the interpreter for about 0.15 s for each million objects. It changes no tensor
-    and runs no code of the user: no unpack hook, no `__torch_function__`, no mode. Objects that
-    `gc.freeze()` hid are not found.
+    and runs no code of the user: no unpack hook, no `__torch_function__`, no mode. An object that
+    `gc.freeze()` hid is found only if a module leads to it.
     """
     limit = limit or Limit()
     with torch._C.DisableTorchFunction(), _disable_current_modes():
