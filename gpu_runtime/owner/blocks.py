@@ -57,7 +57,8 @@ class LeasedBlock:
 
     def __repr__(self) -> str:
         peak = "unknown" if self.peak_bytes is None else show_bytes(self.peak_bytes)
-        return f"<{show_bytes(self.bytes)} on {self.device.id}; peak {peak}>"
+        leased = show_bytes(self.bytes)
+        return f"<{leased} on {self.device.id}; peak {peak}>"
 
 
 def _started_cuda(name: str) -> Any:

@@ -56,7 +56,8 @@ class CellRoom:
         if not peak:
             return {}
         limits = self._session.ledger.read().limits or self._session.limits
-        if any(size > limits.get(card, 0) for card, size in peak.items()):
+        hopeless = [card for card, size in peak.items() if size > limits.get(card, 0)]
+        if hopeless:
             return {}  # no wait would help
         return peak
 

@@ -120,7 +120,8 @@ def _unpark(session: Session, who: str) -> Outcome:
             )
         _to_the_end(lambda: _restore(session, target, held))
     size = sum(share.bytes for share in held)
-    because = f"{target.label} is back with {show_bytes(size)} on {where(held)}. {ENDING}"
+    returned = f"{show_bytes(size)} on {where(held)}"
+    because = f"{target.label} is back with {returned}. {ENDING}"
     _journal(session, target, "unpark", because, held)
     seconds = session.clock() - began
     return Outcome("unpark", str(target.pid), True, because, size, where(held), seconds)

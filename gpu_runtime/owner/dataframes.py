@@ -160,7 +160,8 @@ def events(rows: Iterable[Event]) -> DataFrame:
         EVENTS,
         {"bytes": "int64"},
     )
-    frame["time"] = pandas.to_datetime(frame["time"].astype("float64"), unit="s", utc=True)
+    seconds = frame["time"].astype("float64")
+    frame["time"] = pandas.to_datetime(seconds, unit="s", utc=True)
     return frame
 
 
@@ -192,7 +193,8 @@ def fragmentation(
         owner = sections[id].owner
         figures = _figures(map, cards[device])
         rows.append([device, *figures, owner.label, owner.user, owner.pid, owner.notebook])
-    rows.sort(key=lambda row: (row[0], row[FRAGMENTATION.index("pid")]))
+    pid = FRAGMENTATION.index("pid")
+    rows.sort(key=lambda row: (row[0], row[pid]))
     types = {name: "Int64" for name in FRAGMENTATION if name.endswith("_bytes")}
     types |= {"alloc_retries": "Int64", "ooms": "Int64"}
     types |= {"fragmentation_percent": "Float64", "pid": "int64"}

@@ -114,7 +114,8 @@ def _without_secrets(chapter: Chapter) -> Chapter:
 
 
 def _versions() -> Rows:
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    kernel = f"{platform.system()} {platform.release()}"
+    system = f"{kernel} {platform.machine()}"
     rows: Rows = [("python", f"{platform.python_version()} on {system}")]
     for name in PACKAGES:
         try:
@@ -155,7 +156,8 @@ def _answer_of(source: Any) -> str:
         listing = source.list_cards()
         if listing.absent:
             return listing.absent
-        versions = [f"{what} {version}" for what, version in source.versions().items()]
+        found = source.versions()
+        versions = [f"{what} {version}" for what, version in found.items()]
     except drivers.NoAnswer as error:
         return f"fails: {error}"
     found = f"{len(listing.cards)} devices, {', '.join(versions)}"
@@ -257,7 +259,8 @@ def _refusals(session: Session) -> Rows:
     rows: Rows = []
     for event in found[-REFUSALS:]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall))
-        text = f"{event.model} {event.action} ({event.reason}): {event.because}"
+        what = f"{event.model} {event.action}"
+        text = f"{what} ({event.reason}): {event.because}"
         rows.append((when, text))
     return rows or [("", "none")]
 
@@ -280,7 +283,8 @@ def _machine(settings: Settings) -> Rows:
     cap = known.cap(user, groups)
     limits = "none"
     if cap:
-        names = [f"[{table}] {key}" for key, table in cap.tables.items()]
+        tables = cap.tables.items()
+        names = [f"[{table}] {key}" for key, table in tables]
         limits = ", ".join(names)
     return [
         (file, f"ledger {known.ledger or 'not named'}"),

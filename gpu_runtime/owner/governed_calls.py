@@ -212,7 +212,8 @@ def _load_for_change(module: Any, name: str) -> None:
     would find no tensor for the source's bytes.
     """
     has = module.__dict__
-    if not any(name in has.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+    kinds = ("_parameters", "_buffers", "_modules")
+    if not any(name in has.get(kind, ()) for kind in kinds):
         return
     resident = _governed.get(module)
     is_loading = getattr(_loading, "resident", None)

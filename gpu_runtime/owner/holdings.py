@@ -172,7 +172,12 @@ def _reach(
     for name in namespace.names():
         reach = reached(namespace.held(name), graphs, shared=shared, limit=limit)
         whole = whole and reach.whole
-        one = _Reached(name, reach.direct & wanted, reach.saved & wanted, reach.alone & wanted)
+        one = _Reached(
+            name,
+            reach.direct & wanted,
+            reach.saved & wanted,
+            reach.alone & wanted,
+        )
         if one.every:
             found.append(one)
     return found, whole

@@ -174,8 +174,10 @@ def command(name: str, source: Any, given: Given) -> str:
         words = [repr(name)]
         if source is not None:
             words.append(quoted(source))
-        words += [f"{key}={quoted(value)}" for key, value in given.items()]
-        return f"rt.load({', '.join(words)})"
+        for key, value in given.items():
+            words.append(f"{key}={quoted(value)}")
+        arguments = ", ".join(words)
+        return f"rt.load({arguments})"
     is_load = source or given.keys() - {"timeout"} or is_source(name)
     words = ["load" if is_load else "preload", name]
     if source:

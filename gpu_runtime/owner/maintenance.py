@@ -153,7 +153,14 @@ def vacate(session: Session) -> None:
         return
     key = session.new_key("drain")
     try:
-        steps = session.decide(lambda book, world: drain.vacate(book, session.me, world, key.text))
+        steps = session.decide(
+            lambda book, world: drain.vacate(
+                book,
+                session.me,
+                world,
+                key.text,
+            )
+        )
         for step in steps:
             release.step_aside(session, step, key)
     finally:
@@ -256,7 +263,8 @@ def obey(session: Session) -> tuple[Order, ...]:
     ) -> tuple[Book, tuple[tuple[Move | Drop | Shed, ...], tuple[Order, ...]]]:
         """The book with the recalled leases leaving, then the steps and the orders."""
         askers = permissions.askers(session, book)
-        after, steps, orders = recall.obey(book, session.me, world, key.text, askers, session.rank)
+        rank = session.rank
+        after, steps, orders = recall.obey(book, session.me, world, key.text, askers, rank)
         return after, (steps, orders)
 
     key = session.new_key("obey")

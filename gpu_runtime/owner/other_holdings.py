@@ -137,10 +137,11 @@ def _why_not_parked(kernel: Resident) -> str:
 
 def _without_names(found: Holdings, user: str) -> Holdings:
     """The table without the names that the user chose. The book already shows the names of models."""
-    rows = [
-        row if row.kind == MODEL else Holder("–", row.kind, row.device, row.bytes, row.alone_bytes)
-        for row in found.holders
-    ]
+    rows = []
+    for row in found.holders:
+        if row.kind != MODEL:
+            row = Holder("–", row.kind, row.device, row.bytes, row.alone_bytes)
+        rows.append(row)
     note = " ".join(filter(None, [found.note, HIDDEN.format(user=user)]))
     return replace(found, holders=tuple(rows), note=note)
 

@@ -65,7 +65,9 @@ def refusal_of_request(session: Session, verb: str, owner: Owner | None, name: s
     The owner would give the same answer.
     """
     mine = session.owner.user
-    if verb == "evict" or owner is None or owner.user == mine or asker(session, mine).operator:
+    if verb == "evict" or owner is None:
+        return ""
+    if owner.user == mine or asker(session, mine).operator:
         return ""
     return foreign(mine, verb, name, owner)
 

@@ -382,7 +382,10 @@ def _holders(
         holds = section.lease(name) or name in loadable.get(id, ())
         owner = section.owner
         file = owner.file
-        if holds and pid in ("", str(owner.pid), id, *filter(None, (owner.notebook, file))):
+        if not holds:
+            continue
+        addresses = {str(owner.pid), id, owner.notebook, file}
+        if not pid or pid in addresses:
             found.append(owner)
     return found
 
@@ -391,13 +394,17 @@ def _addresses(name: str, owners: list[Owner]) -> tuple[str, ...]:
     """The address of each owner: `qwen@4121`, or `qwen@4121.88.1` for two owners in one process."""
     pids = [owner.pid for owner in owners]
     unique = len(set(pids)) == len(pids)
-    return tuple(f"{name}@{owner.pid if unique else owner.id}" for owner in owners)
+    ids = [owner.id for owner in owners]
+    return tuple(f"{name}@{id}" for id in (pids if unique else ids))
 
 
 def _all_addresses(session: Session, book: Book) -> tuple[str, ...]:
     others = [section for section in book.sections.values() if section.owner.id != session.me]
     foreign = {
-        f"{lease.name}@{s.owner.pid}" for s in others for lease in s.leases if lease.kind == "model"
+        f"{lease.name}@{section.owner.pid}"
+        for section in others
+        for lease in section.leases
+        if lease.kind == "model"
     }
     return tuple({*known_names(session), *foreign})
 

@@ -44,7 +44,8 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
         loader = _loader(session, book, files) if files and not copies and patient else None
         if loader is not None:
             return book, (False, copies, loader)
-        copy, shared = next(iter(copies), _new_copy(files)), size if copies else 0
+        copy = next(iter(copies), _new_copy(files))
+        shared = size if copies else 0
         after, done = shadows.reserve(book, session.me, name, size, world, copy, shared)
         return after, (done, copies, None)
 

@@ -49,7 +49,8 @@ def end(session: Session, name: str, by: str, before: float | None = None) -> Ou
 def _uses(session: Session, owner: str = "") -> list[Ticket]:
     """The requests that wait for memory, of all processes or of one `owner`."""
     tickets = session.ledger.read().tickets
-    return [one for one in tickets if one.verb == "use" and owner in ("", one.owner)]
+    found = [one for one in tickets if one.verb == "use"]
+    return [one for one in found if not owner or one.owner == owner]
 
 
 def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
@@ -69,7 +70,8 @@ def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
         waiting[address] = id
         files = {owner.notebook, owner.file} - {""}
         names = (ticket.name, ticket.name.partition("#")[0])  # a block's name ends with a number
-        is_named = bare in names and process in {"", str(owner.pid), owner.id, *files}
+        addresses = {str(owner.pid), owner.id, *files}
+        is_named = bare in names and (not process or process in addresses)
         if is_named or name in files:
             found[address] = id
     if len(found) > 1:
