@@ -1,4 +1,4 @@
-"""Measures what `gpu serve` adds to an engine of its own: to one token, a stream, and many clients.
+"""Measures what `gpu serve` adds to an engine of its own: to one token, a stream, many clients and many embeddings.
 
 Each figure is compared with the same engine called directly. The two are measured alternately in one run.
 """
@@ -15,18 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from gpu_runtime import Runtime
+from gpu_runtime import Runtime, samples
 from tests.bench.bench_http import MESSAGES, Server, serving
 
 CONNECTIONS = 32
+TEXTS = [" ".join(["one two"] * (1 + n % 5)) for n in range(256)]
 LONG = {"model": "writer", "stream": True, "max_tokens": 400, "temperature": 0}
 
 
 def figures() -> dict[str, float]:
     """All figures, by name. Seconds are medians."""
     with tempfile.TemporaryDirectory() as directory:
-        with serving(directory) as server, _direct(directory) as writer:
+        bge = str(samples.embedder(f"{directory}/bge", size="12 MiB"))
+        entry = {"path": bge, "type": "embedding"}
+        with serving(directory, {"bge": entry}) as server, _direct(directory) as writer:
             return {
+                **embeddings(server, bge),
                 **one_token(server, writer),
                 **stream_gap(server, writer),
                 **many_clients(server, writer),
@@ -111,6 +115,35 @@ def many_clients(server: Server, writer: Any, calls: int = 64) -> dict[str, floa
 
     alone, served = _alternately(3, direct, through)
     return {"clients, direct": calls / alone, "clients, served": calls / served}
+
+
+def embeddings(server: Server, source: str) -> dict[str, float]:
+    """The seconds for the embeddings of TEXTS through the server, and in batches of 32 by transformers alone."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    module, tokenizer = AutoModel.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    headers = {"Authorization": f"Bearer {server.token}", "Content-Type": "application/json"}
+    body = json.dumps({"model": "bge", "input": TEXTS, "encoding_format": "base64"})
+
+    def through() -> None:
+        connection = http.client.HTTPConnection(server.address)
+        connection.request("POST", "/v1/embeddings", body, headers)
+        answer = connection.getresponse()
+        assert len(json.loads(answer.read())["data"]) == len(TEXTS)
+
+    @torch.inference_mode()
+    def direct() -> None:
+        for at in range(0, len(TEXTS), 32):
+            batch = tokenizer(TEXTS[at : at + 32], padding=True, return_tensors="pt")
+            batch.pop("token_type_ids", None)
+            mask = batch["attention_mask"][:, :, None]
+            (module(**batch).last_hidden_state * mask).sum(1).div(mask.sum(1)).tolist()
+
+    through()  # loads the model
+    alone, served = _alternately(3, direct, through)
+    return {"embeddings, direct": alone, "embeddings, served": served}
 
 
 def hang_up(server: Server, rounds: int = 5) -> dict[str, float]:
