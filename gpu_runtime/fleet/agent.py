@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..attribution import on_behalf_of
 from ..backends.processes.model_processes import ProcessBackend
-from ..errors import FleetUnavailable, GpuError, NotAllowed
+from ..errors import FleetUnavailable, GpuError, NotAllowed, UnknownModel
 from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
 from ..private_paths import replace_file
 from ..runtime import Runtime
@@ -59,6 +59,8 @@ class HostAgent:
         """
         self.host = host
         self._revision = -1
+        self._wished: tuple[str, ...] = ()  # the models of the wishes that were read last
+        self._removed: tuple[str, ...] = ()  # models that were wished, and are not now
         self._drained = False
         self._learning, self._serving = threading.Lock(), threading.Lock()
         self._served: Any = None
@@ -108,6 +110,9 @@ class HostAgent:
             found = wishes.load(cluster.stored(cluster.WISHES))
             bodies = wishes.bodies_on(found, self.host)
             replace_file(self._file, "\n".join(map(json.dumps, bodies)).encode())
+            known = {*self._removed, *self._wished}
+            self._removed = tuple(known.difference(found.names))
+            self._wished = found.names
             self._drain_if_wished(self.host in found.drained)
             self._revision = found.revision
             return found
@@ -125,6 +130,7 @@ class HostAgent:
         """What it takes to use the model `name` here. Never raises GpuError."""
         try:
             self.learn(revision)
+            self._require_wish(name)
             plan = self.rt.plan(name)
             users = self.holds.users(name)
             if plan.level is PlanLevel.WAIT:
@@ -132,6 +138,18 @@ class HostAgent:
             return offer_of(plan, self.host, users)
         except GpuError as error:
             return Offer(self.host, name, PlanLevel.NEVER, str(error))
+
+    def _require_wish(self, name: object) -> None:
+        """Raises UnknownModel if the wish for the model `name` was removed. The runtime still knows
+        such a model.
+        """
+        if name in self._removed:
+            raise UnknownModel(
+                str(name),
+                self._wished,
+                none="The fleet has no model.",
+                advice="Its wish was removed. Add it again:  fleet.apply(FILE)",
+            )
 
     def room(self, name: str, revision: int) -> HostRoom:
         """The room of this host, and whether it has the model `name`."""
@@ -246,6 +264,9 @@ class HostAgent:
         """The result of the runtime's method `name`, one of VERBS. The journal names the `person`."""
         if name not in VERBS:
             raise GpuError(f"{name} is no verb of a host; these are: {', '.join(VERBS)}.")
+        if name == "plan" and args:
+            self.learn(self._revision + 1)  # whatever the revision at the head is
+            self._require_wish(args[0])
         with on_behalf_of(person):
             return getattr(self.rt, name)(*args, **kwargs)
 

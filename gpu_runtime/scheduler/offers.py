@@ -14,6 +14,9 @@ from .drain import drained
 from .evictable import reason_to_stay
 
 MOST_PLANNED = 8  # hosts that make a plan for one decision
+# Two loads that differ by less than the larger of these take equally long: two measurements of one
+# load differ as much.
+CLOSE_SECONDS, CLOSE_FRACTION = 0.5, 0.1
 
 
 def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
@@ -44,17 +47,26 @@ def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
 
     The effort (the offer's level) is compared first, in the order of PlanLevel. Of equal efforts,
     the host with fewer users of the model is first. Then follow the importance of the victims, the
-    whole seconds, the best fit (the fewest bytes left), and the name.
+    seconds, the best fit (the fewest bytes left), and the name.
+
+    Seconds count as equal if they are close to the fewest seconds of the offers that are left. So
+    small differences between two measurements do not change the order.
     """
-    return tuple(sorted(offers, key=_cost))
+    listed = sorted(offers, key=lambda offer: (_effort(offer), offer.seconds))
+    found: list[Offer] = []
+    while listed:
+        fastest = listed[0]
+        most = fastest.seconds + max(CLOSE_SECONDS, CLOSE_FRACTION * fastest.seconds)
+        equal = [one for one in listed if _effort(one) == _effort(fastest) and one.seconds <= most]
+        found += sorted(equal, key=lambda offer: (offer.left_bytes, offer.host))
+        listed = listed[len(equal) :]
+    return tuple(found)
 
 
-def _cost(offer: Offer) -> tuple[int, int, int, int, int, str]:
+def _effort(offer: Offer) -> tuple[int, int, int]:
     # A lower number is more important, so the sign is changed. No victim is the best.
     victims = -offer.victims_importance if offer.victims else -(10**9)
-    # On a busy machine, two loads of the same model differ by up to a second.
-    seconds = int(offer.seconds)
-    return offer.level.order, offer.users, victims, seconds, offer.left_bytes, offer.host
+    return offer.level.order, offer.users, victims
 
 
 def room_of(

@@ -217,6 +217,18 @@ def test_a_dedicated_set_is_replaced_and_the_largest_model_is_placed_first(empty
         empty.delete("nobody")
 
 
+def test_a_host_does_not_plan_a_model_whose_wish_was_removed(empty, hosts):
+    """Its runtime still knows the model. After a new wish it is planned again."""
+    empty.host("box1").preload("small")
+    assert empty.host("box1").plan("small").level is PlanLevel.HERE
+    empty.delete("small")
+    with pytest.raises(UnknownModel, match=r"Its wish was removed. Add it again:  fleet.apply"):
+        empty.host("box1").plan("small")
+    assert empty.host("box1").plan("14 GiB").level is PlanLevel.ROOM, "a size is no model"
+    apply(empty, hosts, "small", copies=0)
+    assert empty.host("box1").plan("small").level is PlanLevel.HERE
+
+
 # -- slots -----------------------------------------------------------------------------------------
 
 

@@ -106,6 +106,25 @@ def test_the_least_important_victims_are_evicted():
     assert best(urgent, batch) == "b"
 
 
+@pytest.mark.parametrize("seconds", [(3.49, 3.51), (2.99, 3.01), (0.1, 0.55), (60.0, 65.0)])
+def test_seconds_that_hardly_differ_do_not_decide(seconds):
+    """The better fit decides, whichever of the two loads was measured as the faster one."""
+    for one, other in (seconds, seconds[::-1]):
+        first, second = offer("a", seconds=one, left_bytes=40), offer("b", seconds=other)
+        assert best(first, second) == "b"
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 3)), min_size=1, max_size=6))
+def test_the_best_host_is_close_to_the_fastest_and_fits_best_of_those(times):
+    """Close is within the larger of 0.5 s and 10 %. Slower hosts follow, none of them twice."""
+    offers = [offer(f"box{n}", seconds=s, left_bytes=left) for n, (s, left) in enumerate(times)]
+    fastest = min(seconds for seconds, _ in times)
+    close = [one for one in offers if one.seconds <= fastest + max(0.5, fastest * 0.1)]
+    found = ranked(offers)
+    assert found[0].left_bytes == min(one.left_bytes for one in close)
+    assert set(found[: len(close)]) == set(close) and len(set(found)) == len(offers)
+
+
 def test_then_the_seconds_then_the_best_fit_then_the_name():
     assert best(offer("a", seconds=9.0), offer("b", seconds=2.0)) == "b"
     assert best(offer("a", left_bytes=40), offer("b", left_bytes=10)) == "b"
@@ -142,6 +161,7 @@ def test_the_order_depends_only_on_the_offers(offers, random):
 
 @given(OFFERS, OFFERS)
 def test_a_host_that_joins_does_not_change_the_order_of_the_others(offers, more):
+    """The seconds here are close to each other or far apart, so no host lies in between."""
     known = {one.host for one in offers}
     joined = [*offers, *(one for one in more if one.host not in known)]
     assert [one for one in ranked(joined) if one.host in known] == list(ranked(offers))
