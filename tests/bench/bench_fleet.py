@@ -2,23 +2,28 @@
 
     python -m tests.bench.bench_fleet
 
+Then it simulates the messages at the controller, for up to 2,000 hosts.
+
 Each host has a book of eight cards and 40 leases. The decision is compared with one that lets every host make a plan.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from random import Random
 
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Book, HostRoom, Offer, PlanLevel, Request, World
+from gpu_runtime.fleet.client import BELIEVED_SECONDS
 from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.offers import offer_of, ranked, room_of, shortlist
+from gpu_runtime.scheduler.offers import MOST_PLANNED, offer_of, ranked, room_of, shortlist
 from gpu_runtime.scheduler.plan import plan
 from tests.worlds import NOW, book, lease, request, world
 
 HOSTS, CARDS, LEASES = 200, 8, 40
+SIMULATED_SECONDS = 60.0
 CARD = 80
 Host = tuple[Book, World]
 
@@ -112,5 +117,41 @@ def figures(decisions: int = 40) -> dict[str, float]:
     }
 
 
+def controller_load(
+    count: int, *, clients: int = 500, uses_a_second: float = 0.2, models: int = 4
+) -> dict[str, float]:
+    """A minute of a fleet of `count` hosts with a virtual clock: messages a second at the controller.
+
+    Each of the `clients` uses one of its `models` at random times. A use of a model that the client
+    used within BELIEVED_SECONDS goes to its host directly. Every other use is a question to the
+    controller, which asks all hosts for their room, and the best for a plan: two messages each.
+    """
+    random = Random(0)
+    believed: dict[tuple[int, int], float] = {}
+    questions = uses = 0
+    for client in range(clients):
+        now = random.expovariate(uses_a_second)
+        while now < SIMULATED_SECONDS:
+            uses += 1
+            key = client, random.randrange(models)
+            questions += now >= believed.get(key, 0.0)
+            believed[key] = now + BELIEVED_SECONDS
+            now += random.expovariate(uses_a_second)
+    planned = min(count, MOST_PLANNED)
+    messages = 2 + 2 * planned + (2 * count if count > MOST_PLANNED else 0)
+    rooms = [host_room(name, host, request("new", 20)) for name, host in hosts(random, 20).items()]
+    answers = [pickle.dumps(replace(rooms[n % 20], host=f"h{n}")) for n in range(count)]
+    began = time.perf_counter()
+    shortlist(pickle.loads(answer) for answer in answers)
+    return {
+        "uses a second": uses / SIMULATED_SECONDS,
+        "questions a second": questions / SIMULATED_SECONDS,
+        "messages a second": questions * messages / SIMULATED_SECONDS,
+        "ms to read and rank the rooms": (time.perf_counter() - began) * 1e3,
+    }
+
+
 if __name__ == "__main__":
     print(figures())
+    for hosts_of_fleet in (3, 200, 2000):
+        print(hosts_of_fleet, controller_load(hosts_of_fleet))
