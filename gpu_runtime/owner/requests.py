@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 from ..attribution import attributed, speaking_for
-from ..facts import Lease, LeaseId, Refuse, Verdict, Wait
+from ..facts import Book, Lease, LeaseId, Refuse, Verdict, Wait
 from ..scheduler import asks
 from ..scheduler.asks import Ask
+from ..units import show_bytes
 from . import presence
+from .resident import held_by
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 MOST_RECHECKS = 4  # times that an owner is rung to publish its pins before "in use" is believed
@@ -43,6 +47,9 @@ def request(
                 continue
             settled = not isinstance(verdict, Wait)
             if isinstance(verdict, Wait):
+                if wait and (because := _prevented_by_caller(session, target)):
+                    _journal_declined(session, ask, because)
+                    return Refuse(because, kind="in use")
                 verdict = presence.explained(session, verdict)
             if refusal and refusal != "failed":  # a failure was journaled by its owner
                 _journal_declined(session, ask, verdict.because)
@@ -58,6 +65,42 @@ def request(
                 session.withdraw(key)
         else:
             session.standing[key] = ask
+
+
+def _prevented_by_caller(session: Session, target: LeaseId) -> str:
+    """Why `target` cannot return while the calling thread keeps what it has pinned; empty if it can.
+
+    A cell that waits for such a return would wait for its own end.
+    """
+    pinned = held_by(list(session.residents.values()), threading.get_ident())
+    if not pinned:
+        return ""
+    book, limits = session.ledger.read(), session.limits
+    leases = [one.lease for one in list(session.residents.values()) if one.lease.id in pinned]
+    for ticket in book.tickets:
+        if (ticket.verb, ticket.owner, ticket.name) != ("use", target.owner, target.name):
+            continue
+        lease = book.lease(target.owner, target.name)
+        cards = [device for device in session.probe.devices if not device.is_host]
+        if len(cards) > 1 and (lease is None or lease.kind != "kernel"):
+            return ""  # a model may get room on another card
+        for device, size in ((share.device, share.bytes) for share in ticket.need):
+            own = sum(one.bytes for lease in leases for one in lease.shares if one.device == device)
+            limit = min(limits.get(device, 0), book.limits.get(device, limits.get(device, 0)))
+            if own and size + own > limit:
+                return _prevented(session, target, book, f"{show_bytes(size)} on {device}", own)
+    return ""
+
+
+def _prevented(session: Session, target: LeaseId, book: Book, need: str, own: int) -> str:
+    owner, lease = book.owner(target.owner), book.lease(target.owner, target.name)
+    assert owner is not None  # it has a ticket
+    is_kernel = lease is not None and lease.kind == "kernel"
+    command = f"unpark {owner.pid}" if is_kernel else f"preload {target.name}@{owner.pid}"
+    return (
+        f"{owner.label if is_kernel else target.name} needs {need}, where {session.owner.label} holds "
+        f"{show_bytes(own)} until its cell or block ends. After that, type in a terminal: gpu {command}"
+    )
 
 
 def follow_up(session: Session) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpu_runtime import GpuError
+from gpu_runtime import GpuError, StillInUse
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
 from gpu_runtime.units import MIB
@@ -370,6 +370,27 @@ def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, sh
     fakes(other, m=f"{57 * MIB - held // 2} B")
     other.preload("m", timeout=20)
     assert own(rt) == {HOST: held} and claims(other)["sim:0"] > 0
+    del kept
+
+
+def test_a_cell_does_not_wait_for_memory_that_needs_the_cells_own(started, runtime, shared_book):
+    """The cell waited for 30 s for its own end, and then named neither the holder nor a remedy."""
+    devices = "sim:64MiB,host:4GiB"
+    other = runtime(devices=devices, ledger=shared_book, monitor=True)
+    fakes(other, m="48 MiB")
+    other.preload("m")
+    other.evict("m")
+    rt, kernel = started(devices=devices, ledger=shared_book)
+    kept = torch.zeros(32 * FLOATS)
+    cell(kernel)
+    kernel.begin()
+    try:
+        with pytest.raises(
+            StillInUse, match=r"m needs 48.* on sim:0, where .* holds 32.*gpu preload m@"
+        ):
+            rt.preload(f"m@{other._session.me}", timeout=20)
+    finally:
+        kernel.end()
     del kept
 
 
