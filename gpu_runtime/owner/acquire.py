@@ -72,7 +72,9 @@ class Use(Held):
     def __init__(self, session: Session, resident: Resident, *wishes: Any) -> None:
         """`wishes` are the arguments importance, timeout and keep_alive of `obtain`."""
         self._anchor = self._kept = None
-        self._session, self._resident, self._wishes = session, resident, wishes
+        self._session = session
+        self._resident = resident
+        self._wishes = wishes
 
     def _typed(self) -> tuple[str, str]:
         return f"rt.use({self._resident.spec.name!r})", "model"

@@ -32,7 +32,10 @@ class Maps:
         self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
         """`clock` returns seconds of CLOCK_BOOTTIME, `wall` epoch seconds."""
-        self._ledger, self._probe, self._clock, self._wall = ledger, probe, clock, wall
+        self._ledger = ledger
+        self._probe = probe
+        self._clock = clock
+        self._wall = wall
         self._pulse: object = None  # the probe's pulse when the maps were last published
         self._drawn_at: object = None  # the probe's pulse when they were last drawn
         self._drawn: tuple[AllocatorMap, ...] = ()
@@ -76,7 +79,8 @@ class Maps:
         if pulse != self._drawn_at:
             me, wall = self._ledger.owner.id, self._wall()
             maps = [replace(map, owner=me, wall=wall) for map in self._probe.maps()]
-            self._drawn_at, self._drawn = pulse, bounded(maps)
+            self._drawn = bounded(maps)
+            self._drawn_at = pulse
         return self._drawn
 
     def all(self, book: Book) -> tuple[AllocatorMap, ...]:

@@ -14,7 +14,8 @@ from ..facts import Load, Move
 from .resident import Resident
 from .session import Session
 
-LOADING, RESTORING = "loading", "restoring"
+LOADING = "loading"
+RESTORING = "restoring"
 
 
 class Arrival:
@@ -25,15 +26,18 @@ class Arrival:
 
         `expected_seconds` is the time that the last such arrival took; 0 if unknown.
         """
-        self.name, self.verb = name, verb
-        self.all_bytes, self.done_bytes = all_bytes, 0
+        self.name = name
+        self.verb = verb
+        self.all_bytes = all_bytes
+        self.done_bytes = 0
         self.expected_seconds = expected_seconds
         self.seconds = 0.0  # how long the arrival took; 0 until it has ended
         self.ended = self.failed = False
 
     def __call__(self, done_bytes: int, all_bytes: int) -> None:
         """Notes that `done_bytes` of `all_bytes` are loaded. A backend calls this often."""
-        self.done_bytes, self.all_bytes = done_bytes, all_bytes
+        self.done_bytes = done_bytes
+        self.all_bytes = all_bytes
 
 
 @contextlib.contextmanager

@@ -29,7 +29,9 @@ class LeasedBlock:
 
     def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:
         """`torch` is torch's name of the device in this process, such as cuda:0."""
-        self.lease, self.device, self._torch = lease, device, torch
+        self.lease = lease
+        self.device = device
+        self._torch = torch
         self.bytes = lease.bytes
         self.peak_bytes: int | None = None
         self.delta_bytes: int | None = None
@@ -96,7 +98,9 @@ class _Block(Held):
     def __init__(self, session: Session, name: str, *wanted: Any) -> None:
         """`wanted` are the bytes, the importance and the timeout in seconds or None."""
         super().__init__()
-        self._session, self._name, self._wanted = session, name, wanted
+        self._session = session
+        self._name = name
+        self._wanted = wanted
         self._running: list[LeasedBlock] = []
 
     def _typed(self) -> tuple[str, str]:

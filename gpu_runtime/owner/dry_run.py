@@ -112,12 +112,14 @@ def of_lease(
     A model that is not loaded has the size and the importance that its owner `declared`. Raises
     UnknownSize if there is no such size.
     """
-    size, source = lease.bytes, "measured"
+    size = lease.bytes
+    source = "measured"
     if not size:
         if declared is None or not declared.bytes:
             why = f"{owner.label} has registered it without a size, and has not loaded it"
             raise UnknownSize(lease.name, why)
-        size, source = declared.bytes, "declared"
+        size = declared.bytes
+        source = "declared"
         lease = replace(lease, importance=declared.importance)
     footprint = Footprint((Part("all", size, source, f"by {owner.label}"),))
     obstacle = f"{owner.label} sets the options of {lease.name}" if given else ""

@@ -24,7 +24,8 @@ def stage(spec: ModelSpec, budget_bytes: int, stopped: Callable[[], bool]) -> in
 
     Returns the number of bytes that were read.
     """
-    done, piece = 0, bytearray(PIECE_BYTES)
+    done = 0
+    piece = bytearray(PIECE_BYTES)
     for path in _files(spec):
         try:
             with path.open("rb", buffering=0) as file:

@@ -42,7 +42,8 @@ class Kernel:
 
     def __init__(self, session: Session, stillness: Stillness) -> None:
         """`stillness` tells whether code runs in the kernel that may use its memory."""
-        self._session, self._stillness = session, stillness
+        self._session = session
+        self._stillness = stillness
         self._room = CellRoom(session)
         self.reading = Reading(session, self._begin_turn)
         self._cell = ""  # the text of the last cell
@@ -132,7 +133,8 @@ class Kernel:
         now = self._turn_began
         if not since:
             return ""
-        size, away = show_bytes(resident.lease.own_bytes), show_seconds(began - since)
+        size = show_bytes(resident.lease.own_bytes)
+        away = show_seconds(began - since)
         other = f"{who} had the card for {away}" if who else f"it was away for {away}"
         return f"{size} came back from RAM in {show_seconds(now - began)}; {other}."
 

@@ -45,7 +45,8 @@ class Reading:
 
     def __init__(self, session: Session, returned: Callable[[], None]) -> None:
         """For the kernel of `session`. `returned` is called when the memory came back."""
-        self._session, self._returned = session, returned
+        self._session = session
+        self._returned = returned
         self._again_at = 0.0
 
     def hold(self) -> Anchor | None:

@@ -23,7 +23,8 @@ class Key:
     __slots__ = ("text", "note", "ended_by", "__weakref__")
 
     def __init__(self, text: str) -> None:
-        self.text, self.note = text, weakref.ref(self)
+        self.text = text
+        self.note = weakref.ref(self)
         self.ended_by = ""  # who ended the wait with this key; empty: nobody
 
 

@@ -82,7 +82,8 @@ def _revise(session: Session, resident: Resident, given: Given) -> None:
             f"  Forget it first:  %gpu forget {name}      or choose another name.",
         )
     try:
-        resident.spec, resident.backend = spec, session.backend(spec.backend)
+        resident.backend = session.backend(spec.backend)
+        resident.spec = spec
     finally:
         work.release()
 
