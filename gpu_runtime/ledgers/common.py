@@ -142,19 +142,20 @@ class SharedLedger:
         try:
             while True:
                 self._require_open()
-                # The first attempt queues only in a crowd. A process that has the turn keeps it
-                # until the book is written.
-                if (
-                    paced
-                    and turn is None
-                    and (races_lost or self._pace.is_crowded(time.monotonic()))
-                ):
+                # The first attempt does not queue. It reads and decides beside the process with the
+                # turn, on another processor. A process that has the turn keeps it until the book is
+                # written.
+                if paced and turn is None and (races_lost or self._pace.should_queue):
                     turn = self._wait_for_turn()
                 began = time.monotonic()
                 try:
                     known = self._store.glance() if may_glance else None
                     may_glance = False
                     page = known or self._store.look()
+                    # In a crowd, the book changes while a process reads it for the first time in a
+                    # while. The second look reads only what has changed since.
+                    if turn is None and not known and self._store.is_behind(page):
+                        page = self._store.look()
                     new, answer = decide(page.book)
                     if new is page.book and known and self._store.look() is not known:
                         continue  # the answer was about an older page

@@ -40,17 +40,23 @@ def test_an_occasional_writer_never_waits():
     )
 
 
-def test_a_crowd_is_remembered_for_a_second():
+def test_only_a_constant_writer_under_contention_queues_before_its_first_attempt():
     """Without contention the first attempt of a write usually succeeds, so queueing would only
     delay the write. Under contention the first attempt would fail.
     """
-    pace = Pace()
-    assert not pace.is_crowded(10.0)
-    pace.note_contention(10.0)
-    assert pace.is_crowded(10.0 + CROWDED_SECONDS)
-    assert not pace.is_crowded(10.1 + CROWDED_SECONDS)
-    pace.after_loss(1, 20.0)
-    assert pace.is_crowded(20.0), "a lost race is contention too"
+    alone, among = Pace(), Pace()
+    among.note_contention(10.0)
+    queued = {
+        pace: [
+            (pace.before(10.0), pace.should_queue, pace.note_end(0.0001, 10.0))[1]
+            for _ in range(FREE_TURNS + 4)
+        ]
+        for pace in (alone, among)
+    }
+    assert not any(queued[alone])
+    assert queued[among] == [False, False] + [True] * (FREE_TURNS + 2)
+    among.before(10.0 + 2 * IN_A_ROW_SECONDS)
+    assert not among.should_queue
 
 
 def test_waits_after_losses_are_random_and_grow_within_a_bound():

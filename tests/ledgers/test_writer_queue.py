@@ -176,18 +176,29 @@ def test_a_writer_does_not_wait_for_the_turn_while_nobody_must_queue(ledger, oth
     assert ledger.read().ticket("ours")
 
 
-def test_in_a_crowd_a_process_queues_before_it_reads(ledger, other_with_turn, tmp_path):
-    """Otherwise the book changes while this process decides, and the attempt is lost."""
+def test_a_process_decides_on_what_was_written_while_it_read(ledger, tmp_path, monkeypatch):
+    """In a crowd, the first attempt would otherwise be lost, because the read takes long."""
     with contextlib.closing(open_ledger(f"sqlite://{tmp_path}/ledger")) as third:
-        theirs = Ticket("theirs", third.owner.id, "use", "qwen", 0, 0)
-        third.transact(lambda book: (book.with_ticket(theirs), None))
-    ledger._pace.note_contention(time.monotonic())
-    decided = threading.Semaphore(0)
-    thread = writing(ledger, decided)
-    assert not decided.acquire(timeout=0.1)
-    other_with_turn.run("leave")
-    thread.join(20)
-    assert ledger.read().ticket("ours")
+
+        def write(key):
+            theirs = Ticket(key, third.owner.id, "use", "qwen", 0, 0)
+            third.transact(lambda book: (book.with_ticket(theirs), None))
+
+        look, looks = ledger._store.look, []
+
+        def look_slowly():
+            page = look()
+            looks.append(page)
+            if len(looks) == 1:
+                write("while it read")
+            return page
+
+        write("before")
+        monkeypatch.setattr(ledger._store, "look", look_slowly)
+        decided = threading.Semaphore(0)
+        writing(ledger, decided).join(20)
+    assert decided.acquire(blocking=False) and not decided.acquire(blocking=False)
+    assert {ticket.key for ticket in ledger.read().tickets} == {"before", "while it read", "ours"}
 
 
 def test_a_writer_that_must_queue_decides_on_what_the_process_with_the_turn_wrote(

@@ -38,14 +38,6 @@ class Pace:
         """Records that other processes write too, because this process waited or lost a race."""
         self._crowded_at = now
 
-    def is_crowded(self, now: float) -> bool:
-        """Whether other processes wrote too within the last second.
-
-        Then the book changes while a process reads it and decides, so an attempt without the turn
-        is usually lost, and delays the process with the turn.
-        """
-        return now - self._crowded_at <= CROWDED_SECONDS
-
     def before(self, now: float) -> float:
         """Seconds to wait before a transaction that starts at the time `now`.
 
@@ -54,11 +46,23 @@ class Pace:
         """
         here = self._here
         in_a_row = now - getattr(here, "ended_at", _NEVER) < IN_A_ROW_SECONDS
+        crowded = now - self._crowded_at <= CROWDED_SECONDS
         here.turns = here.turns + 1 if in_a_row else 1  # transactions since the last wait
-        if here.turns <= FREE_TURNS or not self.is_crowded(now):
+        here.row = here.row + 1 if in_a_row else 1  # transactions since the last pause
+        here.should_queue = here.row > 2 and crowded
+        if here.turns <= FREE_TURNS or not crowded:
             return 0.0
         here.turns = 1
         return random.uniform(2, 6) * self.attempt_seconds
+
+    @property
+    def should_queue(self) -> bool:
+        """Whether this thread writes without a pause while other processes write too.
+
+        Then it should queue at once, because a failed attempt would delay the processes in the
+        queue.
+        """
+        return self._here.should_queue
 
     @property
     def will_write_again(self) -> bool:

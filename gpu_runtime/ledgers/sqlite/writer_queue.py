@@ -6,10 +6,10 @@ depends on that process. If it ends, the operating system releases its lock. If 
 another of its threads keeps the GIL, the other processes pass it after 5 ms. If it only waits for a
 processor, they pass it after 250 ms. (On a machine with 25 other programs, 64 processes that each
 passed it after 5 ms made 50 to 180 writes a second, and some gave up after 10 s. With this rule
-they made 1,300 to 1,560, and none gave up.)
+they made 700 to 1,400, and none gave up.)
 
-Without a crowd, a process writes without queueing, unless that would prevent the process with the
-turn from writing.
+A process that has already decided may write without queueing, unless that would prevent the process
+with the turn from writing.
 
 The queue has two files. One is the lock, which also has a count of the turns that ended, a mark
 that says whether all must queue, and the thread that has the turn. The other is a pipe that wakes
