@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.utils.checkpoint
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 from torch import nn
 
@@ -135,6 +135,7 @@ def run(deeds: list[tuple[str, int, int]], park: Park) -> list[torch.Tensor]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(deeds=PROGRAM, turns=some.lists(some.booleans(), min_size=1, max_size=6))
+@example(deeds=[(name, 0, 1) for name in DEEDS * 2], turns=[True])
 def test_a_random_program_with_side_streams_is_the_same_with_parks(guards, deeds, turns):
     """`turns` decides at which places the program is parked and returned."""
     alone = run(deeds, lambda: None)
