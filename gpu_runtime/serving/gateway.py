@@ -44,6 +44,7 @@ from .queue.thread_stream import in_thread
 from .replies import (
     Streamed,
     add_origin,
+    attempts,
     count_refusals,
     final_refusal,
     server_ending,
@@ -250,7 +251,7 @@ class Gateway:
         """The answer of the first model that can give one. `outer` is released at the end of the answer."""
         failed: list[tuple[str, BaseException]] = []
         deadline = None if call.budget is None else asyncio.get_running_loop().time() + call.budget
-        for choice in choices:
+        for choice in attempts(choices, failed):
             try:
                 async with asyncio.timeout_at(deadline) as limit:
                     reply = await self._answer_with(choice, call, outer, deadline)
@@ -283,10 +284,7 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of the model of `choice`.
-
-        `outer` releases the turn, the pin and the engine's stream at the end of the answer.
-        """
+        """The answer of `choice`. `outer` releases turn, pin and the engine's stream at the end of the answer."""
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)

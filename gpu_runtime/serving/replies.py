@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from ..errors import EngineDied
 from .health.blame import Blame, blame, first_line
 from .requests import Refused, Reply
 from .routing.fallback import Choice
@@ -111,6 +112,20 @@ class Streamed:
 def server_ending() -> Refused:
     """The refusal (503) of a call while the server ends."""
     return Refused(503, "ending", "the server is ending; retry when it has started again", 5.0)
+
+
+def attempts(
+    choices: Sequence[Choice], failed: Sequence[tuple[str, BaseException]]
+) -> Iterator[Choice]:
+    """Yields each of `choices`. If none answered, yields once more the first whose engine died.
+
+    The caller adds the model and the error of each attempt to `failed` before it asks for the next choice.
+    An engine may have died before the call reached it, so one repetition gives the caller an answer. A second death
+    ends the call: the call itself may be the cause.
+    """
+    yield from choices
+    died = {model for model, error in failed if isinstance(error, EngineDied)}
+    yield from [choice for choice in choices if choice.model in died][:1]
 
 
 def final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> Refused | None:

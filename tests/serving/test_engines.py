@@ -514,7 +514,7 @@ async def test_a_call_that_does_not_fit_the_models_type_is_refused(sources):
 
 @pytest.mark.processes
 @in_loop
-async def test_after_a_killed_worker_one_call_fails_and_the_next_reloads(
+async def test_a_stream_breaks_off_with_its_worker_and_a_dead_worker_costs_no_call(
     sources,
 ):
     """A worker is killed with SIGKILL during a stream. Its lease is released, and the next call is answered."""
@@ -532,5 +532,7 @@ async def test_after_a_killed_worker_one_call_fails_and_the_next_reloads(
             if "error" in last:
                 break
         assert last["error"]["code"] == "broken_off" and "is gone" in last["error"]["message"]
+        with k.rt.use("gguf") as model:
+            os.kill(model._engine.pid, signal.SIGKILL)
         assert answer_text(await k.chat("gguf", max_tokens=3))
         assert k.gateway.state().breakers["gguf"].failures == 0, "the success began the row anew"

@@ -13,6 +13,7 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, NotAModel
 from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.serving.engines.base import EngineFailed
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.routing.tasks import Profile, ServingConfig, Task
@@ -21,6 +22,7 @@ from tests.serving.loops import in_loop, settle, until
 
 ALONE = {"sequences": 1, "context_length": 64}  # one call at a time
 DIED = EngineDied("the engine of qwen (pid 7) is gone: killed.", name="qwen", pid=7)
+FAILED = EngineFailed("qwen failed: HTTP 500", name="qwen", why="HTTP 500")
 
 
 @in_loop
@@ -180,12 +182,42 @@ async def test_a_stand_in_answers_only_if_configured():
             "phi",
             "hello",
         )
-    async with harness(qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
+    async with harness(qwen=4, phi=4, scripts={"qwen": [FAILED]}) as k:
         with pytest.raises(
-            Refused, match="qwen could not be answered. qwen: the engine of qwen .* is gone"
+            Refused, match="qwen could not be answered. qwen: qwen failed: HTTP 500"
         ) as refused:
             await k.chat("qwen", "hello")
         assert refused.value.status == 503
+
+
+@in_loop
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_whose_engine_died_before_its_answer_is_repeated_once(stream):
+    """The engine may have died before the call. A second death ends the call, because the call may be its cause."""
+    async with harness(qwen=4, scripts={"qwen": [DIED]}) as k:
+        reply = await k.chat("qwen", "hello", stream=stream)
+        text = await stream_text(reply) if stream else answer_text(reply)
+        assert (reply.model, text, reply.because) == ("qwen", "hello", "")
+        assert k.gateway.state().breakers["qwen"].failures == 0
+        assert k.gateway.queue.active() == {}
+        k.scripts["qwen"] = [DIED, DIED]
+        with pytest.raises(
+            Refused, match="qwen could not be answered. qwen: the engine .* is gone"
+        ):
+            await k.chat("qwen", "hello", stream=stream)
+        assert k.gateway.state().breakers["qwen"].failures == 2
+        assert k.scripts["qwen"] == []
+
+
+@in_loop
+async def test_a_stand_in_answers_before_a_dead_engine_is_tried_again():
+    """The stand-in needs no reload. If the stand-in fails too, the requested model is tried once more."""
+    stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
+    scripts = {"qwen": [DIED], "phi": [FAILED]}
+    async with harness(stand_ins, qwen=4, phi=4, scripts=scripts) as k:
+        reply = await k.chat("qwen", "hello")
+        assert (reply.model, answer_text(reply)) == ("qwen", "hello")
+        assert scripts == {"qwen": [], "phi": []}
 
 
 @in_loop
@@ -276,7 +308,7 @@ async def _errors(reply) -> list[str]:
 @asynccontextmanager
 async def broken():
     """A gateway whose one model has failed five times in a row."""
-    async with harness(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
+    async with harness(qwen=4, scripts={"qwen": [FAILED] * 5}) as k:
         for _ in range(5):
             with pytest.raises(Refused):
                 await k.chat("qwen")
@@ -323,7 +355,7 @@ async def test_after_a_cancelled_probe_the_next_call_probes():
 @in_loop
 async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
     """Twelve calls wait for a dead model. Five of them fail and open the breaker; the other seven fail at once."""
-    async with harness(qwen=4, scripts={"qwen": [DIED] * 20}, options={"qwen": ALONE}) as k:
+    async with harness(qwen=4, scripts={"qwen": [FAILED] * 20}, options={"qwen": ALONE}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(12)), return_exceptions=True)
         assert all(isinstance(error, Refused) for error in results)
         assert sum("left alone" in str(error) for error in results) == 7
