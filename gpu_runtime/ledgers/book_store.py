@@ -26,6 +26,7 @@ from .book_parts import part_of, with_living
 from .decoding import UNREADABLE, decode_older
 from .liveness import Life, OwnerFile, life, rosters
 from .page_parts import Unwritable
+from .revision_hint import RevisionHint
 from .sqlite import files
 
 CLOSED_LOOK_SECONDS = 0.1  # between two checks whether grants are possible again
@@ -40,7 +41,7 @@ class LostRace(Exception):
 
 
 class GrantsClosed(Exception):
-    """The page was made again a moment ago, so nothing is granted for this many `seconds`."""
+    """The page was made again a moment ago. Nothing is granted for this many `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -102,6 +103,7 @@ class BookStore:
         self.owner_file = owner_file
         self._moved = moved
         self._lock = threading.Lock()
+        self._hint = RevisionHint(directory)
         self._connection: Any = None  # an open connection, or None
         self._page: Page | None = None  # as last read or written
         self._least_rev = 0  # the newest revision seen: a book below it is an old copy
@@ -285,7 +287,7 @@ class BookStore:
 
     def _rev_seen_by_others(self, page: Page) -> int:
         """The newest revision of this book that others are known to have seen; 0 if none is."""
-        return 0
+        return self._hint.of(page.name)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -444,7 +446,4 @@ def unwritable(error: Unwritable, path: str, writer: str) -> LedgerRefused:
 def _claims_more(old: Book, new: Book) -> bool:
     """Whether `new` claims more bytes on any device than `old`."""
     before = old.claims()
-    for device, claimed in new.claims().items():
-        if claimed > before.get(device, 0):
-            return True
-    return False
+    return any(claimed > before.get(device, 0) for device, claimed in new.claims().items())

@@ -27,6 +27,7 @@ from gpu_runtime.facts import (
     Share,
 )
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.revision_hint import RevisionHint
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
 
@@ -64,6 +65,41 @@ def test_a_lost_race_is_decided_again(new_owner):
     a.transact(decide)
     assert seen == [[], ["first"]]
     assert names(a) == ["first", "second"]
+
+
+@pytest.fixture
+def killed_before_its_hint(monkeypatch, new_owner):
+    """A ledger that knows the page of its own write. Another owner then wrote, and was killed
+    before it recorded the newest revision in the hint (the file beside the book).
+    """
+    ledger, other = new_owner(), new_owner()
+    put(ledger, "ours")
+    with monkeypatch.context() as patch:
+        patch.setattr(RevisionHint, "record", lambda *_: None)
+        put(other, "theirs")
+    return ledger
+
+
+def test_an_answer_that_is_not_written_is_about_the_newest_page(killed_before_its_hint):
+    """A decision starts from the page in memory. Only a successful write proves that this page is
+    the newest one.
+    """
+    found = killed_before_its_hint.transact(
+        lambda book: (book, sorted(lease.name for lease in book.leases()))
+    )
+    assert found == ["ours", "theirs"]
+
+
+def test_a_write_on_an_older_page_is_decided_again(killed_before_its_hint):
+    decided = []
+
+    def decide(book):
+        decided.append(sorted(lease.name for lease in book.leases()))
+        return book.with_section(section(killed_before_its_hint, "new")), None
+
+    killed_before_its_hint.transact(decide)
+    assert decided[-1] == ["ours", "theirs"]
+    assert names(killed_before_its_hint) == ["new", "theirs"]
 
 
 def test_the_same_book_is_not_written(new_owner):

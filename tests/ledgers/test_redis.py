@@ -22,6 +22,7 @@ from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUna
 from gpu_runtime.facts import SCHEMA, Section, Share
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
+from gpu_runtime.ledgers.redis.page import RedisBook
 from tests.redis_server import redis_server
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
@@ -129,6 +130,34 @@ def test_a_dead_owner_that_an_older_copy_brings_back_is_removed_again(own, open_
     assert ledger.dead(ledger.read()) == {other.id}
     without(ledger, other.id)
     assert names(ledger) == []
+
+
+def test_a_page_that_went_back_in_a_running_redis_is_noticed_by_an_owner_that_saw_no_newer_one(
+    new_owner_here, redis
+):
+    """An operator restores an older copy of the page. Its revision is the last one that an owner has read."""
+    ledger, other = new_owner_here(), new_owner_here()
+    put(ledger, "qwen")
+    redis.cli("COPY", page_of(ledger), "older", database=redis.databases)
+    put(other, "llama")
+    redis.cli("COPY", "older", page_of(ledger), "REPLACE", database=redis.databases)
+    found = ledger.transact(lambda book: (book, sorted(one.name for one in book.leases())))
+    assert found == ["llama", "qwen"]
+
+
+def test_a_second_write_in_a_row_reads_nothing(new_owner_here, monkeypatch):
+    """A second write in a row uses the page in memory, since a read costs as much as a write."""
+    ledger, other = new_owner_here(), new_owner_here()
+    read, reads = RedisBook._read, []
+    monkeypatch.setattr(RedisBook, "_read", lambda *args: reads.append(1) or read(*args))
+    put(ledger, "one")
+    reads.clear()
+    put(ledger, "one", "two")
+    assert not reads
+    put(other, "theirs")
+    reads.clear()
+    put(ledger, "one")
+    assert reads and names(other) == ["one", "theirs"]
 
 
 def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, redis):

@@ -30,10 +30,10 @@ from gpu_runtime.ledgers import liveness
 from gpu_runtime.ledgers.book_store import DamagedBook, LostRace
 from gpu_runtime.ledgers.liveness import start_ticks
 from gpu_runtime.ledgers.location import default_url
+from gpu_runtime.ledgers.revision_hint import RevisionHint
 from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
 from gpu_runtime.ledgers.sqlite.page import SqliteBook
-from gpu_runtime.ledgers.sqlite.revision_hint import RevisionHint
 from tests import forked
 
 from .conftest import GIB, REPO, Notebook, count, lease, names, put, section, ticket, without
@@ -522,41 +522,6 @@ def test_the_revision_hint_may_be_missing_or_wrong(new_owner_here, tmp_path, wha
     put(ledger, "one", "three")
     assert names(other) == ["one", "three", "two"]
     assert what != "a link" or (tmp_path / "precious").read_text() == "kept"
-
-
-@pytest.fixture
-def killed_before_its_hint(monkeypatch, new_owner_here):
-    """A ledger that knows the page of its own write. Another owner then wrote, and was killed
-    before it recorded the newest revision in the hint.
-    """
-    ledger, other = new_owner_here(), new_owner_here()
-    put(ledger, "ours")
-    with monkeypatch.context() as patch:
-        patch.setattr(RevisionHint, "record", lambda *_: None)
-        put(other, "theirs")
-    return ledger
-
-
-def test_an_answer_that_is_not_written_is_about_the_newest_page(killed_before_its_hint):
-    """A decision starts from the page in memory. Only a successful write proves that this page is
-    the newest one.
-    """
-    found = killed_before_its_hint.transact(
-        lambda book: (book, sorted(lease.name for lease in book.leases()))
-    )
-    assert found == ["ours", "theirs"]
-
-
-def test_a_write_on_an_older_page_is_decided_again(killed_before_its_hint):
-    decided = []
-
-    def decide(book):
-        decided.append(sorted(lease.name for lease in book.leases()))
-        return book.with_section(section(killed_before_its_hint, "new")), None
-
-    killed_before_its_hint.transact(decide)
-    assert decided == [["ours"], ["ours", "theirs"]]
-    assert names(killed_before_its_hint) == ["new", "theirs"]
 
 
 def test_a_second_write_in_a_row_reads_nothing(monkeypatch, new_owner_here):

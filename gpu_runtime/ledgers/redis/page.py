@@ -43,6 +43,7 @@ from ..book_store import (
 from ..decoding import UNREADABLE, decode_roster
 from ..liveness import Life, OwnerFile, life, read_roster
 from ..pages import encoded
+from ..revision_hint import RevisionHint
 from ..sqlite import files
 from .connection import Ask, RedisConnection
 from .scripts import (
@@ -132,6 +133,7 @@ class RedisBook(BookStore):
         self._connection = None
         seen = self._server.converse(self._vet)
         self._vetted = True
+        self._hint = RevisionHint(self.directory)  # a new object, as the directory may be a new one
         self._page = Page(seen.generation, 0, seen.rev, seen.book or Book())
         self._least_rev = seen.rev
         self._connection = self._server
@@ -267,6 +269,7 @@ class RedisBook(BookStore):
         if mark_seen:
             self._told_at = now
         if what == b"same":
+            self._require_new_enough(page, page.rev)
             return page
         if what == b"gone":
             raise DamagedBook(page.name, 0, "it is gone")
@@ -285,11 +288,15 @@ class RedisBook(BookStore):
         """The `page` with newer content. Raises LedgerNewer, DamagedBook, or one of UNREADABLE."""
         if schema > SCHEMA:
             raise LedgerNewer(self._server.url, schema, SCHEMA)
+        self._require_new_enough(page, rev)
+        self._least_rev = rev
+        return self._unpacked(page, body, rev, schema)
+
+    def _require_new_enough(self, page: Page, rev: int) -> None:
+        """Raises DamagedBook if `rev`, found in the Redis, is older than a revision seen here."""
         if rev < self._least_rev:
             why = f"it is at revision {rev}, and {self._least_rev} has been seen"
             raise DamagedBook(page.name, 0, why)
-        self._least_rev = rev
-        return self._unpacked(page, body, rev, schema)
 
     def _commit(self, page: Page, draft: Draft) -> None:
         self._require_small(draft.body)
@@ -318,6 +325,7 @@ class RedisBook(BookStore):
             raise LostRace
         self._page = page._replace(rev=page.rev + 1, book=draft.book, packed=draft.packed)
         self._least_rev = page.rev + 1
+        self._hint.record(page.name, page.rev + 1)
         if part_changed:
             self._roster_doubtful = False
             self._unfinished = None

@@ -27,9 +27,9 @@ from ..decoding import UNREADABLE
 from ..liveness import OwnerFile
 from ..notify import owners_in
 from ..pages import EMPTY, is_whole
+from ..revision_hint import RevisionHint
 from . import files
 from .recovery import Before, newest_roster_rev, rebuild
-from .revision_hint import RevisionHint
 
 # A SELECT returns its row while it still holds its read lock. Python needs the GIL to fetch further
 # and to release the lock. If another thread keeps the GIL for a second, no process can write for a
@@ -81,7 +81,6 @@ class SqliteBook(BookStore):
         """The parameters are as in BookStore."""
         super().__init__(directory, boot, owner_file, moved)
         forks.awaited(self._lock)
-        self._hint = RevisionHint(directory)
 
     @property
     def path(self) -> Path:
@@ -143,9 +142,6 @@ class SqliteBook(BookStore):
         """Whether an owner lives that was here before the directory was deleted and made again."""
         owners = self.directory / "owners"
         return any(not os.path.lexists(owners / id) for id in owners_in(owners))
-
-    def _rev_seen_by_others(self, page: Page) -> int:
-        return self._hint.of(page.name)
 
     def _in_force(self, page: Page) -> bool:
         # CURRENT leads to the file of `page`. This connection keeps that file open, so no other

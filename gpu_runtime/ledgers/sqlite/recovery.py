@@ -23,8 +23,8 @@ from ..book_store import DamagedBook, boottime, closed_seconds
 from ..decoding import UNREADABLE, decode_roster
 from ..liveness import Life, Roster, life, life_of, read_roster
 from ..pages import encoded
+from ..revision_hint import RevisionHint
 from . import files
-from .revision_hint import RevisionHint
 
 log = logging.getLogger("gpu_runtime")
 

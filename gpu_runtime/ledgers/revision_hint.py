@@ -5,6 +5,9 @@ revision notices the replacement. With this file, all other processes notice it 
 would grant the same bytes again. The file is written after each write of the book, and read before
 each read and write (2 µs). If the file is missing or wrong, the book is accepted until a process
 remembers a newer revision.
+
+The file also saves work. A process whose own copy of the book has the newest revision decides on
+that copy, without a read. A process whose copy is older reads again before it tries to write.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import weakref
 import zlib
 from pathlib import Path
 
-from ..access import access_to
+from .access import access_to
 
 FILE = "newest"
 _ENTRY = struct.Struct("<IQ")  # the checksum of the book's name, and its revision
