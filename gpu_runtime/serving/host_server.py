@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import getpass
 import secrets
-import socket
 import threading
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from ..threads import start
 from ..version import VERSION
 from ..web.asgi import Asgi
 from ..web.auth import AccessRules
-from ..web.http_server import Address, Service, mask_logs
+from ..web.http_server import Service, bound, mask_logs
 from .api.app import application
 from .gateway import Gateway
 from .server import MAX_BODY_BYTES, ROUTES, HeadlessServer
@@ -64,15 +63,8 @@ async def _run(rt: Any, host: str, found: list[HostServer], listens: threading.E
         max_body_bytes=MAX_BODY_BYTES,
     )
     mask_logs()
-    port = _free_port(host)
-    HeadlessServer(service, rules, Address(host, port))
+    _, address = bound(HeadlessServer, service, rules, host, None, None)
     shown = f"[{host}]" if ":" in host else host
-    found.append(HostServer(f"http://{shown}:{port}", token))
+    found.append(HostServer(f"http://{shown}:{address.port}", token))
     listens.set()
     await asyncio.Event().wait()  # until the process ends
-
-
-def _free_port(host: str) -> int:
-    """A port of `host` that is free now."""
-    with socket.create_server((host, 0)) as listening:
-        return int(listening.getsockname()[1])

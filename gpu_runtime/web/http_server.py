@@ -8,6 +8,7 @@ one with the console's page.
 from __future__ import annotations
 
 import asyncio
+import errno
 import getpass
 import html
 import logging
@@ -36,6 +37,7 @@ from .auth import AccessRules, Visitor
 MASKED_LOGS = ("tornado.access", "tornado.application", "tornado.general")
 LIMITED_LOGS = (*MASKED_LOGS, "asyncio")  # what strangers do is logged there
 LINES_AT_ONCE, LINES_A_SECOND = 100, 2.0  # the limits of each of these logs
+BIND_ATTEMPTS = 5  # several servers that start at the same time find the same free port
 CANCEL_SECONDS = 5.0  # the longest wait until cancelled tasks have ended
 
 
@@ -101,17 +103,12 @@ def run(
     """Serves `service` until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
 
     `make_server` makes the server. The server listens on `socket_path`, else on `port` of `host`. Without a `port`, it
-    uses the service's default port. With `read_only` no visitor may act. With `browser` a browser opens the URL.
+    uses the service's default port; 0 takes any free port. With `read_only` no visitor may act. With `browser` a
+    browser opens the URL.
     """
     rules = access_rules(read_only=read_only)
     rules = replace(rules, cors=service.cors, key_visitor=service.key_visitor)
-    address = _free_address(service, host, port, socket_path)
-    try:
-        server = make_server(service, rules, address)
-    except OSError as error:  # another process bound the port in the meantime
-        raise GpuError(
-            f"nothing can listen there ({error.strerror}). Try again:  {service.command}"
-        ) from None
+    server, address = bound(make_server, service, rules, host, port, socket_path)
     mask_logs()
     loop = IOLoop.current()
     secret_files: list[Path | None] = []
@@ -239,6 +236,30 @@ def open_browser(address: str) -> Path | None:
         )
     webbrowser.open(Path(name).as_uri())
     return Path(name)
+
+
+def bound(
+    make_server: MakeServer,
+    service: Service,
+    rules: AccessRules,
+    host: str,
+    port: int | None,
+    socket_path: str | None,
+) -> tuple[WebServer, Address]:
+    """A server that listens, and its address. Without a `port`, or with 0, another free port may be taken.
+
+    Raises GpuError if the server cannot listen.
+    """
+    attempts_left = BIND_ATTEMPTS if not port and socket_path is None else 1
+    while True:
+        address = _free_address(service, host, port, socket_path)
+        attempts_left -= 1
+        try:
+            return make_server(service, rules, address), address
+        except OSError as error:  # another process has bound the port since it was found free
+            if not attempts_left or error.errno != errno.EADDRINUSE:
+                why = f"nothing can listen there ({error.strerror})"
+                raise GpuError(f"{why}. Try again:  {service.command}") from None
 
 
 def _free_address(

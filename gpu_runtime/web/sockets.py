@@ -39,15 +39,14 @@ def prepare(path: str) -> Path:
 
 
 def free_port(host: str, port: int, tries: int, command: str = "gpu console") -> int:
-    """The first free port of `host` among `tries` ports, beginning with `port`.
+    """The first free port of `host` among `tries` ports, beginning with `port`. If that is 0, any free port.
 
     Raises GpuError if none is free, or the host cannot be listened on. The error advises to type `command`.
     """
     last_error: OSError | None = None
     for candidate in range(port, port + tries):
         try:
-            _try_to_bind(host, candidate)
-            return candidate
+            return _try_to_bind(host, candidate)
         except OSError as error:
             last_error = error
             if error.errno != errno.EADDRINUSE:
@@ -58,12 +57,13 @@ def free_port(host: str, port: int, tries: int, command: str = "gpu console") ->
     raise GpuError(f"nothing can listen on {host}, port {port} ({last_error.strerror}).")
 
 
-def _try_to_bind(host: str, port: int) -> None:
-    """Binds the port and releases it. Raises OSError if that fails."""
+def _try_to_bind(host: str, port: int) -> int:
+    """Binds the port and releases it. Returns its number, which the system chooses for 0. Raises OSError."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         trial.bind(address)
+        return int(trial.getsockname()[1])
 
 
 def _check_directories(directory: Path) -> None:

@@ -4,6 +4,7 @@ socket.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -441,6 +442,36 @@ def test_the_first_free_port_is_used_unless_one_was_named():
             match=f"port {port} of 127.0.0.1 is in use. Take another:  gpu console --port N",
         ):
             sockets.free_port("127.0.0.1", port, tries=1)
+
+
+@pytest.mark.parametrize(
+    ("port", "losses", "listens"),
+    [(None, 4, True), (0, 4, True), (None, 5, False), (8211, 1, False)],
+)
+def test_a_port_that_another_process_binds_meanwhile_is_replaced_by_the_next(port, losses, listens):
+    """Several servers start at the same time and find the same free port. A port that a user named is not replaced."""
+    addresses = []
+
+    def make_server(service, rules, address):
+        addresses.append(address)
+        if len(addresses) <= losses:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        return http_server.WebServer()
+
+    service = http_server.Service(
+        "gpu serve", command="gpu serve", default_port=free_port(), ports_tried=50
+    )
+    if port:
+        port = free_port()
+    where = (make_server, service, http_server.access_rules(), "127.0.0.1", port, None)
+    if listens:
+        _, address = http_server.bound(*where)
+        assert address is addresses[-1] and len(addresses) == losses + 1
+        assert address.port > 0
+    else:
+        with pytest.raises(GpuError, match="Address already in use.*Try again:  gpu serve"):
+            http_server.bound(*where)
+        assert len(addresses) == losses
 
 
 def test_an_interrupted_console_leaves_nothing(tmp_path):
