@@ -75,6 +75,13 @@ def test_the_first_screen_has_the_commands_and_a_working_cell():
 # -- completeness ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/index.md"])
+def test_every_guide_is_offered(page):
+    text = (ROOT / page).read_text()
+    guides = {path.name for path in (ROOT / "docs/guides").glob("*.md")} - {"index.md"}
+    assert {name for name in guides if f"{name})" not in text} == set()
+
+
 def test_every_setting_is_listed_once_and_has_a_meaning():
     rows = {row.name: row.doc for row in Settings.load().sources()}
     assert sorted(listed("reference/settings", "settings")) == sorted(rows)
