@@ -255,6 +255,20 @@ def test_a_card_that_is_full_on_the_return_changes_nothing(kernel, full):
     assert (one.cpu()[0], two.cpu()[0]) == (1, 2)
 
 
+def test_a_return_without_an_exchange_keeps_no_blocks_on_the_card(kernel):
+    """The kernel is in use at the moment of the exchange. The error is kept, as a notebook does."""
+    tensor = floats(1.0, count=MIB)
+    kernel.park()
+    kernel.still.at_exchange = lambda: "a thread uses torch"
+    with pytest.raises(NotStill) as error:
+        kernel.unpark()
+    assert error.value.__traceback__ is not None
+    assert simgpu.used_bytes(0) == 0
+    kernel.still.at_exchange = lambda: ""
+    kernel.unpark()
+    assert tensor.cpu()[0] == 1
+
+
 @pytest.mark.parametrize("fails_at", [1, 3, 5])
 def test_an_exchange_that_fails_is_undone_by_exchanging_again(kernel, fails_at):
     tensors = [floats(float(value)) for value in range(5)]

@@ -48,7 +48,9 @@ def kernel(llama, copies=ME, **options):
 
 
 def content(model):
-    return {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    """All weights and buffers, also those that are not in the model's files."""
+    tensors = [*model.module.named_parameters(), *model.module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors}
 
 
 def same(one, other):
@@ -117,12 +119,14 @@ def test_what_one_user_of_the_pages_writes_no_other_one_sees(llama):
     same(content(other), before)
 
 
-def test_torn_pages_are_not_used(llama):
+@pytest.mark.parametrize("kind", ["weight", "inv_freq"])
+def test_torn_pages_are_not_used(llama, kind):
+    """The bytes of a weight are torn, or those of a buffer that the model's files do not have."""
     first, one = kernel(llama)
     before = content(one)
     [pages] = mine()[:1]
-    [place] = sorted({(stored.at, stored.size) for stored in stored_in(pages)})[:1]
-    pages.write(place[0], memoryview(b"torn"))
+    torn = [stored for stored in stored_in(pages) if stored.tensors[0][0].endswith(kind)]
+    pages.write(torn[0].at, memoryview(b"torn"))
     second, other = kernel(llama)
     same(content(other), before)
     assert other.shadow_bytes  # a private copy

@@ -610,6 +610,8 @@ def test_a_block_of_code_leases_room_and_gives_it_back_whatever_happens(runtime)
         assert claims(rt)["sim:0"] == 10 * GIB and where(rt)["a"] == "host"
         assert (block.bytes, block.device.id) == (10 * GIB, "sim:0")
         raise ZeroDivisionError
+    # After an error the interpreter keeps `__exit__` until the block's end has been written.
+    assert [lease.name for lease in rt._session.ledger.read().leases()] == ["a"]
     assert "sim:0" not in claims(rt) and rt._session.blocks == {}
     with pytest.raises(DoesNotFit), rt.lease("30 GiB", purpose="training"):
         pass
