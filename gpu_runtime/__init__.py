@@ -123,9 +123,9 @@ def runtime() -> Runtime:
 def fleet(address: str = "auto") -> Fleet:
     """The fleet: all hosts of the Ray cluster at `address` that have joined.
 
-    `address` is `auto` on a machine of the cluster, or the head's, such as `box1:6379`. Raises
-    FleetUnavailable if the extra `fleet` is not installed, or if no such cluster takes this
-    process.
+    `address` is `auto` on a machine of the cluster, else the address of the cluster's head node,
+    such as `box1:6379`. Raises FleetUnavailable if the extra `fleet` is not installed, or if the
+    process cannot connect to the cluster.
     """
     from .fleet.client import open_fleet
 

@@ -84,7 +84,7 @@ def read(path: Path) -> Keys:
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:
-    """Checks that the open file, whose figures were `found`, belongs to this user alone. Raises BadDocument."""
+    """Raises BadDocument unless only this user can use the file `path` with the status `found`."""
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise _bad(path, "it is not a file of this user")
     if found.st_mode & 0o077:
@@ -143,7 +143,7 @@ def digest(key: str) -> str:
 
 
 def name_of(keys: Keys, offered: str) -> str:
-    """The name of the `offered` key, or "". It is compared with each key in constant time."""
+    """The name of the key whose text is `offered`, or "". Each comparison takes constant time."""
     sha256 = digest(offered)
     found = ""
     for name, key in keys.items():
@@ -153,7 +153,7 @@ def name_of(keys: Keys, offered: str) -> str:
 
 
 class KeysFile:
-    """The keys of one file. A changed file is read again; after a mistake in it the earlier keys stay."""
+    """The keys of one file. A changed file is read again. If it is wrong, the old keys stay."""
 
     def __init__(
         self, path: Path, clock: Callable[[], float], report: Callable[[str], None]
@@ -186,7 +186,7 @@ class KeysFile:
             self._report(f"the earlier keys stay: {error}")
 
     def _look(self) -> tuple[int, ...] | None:
-        """Figures that differ after each change of the file, also of its mode; None without a file."""
+        """The times, size and inode of the file, which show every change; None without a file."""
         try:
             found = os.stat(self._path)
         except OSError:  # `read` reports it
@@ -196,7 +196,10 @@ class KeysFile:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[Keys]:
-    """The keys of the file. Changes of the block are written at its end, in one step, with mode 0600."""
+    """Yields the keys of the file `path`, which the `with` block may change.
+
+    At the end of the `with` block the keys replace the file in one step, with mode 0600.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "r+") as lock:

@@ -132,7 +132,7 @@ def _word(value: Any) -> str:
 
 
 def _one_line(value: Any) -> str:
-    """Free text for people, shortened to one line of the longest allowed name."""
+    """Free text for people, as one line. Text longer than the longest allowed name is shortened."""
     text = "" if value is None else plain(value)
     _require(isinstance(text, str))
     return printable(" ".join(text[:LONGEST_TEXT].split()), LONGEST_NAME)
@@ -396,8 +396,8 @@ def _rule(method: str, parameter: str) -> Rule:
 def checked(method: Callable[P, T]) -> Callable[P, T]:
     """Wraps `method`, so that it gets only arguments that the table allows.
 
-    Keywords that its signature does not name are passed on unchanged to a method with `**options`.
-    Another method refuses them, and names the nearest keyword.
+    If the method has `**options`, keywords that its signature does not name are passed on
+    unchanged. Otherwise they raise BadSetting, which names the nearest keyword.
     """
     rules = rules_of(method)
     takes_more = bool(method.__code__.co_flags & inspect.CO_VARKEYWORDS)

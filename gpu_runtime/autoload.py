@@ -22,7 +22,9 @@ get_config().InteractiveShellApp.extensions.append("gpu")
 
 
 def autoload(remove: bool = False, prefix: str = sys.prefix) -> Outcome:
-    """Writes the block into the configuration of the environment at `prefix`. `remove` removes it.
+    """Writes the marked block into the configuration of the environment at `prefix`.
+
+    With `remove` the block is removed instead.
 
     Raises GpuError if the file cannot be written.
     """

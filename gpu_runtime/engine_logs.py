@@ -44,10 +44,10 @@ def newest_log(name: str) -> Path | None:
 
 
 def part_of(log: Path, after: int, most: int) -> tuple[str, int]:
-    """The text of the file `log` from byte `after` on, and the byte at which the text ends.
+    """The text of the file `log` from byte `after` to the end, and the size of the file in bytes.
 
-    At most the last `most` bytes are read. A file that is shorter than `after` is read from its
-    beginning. Raises OSError.
+    If that is more than `most` bytes, only the last `most` bytes are read. A file that is shorter
+    than `after` is read from its beginning. Raises OSError.
     """
     with open(log, "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -65,7 +65,7 @@ class GpuError(Exception):
         self.__dict__.update(facts)
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython shows: the sentence, the user's lines that failed, the page."""
+        """The lines for IPython: the message, the user's lines that failed, and a help command."""
         name = type(self).__name__
         page = name if type(self).__module__ == __name__ else GpuError.__name__
         places = [*user_lines(self), *self.places]
@@ -104,7 +104,7 @@ class StillInUse(GpuError):
 
 
 class NotAllowed(GpuError):
-    """The operator's caps forbid it, or it is another user's. Attributes: name, user, because."""
+    """A cap forbids the action, or the model is another user's. Attributes: name, user, because."""
 
 
 class Busy(GpuError):
@@ -112,7 +112,7 @@ class Busy(GpuError):
 
 
 class WaitEnded(GpuError):
-    """A person ended the wait for room. Attributes: name, by, waited_seconds, because."""
+    """A person (`by`) ended the wait for room. Attributes: name, by, waited_seconds, because."""
 
 
 class Deadlock(GpuError):
@@ -123,7 +123,7 @@ class OutOfMemory(GpuError, MemoryError):
     """A device ran out of memory while a model was in use.
 
     Attributes: device, asked_bytes, holders, report. `left` are the leases of this process's idle
-    models that were evicted when the block ended.
+    models that were evicted when the `with` block ended.
     """
 
     left: Any = ()
@@ -193,12 +193,12 @@ class UnknownVerb(GpuError, LookupError):
 
 
 class NeedsWith(GpuError, AttributeError, TypeError):
-    """A block of `rt.use` or `rt.lease` was used as if it were its value. Attributes: attribute."""
+    """The result of `rt.use(…)` or `rt.lease(…)` was used without `with`. Attributes: attribute."""
 
     def __init__(self, call: str, value: str, attribute: str = "") -> None:
-        """`call` is how the block is written, `value` the name of its value.
+        """`call` is the user's call, such as `rt.use("qwen")`, and `value` a name for its result.
 
-        `attribute` is what was read of it, or empty for a call.
+        `attribute` is the attribute that was read from the result; empty if the result was called.
         """
         use = f"{value}.{printable(attribute, MOST_QUOTED)}" if attribute else f"{value}(…)"
         super().__init__(
@@ -285,9 +285,9 @@ class BadDocument(GpuError, ValueError):
     def __init__(
         self, file: str, line: int, field: str, problem: str, others: tuple[BadDocument, ...] = ()
     ) -> None:
-        """The `problem` of `field` (may be empty) in `line` (0: unknown) of `file`.
+        """`problem` describes the mistake in `file`. `others` are the further errors in the file.
 
-        `others` are the further errors in the file.
+        `line` is 0 if it is unknown. `field` is empty if the mistake is in no single field.
         """
         place = file
         if line:
@@ -309,7 +309,7 @@ class BadDocument(GpuError, ValueError):
 
     @classmethod
     def of(cls, found: list[BadDocument]) -> BadDocument:
-        """All errors `found` in a file as one error: the first error, which has the others."""
+        """Returns the first error of `found`, with the other errors of the file as its `others`."""
         first, *others = found
         if not others:
             return first
@@ -424,7 +424,7 @@ class NodeLost(GpuError):
 
 
 class LedgerUnavailable(GpuError):
-    """The book cannot be read or written. Nothing is granted until it can. Attributes: path."""
+    """The book (all leases and requests) cannot be read or written. Attributes: path."""
 
 
 class LedgerNewer(LedgerUnavailable):

@@ -26,7 +26,7 @@ _here = threading.local()
 
 
 def awaited(lock: threading.Lock) -> threading.Lock:
-    """Makes every fork wait for `lock`, so the child never sees half-changed data. Returns `lock`.
+    """Makes every fork wait for `lock`, so the child sees no half-changed data. Returns `lock`.
 
     Use it for locks around SQLite, and around files that are locked for a moment.
     """
@@ -35,13 +35,16 @@ def awaited(lock: threading.Lock) -> threading.Lock:
 
 
 def freed(lock: threading.Lock) -> threading.Lock:
-    """Makes `lock` free in a forked child: its data is valid at every moment. Returns `lock`."""
+    """Makes `lock` free in a forked child. Returns `lock`.
+
+    Use it only for a lock whose data is valid at every moment.
+    """
     _freed[id(lock)] = lock
     return lock
 
 
 def is_clean() -> bool:
-    """Whether every lock of `awaited` was free when this process was forked.
+    """Whether every lock that was passed to `awaited` was free when this process was forked.
 
     The result is also True in a process that was not forked.
     """
@@ -49,7 +52,7 @@ def is_clean() -> bool:
 
 
 def _before() -> None:
-    """Acquires the locks of `awaited`, in the parent."""
+    """Acquires, in the parent, the locks that were passed to `awaited`."""
     deadline = time.monotonic() + WAIT_SECONDS
     _here.taken, _here.missed = [], []
     for (

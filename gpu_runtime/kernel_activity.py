@@ -1,7 +1,8 @@
 """Whether this process's kernel is running a cell, and since when.
 
-The IPython extension records the start and end of each cell in this module's memory. A record costs
-under a microsecond and touches no ledger. The monitor publishes it with this process's other facts.
+The IPython extension records the start and end of each cell in this module's memory. A record takes
+under a microsecond and does not access the ledger. The runtime's monitor thread publishes the
+record with this process's other facts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Activity:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns the current time in seconds."""
         self._clock = clock
-        # These functions are called when a cell starts. They wake monitors that sleep for long.
+        # These functions are called when a cell starts. They wake monitor threads that sleep long.
         self.watchers: set[Callable[[], None]] = set()
         self.forget()
 
@@ -60,9 +61,9 @@ class Activity:
 
     @property
     def state(self) -> State:
-        """Since when the oldest running cell has been running, or when the last cell ended.
+        """When the oldest running cell started; if no cell runs, when the last cell ended.
 
-        The time is rounded to a tenth of a second, because it is stored in the book.
+        The time is rounded to a tenth of a second, to keep it short in the ledger.
         """
         since = list(self._running.values())
         if since:
@@ -71,7 +72,7 @@ class Activity:
 
 
 def _forget_all() -> None:
-    """In a forked child, which runs no cell and no monitor: removes all records and watchers."""
+    """Removes all records and watchers in a forked child, which runs no cell and no monitor."""
     activity.forget()
     activity.watchers.clear()
 

@@ -34,7 +34,7 @@ class Name(NamedTuple):
 
 
 class Namespace:
-    """The names of a process: its variables, the functions that run, the threads, and the last error.
+    """The names of a process: variables, running functions, threads, and the last error.
 
     These are the names of a script. A front end has a subclass. Only `held` returns objects, and
     no reference to them is kept.
@@ -55,7 +55,10 @@ class Namespace:
         return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(self._errors()))]
 
     def held(self, name: Name) -> list[Any]:
-        """The objects of `name`, with one entry for each reference that is removed with the name."""
+        """The objects to which `name` refers.
+
+        An object is in the list once for each reference that goes away with the name.
+        """
         if name.kind == ERROR:
             return values_in(frames_of(self._errors()))
         if name.kind == VARIABLE:
@@ -63,7 +66,7 @@ class Namespace:
         return values_in(frames_named(name))
 
     def shared(self) -> list[Any]:
-        """Containers that belong to no single name. A search ends at these containers."""
+        """Containers that belong to no single name. A search for memory does not look into them."""
         return [self._variables]
 
     def variables(self) -> list[str]:
@@ -156,7 +159,7 @@ def frame_names() -> list[Name]:
 
 
 def frames_named(name: Name) -> list[FrameType]:
-    """The frames of a `name` that `frame_names` returned."""
+    """The frames of `name`, which `frame_names` returned: of its function, or of its thread."""
     if name.kind == RUNNING:
         here = _stack(threading.get_ident())
         return [frame for frame in here if f"{frame.f_code.co_name}()" == name.name]

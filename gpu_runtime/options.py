@@ -63,7 +63,7 @@ REFUSED_FOR_TRANSFORMERS = dict.fromkeys(
 
 
 def _refused(instead: str) -> Rule:
-    """The rule of an option that is always refused. `instead` says what to do instead."""
+    """The rule of an option that is always refused. The error says to do `instead`."""
     return Rule(instead, whole(1, 0))
 
 
@@ -114,7 +114,7 @@ FLAGS = {  # keyword of `rt.load` and `rt.plan` -> the option of `%gpu load` and
 
 
 def require_none(options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Raises BadSetting if one of the `refused` options is among the `options`."""
+    """Raises BadSetting if `options` has a `refused` name. Each maps to what to do instead."""
     for name, instead in refused.items():
         if name in options:
             raise BadSetting(name, options[name], instead)

@@ -32,8 +32,8 @@ _CARD_SIZE = re.compile(r"\s*([0-9]{1,6})\s*G(?:i?B)?\s*\+?\s*", re.IGNORECASE)
 def preset(name: str) -> dict[str, str]:
     """The environment variables recommended for a card of the size `name`, such as 8GB.
 
-    Cards larger than 24GB use those of 24GB. Raises BadSetting for a size without a preset. Source:
-    Semantik, Recommended Configurations by VRAM Size.
+    Cards larger than 24GB have the variables of 24GB. Raises BadSetting if a size has no preset.
+    Source: Semantik, Recommended Configurations by VRAM Size.
 
     >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"], preset("80GB") == preset("24GB+")
     ('0.85', True)

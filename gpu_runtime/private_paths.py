@@ -1,8 +1,8 @@
 """Private files: where they are, how they are replaced and read, and who can change their path.
 
-A file is as private as the directories above it. A user who may rename one of them, or who owns a
-link on the way, can put another file in its place. OpenSSH checks the path of a key in the same
-way.
+A file is only as private as the directories above it. A user who may rename one of these
+directories, or who owns a link in the path, can put another file in the place of the private file.
+OpenSSH checks the path of a key in the same way.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ def replace_file(
 
 
 def read_plain(path: Path, most_bytes: int, owner: int | None = None) -> bytes:
-    """The content of the file `path`, in whose place another user may have put something else.
+    """The content of the file `path`, which another user may have replaced.
 
-    Opening a pipe could wait for ever, so only a plain file is read. Raises OSError for anything
-    else, for more than `most_bytes`, and for a file of another user than `owner`, a user id.
+    Only a plain file is read, because opening a pipe could wait for ever. Raises OSError if `path`
+    is anything else, if the file has more than `most_bytes`, or if it does not belong to the user
+    with the id `owner`. With `owner` None, the file may belong to any user.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:

@@ -354,7 +354,7 @@ class Runtime:
     ) -> Outcome:
         """Loads the model onto its device now, so that the next `use` does not wait.
 
-        `progress(bytes, total)` is called during the load. `timeout` is that of `use`. Without
+        `progress(bytes, total)` is called during the load. `timeout` is as in `use`. Without
         `wait` the model is loaded in the background, and a failure is logged. Raises as `use` does.
         """
         session = self._session
@@ -375,12 +375,12 @@ class Runtime:
     ) -> Outcome:
         """Evicts the model to host memory. If host memory has no room, the model is unloaded.
 
-        `qwen@4121` or a LeaseId names another process's model. `train.ipynb` names all that a
-        notebook holds, also its own memory. `*` names all idle models. With `drop`, a model that
-        its source has leaves host memory too. Another process gets a request and
+        `qwen@4121` or a LeaseId names another process's model, and `train.ipynb` all memory of a
+        notebook, also that of its own code. `*` names all idle models. With `drop`, a model that
+        can be loaded again leaves host memory too. Another process gets a request, and has
         `timeout` seconds. Without `wait` the request is only written. With `lost`, `name` is the
-        pid of a process that nothing proves alive or dead. The outcome says what it holds; `force`
-        ends its leases, for a person who knows that it has ended.
+        pid of a process that may have ended. The outcome lists the memory of that process. `force`
+        also ends its leases; use it only if you know that the process has ended.
 
         Raises StillInUse, UnknownModel, AmbiguousName, Busy, NotAllowed, GpuError.
         """
@@ -428,8 +428,8 @@ class Runtime:
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
         """Moves the memory of the notebook `who` (a file name or pid; else this one) to RAM.
 
-        It returns before the next cell. With `checkpoint` the driver moves any process; without
-        `yes` the call then only says what may go wrong.
+        It returns to the card before the notebook's next cell. With `checkpoint`, `who` may be any
+        process, and the driver moves it. Without `yes`, this only lists what may go wrong.
         """
         return checkpoints.park(self._session, who, checkpoint, yes)
 
@@ -447,7 +447,7 @@ class Runtime:
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
         """Frees unused memory of the allocators of all processes that take this user's requests.
 
-        `process` limits it to one: a process id, an owner's id, or a model of it (`qwen@4121`). All
+        `process` selects one process by its pid, its owner id, or its model (`qwen@4121`). All
         have `timeout` seconds together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
         """
         return defragment.defrag(self._session, process, timeout)
@@ -477,7 +477,7 @@ class Runtime:
         told: Callable[[str, Wait | None], None] | None,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
-        """Calls `told(name, wait)` in a waiting thread at each decision, with None at the end.
+        """While a thread waits for memory, calls `told(name, wait)` in it; at the end, `wait` is None.
 
         Calls `arrived` with an `Arrival` when a load or a restore begins, and when it has ended.
         """
@@ -524,10 +524,10 @@ class Runtime:
         """The use of every device in the last `seconds`, and the events of that time.
 
         There are at most `points` moments for each device. Of moments that are too close together,
-        the fullest is kept. The newest moment is now. Between two moments nothing changed. If two
-        moments are over a minute apart, and further than the others, nothing was recorded between
-        them. History goes back 24 h, also over a restart of the machine. A ledger in memory has
-        only the present. Raises BadSize, BadSetting.
+        the one with the most memory in use is kept. The newest moment is now. Between two moments
+        nothing changed. But if two moments are over a minute apart, and further than the others,
+        nothing was recorded between them. History goes back 24 h, also over a restart of the
+        machine. A ledger in memory has only the present. Raises BadSize, BadSetting.
         """
         return status.history(self._session, self.status(), seconds, points)
 
@@ -558,7 +558,7 @@ class Runtime:
         return status.allocator_maps(self._session)
 
     def health(self) -> Health:
-        """One line on the card with the highest pressure."""
+        """Whether the host has a problem, and its gravest problem in one line."""
         return status.health(self.status())
 
     @checked
@@ -574,8 +574,8 @@ class Runtime:
 
         `name_or_size` may also be an unregistered path, a hub id, or a name that contains its size
         (`llama-7B-Q4_K_M`). `source`, `timeout` and `options` are those of `load`: for example,
-        `context_length` (tokens) and `sequences` add the room for such a use. `command` of the
-        result does what was planned.
+        `context_length` (tokens) and `sequences` add the memory for a KV cache of that size. The
+        result's `command` is what to type to carry the plan out.
 
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
@@ -586,7 +586,7 @@ class Runtime:
     def why(self, name: str, *, replay: bool = False) -> tuple[Event | Replayed, ...]:
         """The last decisions on the model `name`, the newest first. Raises UnknownModel.
 
-        With `replay` the recorded ones are decided again; `name` may be the number of one.
+        With `replay` the recorded decisions are decided again; `name` may be a decision's number.
         """
         return status.replays(self._session, name) if replay else status.why(self._session, name)
 
@@ -686,7 +686,7 @@ class Runtime:
         self.close()
 
     def _forked(self) -> None:
-        """Called in a forked child: keeps what is the parent's, and opens nothing."""
+        """Closes the runtime in a forked child. The parent's ledger and models are not touched."""
         self._closing = threading.Lock()
         if self._opened.closed:
             return

@@ -393,7 +393,11 @@ def _unknown(name: str, value: Any) -> BadSetting:
 
 
 def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
-    """The first problem as one sentence, with the name and the value as they were written."""
+    """The first problem of `error` as a sentence, with the setting's name and value as written.
+
+    `given` are the arguments. A setting that is not among them is from the environment, so its name
+    is in capitals.
+    """
     problem = error.errors()[0]
     field = str(problem["loc"][0])
     name = field if field in given else field.upper()

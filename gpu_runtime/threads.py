@@ -62,7 +62,7 @@ class Cancellation(threading.Event):
         self._adding = threading.Lock()
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Calls `callback()` when the event is set, in the thread that sets it; at once if it is set."""
+        """Calls `callback()` in the thread that sets the event, or at once if the event is set."""
         with self._adding:
             if not self.is_set():
                 self._callbacks.append(callback)
@@ -70,7 +70,7 @@ class Cancellation(threading.Event):
         callback()
 
     def set(self) -> None:
-        """Sets the event, and calls each function that was given before, once."""
+        """Sets the event, and calls each function that was passed to `then`, once."""
         with self._adding:
             super().set()
             callbacks, self._callbacks = self._callbacks, []
@@ -143,7 +143,10 @@ def side_by_side(works: Sequence[Callable[[], None]]) -> None:
 
 
 def finish() -> None:
-    """Waits for work whose caller was interrupted, which the interpreter's end would stop."""
+    """Waits until the work of `uninterrupted` has ended, for at most MOST_SECONDS.
+
+    The end of the interpreter would stop the threads of that work.
+    """
     until = time.monotonic() + MOST_SECONDS
     while _unfinished and time.monotonic() < until:
         time.sleep(0.01)

@@ -20,13 +20,14 @@ class _Frozen:
 def instances(classes: Collection[type]) -> list[Any]:
     """The objects that the garbage collector tracks, of exactly these `classes`.
 
-    Objects that `gc.freeze()` hid are included if a module leads to them. Those that only the variables
-    of a running function lead to are missing: to read the variables would keep them alive.
+    Objects that `gc.freeze()` hid are included if they can be reached from a module. Frozen objects
+    that only local variables of a running function refer to are missing: reading the variables
+    would keep the objects alive.
 
     All objects of a generation are listed and dropped within one call of C code, so that no other
-    thread runs meanwhile. A thread that builds a tuple must be its only holder: with another
-    reference to the tuple, `tuple(generator)` fails there with a SystemError. The classes are
-    compared by type(), because isinstance() would call the user's `__class__` properties.
+    thread runs meanwhile. Another thread may be building a tuple. If this list then refers to that
+    tuple, `tuple(generator)` fails in the other thread with a SystemError. The classes are compared
+    by type(), because isinstance() would call the user's `__class__` properties.
     """
     collects = gc.isenabled()
     try:
@@ -46,10 +47,10 @@ def instances(classes: Collection[type]) -> list[Any]:
 
 
 def _listed(generation: int, classes: Collection[type]) -> list[Any]:
-    """The objects of one generation, of these `classes`.
+    """The objects of these `classes` in one `generation` of the garbage collector.
 
-    The list of all objects is read for the objects and for their classes. It is emptied at the end,
-    because it contains the iterators that hold it, and would leave a reference cycle behind.
+    The list of all objects is read twice: for the objects and for their classes. The list also
+    contains the iterators that refer to it: a reference cycle. So it is emptied at the end.
     """
     objects, again, emptied = tee(map(gc.get_objects, (generation,)), 3)
     wanted = map(classes.__contains__, map(type, chain.from_iterable(again)))
@@ -58,10 +59,10 @@ def _listed(generation: int, classes: Collection[type]) -> list[Any]:
 
 
 def _frozen(classes: Collection[type]) -> list[Any]:
-    """The objects of these `classes` to which modules lead; none if none is frozen.
+    """The objects of these `classes` that can be reached from modules; empty if none is frozen.
 
-    Python lists no frozen objects. To follow all references took 0.5 s for 170,000 objects, so the
-    result is kept, with weak references, until more objects are frozen.
+    Python does not list frozen objects. Following all references took 0.5 s for 170,000 objects, so
+    the result is kept, with weak references, until more objects are frozen.
     """
     count = gc.get_freeze_count()
     if not count or count > _Frozen.count:
@@ -77,7 +78,7 @@ def _frozen(classes: Collection[type]) -> list[Any]:
 
 
 def _reachable(classes: Collection[type]) -> list[Any]:
-    """The objects of these `classes` to which modules lead."""
+    """The objects of these `classes` that can be reached from modules."""
     level: list[Any] = list(sys.modules.values())
     seen = set(map(id, level))
     found: list[Any] = []

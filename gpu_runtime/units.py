@@ -166,7 +166,7 @@ def show_seconds(seconds: float) -> str:
 def show_rate(size: int, seconds: float) -> str:
     """The rate of `size` bytes in `seconds` for people, in decimal units.
 
-    Empty if it is unknown, or if the time is too short to give one.
+    Empty if `size` is 0, or if `seconds` are too short to compute a rate.
 
     >>> show_rate(42 * 10**9, 20.0), show_rate(3 * 10**6, 0.5), show_rate(5, 0.01)
     ('2.1 GB/s', '6 MB/s', '')

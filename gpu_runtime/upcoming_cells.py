@@ -39,8 +39,8 @@ class Upcoming:
     def cells(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
         """The running cell, if there is one, and the waiting cells in their order.
 
-        `known` are the names of models. `governed` returns the name of the model for its value, or
-        "".
+        `known` are the names of models. `governed` returns the name of the model that a variable's
+        value is, or "".
         """
         return self._reader(known, governed) if self._reader else ()
 
@@ -51,7 +51,7 @@ class Upcoming:
 
 
 def _forget() -> None:
-    """In a forked child: removes the reader and the followers, because the cells are the parent's."""
+    """Removes the reader and the followers in a forked child. The cells are the parent's."""
     upcoming.__init__()  # type: ignore[misc]
 
 

@@ -24,7 +24,7 @@ _MAGIC = re.compile(r"get_ipython\(\)\.run_(line|cell)_magic\('(\w+)', (['\"])(.
 
 
 def rendered(error: BaseException, report: list[str]) -> list[str]:
-    """The lines that IPython shows for `error`: the `report`, or for `%tb` every frame."""
+    """The lines that IPython shows for `error`: `report`, or every frame if `%tb` was typed."""
     shell = _shell()
     is_handled = sys.exc_info()[1] is error  # False in a later cell, which calls `%tb`
     if shell is None or is_handled or getattr(sys, "last_value", None) is not error:
@@ -35,8 +35,9 @@ def rendered(error: BaseException, report: list[str]) -> list[str]:
 def user_lines(error: BaseException) -> list[str]:
     """The user's lines that `error` came through, such as `Cell In[7], line 10: c = step(model, 3)`.
 
-    The line that failed is the last. An error that was raised from another one, such as an
-    out-of-memory report at the end of a `with` block, has the lines of its cause.
+    The line that failed is the last. For an error that was raised from another error (its cause),
+    the lines are those of the cause. An out-of-memory report at the end of a `with` block is an
+    example.
     """
     at: dict[FrameType, int] = {}  # in a frame of both errors, the line of the cause is wanted
     link: BaseException | None = error

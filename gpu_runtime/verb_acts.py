@@ -95,7 +95,7 @@ def doctor(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def config(rt: Any, args: argparse.Namespace) -> Any:
-    """Every setting of `rt` with its source; with `--preset` in `args`, those of that preset."""
+    """Every setting of `rt` with its source; with `--preset` in `args`, the preset's settings."""
     from . import presets, settings
 
     if args.preset:
@@ -164,7 +164,7 @@ def ledger(rt: Any, args: argparse.Namespace) -> Any:
 def keys(rt: Any, args: argparse.Namespace) -> str:
     """Adds or removes a key of `gpu serve`, or lists the keys, as `args` say. `rt` is not used.
 
-    The text of a new key is in the result only, and in no file.
+    A new key is only in the returned text. No file contains it.
     """
     from pathlib import Path
 

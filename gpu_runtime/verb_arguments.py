@@ -177,7 +177,10 @@ def port_number(text: str) -> int:
 
 
 def _whole(text: str, least: int, what: str, most: int = MOST_NUMBER) -> int:
-    """The number that `text` writes in digits. Raises ArgumentTypeError with `what` is expected."""
+    """The number in `text`. Raises ArgumentTypeError unless it is from `least` to `most`.
+
+    `what` names the expected kind of number in the error.
+    """
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}")
     return int(text)

@@ -374,7 +374,7 @@ def verbs(place: str) -> Iterator[Verb]:
 def find(name: str, place: str) -> Verb:
     """The verb called `name` that works in `place`.
 
-    Raises UnknownVerb with the verbs of that meaning, or with the nearest name.
+    Raises UnknownVerb, which suggests verbs with the meaning of `name`, or the most similar name.
     """
     verb = VERBS.get(name)
     if verb is not None and place in verb.places:

@@ -1,7 +1,7 @@
-"""The ledger that programs which only watch open: the one that this user's processes use.
+"""Chooses the ledger that a program opens if it only watches, such as a console.
 
-A person who starts such a program may not have the notebooks' environment, as in a JupyterLab that
-was started from a desktop. Without a setting, the program then follows the notebooks. The choice:
+The person who starts the program may not have the environment variables of the notebooks. An
+example is a JupyterLab that was started from a desktop. The program opens:
 
 1. `GPU_LEDGER`, if it is set;
 2. the default ledger, if a process uses it, or if no ledger is in use;
@@ -36,9 +36,9 @@ class ActiveLedger(NamedTuple):
 
 
 def active_ledgers() -> list[ActiveLedger]:
-    """The ledgers that this user's processes use now; the one whose memory was used last is first.
+    """The ledgers that this user's processes use now, the ledger with the latest use first.
 
-    A ledger in which the process only watches is not in the list.
+    A ledger that the processes only watch is not in the list.
     """
     found = []
     for ledger, processes in in_use.of_processes(in_use.processes_of_this_user()).items():
@@ -100,7 +100,7 @@ def guest(ledger: OpenLedger) -> Runtime:
 
 
 def close(rt: Runtime) -> None:
-    """Closes a runtime of `guest` that nobody reads any more. The default one stays open."""
+    """Closes `rt`, a runtime of `guest` that is no longer read. The default runtime stays open."""
     with _lock:
         directories = [directory for directory, known in _guests.items() if known is rt]
         for directory in directories:
@@ -110,6 +110,6 @@ def close(rt: Runtime) -> None:
 
 
 def directory_of(rt: Runtime) -> Path | None:
-    """The directory with the files of this boot of the ledger of `rt`; None for a ledger in memory."""
+    """The directory of the ledger of `rt` for this boot of the machine; None for one in memory."""
     directory = getattr(rt._opened.ledger, "directory", None)
     return Path(directory).resolve() if directory else None

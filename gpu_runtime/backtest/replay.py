@@ -296,13 +296,13 @@ class _Replay:
         return Request(model, wanted, footprint, waiting[0].seconds, users=len(waiting))
 
     def _piece_bytes(self, size: int) -> int:
-        """The bytes of a piece of a model of `size` bytes; 0 if it leaves as a whole."""
+        """The bytes of one piece of a model of `size` bytes; 0 if the model always leaves as a whole."""
         return max(LEAST_PIECE_BYTES, -(-size // MOST_PIECES)) if self.engine.parts else 0
 
     def _seconds(self, step: Step) -> float:
-        """The seconds that `step` takes. The step is also added to the counters of the result.
+        """Returns the seconds that `step` takes, and adds the step to the counters of the result.
 
-        A part is copied in a part of the time.
+        If a step copies only some bytes of a model, its time is reduced in proportion.
         """
         costs = self.models[step.lease.partition("/")[2]]
         if isinstance(step, (Drop, Shed)):

@@ -1,9 +1,9 @@
 """Reads YAML or JSON text as plain values, each with its line. Writes plain values as YAML.
 
 The values are text, numbers, true or false, lists and mappings. A YAML tag never creates an object,
-and a timestamp remains text. A field that appears twice is an error. Other errors are a file that
-is too large, that is nested too deep, or that grows through its aliases. `schema` gives the values
-their meaning.
+and a timestamp remains text. These are errors: a field that appears twice, and a file that is too
+large, is nested too deep, or becomes too large when its YAML aliases are expanded. The module
+`schema` gives the values their meaning.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _line_of(text: str, error: Any) -> int:
 
 
 def _require_shallow(text: str, file: str) -> None:
-    """Raises BadDocument if the YAML is nested too deep. The check builds no nodes."""
+    """Raises BadDocument if the YAML in `text` is nested too deep. The check builds no nodes."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
@@ -159,7 +159,10 @@ class _Builder:
         raise self._wrong(line, path, _not_plain(node.tag))
 
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
-        """The fields of the mapping `node` at `path`, which override those that `<<` merges."""
+        """The fields of the mapping `node` at `path`.
+
+        Its own fields override the fields that the YAML key `<<` merges into it.
+        """
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen: dict[str, int] = {}
@@ -179,7 +182,7 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
-        """The fields that `<<` merges, from one mapping, or from a list of mappings in its order."""
+        """The fields of `node`, the value of `<<`: one mapping, or a list of mappings in order."""
         merged: dict[str, Any] = {}
         for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
             fields = self.value(part, path)
@@ -210,7 +213,7 @@ def _not_plain(tag: str) -> str:
 
 
 def _usable(value: Any, wrong: Callable[[str], BadDocument]) -> Any:
-    """Returns `value`. Raises the error that `wrong` makes for a number that is not in JSON."""
+    """Returns `value`. Raises the error that `wrong` makes if JSON cannot represent `value`."""
     if isinstance(value, float) and not math.isfinite(value):
         raise wrong(f"{value} is not a number that can be used")
     if isinstance(value, str) and not _is_unicode(value):
@@ -237,7 +240,7 @@ def _short(text: str) -> str:
 
 
 def _json(text: str, file: str) -> Iterator[Document]:
-    """The JSON documents in the text. They follow one another, as `jq` reads them."""
+    """Yields the JSON documents in `text`, which may have several in a row, as for `jq`."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
     at = _skip(text, 0)
     while at < len(text):
@@ -259,7 +262,7 @@ def _json(text: str, file: str) -> Iterator[Document]:
 
 
 class _Pairs(list):
-    """The fields of a JSON object as pairs. The same field may appear more than once."""
+    """The fields of a JSON object as pairs of name and value, including repeated names."""
 
 
 def _no_constant(word: str) -> Any:
@@ -292,10 +295,11 @@ def _plain(raw: Any, path: Path, document: Document, count: Iterator[int]) -> An
 
 
 def _json_lines(text: str, before: int) -> dict[Path, int]:
-    """The line of each value in a valid JSON document. `before` is the number of lines before it.
+    """The line of each value in the valid JSON document `text`.
 
-    The JSON is read as YAML, with its tabs replaced by spaces, because YAML's nodes have lines. If
-    the document has a character that YAML does not allow, only its first line is returned.
+    `before` is the number of lines before the document in its file. The JSON is read as YAML, with
+    spaces instead of tabs, because YAML's nodes have line numbers. If the document has a character
+    that YAML does not allow, only its first line is returned.
     """
     lines: dict[Path, int] = {}
     spaced = text.replace("\t", " ")

@@ -52,8 +52,8 @@ class CatalogEntry(Value):
 def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
     """The ModelSpec that a process with these `settings` makes from the `entry`.
 
-    If an engine's argument and a field contradict each other, the argument is used, because the
-    engine gets it.
+    If a command-line argument for the engine contradicts a field, the argument counts, because the
+    engine gets the argument.
     """
     fields = Fields.model_validate(entry.body["spec"])
     values = _values(fields, settings)
@@ -155,7 +155,7 @@ def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
 
 
 def _requests_trust(fields: Fields) -> bool:
-    """Whether the entry requests that the model's own code may run."""
+    """Whether the entry allows code from the model's repository to run."""
     if fields.trust_remote_code:
         return True
     flags = group_flags(fields.runtime_args or ())

@@ -7,8 +7,9 @@ A file may mix the formats, in YAML or JSON:
     metadata: {name: qwen3:8b}                     path: phi-4.gguf      memory: 42949672960
     spec: {memory: 10GB, runtime: ollama}          gpu_layers: -1        runtime: ollama
 
-The third format is a mapping with a name, without `models:` around it. All of them are converted to
-the first format.
+From left to right: the first format is a resource as in Kubernetes, and the second is a mapping
+from names to fields. The third is a mapping of fields with a name, in a list or alone. All models
+are converted to the first format.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section
 4.
@@ -119,7 +120,10 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
-    """The first wrong field of a document of the first format, and the problem; empty if valid."""
+    """The path of the first wrong field in `value`, and what is wrong; empty if `value` is valid.
+
+    `value` is a document of the first format.
+    """
     if value.get("apiVersion") != API_VERSION:
         return ("apiVersion",), (
             f"{quoted(value.get('apiVersion'))} is not supported; it must be {API_VERSION}"

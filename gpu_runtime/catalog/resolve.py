@@ -20,7 +20,7 @@ log = logging.getLogger("gpu_runtime")
 
 
 class Catalogued:
-    """The models of a catalogue, in which cards have the current ids of this machine's devices."""
+    """The models of a catalogue, with the current device ids of the cards that they name."""
 
     def __init__(self, catalog: Catalog, devices: Callable[[], tuple[Device, ...]]) -> None:
         """Reads the `catalog`. `devices` returns the devices of this machine."""

@@ -1,7 +1,8 @@
-"""The fields of a manifest in one table, which checks them. The documentation is made from it.
+"""The table of the fields of a manifest (the description of a model in a catalogue file).
 
-Each value is converted to the project's own units and words: sizes to bytes, durations to seconds.
-An unknown field is kept, unless it looks like a misspelled known field.
+The table checks each field and converts its value to the project's units: sizes to bytes, durations
+to seconds. An unknown field is kept, unless it looks like a misspelled known field, which is an
+error. The documentation of the fields is generated from this table.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section
 4; Model Boss, Backend Registry and Model Pinning; NDIF, GPU Fraction Deployment.
@@ -92,14 +93,15 @@ def _importance(value: Any) -> int:
 def _word_of(
     known: Mapping[str, str], otherwise: Callable[[str], str] | None, what: str
 ) -> Callable[[Any], str]:
-    """A function that reads a word of the table `known`.
+    """Returns a function that replaces a word by its value in the table `known`.
 
-    An unknown word is passed to `otherwise`, unless it looks like a misspelled known word. `what`
-    names the kind of word in errors.
+    That function raises ValueError for a word that looks like a misspelled known word. It passes
+    any other unknown word to `otherwise`, or raises ValueError if `otherwise` is None. `what` names
+    the kind of word in errors.
     """
 
     def read(value: Any) -> str:
-        """The known word for `value`. Raises ValueError."""
+        """The value of `known` for the word `value`. Raises ValueError."""
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{quoted(value)} is not a {what}; it must be text")
         word = value.strip().lower()
@@ -177,7 +179,7 @@ def _flag(name: str) -> str:
 
 
 def _by(rule: Rule) -> Callable[[Any], Any]:
-    """A function that reads a value by `rule`, which `register` applies too."""
+    """Returns a function that checks and converts a value by `rule`, as `rt.register` does."""
 
     def read(value: Any) -> Any:
         """The value as the rule reads it. Raises ValueError."""

@@ -1,4 +1,4 @@
-"""The catalogue's files. Several processes share and read them; `apply` and `delete` write.
+"""The catalogue's files. All processes read them; `apply` and `delete` write to one of them.
 
     CATALOG/                  GPU_CATALOG, or gpu-console/catalog in the state directory
         catalog.json          what `apply` wrote: replaced whole, under catalog.lock
@@ -273,7 +273,7 @@ class Catalog:
         return entry
 
     def _locked(self) -> Any:
-        """The file's acquired lock. Raises CatalogUnavailable after PATIENCE_SECONDS."""
+        """Acquires and returns the lock. Raises CatalogUnavailable after PATIENCE_SECONDS."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = self.directory.stat().st_mode & 0o666  # users who may write here may lock

@@ -12,10 +12,10 @@ a request, only the weights are reserved. Memory that code uses beyond its lease
 is in the book as the residue of its process.
 
 *No overhead is counted twice.* A declared size includes the room for use. A measured size is the
-size of the storages, without a factor. If only the size of the files or a name is known, the
-weights are multiplied by a factor for cache and activations. If cache and activations can be
-calculated, there is no factor. The CUDA context is counted only for a process's first model on a
-card. Once the context exists, it is residue.
+size of the tensors' storages, without a factor. If only the size of the files or a name is known,
+the weights are multiplied by a factor for cache and activations, unless these can be calculated.
+The CUDA context is counted only for a process's first model on a card. Once the context exists, it
+is part of the residue.
 
 *Peak.* The peak use of a model is stored and shown, but not leased: one large batch would make the
 lease large forever. While torch keeps those bytes, they are in the book as residue.
@@ -112,7 +112,7 @@ def footprint(
     load will create. It is 0 if the process has a context on the card, or if the devices are
     simulated.
 
-    Raises UnknownSize, which requests a declared size, if no source shows the size. Raises
+    Raises UnknownSize if nothing shows the size; the error tells the user to declare it. Raises
     BadSetting for an option that cannot be used.
     """
     use = kv_cache.planned_use(options or {}, evidence.config)
@@ -315,7 +315,7 @@ def _cache_bytes_per_token(config: Mapping[str, Any]) -> int:
 
 
 def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """The pieces, each enlarged by its part of the overheads. Their sum is exactly `total` bytes.
+    """The `pieces`, all enlarged in proportion to their sizes, so that they sum to `total` bytes.
 
     >>> _stretched((1, 1, 2), 10)
     (2, 3, 5)

@@ -103,10 +103,11 @@ class PlannedUse(NamedTuple):
 def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> PlannedUse | None:
     """The use that `context_length`, `sequences` and `cache_dtype` in `options` describe.
 
-    If both `context_length` and `sequences` are missing, the length is `config["context_at_load"]`,
-    which an engine sets that allocates its cache at load. Without that key, the result is None.
-    With `sequences` alone, the context is the longest that the config names. `sequences` counts for
-    nothing if `config["one_sequence"]` says that the engine computes one sequence after the other.
+    With `sequences` alone, the context is the longest that `config` names. If both
+    `context_length` and `sequences` are missing, the context is `config["context_at_load"]`, which
+    is set for engines that allocate their cache at load. Without that key, the result is None. If
+    `config["one_sequence"]` is true, the engine computes one sequence after the other, and
+    `sequences` is ignored.
 
     Raises BadSetting for a value that cannot be used.
     """
@@ -198,10 +199,10 @@ def kv_cache_bytes(
 def typical_layers(weights: float) -> tuple[Layer, ...]:
     """The cached values of each layer of a transformer with that many `weights`.
 
-    It is used if only the model's name is known. The result is an upper bound: every head has keys
-    and values of its own. Models with grouped heads keep a quarter or less. A transformer has about
-    12 × layers × width² weights. It has about one layer for each 128 of its width: Llama 2 7B and
-    13B have 32 × 4096 and 40 × 5120.
+    This function is used if only the model's name is known. The result is an upper bound, which
+    assumes that every head has keys and values of its own. Models with grouped heads keep a quarter
+    or less. A transformer has about 12 × layers × width² weights, and about one layer for each 128
+    of its width: Llama 2 7B and 13B have 32 × 4096 and 40 × 5120.
 
     >>> llama_2_7b = typical_layers(7e9)
     >>> len(llama_2_7b), llama_2_7b[0]
@@ -335,9 +336,10 @@ def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
     a token uses needs these vectors. The scores of the last token are added. Attention that stores
     its scores (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
 
-    An engine that reads in batches is marked in its config (llama.cpp: 512 tokens, in float32, with
-    the scores of all of them). Such an engine reuses one buffer. If it stores attention, it also
-    holds the whole matrix of each head and a mask.
+    If the engine reads the context in batches, `batch_tokens` in `config` is the size of a batch.
+    An example is llama.cpp: 512 tokens, in float32, with the scores of all 512 tokens. Such an
+    engine reuses one buffer. If it stores attention scores, it also holds the whole matrix of each
+    head and a mask.
 
     `tests/backends/test_estimates.py` compares the result with a forward pass of transformers.
     """
@@ -399,7 +401,7 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first value under these `names` that is a whole number above 0; None without one.
+    """The first value of `config` under one of `names` that is a whole number above 0, or None.
 
     If a value is a list, its largest number counts.
     """
@@ -413,9 +415,9 @@ def _number(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _at(config: Mapping[str, Any], index: int, *names: str) -> int | None:
-    """The first value under these `names` that is a whole number from 0; None without one.
+    """The first value of `config` under one of `names` that is a whole number from 0, or None.
 
-    If a value is a list, the number at `index` (the layer) counts.
+    If a value is a list, its number for the layer `index` counts.
     """
     for name in names:
         value = config.get(name)

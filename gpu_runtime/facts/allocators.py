@@ -72,9 +72,9 @@ class AllocatorMap(Value):
     def largest_request_bytes(self, view: DeviceView) -> int | None:
         """The largest piece of memory that this process could allocate now; None if unknown.
 
-        `view` is the card, whose budget bounds the result. torch uses its largest free block; or it
-        first releases what is releasable, and takes new memory. A simulated card counts only what
-        is allocated, so all its free room can be used.
+        `view` is the card, whose budget bounds the result. torch uses its largest free block, or it
+        releases the segments that are entirely unused and then takes new memory. On a simulated
+        card only allocated bytes are claimed, so all free room can be used.
         """
         if view.room_bytes is None or self.largest_free_bytes is None:
             return None

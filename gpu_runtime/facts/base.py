@@ -15,7 +15,7 @@ MOST_ENTRIES = 1024  # leases and tickets in one page
 MOST_EVENTS = 16  # events in one page; every reader decodes them, so older ones are in the journal
 
 # A time in seconds that means "this never happened" or "not measured". NEVER is the default of such
-# fields, because a field that equals its default is not written into the page.
+# fields, because a field that equals its default is not written into the book.
 NEVER = 0.0
 
 
@@ -24,7 +24,7 @@ class Value(Struct, frozen=True, omit_defaults=True, gc=False):
     """The base class of all facts: frozen, compared by value, small as JSON.
 
     Values cannot form reference cycles, so the garbage collector need not track the thousands of
-    values in a page (`gc=False`).
+    values in a book (`gc=False`).
     """
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

@@ -1,4 +1,8 @@
-"""The book: all leases and tickets of one host, with its encoding."""
+"""The book: all leases and tickets of one host, and the JSON in which it is stored.
+
+A ticket is a waiting request, or an order to another process. The stored JSON is the page. Each
+owner (a process that may hold leases) writes one section of the page.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +45,14 @@ class Ghost(Value):
 
 
 class Drain(Value):
-    """A mark on a card: it receives no new leases, and its idle models leave."""
+    """A mark on a card that gets no new leases, and that idle models leave."""
 
     by: str  # the user who drained it
     wall: float  # since when, in epoch seconds
 
 
 class Quarantined(Value):
-    """An owner whose part of the page cannot be read. The page's index has the owner's claims."""
+    """An owner whose section cannot be read. The page's index still has the owner's claims."""
 
     owner: Owner  # as far as the index describes it
     held: dict[str, int]  # device -> bytes that the owner claimed when it last wrote
@@ -84,12 +88,12 @@ class Event(Value):
     by: str = ""  # the requester, if it is another process: the person (if named) and the process
     shares: Shares = ()  # the parts on several devices; `device` is the first of them
     answers: str = ""  # the key of the ticket that this event answers
-    # Other candidates, as sentences with the reasons why they were not chosen. They are stored in
-    # the journal only, because the page must stay small.
+    # The candidates that were not chosen, as sentences with the reasons. They are stored in the
+    # journal only, because the page must stay small.
     runners_up: tuple[str, ...] = ()
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
-    # For a lease that left a memory: when it was used (`facts.recent_uses`), and the digest of its
-    # source.
+    # If a lease left a device or host memory: the times of its last uses (`facts.recent_uses`), and
+    # the digest of its model's source.
     uses: str = ""
     source: str = ""
 
@@ -98,7 +102,7 @@ class Event(Value):
 
 
 class Book(Value):
-    """All leases and tickets of one host. Every decision reads and writes this one page."""
+    """All leases and tickets of one host. Every decision reads the book and writes it again."""
 
     schema: int = SCHEMA
     devices: tuple[Device, ...] = ()
@@ -110,14 +114,14 @@ class Book(Value):
     seq: int = 0  # number of the newest event
     counts: dict[str, int] = {}  # counters of owners that have ended, so that totals never decrease
     ghosts: tuple[Ghost, ...] = ()  # memory of dead processes that a driver may not have freed yet
-    # Device.key -> the card's mark. The mark is in no owner's section, so it outlives the owner
-    # that set it.
+    # Device.key -> the card's mark. It is in no owner's section, so it stays when the owner that
+    # set it ends.
     drained: dict[str, Drain] = {}
-    # Owners whose part of the page cannot be read. Their bytes stay claimed until they write it
+    # Owners whose section cannot be read. Their bytes stay claimed until they write the section
     # again.
     quarantined: dict[str, Quarantined] = {}
-    # Until this time, in seconds of CLOCK_BOOTTIME, nothing is granted. The page was made again,
-    # and owners that it does not contain may hold memory. 0 means that grants are possible.
+    # Nothing is granted before this time (seconds of CLOCK_BOOTTIME), because the page was lost and
+    # made again: owners that are not in it yet may hold memory. 0 means that grants are possible.
     opens: float = NEVER
 
     @property
@@ -182,9 +186,9 @@ class Book(Value):
     def claims(self) -> dict[str, int]:
         """Bytes claimed on each device: every share, target of a move, residue and ghost.
 
-        Residue is memory of a process beyond its leases; a ghost is memory of a dead process. For
-        owners whose part cannot be read, the page's index has the claims. The caller must not
-        change the result: it is kept for the next call, because a decision needs it several times.
+        Residue is memory of a process beyond its leases; a ghost is memory of a dead process. If an
+        owner's section cannot be read, its claims are those in the page's index. The caller must
+        not change the result, which is kept for the next call: a decision needs it several times.
         """
         global _last_claims
         parts = (self.sections, self.ghosts, self.quarantined)
@@ -206,9 +210,9 @@ class Book(Value):
         return claimed
 
     def counted_twice(self) -> int:
-        """The bytes of the host that the claims of several leases on the same pages count too often.
+        """The host memory that `claims` counts too often, because several leases share the pages.
 
-        Shared pages count once, as long as a section has a lease on them. If the leases differ, the
+        Memory pages that several leases share must count once. If the claims on them differ, the
         largest claim counts.
         """
         total, largest = 0, dict[str, int]()
@@ -219,7 +223,7 @@ class Book(Value):
         return total - sum(largest.values())
 
     def with_section(self, section: Section) -> Book:
-        """This book with `section` in place of that owner's old section."""
+        """This book with `section` in place of the old section of the same owner."""
         id = section.owner.id
         sections = {**self.sections, id: section}
         if id not in self.quarantined:
@@ -228,7 +232,7 @@ class Book(Value):
         return replace(self, sections=sections, quarantined=unread)
 
     def with_lease(self, lease: Lease) -> Book:
-        """This book with `lease` in its owner's section, in place of the old lease of that name."""
+        """This book with `lease` in place of its owner's old lease of the same name, if any."""
         section = self.sections[lease.owner]
         others = tuple(old for old in section.leases if old.name != lease.name)
         return self.with_section(replace(section, leases=(*others, lease)))
@@ -277,13 +281,14 @@ _decode_book = msgspec.json.Decoder(Book).decode
 
 
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
-    """Device -> bytes that this write would grant above max(limit, old sum).
+    """Maps each device to the bytes that a write would promise above the device's limit.
 
-    `old` is the book as it was read, `new` as it would be written. This checks laws 1 and 2 in
-    docs/architecture.md. Facts are always accepted: residue, or a lease that settled larger than
-    requested, may cause an overdraft. Newly *promised* bytes (targets) may not cause one.
+    `old` is the book as it was read, `new` as it would be written. If the old claims are above the
+    limit already, only bytes above the old claims count. This checks laws 1 and 2 in
+    docs/architecture.md. Measured facts may exceed the limit: residue, or a lease that settled
+    larger than requested. Newly *promised* bytes (targets of loads and moves) may not.
     """
-    # Promises of an unchanged section cancel out, and most writes change one section of many.
+    # An unchanged section promises nothing new, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
     promises = _promised(new.sections[id] for id in changed)
     if not promises:
@@ -312,9 +317,10 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
 def _claims_after(
     old: Book, new: Book, changed: Collection[str], gone: Collection[str]
 ) -> dict[str, int]:
-    """The claims of `new`. Sections in `changed` differ from `old`; those in `gone` are missing.
+    """The claims of the book `new`, computed from those of `old`.
 
-    The sums of all other sections are taken over from `old`, because they are the same.
+    `changed` are the ids of the sections that differ, and `gone` of those that only `old` has. All
+    other sections are the same in both books.
     """
     if new.ghosts is not old.ghosts or new.quarantined is not old.quarantined:
         return new.claims()

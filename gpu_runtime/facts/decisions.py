@@ -41,7 +41,7 @@ class Asker(Value):
 
     @property
     def commands(self) -> bool:
-        """Whether this user may request more than an eviction: to load, to pin, to defragment."""
+        """Whether this user may request loads, pins and defragmentation, not only evictions."""
         return self.at_home or self.operator
 
 
@@ -114,8 +114,8 @@ class PlacementRules(Value):
     margin_bytes: int = 512 * 2**20
     # The overhead of each card of a split, as a fraction of the model's part on that card.
     overhead: float = 0.0
-    # If above 0, a share is the weights times this factor, and a card that the share nearly fills
-    # is claimed in full. With 0, the estimate is used instead.
+    # If this is above 0, a share has the bytes of its weights times this factor, and a card that
+    # the share nearly fills is claimed in full. With 0, the share is estimated from the model.
     factor: float = 0.0
     largest_fraction: float = (
         0.8  # with a factor, a share above this fraction claims the whole card
@@ -157,8 +157,8 @@ class Load(Value, tag=True):
 class Move(Value, tag=True):
     """Copy a model's bytes from the memories in `source` to the memories in `shares`.
 
-    `source` also has bytes that are freed without a copy, such as working memory. If `shares` are
-    fewer bytes than the model's, the other bytes stay where they are.
+    `source` also has bytes that are freed without a copy, such as working memory. If `shares` have
+    fewer bytes than the model, the rest of the model stays where it is.
     """
 
     lease: str

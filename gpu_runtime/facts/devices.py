@@ -65,7 +65,7 @@ Shares = tuple[Share, ...]
 
 
 def beside(shares: Shares, size: int) -> Shares:
-    """The `shares`, enlarged by `size` bytes together, in proportion to their sizes.
+    """The `shares` with `size` more bytes, which are divided in proportion to the old sizes.
 
     >>> beside((Share("sim:0", 2), Share("sim:1", 1)), 4)
     (Share(device='sim:0', bytes=4), Share(device='sim:1', bytes=3))

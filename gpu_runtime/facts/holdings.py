@@ -18,7 +18,7 @@ class Holder(Value):
 
 
 class Holdings(Value):
-    """The device memory of one process: which names refer to it, and which bytes no name explains.
+    """The device memory of one process: the names that refer to it, and the bytes without a name.
 
     `held_bytes` is the sum of the next five fields.
     """

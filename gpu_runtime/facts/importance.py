@@ -23,8 +23,8 @@ _NAMES = {number: name for name, number in IMPORTANCE.items()}
 def parse_importance(value: str | int, *, least: int | None = None, most: int | None = None) -> int:
     """The number that an importance stands for; lower is more important.
 
-    `value` is the name of a class, a whole number, or a whole number as text. `least` and `most`
-    bound the number; None: no bound.
+    `value` is the name of a class, a whole number, or a whole number as text. The number must be
+    from `least` to `most`. With None there is no such limit.
 
     >>> parse_importance("high"), parse_importance(3), parse_importance("20")
     (5, 3, 20)

@@ -1,6 +1,7 @@
 """Owners, leases, tickets, and the section of the book that each owner writes.
 
-The table `rt.leases()` is built in `gpu_runtime/owner/dataframes.py`.
+The book is all leases and tickets of a host. An owner is a process that may hold leases. The table
+`rt.leases()` is built in `gpu_runtime/owner/dataframes.py`.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ class Lease(Value):
     """The claim of a model, or of a block of code, on memory.
 
     `shares` is where the bytes are, and `target` is where they are being moved to. During a move,
-    both count in full. A lease may be in parts: some bytes on a card, the others in host memory. A
-    model in parts cannot be used. If `target` has fewer bytes than the lease, the other bytes stay.
+    both count in full. If `target` has fewer bytes than the lease, the other bytes stay in place. A
+    lease may be in parts: some bytes on a card, the others in host memory. A model whose lease is
+    in parts cannot be used.
     """
 
     owner: str
@@ -93,15 +95,15 @@ class Lease(Value):
     key: str = ""
     shares: Shares = ()
     target: Shares = ()
-    # Where the model's own bytes are, or will be, if the lease claims more than these. Empty:
-    # `shares` are the model's own bytes.
+    # If the lease claims more than the model's own bytes: where the model's own bytes are or will
+    # be. Empty if `shares` are the model's own bytes.
     filled: Shares = ()
-    # Cache and activations: bytes that the lease claims on a device in addition to the model's own
+    # Bytes for cache and activations, which the lease claims on a device besides the model's own
     # bytes.
     working_bytes: int = 0
     phase: Phase = Phase.SETTLED
-    # "model", "kernel" (what a notebook's own code holds), or "block": bytes for a block of code,
-    # which are never moved and end with the block.
+    # "model", "kernel" (memory of a notebook's own code), or "block": memory for a block of code,
+    # which is never moved and is freed when the block of code ends.
     kind: str = "model"
     importance: int = NORMAL
     keep: bool = False
@@ -116,16 +118,16 @@ class Lease(Value):
     restore_seconds: float = 0.0
     droppable: bool = False  # whether the source has exactly the same bytes
     movable: bool = True  # whether the backend can move it between memories
-    # Bytes of the largest piece that may leave the card while the others stay. 0: the lease leaves
-    # as a whole. A lease with pieces is on one card.
+    # A model may leave its card piece by piece. These are the bytes of the largest piece; 0 means
+    # that the lease leaves as a whole. A lease with pieces is on one card.
     piece_bytes: int = 0
     settled_at: float = 0.0
     away_since: float = 0.0  # when bytes last arrived in host memory; 0: no bytes are there
-    # Bytes in host memory of an unchanged copy (a shadow) of bytes that are on a card. They count on
+    # A shadow is an unchanged copy, in host memory, of bytes that are on a card. Its bytes count on
     # the host. An offload turns the shadow into the lease's share there.
     shadow_bytes: int = 0
-    # Pages in host memory that several processes share: their id, their bytes, and those of them that
-    # are bytes of this lease. The host counts the pages once for all leases.
+    # Pages in host memory that several processes share: the id of the pages, their bytes, and how
+    # many of these bytes belong to this lease. The pages count once for all leases.
     copy: str = ""
     copy_bytes: int = 0
     copied_bytes: int = 0
@@ -157,8 +159,8 @@ class Lease(Value):
     def holding(self, measured: Shares) -> Lease:
         """This lease, settled with the `measured` shares of its own bytes.
 
-        A lease that claims more than the model's own bytes keeps that claim, whatever the measured
-        size of the weights is. A whole card stays claimed, and working memory stays as requested.
+        If the lease claims more than the model's own bytes, that claim stays, whatever the measured
+        size of the weights is: a whole card stays claimed, and working memory stays as requested.
         A lease with bytes in host memory has no working memory.
 
         >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
@@ -216,11 +218,11 @@ class Lease(Value):
 
     @property
     def leaving_bytes(self) -> int:
-        """The model's own bytes that leave the cards: those in `target`, or all without a target."""
+        """The model's own bytes that leave the cards: those in `target`, or all if it is empty."""
         return sum([share.bytes for share in self.target]) if self.target else self.card_bytes
 
     def freed_by(self, target: Shares) -> Shares:
-        """The bytes that are free on each device once the lease's bytes have left for `target`.
+        """The bytes that become free on each device when the lease's bytes move to `target`.
 
         An empty `target` means that the lease is dropped.
 
@@ -272,8 +274,8 @@ class Lease(Value):
     def claims(self) -> Iterator[Share]:
         """Every share that counts against a budget: where bytes are, then where they will be.
 
-        The last share is the shadow. During an offload the shadow is a part of the target, so its
-        bytes count once.
+        Then follows the shadow, the copy in host memory of bytes on a card. During an offload the
+        shadow is a part of the target, so its bytes count once.
         """
         yield from self.shares
         yield from self.target
@@ -284,7 +286,7 @@ class Lease(Value):
 
     @property
     def shared_bytes(self) -> int:
-        """The claims of this lease on the host that belong to pages that other leases may share."""
+        """The bytes of host memory in this lease's claims that are in pages for several leases."""
         if not self.copy:
             return 0
         return min(self.copy_bytes, sum([s.bytes for s in self.claims() if s.device == HOST]))
@@ -293,8 +295,8 @@ class Lease(Value):
     def offload_bytes(self) -> int:
         """The host memory that an offload of `leaving_bytes` needs, beyond the shadow there.
 
-        A shadow may have only some of the bytes. If only a part leaves, it is unknown whether the
-        shadow has that part, so the shadow then saves nothing.
+        A shadow may have a copy of only some bytes. If only a part of the model leaves, it is
+        unknown whether the shadow has that part. The shadow then saves nothing.
         """
         size = self.leaving_bytes
         if not self.shadow_bytes or not self._uses_shadow(size):
@@ -303,7 +305,10 @@ class Lease(Value):
 
     @property
     def shadow_beyond_target(self) -> int:
-        """The bytes of the shadow that an offload under way does not turn into the lease's share."""
+        """The bytes of the shadow that `target` does not include.
+
+        During an offload that turns the shadow into the lease's share, `target` includes them.
+        """
         if not self.shadow_bytes:
             return 0
         going = sum(share.bytes for share in self.target if share.device == HOST)
@@ -322,8 +327,8 @@ class Section(Value):
 
     owner: Owner
     leases: tuple[Lease, ...] = ()
-    # Device -> bytes that the process holds beyond its leases: context, cache, tensors of its own
-    # code.
+    # Device -> bytes that the process holds beyond its leases: CUDA context, the allocator's cache,
+    # and tensors of the user's code.
     residue: dict[str, int] = {}
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
     # Processes that the owner started to run models in. Their memory belongs to the owner's leases.
@@ -336,7 +341,7 @@ class Section(Value):
     def claims(self) -> dict[str, int]:
         """Bytes claimed on each device: every share, target of a move, and residue.
 
-        The result is computed once for each section, because a page has many sections and a write
+        The result is computed once for each section, because a book has many sections and a write
         changes only one. The caller must not change the result.
         """
         return self._sums()[1]
@@ -344,12 +349,12 @@ class Section(Value):
     def promises(self) -> dict[str, int]:
         """Bytes on each device that are reserved for leases still arriving or moving.
 
-        The result is computed once, as in `claims`. The caller must not change it.
+        As with `claims`, the result is computed once, and the caller must not change it.
         """
         return self._sums()[2]
 
     def copies(self) -> tuple[tuple[str, int], ...]:
-        """The shared pages in host memory that the leases claim: the id, and the bytes in claims."""
+        """The id of each set of shared pages in host memory, and the bytes that a lease claims."""
         return self._sums()[3]
 
     def _sums(self) -> _Sums:
@@ -389,15 +394,15 @@ class Section(Value):
         return next((lease for lease in self.leases if lease.name == name), None)
 
 
-# The sections whose sums are known, by `id`. The entries keep the sections alive, so no other
-# object can get the same `id`.
+# The sections whose sums are known, by Python's `id()`. The entries keep the sections alive, so no
+# other object can get the same id.
 _Sums = tuple[Section, dict[str, int], dict[str, int], tuple[tuple[str, int], ...]]
 _known_sums: dict[int, _Sums] = {}
 _MOST_SUMS = 4096
 
 
 class Ticket(Value):
-    """A waiting request, or an order to another owner. It ends with the owner that wrote it."""
+    """A waiting request, or an order to another owner. It is removed when its writer ends."""
 
     key: str
     owner: str

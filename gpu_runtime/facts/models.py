@@ -32,9 +32,9 @@ class Footprint(Value):
     parts: tuple[Part, ...]
     # Number of attention heads, which the number of tensor-parallel cards must divide. 0: unknown.
     heads: int = 0
-    # Bytes of the consecutive pieces between which the model may be divided over several cards:
-    # embeddings, layer 0…n, head. The pieces sum to `bytes`, overheads included. Empty: the model
-    # may be divided at any byte.
+    # The bytes of each piece, in order: embeddings, layer 0…n, head. A model on several cards is
+    # divided between two pieces. The pieces sum to `bytes`, overheads included. Empty means that
+    # the model may be divided at any byte.
     pieces: tuple[int, ...] = ()
     notes: tuple[
         str, ...
@@ -96,7 +96,7 @@ class Measurement(Value):
 
 
 class Declared(Value):
-    """What an owner publishes of a model that it can load."""
+    """The facts that an owner publishes about a model that it can load."""
 
     bytes: int = 0  # its declared size; 0: none was declared
     importance: int = NORMAL

@@ -25,7 +25,7 @@ class Offer(Value):
 
 
 class HostRoom(Value):
-    """The room of one host, from which the hosts that are worth a plan are chosen."""
+    """The room of one host. A fleet uses it to choose the hosts on which it plans a model."""
 
     host: str
     here: bool = False  # whether the model is on a device of the host

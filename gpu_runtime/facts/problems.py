@@ -211,7 +211,7 @@ _ARRIVED = ("granted", "loaded", "restored")
 
 
 def _swapping(seen: Snapshot) -> Iterator[Problem]:
-    """Two models that have left the same card in turn, at least four times in five minutes."""
+    """Two models that evicted each other from a card, at least four times in five minutes."""
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     for view in seen.devices:
         if view.device.is_host:
@@ -243,7 +243,7 @@ def _was_evicted(event: Event, device: str) -> bool:
 
 
 def _turns(left: list[Event]) -> list[Event]:
-    """The newest of the events `left` in which the same two models took turns."""
+    """The newest events of `left` in which the same two models left alternately."""
     turns: list[Event] = []
     for event in left:
         if turns and event.model == turns[-1].model:

@@ -1,7 +1,7 @@
 """The times of a model's last uses, as short text that is stored in its lease.
 
-A time is a whole epoch second, which has the same meaning after a restart. Each second counts once.
-So two lists can be merged repeatedly without counting a use twice.
+Each time is a whole epoch second, which has the same meaning after a restart. Several uses in one
+second count once. So two lists can be merged repeatedly without counting a use twice.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def decode_uses(text: str, now: float) -> tuple[int, ...]:
 def expected_use(text: str, now: int, youngest: float) -> float:
     """The sum of 1 / (age + `youngest`) over the uses in `text`; 0 if `text` is empty.
 
-    Ages and `youngest` are in seconds, `now` in epoch seconds. The result is cached, because a
-    decision needs it several times.
+    The age of a use is its distance from `now`, in seconds. `youngest` is in seconds too, and `now`
+    in epoch seconds. The result is cached, because a decision needs it several times.
     """
     total = 0.0
     for second in _unpacked(text):

@@ -80,7 +80,7 @@ class Applied(Value):
 
 
 class Health(Value):
-    """Whether the host has a problem, and how full its fullest device is, in one line."""
+    """Whether the host has a problem, how full its cards are, and one line about it."""
 
     healthy: bool  # False if there is a problem; a full card is none
     pressure: Level
@@ -146,7 +146,7 @@ class Unanswered(Value):
 
 
 class ProcessState(enum.StrEnum):
-    """The known state of a process in the book, checked when the snapshot was taken."""
+    """The state of a process in the book, as it was when the snapshot was taken."""
 
     RUNNING = "running"  # the process runs a cell, or is no kernel
     IDLE = "idle"  # the process is a kernel that runs no cell

@@ -1,4 +1,4 @@
-"""Draws an allocator's map: rows of equal length, cut into pieces.
+"""Draws an allocator's map: its memory as rows of equal length, cut into coloured pieces.
 
 This module is pure. The picture is the same for text, SVG and the console. All segments are laid end
 to end in the order of their addresses, and wrapped into rows like the words of a text. So the area of
@@ -189,7 +189,10 @@ _KIND_OF_STATE = {  # the other states are inactive: STUCK or RELEASABLE
 
 
 def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yields, for each block of the segment, the bytes of each kind and the count of joined blocks."""
+    """Yields the bytes of each kind for each entry of `segment.blocks`, and its number of blocks.
+
+    An entry can stand for several neighbouring blocks.
+    """
     whole = not segment.in_use and segment.kind != "private"
     for block in segment.blocks:
         pages = segment.kind == "expandable" and block.bytes >= 2 * MIDDLING
@@ -233,7 +236,7 @@ def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretc
 
 
 def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
-    """Yields the pieces of a stretch. It is cut at the ends of rows, and its kinds are stacked.
+    """Yields the pieces of `stretch`, which is cut at the ends of rows. Its kinds are stacked.
 
     Bytes in use are drawn at least `least` bytes wide, since a few of them can keep a whole segment
     from being released.
@@ -388,7 +391,7 @@ _MARKS = {ALLOCATED: "█", PENDING: "▓", STUCK: "░", RELEASABLE: "·", RELE
 def as_text(map: AllocatorMap, title: str) -> str:
     """The `map` in characters, under its `title`.
 
-    A cell shows the kind of most of its bytes. In a cell with `▒`, a minority of the bytes is in use.
+    A character shows the kind of most of its bytes. `▒` means that fewer of its bytes are in use.
     """
     drawn = picture(map, _CELLS)
     lines = [title, verdict(map)]

@@ -39,9 +39,9 @@ _LABEL_FROM = 0.09  # a segment narrower than this fraction of its bar has no la
 
 @functools.cache
 def style(body: str | None = None) -> str:
-    """The style sheet as one line of HTML: all rules, or those that apply to the HTML `body`.
+    """The style sheet as one line of HTML. With `body`, only the rules that apply to this HTML.
 
-    A notebook keeps the rules with every output, so rules without effect are left out.
+    A notebook stores the rules with every output, so rules without effect are left out.
     """
     lines = _rules() if body is None else [line for line in _rules() if _applies(line, body)]
     return f"<style>{''.join(lines)}</style>"
@@ -128,7 +128,7 @@ def simulated(snapshot: Snapshot) -> str:
 
 
 def bar(drawn: Bar) -> str:
-    """The bar `drawn` of one device. Its label describes the bar for screen readers."""
+    """The HTML of `drawn`, the bar of one device. Screen readers read a label with its segments."""
     scale = drawn.scale_bytes
     segments = "".join(_segment(segment, segment.bytes / scale) for segment in drawn.segments)
     limit = ""
@@ -143,7 +143,10 @@ def bar(drawn: Bar) -> str:
 
 
 def track(stretches: str, label: str, over: str = "") -> str:
-    """A bar with the HTML `stretches` in it and `over` on top. Screen readers read `label`."""
+    """A bar that contains the HTML in `stretches`, with the HTML in `over` drawn on top of it.
+
+    Screen readers read `label`.
+    """
     return (
         f'<div role="img" aria-label="{esc(label)}" '
         f'style="position:relative;height:{_BAR_HEIGHT};background-color:{_TRACK}">'
@@ -178,9 +181,10 @@ def stretch(
     title: str = "",
     label: str = "",
 ) -> str:
-    """A `part` of a bar (0 to 1) in this `colour`, with its `label` in the colour `ink`.
+    """A segment of a bar in this `colour`, with the text `label` in the colour `ink`.
 
-    `title` is shown on hover; `classes` are those of style.css.
+    `part` is the segment's fraction of the bar's length, from 0 to 1. `title` is shown on hover.
+    `classes` are class names of style.css.
     """
     hover = f' title="{esc(title)}"' if title else ""
     # A segment that is too short for its label has an empty one, which gives it its height.
@@ -219,7 +223,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def devices(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    """A table of bars. A row of `rows` is device, bar, bytes and remarks, each as HTML."""
+    """A table of bars. Each of the `rows` has the device, its bar, bytes and remarks, as HTML."""
     cells = [_device_row(*row) for row in rows]
     return (
         '<table style="width:100%;table-layout:auto">'
@@ -256,8 +260,8 @@ def _body(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> str:
 def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
     """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
 
-    `style` is inline style, which a notebook keeps when its style sheet is removed. Frontends align
-    cells without a rule to the right.
+    `style` is inline style, which stays when JupyterLab removes the style sheet from a notebook.
+    Frontends align cells without a rule to the right.
     """
     classes = f' class="{kind}"' if kind else ""
     styles = f' style="{style}"' if style else ""

@@ -49,10 +49,11 @@ def as_html(hosts: Sequence[Snapshot]) -> str:
 def as_chooser(
     hosts: Sequence[Snapshot], silent: Mapping[str, float], *, chosen: str, tab: str = ""
 ) -> str:
-    """One bar for each of the `hosts`, whose name is a link to the host's page with `tab` in front.
+    """One bar for each of the `hosts`. The name of a host is a link to its page in the console.
 
-    `silent` has the hosts that do not answer, and since when, in epoch seconds. The last figures of
-    such a host are grey. `chosen` is the host whose page this is.
+    The linked page opens with the tab `tab`. `silent` maps each host that does not answer to the
+    time since when, in epoch seconds. The last figures of such a host are grey. `chosen` is the
+    host whose page is open.
     """
     rows = []
     for one in hosts:
@@ -75,7 +76,7 @@ def as_chooser(
 
 
 def _bar(snapshot: Snapshot) -> views.Bar:
-    """One bar for all cards of a host. The parts of a model on several cards are one segment."""
+    """One bar for all cards of a host. A model on several cards has one segment in it."""
     drawn = [bar for bar in views.bars(snapshot) if not bar.device.is_host]
     merged: dict[tuple[str, str, str], views.BarSegment] = {}
     for bar in drawn:

@@ -78,7 +78,7 @@ def as_html(frame: Any) -> str:
 
 
 def _rows(frame: Any) -> tuple[list[str], list[list[str]], int]:
-    """The names of the columns, the cells of the rows that are shown, and how many are not."""
+    """The names of the columns, the cells of the shown rows, and the number of rows not shown."""
     columns = list(frame.columns)
     more = max(0, len(frame) - MOST_SHOWN)
     records = frame.to_dict("records")

@@ -49,9 +49,10 @@ def note(arrival: Arrival, seconds: float, stop: str) -> str:
 
 
 def seconds_left(arrival: Arrival, seconds: float) -> float | None:
-    """How long the `arrival` will take, `seconds` after its begin. None if nothing shows it.
+    """The seconds until the `arrival` (a load or restore) ends; None if they cannot be estimated.
 
-    A restore reports no bytes: what the last one took is the estimate.
+    It began `seconds` ago. A restore does not report its bytes, so the estimate is the duration of
+    the model's last restore.
     """
     if arrival.done_bytes:
         left_bytes = max(0, arrival.all_bytes - arrival.done_bytes)

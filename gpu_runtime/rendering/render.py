@@ -71,8 +71,9 @@ def shown(
 ) -> Any:
     """The `value` that a `verb` returned, with its text and its HTML.
 
-    `subject` is the text that was typed after the verb, `around` the status at that time. Commands
-    in the text begin with `prompt`. A DataFrame shows itself and is returned unchanged.
+    `subject` is the text that was typed after the verb. `around` is the snapshot of the host at
+    that time. Commands in the text begin with `prompt`. A DataFrame shows itself and is returned
+    unchanged.
     """
     if isinstance(value, Plan) and around is not None:
         return Shown(
@@ -153,7 +154,7 @@ def _maps(value: allocator_map.Mapped, prompt: str) -> Shown:
 
 
 def block_report(block: Any) -> Shown:
-    """A report on a leased `block`: its peak memory, and the memory it still holds at its end."""
+    """A report on `block`, a leased block of code: its peak memory, and its memory at the end."""
     return Shown(
         block,
         lambda: text.block(block),

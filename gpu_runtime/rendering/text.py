@@ -263,7 +263,7 @@ def health(found: Health) -> str:
 
 
 def outcome(done: Outcome) -> str:
-    """The outcome `done` of a verb in one line, with its bytes and seconds."""
+    """The outcome `done` of a verb in one line, with the bytes that moved and the seconds."""
     because, moved = done.because.rstrip("."), show_bytes(done.bytes)
     figures = [] if moved in because else [moved]
     if done.bytes and done.seconds:

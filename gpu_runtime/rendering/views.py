@@ -310,7 +310,10 @@ def _marks(lease: Lease) -> Iterator[str]:
 
 
 def holder(snapshot: Snapshot, owner_id: str) -> str:
-    """The name of the process `owner_id`, as shown in the process that made the `snapshot`."""
+    """The label of the process with the id `owner_id`, for readers of the `snapshot`.
+
+    The process that made the snapshot is `this process`.
+    """
     if owner_id == snapshot.owner.id:
         return THIS_PROCESS
     section = snapshot.sections.get(owner_id)

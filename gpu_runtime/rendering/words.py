@@ -94,7 +94,7 @@ def event_phrase(event: Event) -> str:
 
 
 def event_sentence(event: Event) -> str:
-    """The `event` with the person who requested it, and its reason."""
+    """A sentence about the `event`, with the person who requested it, and its reason."""
     because = event.because.strip().rstrip(".")
     requested = f"{_requester_prefix(event)} {event.by}" if event.by else ""
     reason = f": {because}" if because else ""
@@ -134,7 +134,7 @@ def alarms(snapshot: Snapshot) -> list[str]:
 
 
 def events_to_show(events: Sequence[Event]) -> list[Event]:
-    """The `events`, without each grant whose load or restore is also in the list."""
+    """The `events` without the grants that were followed by their load or restore in the list."""
     arrived = {
         (event.model, event.owner, event.because)
         for event in events
@@ -150,7 +150,7 @@ def events_to_show(events: Sequence[Event]) -> list[Event]:
 def host_title(snapshot: Snapshot) -> str:
     """The name of a `snapshot`'s machine.
 
-    If the owners there have not updated their book for a while, the text includes how long.
+    If no process of that machine has updated its book for a while, the text includes how long.
     """
     if not snapshot.host:
         return f"{clean(snapshot.owner.host) or 'this host'} (this host)"

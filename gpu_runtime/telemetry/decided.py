@@ -20,8 +20,8 @@ MOST_ENTRIES = 256  # a decision on a larger book is not recorded: it would take
 MOST_BYTES = 1 << 20  # of one record, uncompressed
 FORMAT = b"\x01"  # changes with WORDS, because WORDS is needed to read a record
 
-# Names that most records contain. The compression refers to them, so that a small record need not
-# contain them: with 2 leases that saves two thirds of the bytes.
+# Names that most records contain. They are the dictionary of the compression, so a record need not
+# contain them. For a record with 2 leases, that saves two thirds of the bytes.
 WORDS = b"".join(
     bytes([0xA0 + len(word)]) + word if len(word) < 32 else word
     for word in (
@@ -78,7 +78,7 @@ def insert(db: sqlite3.Connection, decisions: Iterable[Decided]) -> None:
 def select(db: sqlite3.Connection, name: str, limit: int) -> tuple[Decided, ...]:
     """At most `limit` decisions on the model `name` in the file `db`, the newest first.
 
-    If there is none and `name` is a number, this is the decision with that number.
+    If there is none and `name` is a number, the result is the decision with that number.
     """
     db.execute(_TABLE)
     wanted = "SELECT id, body FROM decisions WHERE "

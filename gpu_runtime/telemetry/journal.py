@@ -1,8 +1,9 @@
 """The journal: the history of events with their reasons, including events of earlier boots.
 
-It is one SQLite table to which every owner of a ledger appends; the book has only the newest
-events. A second table has the newest decisions, with all that they were made from. In a shared
-ledger, each user has a separate journal, and everybody reads the events of all of them.
+The journal is one SQLite table, to which every process of a ledger appends. The book (the ledger's
+current leases and requests) has only the newest events. A second table has the newest decisions,
+with all their inputs. In a shared ledger, each user has a separate journal, and everybody reads the
+events of all journals.
 Nothing depends on the journal. If it cannot be written, the failure is logged once.
 """
 
@@ -88,7 +89,7 @@ class Journal:
                 self._write()
 
     def record(self, decided: Decided) -> None:
-        """Keeps a decision for `decided`, unless its book is large. Never fails."""
+        """Stores the decision `decided`, unless its book is too large. Never fails."""
         if not decisions.is_small(decided):
             return
         with self._lock:
@@ -100,7 +101,7 @@ class Journal:
     def decided(self, name: str, limit: int) -> tuple[Decided, ...]:
         """At most `limit` decisions on the model `name` by this user's processes, the newest first.
 
-        If there is none and `name` is a number, this is the decision with that number.
+        If there is none and `name` is a number, the result is the decision with that number.
         """
         with self._lock:
             self._write()
@@ -218,9 +219,9 @@ class Journal:
 
 
 def opened(path: Path) -> sqlite3.Connection:
-    """The database `path` beside a ledger, where another user may have made files.
+    """Opens the database `path` in a directory where other users may have made files.
 
-    Raises OSError if the file is a link.
+    Raises OSError if the file is a link, or if SQLite's journal for the file is not a plain file.
     """
     # In a shared ledger, a link could lead to a database of this user elsewhere.
     if path.is_symlink():

@@ -1,4 +1,4 @@
-"""The measured sizes of models, in a small JSON file that is kept over a reboot.
+"""The measured sizes of models, in a small JSON file that survives a reboot.
 
 The key of a measurement consists of the source, the fingerprint of its files, the options (such as
 the dtype) and the backend. If the files change on disk, the fingerprint changes, and the old
@@ -59,7 +59,7 @@ class Measurements:
         self._gave_up = False  # whether the file was found to be unusable
 
     def of(self, spec: ModelSpec, evidence: Evidence) -> Measurement | None:
-        """The measurement of the source with this `evidence`, loaded as `spec` says; or None."""
+        """The measurement of the model `spec`, whose source has this `evidence`, or None."""
         name = key(spec, evidence)
         with self._lock:
             return self._latest().models.get(name) if name else None
@@ -86,9 +86,9 @@ class Measurements:
         self._change(change)
 
     def remember(self, spec: ModelSpec, evidence: Evidence, measurement: Measurement) -> None:
-        """Stores the `measurement` of the source with this `evidence`, loaded as `spec` says.
+        """Stores the `measurement` of the model `spec`, whose source has this `evidence`.
 
-        A source without a fingerprint is not stored. Never fails.
+        If the source has no fingerprint, nothing is stored. Never fails.
         """
         name = key(spec, evidence)
         if not name:

@@ -82,7 +82,7 @@ class ChangeFilter:
         self._skipped: dict[str, Moment] = {}  # the last moment that was not kept, by device
 
     def select(self, moments: Iterable[Moment]) -> list[Moment]:
-        """The moments to record, in order: from `moments` and from earlier skipped moments."""
+        """The moments to record, in order: some of `moments`, and of those skipped before."""
         rows: list[Moment] = []
         for moment in moments:
             kept = self._kept.get(moment.device)

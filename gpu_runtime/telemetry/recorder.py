@@ -66,9 +66,9 @@ class Recorder:
 
 
 def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Moment, ...]:
-    """A moment of each device of `book`; the measured `figures` are used for real devices.
+    """A moment of each device of `book`. The measured `figures` are those of the real devices.
 
-    `now` is in seconds after the boot, `wall` in epoch seconds.
+    Both `now` (seconds since the boot) and `wall` (epoch seconds) are the time of the moments.
     """
     devices = tuple(device for device in book.devices if device.id in book.limits)
     samples: dict[str, Sample] = {}

@@ -6,10 +6,11 @@ The helper measures the cards and the machine's memory. While the figures change
 second; otherwise every other second. A notification makes it measure at once. It publishes the
 figures in the ledger's directory (`devices/sampler_client.py`).
 
-The helper ends if another process is the helper, if no owner of that ledger is left, or if its lock
-is gone. It also ends if no card answers for some seconds: after a driver was replaced, only a new
-process can call the driver. A call that hangs blocks one card's thread; the other cards are still
-measured. If no card is measured any more, the readers end this process and start another.
+The helper ends if another process is the helper, if no process uses the ledger any more, or if the
+helper's lock file is gone. It also ends if no card answers for some seconds: after a driver was
+replaced, only a new process can call it. Each card has a thread, so a driver call that hangs does
+not stop the measuring of other cards. If no card is measured any more, the processes that read the
+figures end the helper and start another one.
 
 A separate thread records how the devices are used (`recorder.py`). With simulated devices, only the
 machine's memory is measured.
@@ -101,7 +102,7 @@ class HelperFiles:
         os.replace(draft, self.directory / "samples")
 
     def write_error(self, error: BaseException) -> None:
-        """Writes why the helper ends, for the readers. Never fails."""
+        """Writes why the helper ends, for the processes that read the figures. Never fails."""
         try:
             with open(self.directory / "sampler.err", "w", opener=_private) as file:
                 file.write(f"{type(error).__name__}: {error}\n")
@@ -143,7 +144,7 @@ class CardReader(threading.Thread):
 
 
 class CardRounds:
-    """Measures all cards, round after round, and keeps the last result of each card."""
+    """Measures all cards, once for each call of `next`, and keeps the last result of each card."""
 
     def __init__(self) -> None:
         """Lists the cards of all drivers."""
@@ -165,7 +166,7 @@ class CardRounds:
         psutil.cpu_percent()  # the first result is always 0, so it is dropped
 
     def next(self) -> Figures:
-        """New figures. A card that does not answer in time keeps its last figures."""
+        """Measures all cards and returns the figures. A late card keeps its last figures."""
         began = boot_seconds()
         awaited = set()
         for reader in self._readers:
@@ -320,9 +321,11 @@ def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: His
 
 
 def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
-    """Waits for a notification on `bell`, or until `pause` seconds after the round `began`.
+    """Waits for a notification, or until `pause` seconds after the time `began`.
 
-    The wait lasts at least LEAST_SECONDS, so that many notifications do not keep the driver busy.
+    `bell` is the file descriptor of the notification pipe, and `began` is the start of the last
+    measurement. The next one starts at least LEAST_SECONDS after it, so that many notifications do
+    not keep the driver busy.
     """
     time.sleep(max(0.0, LEAST_SECONDS - (boot_seconds() - began)))
     if poll.poll(1000 * max(0.0, pause - (boot_seconds() - began))):

@@ -1,11 +1,12 @@
 """The use of the devices over the last day, on disk. Older parts have fewer moments.
 
 The history is one SQLite table in the directory of the journal, with a row for each device and
-moment. The host's helper process writes the table, and all others read it. Nothing depends on it.
+moment. The host's helper process writes the table, and other processes read it. Nothing depends on
+the table.
 
-After half an hour, only the fullest moment of every 15 s is kept. After three hours, it is the
-fullest moment of every minute. After a day, no moment is kept. Only recorded moments are returned;
-no figure is an average.
+The fullest of several moments is the one with the most memory in use. After half an hour, only the
+fullest moment of every 15 s is kept, and after three hours the fullest of every minute. After a
+day, no moment is kept. Only recorded moments are returned; no figure is an average.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class Record:
     def between(self, since: float, until: float, most: int) -> tuple[Moment, ...]:
         """At most `most` moments of each device from the wall time `since` to `until`, in order.
 
-        The period is cut into stretches of time, always at the same places. So a chart that moves
-        on does not flicker.
+        The period is cut into stretches of time, and the fullest moment of each is returned. The
+        cuts are at fixed times, so a chart that is redrawn for a later period does not flicker.
         """
         # Stretches begin at multiples of their length, so the period can touch one more stretch
         # than fits into it. With `most` = 1, one stretch covers all time.

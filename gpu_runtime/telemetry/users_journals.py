@@ -35,8 +35,8 @@ _endless: dict[Path, int] = {}  # files in which a query did not end, and when t
 def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
     """The files `name` of the other users in the directory `users`, if written at or after `since`.
 
-    `users` has a directory for each user, whose name is the uid. A file counts only if this user
-    wrote it.
+    `users` has a directory for each user, whose name is the uid. A file counts only if it belongs
+    to the user with that uid.
     """
     found = []
     try:

@@ -39,9 +39,10 @@ def prepare(path: str) -> Path:
 
 
 def free_port(host: str, port: int, tries: int, command: str = "gpu console") -> int:
-    """The first free port of `host` among `tries` ports, beginning with `port`. If that is 0, any free port.
+    """The first free port of `host` among `tries` ports, beginning with `port`. If `port` is 0, any free port.
 
-    Raises GpuError if none is free, or the host cannot be listened on. The error advises to type `command`.
+    Raises GpuError if none of these ports is free, or if this process cannot listen on `host`. The error advises the
+    user to type `command` with another port.
     """
     last_error: OSError | None = None
     for candidate in range(port, port + tries):
@@ -58,7 +59,7 @@ def free_port(host: str, port: int, tries: int, command: str = "gpu console") ->
 
 
 def _try_to_bind(host: str, port: int) -> int:
-    """Binds the port and releases it. Returns its number, which the system chooses for 0. Raises OSError."""
+    """Binds `port` and releases it. Returns its number; if `port` is 0, the system chooses one. Raises OSError."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

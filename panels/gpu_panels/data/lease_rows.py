@@ -134,7 +134,11 @@ def _share_rows(
 
 
 def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
-    """The state of a notebook's own code: `parked`, `in use for 2 min`, or why it is not parked."""
+    """The state of the memory of a notebook's own code, which has the `lease`, as a cell of the table.
+
+    Examples are `parked` (moved to host memory) and `in use for 2 min`. If the memory could be moved to host memory
+    but was not, the cell shows the reason.
+    """
     if lease.on_host and lease.phase is Phase.SETTLED:
         since = f" since {clock(snapshot.wall - (snapshot.now - lease.away_since))}"
         hint = "In host memory{}. It returns before the notebook's next cell"
