@@ -1,7 +1,8 @@
 """Decides whether a request gets memory, waits, or is refused: the numbered decision tree.
 
-Pure. A book, a request and the world go in; a new book and a verdict come out. Nothing here reads a
-clock, a device, a setting or a ledger. So a decision can be made twice, or replayed in a test.
+Pure. A book (all leases and requests of a host), a request and the world (devices and rules) go in.
+A new book and a verdict come out. Nothing here reads a clock, a device, a setting or a ledger. So a
+decision can be made twice, or replayed in a test.
 
 The parts of the tree have modules of their own:
 
@@ -9,6 +10,7 @@ The parts of the tree have modules of their own:
 - `evictable` decides which leases may be evicted, and `eviction` how room is made.
 - `feasibility` and `deadlock` find requests that can never be served.
 - `obstacles` explains why a request waits.
+- `page_entries` limits the number of entries in the page, which is the stored form of the book.
 
 `transitions` changes the book after a step is done.
 """
@@ -163,7 +165,7 @@ def _as_measured(request: Request, lease: Lease) -> Request:
 def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str]:
     """The drained cards that the request may not use, each with a sentence that names the user.
 
-    A model whose tensors all belong to another one claims 0 bytes, and may use a drained card.
+    A model whose tensors all belong to another model claims 0 bytes, and may use a drained card.
     """
     return drained(book, world) if request.footprint.bytes else {}
 
@@ -191,8 +193,8 @@ def _evict(
 ) -> tuple[Book, Verdict] | None:
     """The book and the Wait while idle leases leave; None if evictions cannot make the room.
 
-    Nothing is evicted if the page has no room for the ticket. Nothing is evicted either if an
-    earlier ticket already makes room for the same model.
+    A ticket is the entry of a waiting request. Nothing is evicted if the page has no room for the
+    request's ticket, or if an earlier ticket already makes room for the same model.
     """
     if full_for_waiting(book, request) or context.twin:
         return None
@@ -227,7 +229,7 @@ def _free_an_entry(
     context: Context,
     chosen: Candidate,
 ) -> tuple[Book, Verdict]:
-    """The book and the Wait while an idle lease leaves the page; else the refusal."""
+    """The book, with the Wait while an idle lease leaves the full page; else with the refusal."""
     freeing = None
     if not request.wait or not full_for_waiting(book, request):
         freeing = free_an_entry(book, request, world, rank, context)
@@ -396,7 +398,10 @@ def _ticket(
     old: Ticket | None,
     seconds: float,
 ) -> Ticket:
-    """The ticket of a waiting request; `old` is the earlier ticket of the same request, if any."""
+    """The ticket of a waiting request; `old` is the earlier ticket of the same request, if any.
+
+    `need` is the room for which the request waits. `seconds` is how long its load will take.
+    """
     now = world.now
     recalls = (wait.asked, wait.shadows)
     blocked = bool(wait.blockers) and not any(recalls) and not wait.steps

@@ -1,5 +1,7 @@
 """Requests of one owner to another owner: written on a ticket, and answered in the book.
 
+The book is all leases and requests of a host. A ticket is the entry of one request in the book.
+
 Pure. Every owner follows the same rules: a model in use is never moved, and a kept model is never
 evicted. `recall` has the other side: what an owner does on request.
 """
@@ -69,7 +71,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     if owner is None:
         gone = f"the process that held {name} is gone" if name else "that process is gone"
         return book.without_ticket(asked.key), Refuse(gone, kind="gone")
-    if section is not None:  # a section that cannot be read: only its owner can answer
+    if section is not None:  # if the section cannot be read, only its owner can answer
         verdict = _answer_in_events(book, asked, section, name)
         if verdict is None:
             verdict = _known_result(book, asked, section, name, world)
@@ -210,7 +212,7 @@ def _result_of_cancel(book: Book, asked: Ask, section: Section, name: str) -> Ve
 
 
 def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
-    """Why the lease cannot be moved or evicted, even for a person; None if it can."""
+    """Why the lease cannot be moved or evicted, even for a person; None if it can be."""
     why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
     holding = f"{lease_title(lease, owner)} ({bytes_label(lease)})"
     holders = (lease.id,)
@@ -241,7 +243,10 @@ def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> R
 
 
 def _why_not_moved(book: Book, lease: Lease) -> str:
-    """The owner's reason for the last failed move of `lease`, after a colon; else empty."""
+    """The owner's reason for the last failed move of `lease`, as the text `: reason`.
+
+    The text is empty if the book has no failed move of `lease`.
+    """
     for event in reversed(book.events):
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
             return ": " + event.because.partition(": ")[2].rstrip(".")
@@ -257,7 +262,10 @@ def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
 
 
 def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """The owner's models to drop from host memory, so that an undroppable `lease` fits there."""
+    """The owner's models to drop from host memory, so that `lease` fits there.
+
+    `lease` itself cannot be dropped.
+    """
     if not (lease.movable and world.rules.offload):
         return ()
     victims = warm_pool_victims(

@@ -1,7 +1,8 @@
 """Free bytes that a grant may spend on each device.
 
-Pure. The smaller of two numbers counts: the bytes that the book has not promised, and the bytes
-that the driver measured as free. `queue` decides which request may spend the free bytes first.
+Pure. The smaller of two numbers counts: the bytes that the book (all leases and requests of a host)
+has not promised, and the bytes that the driver measured as free. `queue` decides which request may
+spend the free bytes first.
 
 A sample is one measurement of a device. A ghost is the memory that a dead process held and that the
 driver may not have freed yet.
@@ -25,7 +26,7 @@ def limit_of(
     world: World,
     device: str,
 ) -> int:
-    """The budget of a `device` in bytes: the book's limit or this process's, if that is smaller."""
+    """The budget of a `device` in bytes: the smaller of the book's and this process's limit."""
     own_limit = world.limits.get(device, 0)
     return min(own_limit, book.limits.get(device, own_limit))
 

@@ -19,7 +19,8 @@ Bytes = Mapping[str, int]  # by device id
 class Context(NamedTuple):
     """The inputs of one decision: free bytes now and later, requests ahead, and limits.
 
-    An elder is a request ahead in the queue.
+    An elder is a request ahead in the queue. A lease is in parts if some of its bytes are on a card
+    and the others in host memory.
     """
 
     leases: tuple[Lease, ...]
@@ -169,7 +170,10 @@ def _left_of_own_limit(
     request: Request,
     world: World,
 ) -> tuple[int | None, int | None]:
-    """Bytes left under INFERENCE_MEMORY_LIMIT_GB: now, and once leaving models have left."""
+    """Bytes left under INFERENCE_MEMORY_LIMIT_GB: now, and once leaving models have left.
+
+    Both are None if no limit is set, or if the request is not for a model.
+    """
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":
         return None, None

@@ -15,9 +15,9 @@ from .capacity import limit_of
 def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests that can never be served, because their threads block each other.
 
-    `book` holds the tickets and leases; `world` holds the devices and their limits. The result is
-    empty if there is no deadlock. A request can often be served in several ways, so a cycle in the
-    wait-for graph proves nothing. The test is a reduction instead:
+    `book` holds the tickets (the waiting requests) and the leases; `world` holds the devices and
+    their limits. The result is empty if there is no deadlock. A request can often be served in
+    several ways, so a cycle in the wait-for graph proves nothing. The test is a reduction instead:
 
     1. A thread that waits for nothing will finish and release its leases.
     2. Grant every request that then fits. Its thread will finish too. Repeat.

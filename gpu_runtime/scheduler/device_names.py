@@ -15,10 +15,10 @@ from ..facts import Book, Device
 
 
 def names(mine: Iterable[Device], book: Book) -> dict[str, str]:
-    """For each card of `mine` that has another name in the book: this process's name -> that name.
+    """Maps this process's name of a card to the book's name, for each card where they differ.
 
-    A card that the `book` does not contain keeps its name if no other card has it. Otherwise it
-    gets the next free number.
+    `mine` are the devices of this process. A card that the `book` does not contain keeps its name
+    if no other card has that name. If another card has it, the new card gets the next free number.
     """
     known = {device.uuid: device.id for device in book.devices if _is_card(device)}
     cards = [device for device in mine if _is_card(device) and not device.simulated]

@@ -1,8 +1,9 @@
 """Cards that an operator has drained: they take no new leases, and their idle models leave.
 
-Pure. The mark of a drained card is stored in the book under the card's UUID. It belongs to no
-owner, so the drain continues after the terminal in which it was typed is closed. The runtime checks
-whether a user may drain a card. Each owner moves its own tensors.
+Pure. The mark of a drained card is stored in the book (all leases and requests of a host) under the
+card's UUID. The mark belongs to no owner, so the drain continues after the terminal in which it was
+typed is closed. The runtime checks whether a user may drain a card. Each owner moves its own
+tensors.
 """
 
 from __future__ import annotations
@@ -155,7 +156,10 @@ def has_leases_on_drained(book: Book, owner: str, world: World) -> bool:
 
 
 def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:
-    """The leases still on `card`, each with its reason; empty for a lease that can leave."""
+    """The leases still on `card`, each with the reason why it stays.
+
+    The reason is empty for a lease that can leave.
+    """
     host_room = room(book, world).get(HOST, 0)
     found = []
     for lease in _on(book.leases(), {card: ""}):
@@ -175,7 +179,7 @@ def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
 
 
 def _those_that_need_the_host_first(leases: Iterable[Lease]) -> list[Lease]:
-    """The leases, those that cannot be dropped first, because they need room in host memory."""
+    """The `leases`, ordered. Those that cannot be dropped are first: they need host memory."""
     return sorted(leases, key=lambda lease: lease.droppable)
 
 

@@ -1,7 +1,8 @@
 """Which leases may be evicted, and to where.
 
 Pure. A lease is offloaded to host memory while the host has room. Without room it is dropped, if
-its source can load it again. Weights that exist nowhere else are never dropped.
+its source can load it again. Weights that exist nowhere else are never dropped. A shadow is an
+unchanged copy in host memory of a model that is on a card.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def eviction_step(
     """The step that evicts this `lease`: a Move to the host, or a Drop if it cannot be moved.
 
     The result is None if neither is possible: weights that exist nowhere else are never dropped.
-    `host_room` is in bytes; the lease's shadow needs none. `part` is the bytes that leave in a Move
-    if the others stay; 0 means all. A Drop always drops all bytes. With `drop`, a Drop is preferred
-    even if the host has room. `because` (a sentence) and `reason` (a word) are put into the step.
-    `world` holds the devices and the offload setting.
+    `host_room` is the host's free bytes; bytes that are in the lease's shadow need none of them.
+    `part` is the number of bytes that a Move moves; with 0, it moves all bytes of the lease. A Drop
+    always drops all bytes. With `drop`, a Drop is preferred even if the host has room. `because` (a
+    sentence) and `reason` (a word) are put into the step. `world` holds the devices and the offload
+    setting.
     """
     size = min(part, lease.card_bytes) if part else lease.card_bytes
     target = (Share(HOST, size),)
@@ -129,7 +131,10 @@ def permanent_reason_to_stay(
 
 
 def needs_host_room(lease: Lease) -> str:
-    """Why this `lease`, which has no source, cannot leave: the host, or its notebook's choice."""
+    """Why this `lease`, which has no source, cannot leave its card.
+
+    Either the host has no room, or the notebook whose memory it is does not allow moves.
+    """
     if lease.kind == "kernel" and not lease.movable:
         return EXEMPT
     return "exists nowhere else, and the host has no room for it"
@@ -189,9 +194,9 @@ def warm(
 ) -> list[Lease]:
     """Leases of the `book` in host memory that may be unloaded now; only those of `owner` if given.
 
-    A lease in parts counts as being in host memory. If it is unloaded, its bytes on a card are
-    freed too. `asker`, `importance` and `world` are as in `reason_to_stay`. The lease with the id
-    `wanted` stays, because it is about to return to a card.
+    A lease in parts (partly on a card, partly in host memory) counts as being in host memory. If it
+    is unloaded, its bytes on the card are freed too. `asker`, `importance` and `world` are as in
+    `reason_to_stay`. The lease with the id `wanted` stays, because it is about to return to a card.
     """
     found = []
     for lease in book.leases():

@@ -1,7 +1,7 @@
 """Finds the leases whose eviction makes room on a card at the least cost.
 
 Pure. `evictable` decides which leases may be evicted. `eviction_verdict` makes the steps and the
-sentences from the result.
+sentences from the result. A shadow is an unchanged copy in host memory of a model on a card.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Way(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """A way with its cost. Ways compare by cost; `order` makes every cost distinct."""
+    """A way with its cost. Ways are compared by cost.
+
+    The last number of each cost is the way's position in the search, so no two costs are equal.
+    """
 
     cost: tuple[float, ...]
     candidate: Candidate
@@ -235,9 +238,10 @@ def _priced(
     """The way with its cost.
 
     The importance of the evicted leases is compared first, on whatever card they are. Then follow
-    the seconds of loading them again, the number of cards, and the number of leases. With
-    `fewest-evictions`, the number of leases is compared before the seconds. The last criterion is
-    the rank that the policy gives.
+    the seconds of loading them again, the number of cards, and the number of leases. With the
+    placement policy `fewest-evictions`, the number of leases is compared before the seconds. Then
+    follows the rank that the eviction policy gives. `order`, the way's position in the search,
+    decides between ways that are equal in all of these.
     """
     most_important, highest_rank = _most_precious(leaving, world, rank)
     seconds = sum([_seconds_to_return(lease) for lease in leaving])
@@ -253,7 +257,10 @@ def _priced(
 
 
 def _seconds_to_return(lease: Lease) -> float:
-    """Seconds that a return of this lease takes; with a target, of the bytes in the target."""
+    """Seconds that a return of this lease takes.
+
+    If the lease has a target, only the bytes in the target leave and return.
+    """
     seconds = lease.restore_seconds or lease.reload_seconds
     return seconds * lease.leaving_bytes / lease.bytes if lease.target else seconds
 
@@ -263,9 +270,10 @@ def _most_precious(
     world: World,
     rank: Policy,
 ) -> tuple[float, float]:
-    """The importance and the rank of the last lease to leave, which is the most precious of them.
+    """How important the last lease to leave is, and its rank.
 
-    A larger number means a more precious lease in both.
+    The leases are in order, so the last lease is worth most. A larger number means a higher worth
+    in both.
     """
     if not leaving:
         return -(10**9), 0.0
@@ -341,7 +349,7 @@ def _victims(
     enough: Enough,
     host: PartsRoom | None,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict; None if they cannot free the need.
+    """The `idle` leases to evict so that the bytes in `need` are free; None if they are not enough.
 
     Weights that exist nowhere else leave only if the host can hold them.
     """
@@ -369,7 +377,7 @@ def _victims_under_cap(
     enough: Enough,
     host: PartsRoom | None,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict; None if they cannot free the need for the share `wanted`.
+    """The leases to evict for the share `wanted`; None if they cannot free the bytes in `need`.
 
     To get below the operator's cap on a user, that user's own leases are evicted first.
     """
@@ -390,7 +398,7 @@ def _victims_under_cap(
 
 
 def _less_freed(need: Bytes, leaving: Iterable[Lease]) -> dict[str, int]:
-    """The need without the bytes that these leases free."""
+    """The bytes in `need`, less the bytes that the `leaving` leases free."""
     left = dict(need)
     for lease in leaving:
         for share in lease.shares:

@@ -37,7 +37,8 @@ def multi_card_ways(
 
     `idle` are the leases that may leave, in order. `context` holds the free bytes. `host_bytes` is
     the host memory available for weights that exist nowhere else. `limits` are the budgets of the
-    cards that may be used. With the `host` room, a lease may leave in part.
+    cards that may be used. `host` is the host memory for parts of leases; if it is given, a lease
+    may leave in part.
     """
     footprint, rules = request.footprint, request.placement
     for cards in _sets(request, context, idle, limits):
@@ -189,7 +190,7 @@ class _Room:
 
     @contextmanager
     def without(self, leases: Sequence[Lease] = ()) -> Iterator[None]:
-        """Counts the `leases` as evicted while the block runs; then the room is as before."""
+        """Counts the `leases` as evicted inside the `with` block; then the room is as before."""
         before = self.free, self.cap_left, self.own_left, self.missing
         self.free, self.cap_left = dict(self.free), dict(self.cap_left)
         self.let_go(*leases)
@@ -295,7 +296,10 @@ def _fewer(
     enough: Callable[[], bool],
     than: int,
 ) -> tuple[Lease, ...] | None:
-    """A set of fewer than `than` leases that is enough; None if none is found in time."""
+    """A set of fewer than `than` leases that is enough.
+
+    The result is None if there is none, or if more than MOST_SETS sets would have to be tried.
+    """
     tried = 0
     for count in range(1, than):
         tried += comb(len(pool), count)

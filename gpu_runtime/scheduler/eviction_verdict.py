@@ -1,7 +1,9 @@
 """The verdict on a request for which leases are evicted: this owner's steps, recalls, sentences.
 
-Pure. Bytes are free only after the evicted lease has left. So a request that makes room waits, and
-its ticket keeps its place in the queue. `evictable` decides which leases may be evicted.
+Pure. A recall is a request to another owner to evict its lease. Bytes are free only after the
+evicted lease has left. So a request that makes room waits, and its ticket keeps its place in the
+queue. `evictable` decides which leases may be evicted. A shadow is an unchanged copy in host memory
+of a model that is on a card.
 """
 
 from __future__ import annotations
@@ -123,8 +125,8 @@ class _Eviction:
         self.recalled: list[str] = []  # lease ids of other owners
         self.recalled_bytes: list[int] = []  # of each recalled lease; 0: all
         self.recalled_shadows: list[str] = []
-        # Ids of leases whose shadows cannot be freed: freed already, needed as the share of a lease
-        # that leaves, or of an owner that does not answer.
+        # Ids of leases whose shadows cannot be freed, for one of three reasons: the shadow is freed
+        # already, the lease leaves its card and needs the shadow, or its owner does not answer.
         self.spared = {lease.id for lease in way.leaving} | context.silent_shadows
         self.freed_soon = 0  # bytes of shadows that are freed, and that no lease has taken yet
         self.sentences: list[str] = []

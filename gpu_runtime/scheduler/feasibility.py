@@ -171,7 +171,10 @@ def _beside_stuck(
 
 
 def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
-    """Bytes of the card that the leases in `remain` could free by pieces, beside the `saved`."""
+    """Bytes that the leases in `remain` could free on the card if pieces of them left for the host.
+
+    `host_bytes` is the host memory for this. The leases in `saved` take their part of it first.
+    """
     left = host_bytes - sum(lease.card_bytes for lease in saved)
     freed = 0
     for lease in remain:
@@ -335,8 +338,8 @@ def _holders_in_words(stuck: Iterable[tuple[Lease, str]], titles: Mapping[str, s
 def _kind(stuck: Sequence[Lease], request: Request) -> str:
     """The kind of the refusal, which selects the advice to the user.
 
-    A "nested" lease is held by the requesting block itself. A "kept" one can be unpinned. A
-    "precious" one needs more host memory.
+    A "nested" lease is held by the requesting block of code itself. A "kept" lease can be unpinned.
+    A "precious" lease has weights that exist nowhere else, and needs more host memory.
     """
     if any(lease.id in request.held for lease in stuck):
         return "nested"
@@ -384,7 +387,10 @@ def _beside_what_remains(
     left: int,
     mine: list[Lease],
 ) -> bool:
-    """Whether the request fits beside leases that stay, on the cards and in the owner's limit."""
+    """Whether the request fits beside leases that stay, on the cards and in the owner's limit.
+
+    `left` is the bytes left of the owner's limit, and `mine` are the owner's leases.
+    """
     stuck = stuck_leases(book, request, world)
     choices = sets_that_stay(stuck)
     if choices == [()]:

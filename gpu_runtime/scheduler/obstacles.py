@@ -72,9 +72,9 @@ def wait_for_obstacles(
 
 
 def _unreadable(book: Book, shares: Shares) -> str:
-    """The sentence about an owner with bytes on these cards that cannot be recalled; else empty.
+    """The sentence about an owner on these cards whose part of the book cannot be read; else empty.
 
-    The bytes cannot be recalled because the owner's part of the book cannot be read.
+    The bytes of such an owner cannot be recalled.
     """
     for unread in book.quarantined.values():
         if any(unread.held.get(share.device) for share in shares):

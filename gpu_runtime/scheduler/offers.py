@@ -14,13 +14,15 @@ from .drain import drained
 from .evictable import reason_to_stay
 
 MOST_PLANNED = 8  # hosts that make a plan for one decision
-# Two loads that differ by less than the larger of these take equally long: two measurements of one
-# load differ as much.
+# Two loads that differ by less than the larger of these two values count as equally long, because
+# two measurements of the same load differ that much.
 CLOSE_SECONDS, CLOSE_FRACTION = 0.5, 0.1
 
 
 def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
-    """The offer of the `host` that made this `plan`. `users` are blocks that use the model there.
+    """The offer of the `host` that made this `plan`.
+
+    `users` is the number of blocks of code that use the model on that host.
 
     A plan with an obstacle, such as a missing engine, is an offer of the level `never`.
     """

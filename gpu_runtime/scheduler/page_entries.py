@@ -1,8 +1,8 @@
 """Makes room for one more lease in the book's page: entries are evicted as bytes are.
 
-Pure. A page has a limited number of entries, which are leases and requests. RESERVED entries are
-reserved for requests that wait, and as many for requests to owners. So a full page can always be
-emptied.
+Pure. The page is the stored form of the book. It has a limited number of entries, which are leases
+and requests. RESERVED entries are reserved for requests that wait, and as many for requests to
+owners. So a full page can always be emptied.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def can_cut(sums: Sequence[int], free: Sequence[int]) -> bool:
 
 
 def _filled(sums: Sequence[int], free: Sequence[int]) -> tuple[int, bool]:
-    """The boundary that is reached if each card is filled in order, and whether each has a piece."""
+    """How many pieces fit if each card is filled in order, and whether every card has a piece."""
     reached = taken = 0
     every_card = True
     for size in free:

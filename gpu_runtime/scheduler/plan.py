@@ -201,7 +201,10 @@ def _as_if_measured(
     step: Step,
     world: World,
 ) -> World:
-    """The world with samples in which the bytes of the finished step are free."""
+    """The `world` with samples that show the bytes freed by the finished `step` as free.
+
+    A sample is one measurement of a device. The result stands for a measurement after the step.
+    """
     source = getattr(step, "source", ())
     samples = dict(world.samples)
     shared = one_memory(world.devices)

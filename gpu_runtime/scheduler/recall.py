@@ -240,10 +240,12 @@ def _unloaded_for(
     world: World,
     rank: Policy,
 ) -> shadows.Renewed:
-    """Chooses the leases that are unloaded from host memory so that `lease` fits there.
+    """Returns a function that chooses the leases to unload from host memory so that `lease` fits.
 
-    Without a `step` the lease cannot be dropped: other leases are unloaded only for a `person`. A
-    lease that can be dropped displaces only leases that are worth less.
+    The parameter of that function is the free bytes of the host.
+
+    If `step` is None, the lease cannot be dropped, and other leases are unloaded only for a
+    `person`. A lease that can be dropped displaces only leases that are worth less.
     """
     if step is None and not person:
         return lambda host_room: ()

@@ -1,6 +1,7 @@
 """Relief: idle models leave a device, or the host's memory, that is under pressure.
 
-Pure. `pressure.py` holds the rule for each level of pressure.
+Pure. `pressure.py` holds the rule for each level of pressure. A shadow is an unchanged copy in host
+memory of a model that is on a card.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def relieve(
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...]]:
     """The book with the idle models of `owner` leaving its overfull devices, and the steps.
 
-    Of the host, only the measured memory counts, because idle models may fill the budget there. Its
-    shadows are freed first. A model in host memory is dropped, if its source can load it again.
+    For the host, only the measured memory counts, because idle models may fill the budget there.
+    The host's shadows are freed first. A model in host memory is dropped, if its source can load it
+    again.
 
     `rank` orders the leases of equal importance, the lowest first. `key` is stored in the leaving
     leases.
@@ -85,9 +87,10 @@ def park_kernels(
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...]]:
     """The book with the kernel of `owner` leaving an overfull card, and the step for this.
 
-    Plain code takes memory without a request to the ledger. So a card may hold more than its limit,
-    until idle kernels have left. As many kernels leave as needed, in the order of `rank`, but each
-    owner evicts only its own kernel. `key` is stored in the leaving lease.
+    The kernel is the lease on the memory of a notebook's own code. That code takes memory without a
+    request to the ledger. So a card may hold more than its limit, until idle kernels have left. As
+    many kernels leave as needed, in the order of `rank`, but each owner evicts only its own kernel.
+    `key` is stored in the leaving lease.
     """
     if world.rules.relief == "never" or owner not in book.sections:
         return book, ()

@@ -41,9 +41,9 @@ def total(leases: Iterable[Lease]) -> int:
 def enough(leases: Iterable[Lease], shortage: int, world: World, rank: Policy) -> list[Lease]:
     """Those of `leases` whose shadows are freed to get `shortage` bytes; all if they are too few.
 
-    The shadows of leases in use are freed first. Then follow the other leases, the last to leave
-    its card first, by importance and `rank`. The shadow of a lease that leaves soon saves a copy
-    soon.
+    The shadows of leases in use are freed first. Then follow the other leases in the reverse of the
+    order in which they would leave their cards, by importance and `rank`. A lease that leaves early
+    keeps its shadow, because the shadow saves the copy to host memory.
     """
 
     def key(lease: Lease) -> tuple[bool, int, float, str]:
@@ -150,7 +150,10 @@ def _largest(book: Book, copy: str) -> int:
 
 
 def kept(book: Book, owner: str, name: str, world: World) -> tuple[Book, bool]:
-    """The book with the settled lease and its shadow; without the shadow if the host has no room."""
+    """The book with the settled lease and its shadow; without the shadow if the host has no room.
+
+    Also returns whether the lease has a shadow now.
+    """
     lease = book.lease(owner, name)
     if lease is None or not lease.shadow_bytes:
         return book, False

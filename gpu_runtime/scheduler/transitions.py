@@ -119,10 +119,10 @@ def arrived(
 ) -> Book:
     """The book with the lease `name` of `owner` settled on a device.
 
-    `shares` are the claimed bytes. `filled` are the measured bytes, if the claim is larger than
-    they. `because` is the event's sentence. `reload_seconds` or `restore_seconds` is how long the
-    arrival took; 0 keeps the old value. `droppable` is True if the model's source is proven to have
-    the same bytes.
+    `shares` are the claimed bytes. `filled` are the measured bytes, if more bytes are claimed than
+    measured. `because` is the event's sentence. `reload_seconds` or `restore_seconds` is how long
+    the arrival took; 0 keeps the old value. `droppable` is True if the model's source is proven to
+    have the same bytes.
     """
     lease = book.lease(owner, name)
     if lease is None:

@@ -65,7 +65,8 @@ def victims_in_order(
     then as many bytes. `need` is bytes by device, or by `owner:ID`. `ordered` is the result of
     `eviction_order`.
 
-    With the `host` room, a lease may leave in part; see `without_needless_pieces`.
+    If `host`, the host memory for parts of leases, is given, a lease may leave in part; see
+    `_without_needless_pieces`.
     """
     missing = _missing(need)
     if not missing:
@@ -244,7 +245,8 @@ def part_of(lease: Lease, need: int) -> Lease:
     """The `lease` with a `target` of as few pieces as free `need` bytes of its card.
 
     The same lease is returned if it cannot be cut, or if all its pieces must leave. At least one
-    piece leaves, because a lease with bytes in host memory claims no working memory.
+    piece leaves, even if the lease's working memory alone is enough: only a lease with bytes in
+    host memory claims no working memory.
     """
     piece = lease.piece_bytes
     if not piece or lease.on_host:
@@ -268,8 +270,8 @@ def fewest_victims(
 
     If several sets have that size, the set with the fewest bytes is returned. No important lease is
     evicted if less important leases are enough. `need` is bytes by device, or by `owner:ID`. The
-    order of `ordered` only decides between sets that are otherwise equal. With the `host` room, a
-    lease of the set may leave in part.
+    order of `ordered` only decides between sets that are otherwise equal. If `host`, the host
+    memory for parts of leases, is given, a lease of the set may leave in part.
     """
     missing = _missing(need)
     if not missing:
