@@ -77,7 +77,7 @@ def read_history(requests: str | Path, models: str | Path) -> History:
 
 
 def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: float) -> History:
-    """The history that the journal's `events` and the present `leases` show, until `wall`.
+    """The history up to the time `wall`, from the journal's `events` and the present `leases`.
 
     `wall` is in epoch seconds. If several processes loaded models from the same source, the history
     counts them as one model.
@@ -106,7 +106,7 @@ def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: floa
 
 
 class _Seen:
-    """What the journal shows of one model."""
+    """The uses, bytes and durations of one model that the journal shows."""
 
     def __init__(self, name: str) -> None:
         self.name, self.bytes = name, 0

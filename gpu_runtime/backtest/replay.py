@@ -2,7 +2,8 @@
 
 The replayed machine has one card and host memory. Requests for the same model run at the same time.
 A model in use is never evicted. Each granted transfer takes the seconds that the history gives. A
-transfer occupies a lane, and each lane does one transfer at a time.
+lane is a path for transfers, such as from the disk, or from the card to host memory. Each lane does
+one transfer at a time.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ LEAST_PIECE_BYTES = 300_000_000
 
 
 class Engine(NamedTuple):
-    """How transfers share the machine."""
+    """How transfers share the replayed machine."""
 
     name: str
     lanes: tuple[str, ...]  # each does one transfer at a time, beside the others
-    patience_seconds: float  # 0: loads in the order of arrival
+    patience_seconds: float  # as in Rules; 0: loads in the order of arrival
     parts: bool = False  # a part of a model can leave the card
     shadows: bool = False  # copies stay in host memory while their models are on the card
 
@@ -203,9 +204,9 @@ class _Replay:
         self.stale = True
 
     def _publish(self) -> None:
-        """Writes the users and the last uses of all models into the book.
+        """Writes the users and the last uses of all models into the book (the scheduler's input).
 
-        A real owner also does this before each of its decisions.
+        A real process also does this before each of its decisions.
         """
         if not self.stale:
             return
@@ -234,7 +235,7 @@ class _Replay:
         return [ticket.name for ticket in order if ticket.name not in moving]
 
     def _try(self, model: str) -> bool:
-        """Asks the scheduler for room for `model`. Returns False if nothing can be done for it now."""
+        """Requests room for `model` from the scheduler. Returns False if it can do nothing for `model` now."""
         arrival = self._lane_of_arrival(model)
         if arrival in self.busy and (arrival != "host" or "out" in self.busy):
             return False  # nothing is dropped for a load that cannot start yet
@@ -296,7 +297,7 @@ class _Replay:
         return Request(model, wanted, footprint, waiting[0].seconds, users=len(waiting))
 
     def _piece_bytes(self, size: int) -> int:
-        """The bytes of one piece of a model of `size` bytes; 0 if the model always leaves as a whole."""
+        """The bytes of a piece of a model of `size` bytes; 0 if models leave the card as a whole."""
         return max(LEAST_PIECE_BYTES, -(-size // MOST_PIECES)) if self.engine.parts else 0
 
     def _seconds(self, step: Step) -> float:

@@ -33,7 +33,7 @@ class Asgi(RequestHandler):
     SUPPORTED_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
     def initialize(self, app: App, write_seconds: float = WRITE_SECONDS) -> None:
-        """`app` is the ASGI application. `write_seconds` is how long a client may take no data."""
+        """`app` is the ASGI application. A client that takes no data for `write_seconds` is disconnected."""
         self._write_seconds = write_seconds
         self._app = app
         self._disconnected = asyncio.Event()
@@ -117,7 +117,7 @@ class Asgi(RequestHandler):
             self._disconnected.set()  # `_receive` then reports the disconnection to the application
 
     async def _wait_while_taken(self, write: asyncio.Future[None]) -> None:
-        """Waits for `write` as long as the client takes data. Closes the connection otherwise."""
+        """Waits for `write` as long as the client takes data. If it takes none for too long, closes the connection."""
         disconnected = asyncio.ensure_future(self._disconnected.wait())
         try:
             while not write.done() and not disconnected.done():

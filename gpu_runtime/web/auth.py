@@ -60,7 +60,7 @@ def role_of_tokens(
 ) -> Role | None:
     """The highest role that a request's tokens give, or None.
 
-    `authorization` is the whole header, `cookie` the value of our cookie, `query` the value of `?token=`.
+    `authorization` is the whole header, `cookie` the value of this server's cookie, `query` the value of `?token=`.
     Every token is compared with every known token in constant time, so the duration reveals nothing.
 
     >>> rules = AccessRules("ann", operator_token="o" * 32, viewer_token="v" * 32)
@@ -126,7 +126,7 @@ def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
 
 
 class GuessLimiter:
-    """Slows down the answers to wrong guesses of one stranger.
+    """Slows down the answers to wrong tokens of one stranger (a client without a right token).
 
     The first few refusals are sent at once, then one refusal a second, and only a few refusals may wait. A request that
     is admitted is never delayed, so a flood of wrong tokens keeps nobody out.

@@ -1,7 +1,7 @@
 """Compresses every text answer of a server with gzip, if the client accepts that.
 
-A compressed file is kept in memory, so that the scripts of the console are compressed once for all
-visitors. Without compression a first load of the console had 4.6 MB.
+Compressed files are kept in memory, so that the scripts of the console are compressed once for all
+visitors. Without compression, the first page of the console transferred 4.6 MB.
 """
 
 from __future__ import annotations

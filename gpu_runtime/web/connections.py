@@ -39,7 +39,7 @@ class Connections:
     """Accepts the connections of one Tornado server, and closes those that are too many."""
 
     def __init__(self, http: HTTPServer) -> None:
-        """Takes over the listening sockets of `http`, and raises the limit of files as far as it allows."""
+        """Takes over the listening sockets of `http`, and raises this process's limit of open files."""
         self._http = http
         self._most = max(1, raise_file_limit() - RESERVED_FILES)
         self._strangers: dict[IOStream, str] = {}  # open connections, and whose they are
@@ -60,7 +60,7 @@ class Connections:
         return len(self._strangers)
 
     def stranger(self, stream: Any) -> str:
-        """The stranger whose connection `stream` is: `uid 1000` or an address, or "" if the stranger is not known."""
+        """The stranger who opened the connection `stream`: `uid 1000` or an address; "" if it is not known."""
         return self._strangers.get(stream, "")
 
     def admit(self, stream: Any) -> None:
@@ -138,7 +138,7 @@ class Connections:
 
 
 class PerStranger(Generic[Kept]):
-    """One value for each stranger. A value is made when it is first needed, and the least recently used are dropped."""
+    """One value for each stranger, made when it is first needed. The least recently used values are dropped."""
 
     def __init__(self, make: Callable[[], Kept], most: int = 1024) -> None:
         """Keeps at most `most` values that `make` returns."""

@@ -1,7 +1,7 @@
-"""Requests of pages of other origins, if the operator names these origins.
+"""Lets pages of other origins send requests, if the operator names these origins.
 
-The token is needed as ever, in the header `Authorization` or `X-Api-Key`. Cookies and the token in a URL do not count
-for such requests, so a page can use only a token that it was given.
+Such a request needs a token in the header `Authorization` or `X-Api-Key`. A cookie, or a token in the URL, does not
+count. So a page of another origin can use only a token that it was given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = re.compile(r"[\w\-, ]{1,2000}", re.ASCII)
 
 
 def origins_of(text: str | None) -> frozenset[str]:
-    """The origins in the setting GPU_SERVE_CORS: a `text` with commas. Raises BadSetting.
+    """The origins in `text`, the value of the setting GPU_SERVE_CORS, separated by commas. Raises BadSetting.
 
     >>> sorted(origins_of("https://a.example, http://localhost:3000"))
     ['http://localhost:3000', 'https://a.example']
@@ -53,13 +53,13 @@ def set_headers(handler: RequestHandler, origin: str) -> None:
 
 
 class PreflightHandler(RequestHandler):
-    """Answers the question of a browser whether a page may send its request. Such a question has no token."""
+    """Answers a browser's preflight request: whether a page may send its request. It has no token."""
 
     def initialize(self, gate: object) -> None:
         """Takes the `gate`, as all handlers of the gate do."""
 
     def options(self) -> None:
-        """Permits our methods, and the headers that the browser names."""
+        """Permits the methods of this server, and the headers that the browser names."""
         self.set_status(204)
         self.set_header("Access-Control-Allow-Methods", METHODS)
         self.set_header("Access-Control-Max-Age", PREFLIGHT_SECONDS)

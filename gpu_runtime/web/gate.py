@@ -4,10 +4,10 @@ The gate removes the credentials from the request, so no handler, page or log se
 request, and stores the visitor in `request.visitor`. This module depends only on Tornado. `gpu_panels.panel_gate` adds
 what depends on Panel.
 
-A cookie is sent to every port of its host. A browser would send ours to another user's server on this host, if that
-user could guess the cookie's path. So the gate redirects a browser to a *lane*: a path that only holders of a token
-can know. The cookie is valid for that path only. The lane and the cookies are derived from the tokens, so a page stays
-open over a restart of the server under the same token. With a new token both are new.
+A browser sends a cookie to every port of the host. So it would send this server's cookie to another user's server on
+the same host, if that user could guess the cookie's path. Therefore the gate redirects a browser to a *lane*: a path
+that only holders of a token can know. The cookie is valid for that path only. The lane and the cookies are derived from
+the tokens, so a page stays open over a restart of the server under the same token. With a new token both are new.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .compression import Compression
 from .connections import Connections, PerStranger
 
 COOKIE = "gpu-console"
-# These fields are removed. A token is secret. If the sender of a link could choose the visitor's session, the sender
-# would share that session.
+# These fields are removed from a request. A token is secret. A link with a session id would let the sender of the link
+# share the visitor's session.
 REMOVED_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
 REMOVED_HEADERS = ("Authorization", "X-Api-Key", "Bokeh-Session-Id")
 REFUSED_BODY_BYTES = 4096  # largest body of a request that is refused
@@ -59,7 +59,7 @@ class Credentials:
     authorization: str  # the whole header
     query: str  # the value of ?token=
     cookies: dict[str, str]
-    # All values of our cookie. A server at another port of this host may have set a cookie with the same name.
+    # All values of this server's cookie. A server at another port of this host may have set a cookie of the same name.
     own_cookies: tuple[str, ...]
     by_lane: bool  # the path began with the lane
 
@@ -124,15 +124,15 @@ class Gate(ReversibleRouter):
         return self._admit(request, credentials)
 
     def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
-        """The role of the `token` that was typed in `request`, and the seconds that the answer to a wrong token waits.
+        """The role that the typed `token` of `request` gives, and the seconds by which its answer is delayed.
 
-        The seconds are None if too many answers wait already. A right token is never refused for that.
+        Only the answer to a wrong token is delayed. The seconds are None if too many answers wait already.
         """
         role = auth.role_of_tokens(self.rules, query=token)
         return role, 0.0 if role else self._counted(self.guesses, request)
 
     def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
-        """Answers through `handler` with the cookie of `role` and a redirect to the same page by the lane."""
+        """Answers through `handler` with the cookie of `role` and a redirect to the same page below the lane."""
         rules = self._cookie_rules
         handler.set_cookie(
             COOKIE,
@@ -177,7 +177,7 @@ class Gate(ReversibleRouter):
         return self._let_in(request, self.rules.visitor(role))
 
     def _admit_by_key(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
-        """Admits the visitor with a key. A key counts in a header only."""
+        """Admits a visitor with a key of `gpu serve`, which counts only in a header."""
         offered = auth.bearer(credentials.authorization)
         find = self.rules.key_visitor
         visitor = find(offered) if find is not None and offered else None
@@ -225,10 +225,10 @@ class Gate(ReversibleRouter):
         return self.connections.stranger(stream) if self.connections is not None else ""
 
     def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
-        """Whether the request was sent by an allowed page or by no page at all. Removes the origin headers.
+        """Whether `request` was sent by a page that may send requests, or by no page. Removes the origin headers.
 
-        Without the headers Bokeh does not check the origin again. Bokeh's own list of hosts does not know tunnels.
-        `request.cors_origin` becomes the origin of a page that only GPU_SERVE_CORS allows, else "".
+        Without the headers Bokeh does not check the origin again. Bokeh's own list of hosts has no SSH tunnels or
+        proxies. Sets `request.cors_origin` to the page's origin if only GPU_SERVE_CORS allows the page, else to "".
         """
         request.cors_origin = ""
         origins = []
@@ -291,7 +291,7 @@ class Gate(ReversibleRouter):
         return self._app.get_handler_delegate(request, harden(handler), {"gate": self, **options})
 
     def _path_by_lane(self, request: HTTPServerRequest) -> str:
-        """The URL of the same page below the lane. It is relative, since a proxy may use another prefix."""
+        """The URL, below the lane, of the page that `request` names. It is relative, since a proxy may add a prefix."""
         here = request.path.removeprefix(self.prefix)
         known = self._routes.find_handler(request) is not None
         there = (
@@ -328,7 +328,10 @@ class Gate(ReversibleRouter):
         )
 
     def _take_from_query(self, request: HTTPServerRequest, query: str) -> str:
-        """Removes secrets from the query of `request`, and returns the last token in `query`, or ""."""
+        """Removes secrets from the query of `request`, and returns the last token in it, or "".
+
+        `query` is the text of that query.
+        """
         pairs = parse_qsl(query, keep_blank_values=True)
         kept = [(name, value) for name, value in pairs if name not in REMOVED_FROM_QUERY]
         request.query = urlencode(kept)
@@ -339,7 +342,7 @@ class Gate(ReversibleRouter):
         return tokens[-1] if tokens else ""
 
     def _take_lane(self, request: HTTPServerRequest, path: str) -> bool:
-        """Sets the path of `request` to `path` without the lane. Returns whether the lane was there."""
+        """Sets the path of `request` to `path` without the lane. Returns whether `path` has the lane."""
         rest = path.removeprefix(self.prefix)
         by_lane = path.startswith(self.prefix) and rest.startswith(f"/{self.lane}/")
         request.path = self.prefix + rest[len(self.lane) + 1 :] if by_lane else path
@@ -348,7 +351,7 @@ class Gate(ReversibleRouter):
 
 
 def install(app: Any, rules: AccessRules, gate_class: type[Gate] = Gate) -> Gate:
-    """The gate of the Tornado application `app`. If there is none yet, a new one of `gate_class` is installed."""
+    """Returns the gate of the Tornado application `app`. If it has none yet, a new `gate_class` is installed."""
     gate = app.settings.get(COOKIE)
     if gate is None:
         gate = app.settings[COOKIE] = gate_class(app, rules)
@@ -377,7 +380,7 @@ def peer_uid(request: HTTPServerRequest) -> int | None:
 
 @functools.cache
 def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
-    """A subclass of `handler` whose answers restrict the browser to this server."""
+    """A subclass of `handler`. The headers of its answers let a page load things from this server only."""
 
     def set_default_headers(self: RequestHandler) -> None:
         """Sets the headers that restrict the browser."""
@@ -409,7 +412,7 @@ def _derived(token: str, purpose: str) -> str:
 
 
 def _own_cookies(sent: str) -> tuple[str, ...]:
-    """All values that the header `sent` has for our cookie."""
+    """All values of this server's cookie in `sent`, a Cookie header."""
     values = []
     for part in sent.split(";"):
         parsed = parse_cookie(part)

@@ -43,7 +43,7 @@ CANCEL_SECONDS = 5.0  # the longest wait until cancelled tasks have ended
 
 @dataclass(frozen=True)
 class Service:
-    """What a server offers, apart from pages."""
+    """A service that a server offers besides its pages: its name, its ports and its routes."""
 
     name: str  # begins the line that is printed at the start
     command: str  # the command that an error advises to type
@@ -134,9 +134,9 @@ def run(
 
 
 def access_rules(*, read_only: bool = False) -> AccessRules:
-    """The access rules that the settings give. The operator's token is new, unless the settings have one.
+    """The access rules of the settings. If these have no operator's token, a new token is made.
 
-    With `read_only`, or the setting of that name, no visitor may act. Raises GpuError for a setting that is invalid.
+    With `read_only`, or with the setting for it, no visitor may act. Raises GpuError for an invalid setting.
     """
     settings = Settings.load()
     operator = settings.gpu_console_token
@@ -167,9 +167,9 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 
 
 def printable_address(address: str) -> tuple[str, Path | None]:
-    """The text to print for the URL `address`, which has a token, and a file to remove at the end or None.
+    """The text to print for the URL `address`, which contains a token. Also a file to remove at the end, or None.
 
-    Only a terminal gets the token itself. Output to a file or a pipe is a log, which other people may read. In that
+    Only on a terminal does the text contain the token. Output to a file or a pipe may be read by other people. In that
     case the text names a file of mode 0600 that has the URL. Raises OSError.
     """
     if sys.stdout.isatty():
@@ -205,7 +205,7 @@ class LineLimit(logging.Filter):
         self._omitted = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line of `record` is written. The next written line has the number of lines left out before."""
+        """Whether the line of `record` is written. A written line tells how many lines before it were left out."""
         now = self._clock()
         self._left = min(LINES_AT_ONCE, self._left + (now - self._at) * LINES_A_SECOND)
         self._at = now

@@ -62,7 +62,7 @@ def as_json(text: str, status: int) -> dict[str, Any]:
 
 
 class RefusalHandler(RequestHandler):
-    """Refuses the request. With a form, the visitor may type a token instead."""
+    """Refuses the request. If the answer has a form, the visitor can type a token in it."""
 
     def initialize(
         self, gate: TokenChecker, status: int, text: str, form: bool = False, wait: float = 0.0
@@ -110,10 +110,10 @@ class RefusalHandler(RequestHandler):
 
 @stream_request_body
 class TooLargeHandler(RefusalHandler):
-    """Refuses a body whose announced length is too large.
+    """Refuses a request that announces a too large body.
 
-    A client that does not wait for `100 Continue` may finish sending, and its body is discarded. If the server
-    closed the connection earlier, the client would never read the reason.
+    If the client sends the body without waiting for `100 Continue`, the server reads and discards it. If the server
+    closed the connection instead, the client would not read the reason.
     """
 
     async def prepare(self) -> None:

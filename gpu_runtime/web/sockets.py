@@ -1,6 +1,6 @@
 """A Unix socket that only its owner can reach, and a free TCP port.
 
-A socket is as private as the directories above it: a user who may rename one of them can replace the socket.
+A socket is only as private as the directories above it: a user who may rename such a directory can replace the socket.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 def prepare(path: str) -> Path:
     """Prepares the place for a socket, and returns the absolute `path`.
 
-    Afterwards only this user can enter the directory, and nothing is at the path. A missing directory is made with mode
-    0700. The socket of a server that has ended is removed. Raises GpuError if this is impossible.
+    A missing directory is made with mode 0700, and the socket of a server that has ended is removed. Raises GpuError if
+    another user can enter the directory, or if anything else is at `path`.
     """
     place = Path(os.path.abspath(path))
     length = len(os.fsencode(place))
@@ -68,7 +68,7 @@ def _try_to_bind(host: str, port: int) -> int:
 
 
 def _check_directories(directory: Path) -> None:
-    """Raises GpuError unless only this user can enter `directory`, and nobody else can replace a directory above it."""
+    """Raises GpuError if another user can enter `directory`, or can replace a directory above it."""
     about = os.stat(directory)
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
         raise GpuError(

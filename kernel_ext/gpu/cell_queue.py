@@ -1,8 +1,8 @@
 """Lists the cells that wait in this kernel, and leaves all of them in the kernel's queue.
 
-ipykernel 7 reads the shell socket in a thread of its own and passes each message on at once. This
-module puts a function of its own, the tap, in front of the receiver of that stream. The tap sees
-every request when the request arrives, also while a cell runs.
+ipykernel 7 reads the shell socket in a separate thread and passes each message on at once to a
+function, the receiver of the stream. This module puts another function, the tap, in front of the
+receiver. The tap sees every request when the request arrives, also while a cell runs.
 
 ipykernel 6 reads the socket only between cells. With that version, `flush` is called at the start of
 a cell. It puts the arrived messages into `msg_queue`, as the stream itself would do a moment later.

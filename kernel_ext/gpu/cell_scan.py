@@ -144,7 +144,7 @@ class _Cell(ast.NodeVisitor):
     # -- assignments
 
     def bind(self, target: ast.AST, value: ast.AST | None) -> None:
-        """Records the constants of `value` under the names of `target`."""
+        """Records that the names in `target` may have the constants of `value`."""
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else None
         given = value.elts if isinstance(value, (ast.Tuple, ast.List)) else None
         if parts is not None and given is not None and len(parts) == len(given):
@@ -199,7 +199,7 @@ class _Cell(ast.NodeVisitor):
             self.visit(result)
 
     def bind_items(self, target: ast.AST, items: ast.AST) -> None:
-        """Records the constants of `items` under each name of a loop's `target`."""
+        """Records that each name in a loop's `target` may have any of the constants of `items`."""
         found = tuple(self.scan.values(items))[:MOST_VALUES]
         for node in ast.walk(target):
             if isinstance(node, ast.Name):
@@ -261,9 +261,10 @@ class _Cell(ast.NodeVisitor):
             self.scan.bound, self.depth = outside, self.depth - 1
 
     def _follow_code(self, function: types.FunctionType, given: list[Any], depth: int = 0) -> None:
-        """Adds the models among the constants and arguments of a function that exists already.
+        """Adds the models that `function`, which exists already, uses when it is called.
 
-        Nothing is added if the function does not use models at all.
+        They are the models among its constants and its arguments `given`. Nothing is added if the
+        function calls no method that uses models.
         """
         codes = [function.__code__]
         for code in codes:

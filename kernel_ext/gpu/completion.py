@@ -56,9 +56,10 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
 
 
 def _completed(fragment: str, offered: Iterable[str]) -> SimpleMatcherResult:
-    """The words `offered` that begin with the `fragment`.
+    """The words among `offered` that begin with `fragment`, as a result for IPython.
 
-    Other matchers are suppressed even without a match, since files and Python names are wrong here.
+    IPython's other matchers are suppressed even if no word matches, since files and Python names
+    would be wrong at this place.
     """
     matching = [word for word in offered if word.startswith(fragment)]
     return {

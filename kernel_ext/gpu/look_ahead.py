@@ -47,7 +47,7 @@ class LookAhead:
         upcoming.changed()
 
     def after_cell(self, result: Any) -> None:
-        """Called when a cell ended with IPython's `result`. An error or an interrupt empties the schedule."""
+        """Called when a cell ended with IPython's `result`. After an error or an interrupt, no cell is expected."""
         if self._queue is None:
             return
         self._running = [one for one in self._running if one[0] is not result.info]
@@ -99,8 +99,8 @@ def _read(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels
 def _number_of_cell(shell: Any) -> int:
     """The number of the cell that begins. The output of the cell will show the same number.
 
-    `execution_count` is raised before this moment in some versions of IPython, and after it in
-    others. The input is stored later in all of them.
+    Some versions of IPython raise `execution_count` before this function is called, and others
+    after it. All versions store the input later, so the stored inputs are counted.
     """
     history = shell.history_manager
     return len(history.input_hist_raw) if history else shell.execution_count

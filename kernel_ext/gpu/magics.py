@@ -1,7 +1,7 @@
-"""A new verb is added in `gpu_runtime/verbs.py`, which defines all verbs.
+"""The magics `%gpu` and `%%gpu`, which read the typed line, call the runtime and return the result.
 
-This module defines the magics `%gpu` and `%%gpu`. They read the typed line, call the runtime, and
-return a value that shows itself. Only the code that IPython needs is here.
+The returned value shows itself. Only the code that IPython needs is here. The verbs, such as `plan`
+in `%gpu plan qwen`, are defined in `gpu_runtime/verbs.py`; a new verb is added there.
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ class GpuMagics(Magics):
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
-        """The result in the form that is displayed. For the verb `console`, it is the runtime's own object."""
+        """The result of `verb` with `args`, in the form that is displayed.
+
+        For the verb `console`, the result is the object that the runtime returns.
+        """
         from gpu_runtime.rendering import plain, render
 
         if verb.name in IN_NOTEBOOK:
@@ -149,7 +152,7 @@ class GpuMagics(Magics):
         return render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around)
 
     def _opened(self, verb: verbs.Verb) -> Any:
-        """The runtime, or None if it cannot be opened and the verb does not need it."""
+        """The runtime. None if it cannot be opened and `verb` does not need a runtime."""
         try:
             return self._runtime()
         except GpuError:
@@ -310,7 +313,7 @@ class _Loaded:
             tables[kind]["gpuctl"] = tables[kind]["gpu"]
 
     def _add_formats(self) -> None:
-        """Lets `rt.status()` at the end of a cell be shown in the same way as `%gpu`."""
+        """Makes IPython show the result of `rt.status()` as the result of `%gpu` is shown."""
         formatter = self.shell.display_formatter.mimebundle_formatter
         self._other_formats = {kind: formatter.type_printers.get(kind) for kind in _SHOWN}
         for kind in _SHOWN:
@@ -359,7 +362,7 @@ class _Loaded:
                 quiet_line(news)
 
     def remove(self) -> None:
-        """Removes everything that was added, and restores what it replaced."""
+        """Removes everything that the extension added, and restores what the additions replaced."""
         self._remove_magics()
         with contextlib.suppress(ValueError):  # the user has removed it from the list
             self.shell.Completer.custom_matchers.remove(self.matcher)

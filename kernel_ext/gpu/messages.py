@@ -1,7 +1,7 @@
-"""Which messages to a kernel may read its memory although no cell runs.
+"""Which messages to a kernel may read the memory of its tensors although no cell runs.
 
-IPython calls `pre_execute` before a cell and before the callback of a comm's message. The messages named
-here run code of the user's, such as a property or `__repr__`, without that call.
+IPython calls `pre_execute` before a cell and before the callback of a comm's message. The messages that
+are found here run code of the user, such as a property or `__repr__`, without a call of `pre_execute`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ QUIET = frozenset(
     )
 )  # fmt: skip
 READING = frozenset(("complete_request", "inspect_request"))
-# Requests to the debugger that show or set variables. It answers them in another thread. To start, the
-# debugger runs a cell and blocks that thread: the memory cannot return before such a cell.
+# Requests to the debugger that show or set variables. The debugger answers them in another thread. At
+# `initialize` it runs a cell and blocks that thread: the memory must return before, as the cell cannot wait.
 DEBUGGER_READS = frozenset(
     (
         "initialize", "inspectVariables", "richInspectVariables", "variables", "evaluate",
@@ -50,14 +50,14 @@ def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
 
 
 def is_for_console(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether the message belongs to a console that this notebook shows. Such a message reads no tensor."""
+    """Whether the message is for a console that this notebook shows. Such a message reads no tensor."""
     return kind == "comm_msg" and _is_of_console(_comm_callback(kernel, kind, content))
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """Calls `work` in a thread of gpu_runtime and returns its result; None if `work` raises.
+    """Calls `work` in a thread of `gpu_runtime.threads` and returns its result; None if `work` raises.
 
-    Any other thread would be a reason not to move the kernel's memory.
+    Any other thread would prevent that the kernel's memory is moved (see `obstacles.py`).
     """
     loop = asyncio.get_running_loop()
     result = loop.create_future()

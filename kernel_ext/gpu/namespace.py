@@ -67,7 +67,7 @@ class NotebookNames(Namespace):
         return [*found, *names.frame_names(), Name(LAST_ERROR, ERROR, errors and f"in {errors}")]
 
     def held(self, name: Name) -> list[Any]:
-        """The objects that `name` holds, with one entry for each reference that the name keeps."""
+        """The objects to which `name` refers, with one entry for each reference."""
         if name.kind == OUTPUT:
             return [
                 _value(one) for known, places in self._outputs() if known == name for one in places

@@ -1,8 +1,8 @@
 """The reasons why the memory of a kernel must not be moved now: threads, tasks and callbacks of the
 user, and other libraries.
 
-They could run code while the memory is away, or have stored addresses of it. Nothing here moves
-memory.
+They could run code while the memory is not on the card, or could have stored its addresses. Nothing
+here moves memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OURS = "gpu_runtime."  # modules whose threads touch no tensor except through th
 
 
 def why_not_modules() -> str:
-    """The library that may have addresses of the kernel's tensors, as a reason, or ""."""
+    """The reason if a loaded library may keep addresses of the kernel's tensors, else ""."""
     for name in OTHER_LIBRARIES:
         if name in sys.modules:
             return f"{name} is loaded, which may keep addresses of its own"
@@ -65,7 +65,7 @@ def why_not_modules() -> str:
 
 
 def why_not_loop(kernel: Any) -> str:
-    """The user's code that waits in the loop of the `kernel`, as a reason, or ""."""
+    """The reason if code of the user waits in the event loop of the `kernel`, else ""."""
     if getattr(kernel, "eventloop", None) is not None:
         return "a GUI event loop runs its callbacks (%gui)"
     loop = getattr(kernel.io_loop, "asyncio_loop", None)
@@ -145,7 +145,8 @@ def _package(function: Any) -> str:
 class _Thread(NamedTuple):
     """The position of a thread, as a file and a function.
 
-    It does not keep the frame. A frame that refers to itself would keep the old bytes alive.
+    The frame of the thread is not kept. A frame can be part of a reference cycle, which would keep the
+    moved bytes alive.
     """
 
     code: CodeType  # the code of its innermost function
@@ -190,7 +191,7 @@ def _wakes(frame: Any) -> bool:
 
 
 def why_not_threads(main: int | None) -> str:
-    """The name of a thread that prevents moving the kernel's memory, as a reason, or "" if no thread does.
+    """The reason if a thread prevents moving the kernel's memory, with the thread's name; else "".
 
     Such a thread is not the kernel's, was not started by gpu_runtime, and runs or will run by itself,
     as a `threading.Timer` does. `main` is the identifier of the main thread.

@@ -1,10 +1,11 @@
 """Follows the cells of a kernel, so that the kernel can be parked between two cells.
 
 Parking moves the device memory of the notebook's own code to host memory. No line of a cell runs
-while the kernel is parked. IPython runs a cell even if a hook failed. Only a transformer of the
-cell's syntax tree can refuse to run the cell. The memory of a kernel is moved on the kernel's own
-loop, between two messages. At that moment, every other thread must be in a function that is known to
-wait.
+while the kernel is parked. If the memory cannot return, the cell must be refused. IPython runs a cell
+even if a hook failed, so a transformer of the cell's syntax tree refuses it.
+
+The memory of a kernel is moved on the kernel's own event loop, between two messages. At that moment,
+every other thread must be in a function that is known to wait.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ class Parking:
             del held
 
     def _hold(self) -> Any:
-        """Brings parked memory back. It stays until the result is dropped; see `Reading.hold`."""
+        """Brings parked memory back to the card, where it stays until the returned object is dropped.
+
+        See `Reading.hold`.
+        """
         lease = self._lease
         if lease is None:
             return None
@@ -164,9 +168,9 @@ class Parking:
                 self._lease.end(self._text)
 
     def _attach(self) -> bool:
-        """Opens the runtime, and registers this kernel with it.
+        """Opens the runtime, and registers this kernel with it. Returns whether that succeeded.
 
-        Returns False if there is no ledger. The command `%gpu` reports the reason.
+        If the ledger cannot be opened, the command `%gpu` reports the reason.
         """
         with contextlib.suppress(GpuError):  # `%gpu` reports it
             rt = self._opens()
@@ -185,7 +189,8 @@ class Parking:
 
     def after_error(self, error: BaseException) -> None:
         """Called after a cell that failed. If it ran out of memory, idle notebooks and models are evicted."""
-        # The notebook may have failed before it held any memory. `make_room` knows the errors exactly.
+        # The cell may have failed before the notebook held any memory, so this test of the words is
+        # rough. `make_room` recognises the errors exactly.
         about_memory = "memory" in f"{type(error).__name__} {error}".lower()
         if self._lease is None and not (about_memory and self._attach()):
             return
@@ -278,7 +283,7 @@ class _Refused(InputRejected):
 
 
 class _Undisturbed:
-    """A block in which no other thread gets the interpreter, unless this thread releases it."""
+    """Inside this `with` block no other thread runs Python, unless this thread releases the GIL."""
 
     def __enter__(self) -> None:
         self._usual = sys.getswitchinterval()
@@ -289,12 +294,12 @@ class _Undisturbed:
 
 
 def _took_memory(text: str) -> bool:
-    """Whether the memory that a cell with this `text` took in its last run is known."""
+    """Whether the peak memory of the last run of the cell with this `text` is known."""
     return is_remembered(cell_key(notebook_path(), text))
 
 
 def _holds_memory() -> bool:
-    """Whether torch has started a card, or holds a tensor that would count on a simulated card."""
+    """Whether torch has a CUDA context, or holds a tensor that counts on a simulated card."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):  # it is not imported completely
         return False

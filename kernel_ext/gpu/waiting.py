@@ -1,9 +1,9 @@
 """The line that a cell shows while its model waits for memory, is loaded, or is restored.
 
-While the model waits, the line names the holder of the memory, how long the holder has used it, and
-how many requests are ahead in the queue. While it is loaded, the line shows the progress. Then one line
-stays, such as `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`. A wait of less than a second, and a load
-of less than half a second, show nothing.
+While the model waits, the line names the holder of the memory, how long the holder has used the memory,
+and how many requests are ahead in the queue. While the model is loaded, the line shows the progress.
+Then one line stays, such as `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`. A wait of less than a
+second, and a load of less than half a second, show nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLD_AFTER_SECONDS = 5.0  # the holder of the memory does not hear of shorter wa
 
 
 def sentence(name: str, wait: Wait, seconds: float) -> str:
-    """The `wait` of the model `name` in words, after `seconds`: for what, why, the place, what to type.
+    """Sentences about the `wait` of the model `name`, which has lasted `seconds`.
 
     For example `You have waited 7 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use
     by train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. Why:  %gpu why qwen`.
@@ -60,7 +60,7 @@ class Line:
         self.visible = False
 
     def show(self, line: str, html: str = "") -> None:
-        """Shows this `line`, in a notebook as `html` if given. An empty line removes it."""
+        """Shows this `line`; a notebook shows `html` instead, if it is given. An empty `line` removes the line."""
         if not line and not self.visible:
             return
         self.visible = bool(line)
@@ -71,7 +71,7 @@ class Line:
             sys.stderr.flush()
 
     def keep(self, line: str) -> None:
-        """Shows this `line`, which stays. The next line is another one."""
+        """Shows this `line`, which stays. The next call of `show` makes a new line."""
         self.show(line)
         if not self._notebook and line and sys.stderr.isatty():
             sys.stderr.write("\n")
@@ -101,7 +101,7 @@ class WaitLine:
         progress_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Shows them in a `notebook`, or else in a terminal.
+        """Shows the lines in a `notebook`, or else in a terminal.
 
         A load that takes longer than `progress_seconds` shows its progress. `clock` returns seconds.
         """
@@ -148,7 +148,7 @@ class WaitLine:
 
 
 def _summary(arrival: Any, waited: float) -> str:
-    """The line that stays. None stays for a notebook's own memory: its return has a line already."""
+    """The line that stays; empty for a notebook's own memory, whose return has a line already."""
     from gpu_runtime.rendering import progress
 
     return "" if arrival.name == progress.KERNEL else progress.summary(arrival, waited)
@@ -195,13 +195,19 @@ class _Redrawing:
 
 
 class OthersWait:
-    """Tells the holder of memory, once for each request, that another process waits for it."""
+    """Makes the line for this notebook if another process waits for memory that it holds.
+
+    Each waiting request is reported once.
+    """
 
     def __init__(self) -> None:
         self._told: set[str] = set()  # keys of the requests
 
     def news(self, snapshot: Snapshot) -> str:
-        """A sentence about the requests in `snapshot` that wait for this process's cards; or empty."""
+        """A sentence about new requests in `snapshot` that wait for a card on which this process holds memory.
+
+        Empty if there are no such requests.
+        """
         me = snapshot.owner.id
         held = [one for one in snapshot.leases() if one.owner == me and one.on_device]
         cards = {share.device for lease in held for share in lease.shares}
@@ -217,7 +223,7 @@ class OthersWait:
 
 
 def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int) -> str:
-    """Which process waits for the memory of the leases `held`, and what to type to let it in."""
+    """A sentence: which process waits for the memory of the leases `held`, and the command that frees it."""
     section = snapshot.sections.get(ticket.owner)
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"
     waited = show_seconds(snapshot.now - ticket.arrived)

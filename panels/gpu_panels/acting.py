@@ -20,8 +20,8 @@ ANSWER_SECONDS = 30.0  # the longest wait for an owner's answer
 def attempt(rt: Any, proposal: Proposal, name: str) -> tuple[str, str]:
     """Checks with the runtime `rt` that nothing has changed, and carries out `proposal`.
 
-    `name` is written into the journal. Returns `done` or `failed`, and a sentence. It waits for the
-    answer of the model's process, so it belongs in a thread.
+    The journal records `name` as the person who acts. Returns `done` or `failed`, and a sentence. The call waits for
+    the answer of the model's process, so it should run in a thread.
     """
     try:
         difference = changed(proposal, rt.status())
@@ -37,7 +37,7 @@ def attempt(rt: Any, proposal: Proposal, name: str) -> tuple[str, str]:
 
 
 def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
-    """Carries out `proposal` with the runtime `rt` for `name`. Returns the outcome.
+    """Carries out `proposal` with the runtime `rt` for the person `name`. Returns the outcome.
 
     Raises the errors of the runtime's method.
     """

@@ -107,11 +107,10 @@ class Console:
     ) -> None:
         """`visitor` has a name and `may_act`; `status_bar` is passed on to the StatusBar.
 
-        `address` is the query of the page's URL: the tab, and what is chosen there. `chooser` shows
-        the hosts of a fleet above the tabs; it is a HostChooser, or None.
+        `address` is the query of the page's URL: the tab in front, and the choices in it. `chooser` is a
+        HostChooser, which shows the hosts of a fleet above the tabs, or None.
 
-        With `theme_toggle` the page has a button for the theme, and starts with the browser's
-        theme.
+        With `theme_toggle` the page has a button for the theme, and starts with the browser's theme.
         """
         self.poller, self.visitor, self._chooser = poller, visitor, chooser
         self.actions = Actions(poller, visitor)
@@ -267,7 +266,7 @@ class Console:
         self._show_address()
 
     def _show_address(self) -> None:
-        """Puts the tab in front, and what is chosen there, into the page's URL."""
+        """Puts the name of the tab in front, and the choices in it, into the page's URL."""
         title = self._titles[self._tabs.active]
         tab = self._made.get(title)
         shown = {"tab": title} if self._tabs.active else {}
@@ -304,9 +303,9 @@ def deliver_early_changes(document: Any) -> None:
     """Makes Panel send the changes of `document` also before its browser has drawn the page.
 
     Panel discards such changes, since it assumes that the document is sent afterwards. In fact the
-    browser fetches the document first and draws it for seconds, on a slow machine. A discarded value
-    was missing until it changed again: 12 of 19 pages showed a wrong figure. Bokeh itself sends a
-    change only to browsers that are connected, and the browser keeps it until it has the document.
+    browser fetches the document first, and on a slow machine draws it for seconds. The page then showed
+    the old value until the next change: 12 of 19 pages showed a wrong figure. Bokeh sends a change only
+    to browsers that are connected, and these keep the change until they have the document.
     """
     pn.state._connected[document] = True
 

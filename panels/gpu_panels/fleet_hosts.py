@@ -1,6 +1,6 @@
-"""What the console reads of a fleet: the last snapshot of every host, and a runtime for each host.
+"""Reads a fleet for the console: the last snapshot of every host, and a runtime for each host.
 
-All sessions share these. Panel is not imported here.
+All sessions share the snapshots and the runtimes. Panel is not imported here.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class HostRuntime(FarRuntime):
 
 
 def seen_from_outside(snapshot: Snapshot, host: str) -> Snapshot:
-    """The `snapshot` that the agent of `host` has read, for a reader in another process.
+    """The `snapshot` that the fleet's agent on `host` has read, changed for readers in other processes.
 
-    The agent is called the agent, and not `this process`.
+    In the result the agent's process is called `agent of HOST`, and not `this process`.
     """
     agent = snapshot.owner
     sections = dict(snapshot.sections)

@@ -119,7 +119,7 @@ class Inline(pn.Column):
             self._send()
 
     def _held_back(self) -> Any:
-        """A block in which Panel sends nothing by itself, as long as some browser is not ready."""
+        """A context manager. Inside it, Panel sends nothing by itself if a browser is not ready yet."""
         all_are_ready = self._ready >= set(self._models)
         return nullcontext() if all_are_ready else block_comm()
 

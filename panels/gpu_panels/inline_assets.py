@@ -33,9 +33,9 @@ SIGHT_TRIES = 36_000  # number of waits of 0.1 s each, until the cell is in view
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
-    """A replacement of Panel's cache of a document's style sheets. It has each sheet of Panel as text.
+    """Replaces Panel's cache of a document's style sheets, and has each sheet of Panel as text.
 
-    Without it, the browser fetches the sheets from Panel's CDN at every change of an HTML pane.
+    With Panel's own cache, the browser fetches the sheets from Panel's CDN at every change of an HTML pane.
     """
 
     def __bool__(self) -> bool:
@@ -160,7 +160,10 @@ def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
 
 
 def _gate(name: str, place: re.Match[str] | None) -> str:
-    """The beginning of the page's script, which waits for the texts of `name` and for `place`."""
+    """The beginning of the page's script. It waits for the long texts of the page `name`.
+
+    `place` is the element in which the page is drawn, if it is known. The script waits for that element too.
+    """
     # JupyterLab removes cells that are out of view from its page. If our script drew at that time,
     # Bokeh would put our page over everything else.
     is_placed = f'document.getElementById("{place[1]}")' if place else "true"

@@ -34,7 +34,7 @@ class LeaseStyle(NamedTuple):
 
 
 def label(lease: Lease) -> str:
-    """The label of `lease`, such as `qwen@4121`. The style of a lease and its history are kept by label."""
+    """The label of `lease`, such as `qwen@4121`, under which its style and its history are kept."""
     return label_of(lease.owner, lease.name)
 
 
@@ -53,9 +53,9 @@ def style_of(slot: int) -> LeaseStyle:
 def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
     """A slot (the number of a style) for each of `labels`.
 
-    A label gets its old slot, else a free slot. `kept` has the slots assigned
-    so far, with the most recently seen label last. A new label avoids the slots of labels that are
-    shown with it or were seen recently. If all slots are taken, it gets the least used slot.
+    `kept` has the slots assigned so far, with the most recently seen label last. A label keeps its old slot. A new
+    label gets a slot that no other shown or recently seen label has. If all slots are taken, it gets the least used
+    slot.
     """
     wanted = list(dict.fromkeys(labels))
     recent = list(kept)[-SLOTS:]
@@ -74,9 +74,9 @@ def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, in
 
 
 def _best_slot(slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
-    """The least used slot. Among equals, the least used colour counts, then the lowest number.
+    """The least used slot. Among several such slots, that with the least used colour, then the lowest number.
 
-    Low slots have no texture and are most legible.
+    Slots with low numbers have no texture and are most legible.
     """
     return min(
         range(SLOTS), key=lambda slot: (slot_uses[slot], colour_uses[slot % len(COLOURS)], slot)
@@ -94,7 +94,7 @@ class Palette:
         self._lock = threading.Lock()
 
     def styles(self, labels: Iterable[str]) -> dict[str, LeaseStyle]:
-        """The style of each of `labels`: that of its process. A new process gets a style now."""
+        """Maps each of `labels` to the style of its process. A new process gets a style now."""
         pids = {label: label.rpartition("@")[2] for label in labels}
         with self._lock:
             assigned = assign_slots(self._kept, pids.values())

@@ -1,8 +1,8 @@
 """The poller reads the runtime for all sessions, and the sessions show the poller's last result.
 
-So twenty sessions cost one read of the ledger. The poller has a thread of its own, so a ledger that
-does not answer does not block a page. The thread runs only while a session is open. Panel is not
-imported here.
+A session is one open page. Twenty sessions need only one read of the ledger. The poller has a thread
+of its own, so a ledger that does not answer does not block a page. The thread runs only while a session
+is open. Panel is not imported here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Poller:
         self.result = PollResult()
         # When a problem was first seen, in epoch seconds by its key; all sessions show the same time.
         self.first_seen: dict[str, float] = {}
-        # What the server of the page did, if it serves models; called in the event loop.
+        # If the server of the page serves models: a function that returns its figures. It is called in
+        # the event loop.
         self.serving: Callable[[], Any] | None = None
         self._clock, self._wall, self._start = clock, wall, start
         # The references are weak, so a session that was not closed properly is dropped too.
@@ -108,7 +109,7 @@ class Poller:
         self.nudge()
 
     def first(self, timeout: float) -> PollResult:
-        """Waits for the first result since polling began. After `timeout` seconds it returns the last one."""
+        """Waits for the first result since polling began, for at most `timeout` seconds. Returns the last result."""
         self._answered.wait(timeout)
         return self.result
 
@@ -121,7 +122,7 @@ class Poller:
     def latest(self, key: str, fetch: Callable[[Any], T], every: float) -> T | None:
         """The last value of `fetch(rt)`, or None before the first value. This method never waits.
 
-        All sessions share the value under `key`. While any session requests it, it is fetched again
+        All sessions share the value under `key`. While any session requests the value, it is fetched again
         after `every` seconds. After a new value, the tabs are updated.
         """
         with self._lock:
@@ -246,9 +247,9 @@ def _urgent_part_of_lease(lease: Lease) -> Any:
 
 
 def _error_text(failure: Exception) -> str:
-    """The text of the failure.
+    """The text of the `failure`.
 
-    An error that is neither ours nor the system's is a defect, and is logged with its traceback.
+    A `failure` that is neither a GpuError nor an OSError is a defect, and is logged with its traceback.
     """
     if not isinstance(failure, (GpuError, OSError)):
         log.exception("the console could not read its data")

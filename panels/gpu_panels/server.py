@@ -172,7 +172,7 @@ def _console_page(visitor: Visitor) -> Any:
 
 
 def _warm_up() -> None:
-    """Imports the parts of the first page now. The first visitor would otherwise wait half a second for it."""
+    """Imports the parts of the first page now. Otherwise the first visitor would wait half a second for them."""
     from gpu_runtime import Runtime  # noqa: F401
 
     from .tabs import registry

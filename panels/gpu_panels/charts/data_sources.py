@@ -12,7 +12,7 @@ HATCHED = {**SIDES, "fill_color": "colour", "line_color": None, "hatch_pattern":
 
 
 def bring(source: Any, columns: Columns) -> bool:
-    """Puts `columns` in the Bokeh `source`, and returns whether anything differed.
+    """Puts `columns` in the Bokeh `source`, and returns whether `source` had other values before.
 
     If the number of rows is unchanged, only the cells that differ are sent.
     """

@@ -69,7 +69,10 @@ def edge_columns(picture: Picture) -> Columns:
 
 
 def _height(row: int, low: float, high: float) -> tuple[float, float]:
-    """Bottom and top of a part of a row. The first row's top is 0, and lower rows are negative."""
+    """The bottom and the top, in the chart, of the part from `low` to `high` (0 to 1) of the row number `row`.
+
+    The first row's top is 0, and lower rows are negative.
+    """
     floor, height = -(row + 1) + _GAP / 2, 1 - _GAP
     return floor + low * height, floor + high * height
 
@@ -120,7 +123,7 @@ class MapChart:
         return plot
 
     def show(self, picture: Picture) -> bool:
-        """Updates the map with `picture`, and returns whether anything differed."""
+        """Updates the map with `picture`, and returns whether the map has changed."""
         rows = max(1, picture.rows)
         row_ticks = [-(row + 0.5) for row in range(rows)]
         if self._down.ticks != row_ticks:

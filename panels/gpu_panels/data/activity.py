@@ -80,8 +80,8 @@ def _process(event: Event, snapshot: Snapshot) -> str:
 def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
     """All events without duplicates, with the newest first.
 
-    `past` events are from the journal and `recent` events from the snapshot. An event may be in both.
-    The event of the journal is taken, since it alone has the other candidates.
+    `past` events are from the journal and `recent` events from the snapshot. If an event is in both, the
+    journal's copy is returned, since only that copy has the candidates that were not chosen.
     """
     known = {(event.wall, event.seq): event for event in (*recent, *past)}
     return tuple(sorted(known.values(), key=lambda event: (event.wall, event.seq), reverse=True))

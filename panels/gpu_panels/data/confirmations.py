@@ -50,7 +50,7 @@ NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One action on one lease. The action `defrag` is on one owner, and those ON_CARDS on one card."""
+    """One action on one lease. The action `defrag` is on one process, and the actions in ON_CARDS on one card."""
 
     verb: str
     target: str  # owner id / model name, as in the book; the name is empty for defrag
@@ -90,10 +90,11 @@ class Question(NamedTuple):
 
 
 def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
-    """The proposal for a click on `verb` in the row `target` (owner id / model name, or / card).
+    """The proposal for a click on `verb` in the row `target`.
 
-    `verb` has the card to move to as a second word. `snapshot` gives the place and size that the
-    visitor saw. For the verb cancel, `target` is the key of a waiting request.
+    `target` is `OWNER_ID/MODEL`, or `/CARD` for an action on a card. For the verb `cancel` it is the key of a waiting
+    request. The verb `move` has the card as a second word, such as `move cuda:1`. `snapshot` gives the place and size
+    that the visitor saw.
     """
     verb, _, device = verb.partition(" ")
     if verb == "cancel":

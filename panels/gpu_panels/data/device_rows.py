@@ -41,7 +41,7 @@ PAST_STEPS = 300  # the resolution of the small history, over its whole width
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One stretch of a bar."""
+    """One stretch of a bar (a piece with one colour), with its position."""
 
     key: str  # the same as long as the stretch is shown
     left: float
@@ -92,8 +92,8 @@ def device_rows(
 ) -> Rows:
     """A row for each device of `snapshot`, whose bars are `drawn`.
 
-    `styles` are by label. Without `may_act`, no row has a button. The cards share one axis; the host has
-    an axis of its own, since it is much larger.
+    `styles` maps the label of each lease to its style. Without `may_act`, no row has a button. The cards
+    share one axis; the host has an axis of its own, since it is much larger.
     """
     cards = [bar.scale_bytes for bar in drawn if not bar.device.is_host]
     longest = max(cards, default=1)
@@ -208,9 +208,10 @@ def _kept_parts(
 
 
 def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
-    """The free bytes of `view` that are kept for waiting requests, in the order of the queue.
+    """For each waiting request, the free bytes of the device in `view` that are kept for it.
 
-    What victims will free counts first, as in the scheduler. The rest of the need is kept.
+    The requests are in the order of the queue. A request first gets the bytes that leaving models will free, as in
+    the scheduler. Free bytes are kept for the rest of its need.
     """
     id, left = view.device.id, max(0, view.room_bytes or 0)
     waiting = [ticket for ticket in snapshot.tickets if _is_awake_wait(ticket, snapshot)]
@@ -250,7 +251,7 @@ def _card_buttons(view: DeviceView) -> tuple[Button, ...]:
 def _buttons(
     snapshot: Snapshot, stretch: Stretch, lease: Lease, room: Mapping[str, int]
 ) -> tuple[Button, ...]:
-    """The buttons of a stretch of the device: those of its lease, and those of its process."""
+    """The buttons of a `stretch` of a bar: those of its `lease`, and those of its process."""
     owner = snapshot.sections[lease.owner].owner
     if stretch.kind == "arriving" or lease.kind not in ("model", KERNEL):
         return ()
@@ -260,9 +261,9 @@ def _buttons(
 
 
 def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterator[Button]:
-    """All buttons of a model's `lease` of the process `owner`: also Drop, Move and Compact.
+    """All buttons of the `lease` of a model in the process `owner`, including Drop, Move and Compact.
 
-    `room` is from `room_after`.
+    `room` is the result of `room_after`.
     """
     common = {button.verb: button for button in model_buttons(lease, owner)}
     evict = common.get("evict")
@@ -280,7 +281,8 @@ def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterat
 def room_after(snapshot: Snapshot, kept: Kept) -> dict[str, int]:
     """The free bytes of each card that takes new leases, without what is `kept` for requests.
 
-    It is computed once for all leases: 200 leases on 8 cards took 100 ms of the server for each change.
+    The result is computed once for all leases. Computing it for each of 200 leases on 8 cards took 100 ms at
+    each change.
     """
     return {
         view.device.id: view.room_bytes - sum(size for _, size in kept[view.device.id])
@@ -311,7 +313,7 @@ class Past(msgspec.Struct, frozen=True):
 
 
 def past_rows(history: History, end: float) -> dict[str, Past]:
-    """The small history of each device until the epoch seconds `end`."""
+    """The last minutes of each device, up to the epoch seconds `end`, for the small drawing in its row."""
     devices = dict.fromkeys(moment.device for moment in history.moments)
     return {device: _past(history, device, end) for device in devices}
 
@@ -322,7 +324,7 @@ def _past(history: History, device: str, end: float) -> Past:
     total = max((moment.total_bytes for moment in moments), default=0) or 1
 
     def x(wall: float) -> float:
-        """The place of the epoch seconds `wall`, in steps, so that little is sent."""
+        """The horizontal position of the epoch seconds `wall`. It is rounded to steps, so that little is sent."""
         part = min(1.0, max(0.0, (wall - start) / history.seconds))
         return round(100 * round(part * PAST_STEPS) / PAST_STEPS, 2)
 
@@ -354,5 +356,5 @@ def encoded(value: Rows | Mapping[str, Past]) -> str:
 
 
 def labels(drawn: Iterable[DeviceBar]) -> list[str]:
-    """The labels of all leases in the `drawn` bars, for the palette, in an order that stays."""
+    """The labels of all leases in the bars `drawn`, sorted, so that the palette gets them in a stable order."""
     return sorted({one.label for bar in drawn for one in bar.stretches if one.label})

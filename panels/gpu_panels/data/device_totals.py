@@ -1,8 +1,8 @@
 """What each device holds in total, as a stacked bar: which process holds how many bytes.
 
-This module is pure. It computes sizes and tooltips; `device_rows.py` computes positions. The stretches
-of a bar are the claims in the book, exact to the byte. After them comes the measured memory outside all
-leases.
+This module is pure. It computes sizes and tooltips; `device_rows.py` computes positions. The first
+stretches of a bar are the claims in the book (all leases and requests of the host), exact to the byte.
+After them comes the measured memory outside all leases.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _use(lease: Lease, now: float, notebook: str) -> str:
 
 
 def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
-    """The stretches of `leases`, where all stretches that are too thin become one, `12 others`.
+    """The stretches `leases`, in which all stretches that are too thin are one stretch, such as `12 others`.
 
     `leases` are sorted with the largest first, and `scale` is the bytes of the whole bar. A single
     thin lease keeps its own stretch.

@@ -45,7 +45,7 @@ def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
 
 
 def figures(view: DeviceView) -> tuple[str, str, str]:
-    """How busy, how warm and how hungry the card of `view` is. An unknown figure is an empty text."""
+    """The utilisation, the temperature and the power of the card of `view`. An unknown figure is an empty text."""
     if view.sample is None:
         return "", "", ""
     busy, celsius, watts = (

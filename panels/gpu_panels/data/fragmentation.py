@@ -70,7 +70,7 @@ class ProcessMemory(NamedTuple):
 def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
     """Every process of `snapshot` with memory on a card, once for each card.
 
-    The one with the most inactive bytes is first, and processes without a map in `maps` are last.
+    The process with the most inactive bytes is first, and processes without a map in `maps` are last.
     """
     cards: dict[str, DeviceView] = {
         view.device.id: view for view in snapshot.devices if not view.device.is_host

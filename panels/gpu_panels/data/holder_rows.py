@@ -23,7 +23,7 @@ HOLDERS = (
 
 
 class Variables(NamedTuple):
-    """The answer of a process about its variables, or the request that it has not answered yet."""
+    """The answer of a process to the request for its variables, or the request if it has no answer yet."""
 
     owner: str  # the id of the process
     label: str
@@ -64,7 +64,7 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
 def sums(answer: Variables) -> str:
     """The sentences below the table as HTML.
 
-    They say how many bytes the table explains, or why there is no table.
+    The sentences say how many bytes the names in the table hold, or why there is no table.
     """
     if answer.trouble:
         return f'<div class="alarm">{esc(answer.trouble)}</div>'

@@ -151,7 +151,10 @@ def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
 
 
 def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
-    """The reason why the last attempt to park failed, or "" if it is unknown. The process gives the reason."""
+    """Why the last attempt to move the memory of `lease` to host memory failed; "" if it is unknown.
+
+    The lease is that of a notebook's own code. The notebook's process recorded the reason in `events`.
+    """
     for event in reversed(events):
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
             return clean(event.because.partition(": ")[2].rstrip("."))
@@ -159,7 +162,7 @@ def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
 
 
 def kernel_buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
-    """The buttons of a notebook's own code. A button that cannot be pressed shows the reason."""
+    """The buttons for the memory of a notebook's own code. A button that cannot be pressed shows the reason."""
     moving = "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
     variables = Button("who", "Variables")
     if lease.on_host:
@@ -233,8 +236,8 @@ _UNUSUAL_HINTS = {
 def kernel_cell(section: Section, now: float, presence: Presence | None = None) -> Cell:
     """The state of a kernel: `busy 3 min`, `idle 12 min`, `no answer, 40 s` or `stopped`.
 
-    The cell is `–` if the process is not a kernel. `now` is by the snapshot's clock, and `presence`
-    is the state of the process if it is known.
+    The cell is `–` if the process is not a kernel. `now` is a time of the snapshot's clock. `presence` is
+    the state of the process, or None if it is unknown.
     """
     if presence is not None and presence.state in UNUSUAL:
         seconds = now - presence.since if presence.since else 0.0

@@ -45,7 +45,7 @@ def models(
     catalogue: Sequence[ModelSpec] = (),
     styles: Mapping[str, palette.LeaseStyle] | None = None,
 ) -> tuple[Row, ...]:
-    """A row for every model in `snapshot` or `catalogue`, in the order of the groups and then by name.
+    """A row for every model in `snapshot` or `catalogue`, grouped by where the model is, and sorted by name.
 
     `styles` has the style of each lease by its label.
     """
@@ -170,7 +170,7 @@ def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
 
 
 def model_kind(lease: Lease) -> str:
-    """The known ones of backend, type and quantization of the model of `lease`."""
+    """The backend, the type and the quantization of the model of `lease`, as far as they are known."""
     model_type = "" if lease.model_type == "other" else lease.model_type
     parts = (lease.backend, model_type, lease.quantization)
     return ", ".join(clean(part) for part in parts if part)

@@ -17,8 +17,8 @@ NO_PROBLEMS = "No problems"
 def problem_rows(snapshot: Snapshot, first_seen: dict[str, float]) -> tuple[Row, ...]:
     """A row for each problem in `snapshot`.
 
-    `first_seen` maps the keys of problems to epoch seconds. It is updated: a problem whose begin is
-    unknown is shown since the first snapshot that has it.
+    `first_seen` maps the key of each problem to the epoch seconds at which a snapshot first had it. This
+    function updates `first_seen`. That time is shown if the begin of a problem is unknown.
     """
     found = problems(snapshot)
     keys = [problem.key for problem in found]
@@ -40,7 +40,10 @@ def _row(problem: Problem, snapshot: Snapshot, seen_wall: float) -> Row:
 
 
 def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
-    """The button for `verb` on the lease or the waiting request `target`. Its text for `pressed` is `VERB TARGET`."""
+    """The button for `verb` on the lease or the waiting request `target`.
+
+    A press of the button sends the text `VERB TARGET`, which `pressed` reads.
+    """
     if verb == "cancel":
         return Button(f"{verb} {target}", VERBS[verb])
     owner_id, _, name = target.partition("/")

@@ -47,7 +47,7 @@ def place(lease: Lease) -> str:
 def state_cell(lease: Lease, now: float) -> Cell:
     """The state of `lease`, without its idle time, which has a column of its own.
 
-    `now` is by the snapshot's clock.
+    `now` is a time of the snapshot's clock.
     """
     state = lease_state(lease, now)
     if state.activity == "in use":
@@ -116,7 +116,7 @@ def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseS
 
 
 def importance_cell(importance: int) -> Cell:
-    """The importance by its name, sorted by its number."""
+    """A cell with the name of the `importance`. The table sorts the cell by the number."""
     return Cell(importance_name(importance), importance)
 
 
@@ -128,7 +128,7 @@ def bytes_cell(size: int | None, otherwise: Cell) -> Cell:
 def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
     """How long a request has waited, with the time of day on hover.
 
-    `arrived` is by the snapshot's clock.
+    `arrived` is a time of the snapshot's clock.
     """
     waited = max(0.0, snapshot.now - arrived)
     return Cell(lasting(waited), stepped(waited), f"since {clock(snapshot.wall - waited)}")

@@ -121,7 +121,7 @@ def _client_row(name: str, pattern: Any, now: float) -> Row:
 
 
 def job_rows(served: Any) -> tuple[Row, ...]:
-    """A row for each job, the newest first. A job has no id here: who knows the id may fetch the result."""
+    """A row for each job, the newest first. The id is not shown, because it permits to fetch the result."""
     return tuple(_job_row(number, job) for number, job in enumerate(served.jobs))
 
 

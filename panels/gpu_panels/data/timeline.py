@@ -1,7 +1,7 @@
-"""The timeline: which model was where and when, who left for whom, and how busy the cards were.
+"""The timeline: which model was where and when, which model evicted which, and how busy the cards were.
 
-This module is pure. `widgets/timeline.js` draws it. Times are in thousandths of the range, so that what
-did not change is not sent again.
+This module is pure. `widgets/timeline.js` draws the timeline. Times are rounded to thousandths of the
+shown range, so that values often stay equal. Equal values are not sent again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Range(NamedTuple):
 
 
 class Bar(msgspec.Struct, frozen=True, array_like=True):
-    """A time in which a model's bytes on one device did not change."""
+    """A span of time in which a model's bytes on one device did not change."""
 
     start: float
     end: float
@@ -60,7 +60,7 @@ class ModelRow(msgspec.Struct, frozen=True):
 
 
 class Arrow(msgspec.Struct, frozen=True):
-    """An eviction of one model for another, or several of the same two."""
+    """An eviction of one model (`victim`) for another (`heir`), or several evictions of the same two models."""
 
     at: float
     victim: str  # keys of rows
@@ -130,7 +130,7 @@ def _empty_note(moments: Sequence[Moment]) -> str:
 
 
 def _held(spans: Mapping[str, Sequence[Span]]) -> Counter[str]:
-    """The bytes times the seconds of each lease, by its label."""
+    """Maps the label of each lease to the sum of its bytes times the seconds for which it held them."""
     held: Counter[str] = Counter()
     for of_device in spans.values():
         for moment, end in of_device:
@@ -157,7 +157,7 @@ def _row(label: str, title: str, spans: Mapping[str, Sequence[Span]], shown: Ran
 
 
 def _bars(label: str, device: str, spans: Sequence[Span], shown: Range) -> list[Bar]:
-    """The bars of one lease on one device. Equal neighbours are one bar."""
+    """The bars of the lease `label` on one `device`. Neighbouring spans with equal bytes are one bar."""
     found: list[tuple[float, float, int]] = []
     for moment, end in spans:
         size = moment.claims.get(label, 0)
@@ -194,9 +194,9 @@ def _gaps(spans: Mapping[str, Sequence[Span]], shown: Range) -> tuple[tuple[floa
 
 
 def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arrow, ...]:
-    """An arrow for each eviction within `shown` of one of the leases `labels` for another one.
+    """An arrow for each eviction in the range `shown` of a lease in `labels` for another lease.
 
-    Evictions of the same two, each soon after the one before, are one arrow.
+    Several evictions of the same two leases, each soon after the one before, are one arrow.
     """
     found: dict[tuple[str, str], list[list[Event]]] = {}
     for event in events:

@@ -34,7 +34,7 @@ from .names import process_name
 
 
 class PlanAnswer(NamedTuple):
-    """A plan, or the error because of which there is none."""
+    """A plan, or the error because of which there is no plan."""
 
     plan: Plan | None = None
     error: str = ""
@@ -155,7 +155,7 @@ def _eviction_words(snapshot: Snapshot, step: Move | Drop, is_asked: bool) -> st
 def _return_words(lease: Lease | None, step: Move | Drop) -> str:
     """The end of a sentence, which says how long the model takes to return.
 
-    It is empty if the time is unknown or 0.
+    The result is empty if the time is unknown or 0.
     """
     if lease is None:
         return ""
@@ -194,7 +194,7 @@ def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """The answer in one line: now, after others have left, after a wait, or never."""
+    """One line on when the model of `plan` fits: now, after evictions, after a wait, or never."""
     leaving = len({step.lease for step in plan.steps if lease_name(step.lease) != plan.name})
     if plan.level is PlanLevel.NEVER:
         answer = "✗ Never, as things are"
@@ -208,7 +208,7 @@ def verdict(plan: Plan) -> str:
 
 
 def preload_target(subject: str, snapshot: Snapshot) -> str:
-    """The target of Preload for the model `subject` of `model_choices`: owner id / model name."""
+    """The target of the button Preload, `OWNER_ID/MODEL`, for `subject`, which is one of `model_choices`."""
     bare, _, pid = subject.rpartition("@")
     name = bare if bare and pid.isdigit() else subject
     for id, section in snapshot.sections.items():
@@ -219,14 +219,17 @@ def preload_target(subject: str, snapshot: Snapshot) -> str:
 
 
 def host_choices(snapshot: Snapshot) -> tuple[int, int, int]:
-    """The card to replay, and the host memory for models: as it is now, and twice as much. In bytes."""
+    """The sizes for a replay, in bytes: the largest card, the host memory for models now, and twice that memory."""
     cards = [view.limit_bytes for view in snapshot.devices if not view.device.is_host]
     host = sum(view.limit_bytes for view in snapshot.devices if view.device.is_host)
     return max(cards, default=0), host, 2 * host
 
 
 def ram_sentence(rows: Sequence[Mapping[str, Any]], days: float) -> str:
-    """What more host memory would have changed, from the `rows` of `rt.backtest` for two sizes."""
+    """A sentence on what more host memory would have changed in the last `days`.
+
+    `rows` are the rows of `rt.backtest` for two sizes of host memory.
+    """
     of_ours = [row for row in rows if row["engine"] == "full"]
     now = min(of_ours, key=lambda row: row["host_bytes"])
     more = max(of_ours, key=lambda row: row["host_bytes"])

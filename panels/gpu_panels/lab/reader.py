@@ -1,7 +1,7 @@
 """Reads the ledgers for all browser tabs of one Jupyter server.
 
-However many tabs ask, a ledger is read at most once a second, and only while a tab asks. All reading
-happens in threads, so a ledger that does not answer does not hold up Jupyter.
+A ledger is read at most once a second, however many tabs request it, and only while a tab requests it.
+All reading happens in threads, so a ledger that does not answer does not block Jupyter.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Reader:
     # -- which ledger
 
     def _of_tile(self) -> _Read:
-        """The ledger that the console shows when it is opened by its tile in JupyterLab's launcher."""
+        """The ledger that the console shows if it is opened with its tile in JupyterLab's launcher."""
         from gpu_runtime import watching  # loads the runtime; not needed until a tab asks
 
         return self._of(self._every(CHOOSE_SECONDS, "tile", watching.followed))
@@ -137,10 +137,10 @@ class Reader:
         return known
 
     def _shown_ledger(self, ledgers: Sequence[Any], tile: _Read) -> _Read:
-        """The ledger of the notebook in front, whose open ledgers are `ledgers`; else the tile's.
+        """The ledger to show for the notebook in front, which has the `ledgers` open.
 
-        A notebook with several ledgers open shows the one that it opened last, except if the tile's
-        ledger is among them.
+        It is the ledger `tile` if the notebook has it open, or has none open. Otherwise it is the ledger that the
+        notebook opened last.
         """
         from gpu_runtime import watching
 
@@ -149,7 +149,7 @@ class Reader:
         return self._of(watching.guest(ledgers[-1]))
 
     def _active(self, ledgers: dict[str, tuple[Any, ...]], tile: _Read) -> list[LedgerName]:
-        """The ledgers that kernels of this server have open, and the tile's if somebody uses it."""
+        """The ledgers that kernels of this server have open, and the ledger `tile` if it has leases."""
         from gpu_runtime import watching
 
         found: dict[Path | None, str] = {}
@@ -161,7 +161,7 @@ class Reader:
         return [LedgerName(key_of(directory), title_of(url)) for directory, url in found.items()]
 
     def _every(self, seconds: float, key: str, make: Callable[[], Any]) -> Any:
-        """The value of `make`, made again if the last one is older than `seconds`."""
+        """The last result of `make()`, kept under `key`. If it is older than `seconds`, `make` is called again."""
         with self._lock:
             now = self._clock()
             known = self._cached.get(key)
@@ -263,9 +263,7 @@ class Reader:
 
 
 def key_of(directory: Path | None) -> str:
-    """The name that requests use for the ledger with its files in `directory`. It does not reveal
-    the URL.
-    """
+    """The key that requests use for the ledger with its files in `directory`. It does not reveal the URL."""
     return hashlib.sha256(str(directory).encode()).hexdigest()[:16]
 
 
@@ -284,9 +282,7 @@ def title_of(url: str) -> str:
 
 
 def user() -> str:
-    """The person who is named in the journal for each action: JupyterHub's user, else the system's
-    user.
-    """
+    """The person whom the journal names for each action: JupyterHub's user, else the system's user."""
     hub = os.environ.get("JUPYTERHUB_USER")
     if hub:
         return hub

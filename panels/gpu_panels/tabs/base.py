@@ -45,9 +45,9 @@ class Tab:
         self.address_changed: Callable[[], None] = lambda: None  # set by the console
 
     def in_address(self, **widgets: Any) -> None:
-        """Keeps the values of these `widgets` in the page's URL, under these names.
+        """Keeps the values of the `widgets` in the page's URL, under the names of the keywords.
 
-        A text field is kept while it is typed. A default value is left out of the URL.
+        The URL changes while a person types in a text field. A default value is left out of the URL.
         """
         for key, widget in widgets.items():
             parameter = "value_input" if "value_input" in widget.param else "value"
@@ -66,7 +66,7 @@ class Tab:
         return found
 
     def visit(self, address: Mapping[str, str]) -> None:
-        """Shows what `address` leads to. It comes from a URL, so unknown values are ignored."""
+        """Sets the widgets to the values in `address`. It comes from a URL, so unknown values are ignored."""
         for key, (widget, parameter, _) in self._addressed.items():
             value = address.get(key, "")
             options = getattr(widget, "options", None)
@@ -78,8 +78,8 @@ class Tab:
     def update(self, snapshot: Snapshot) -> None:
         """Shows `snapshot`.
 
-        It is called when the tab comes to the front. While the tab is in front, it is called about
-        once a second, and at once after a change.
+        This method is called when the tab comes to the front. While the tab is in front, it is called about
+        once a second, and at once after an urgent change.
         """
 
     def update_again(self) -> None:

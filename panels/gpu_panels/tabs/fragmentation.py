@@ -30,9 +30,9 @@ HINT = (
 
 
 class MapFetcher:
-    """Fetches the maps.
+    """Fetches the maps of all allocators.
 
-    It returns the same object while no map has changed, so that nothing is drawn again.
+    While no map has changed, a call returns the same object, so that nothing is drawn again.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The tab Leases: which process holds which memory, and which variables of one notebook hold it."""
+"""The tab Leases: which process holds which memory, and the variables of one notebook that hold memory."""
 
 from __future__ import annotations
 

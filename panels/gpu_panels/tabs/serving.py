@@ -1,4 +1,4 @@
-"""The tab Serving: what the server of this page did and does: calls, clients, jobs and breakers."""
+"""The tab Serving: the calls, clients, jobs and circuit breakers of the server of this page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ServingTab(Tab):
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the figures of the server. All sessions share those of one `snapshot`."""
+        """Shows the figures of the server. They are read once for each `snapshot`, for all sessions."""
         figures = self.poller.serving
         if figures is None:
             return

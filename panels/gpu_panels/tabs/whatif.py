@@ -40,7 +40,10 @@ HINT = (
 
 
 class Wish(NamedTuple):
-    """What a visitor asks. The texts come from a browser, and are checked in `request_plan`."""
+    """The model or size, and the options, for which a visitor wants a plan.
+
+    The texts come from a browser, and are checked in `request_plan`.
+    """
 
     subject: str
     cards: str = ANY
@@ -84,7 +87,7 @@ def replayed(rt: Any, snapshot: Snapshot) -> str:
 
 
 def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
-    """The devices that `steps` change as rows in JSON: each as it is now, and after the steps."""
+    """Rows, as JSON, of the devices that `steps` change: each device as it is now, and as it is after the steps."""
     touched = whatif.touched(steps)
     then = whatif.after(snapshot, steps)
     drawn = {"now": bars(snapshot), "after": bars(then)}

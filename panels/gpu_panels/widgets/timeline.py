@@ -31,7 +31,7 @@ class Timeline(JSComponent):
         self._ranged = ranged
 
     def show(self, drawing: str, lines: str) -> None:
-        """Shows the encoded `drawing` and `lines`. What is shown already costs nothing."""
+        """Shows the encoded `drawing` and `lines`. Unchanged text is not sent again."""
         changed = {"drawing": drawing, "lines": lines}
         changed = {name: new for name, new in changed.items() if new != getattr(self, name)}
         if changed:
