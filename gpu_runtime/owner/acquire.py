@@ -133,10 +133,11 @@ def obtain(
     keep_alive: str | float | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Brings the model onto its device. If `anchor` is given, `anchor` pins the model.
+    """Brings the model onto its device, and pins it if `anchor` is given.
 
-    An argument that is None takes the value of the registration. Raises DoesNotFit, Busy, Deadlock,
-    LoadFailed, ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
+    `anchor` refers weakly to an object, and the pin lasts as long as that object. An argument that
+    is None takes the value of the registration. Raises DoesNotFit, Busy, Deadlock, LoadFailed,
+    ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
     """
     spec = resident.spec
     require_loadable(spec)
@@ -203,7 +204,7 @@ def grants(
     """Yields grants that have steps to perform. Ends without a grant once `is_here()` is true.
 
     The caller performs the steps of each grant. If the caller takes the next item, the steps have
-    failed, and the request is decided again. Raises what `explain.refusal` gives, and Busy.
+    failed, and the request is decided again. Raises Busy, and the errors of `explain.refusal`.
     """
     reported = False
     try:
@@ -271,7 +272,8 @@ def _verdicts(
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
     """Notifies the owners of the blocking leases, so that they publish their pins now.
 
-    An owner is notified at most once in POLL_SECONDS. Otherwise it publishes within a second.
+    Without a notification, an owner publishes its pins within a second. `rung_at` has the time of
+    each owner's last notification; an owner is notified again only after POLL_SECONDS.
     """
     now = session.clock()
     owners = {id.partition("/")[0] for id in verdict.blockers}
@@ -419,7 +421,7 @@ def _settle(session: Session, resident: Resident, because: str, **seconds: float
     lease = resident.lease
 
     def settle(book: Book, world: World) -> tuple[Book, bool]:
-        """The book with the measured lease, and whether the host has room for its shadow."""
+        """The book with the measured lease, and whether the host has room for the shadow."""
         book = books.arrived(
             book,
             session.me,

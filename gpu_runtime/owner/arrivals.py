@@ -44,7 +44,7 @@ class Arrival:
 def shown(
     session: Session, resident: Resident, step: Load | Move, progress: Progress | None
 ) -> Iterator[Progress | None]:
-    """A block around the load or restore. It yields the function to which a load reports its
+    """A `with` block around the load or restore. It yields the function to which a load reports its
     progress.
 
     The session's front end is called twice: when the arrival begins, and when it has ended.

@@ -1,4 +1,7 @@
-"""The blocks of user code that hold memory in this process, each with its `with` block's anchor."""
+"""The blocks of user code that hold leased memory in this process, each with its anchor.
+
+An anchor is an object that lives as long as the block's `with` statement runs.
+"""
 
 from __future__ import annotations
 

@@ -156,10 +156,10 @@ def _lease_block(
     devices: tuple[str, ...] = (),
     unseen_seconds: float = 0.0,
 ) -> Lease:
-    """Claims `size` bytes until the anchor dies or the block ends, on one of `devices` if given.
+    """Claims `size` bytes until the block of code ends, on one of `devices` if given.
 
-    For `unseen_seconds` the bytes count as not measured yet. So no other request is granted them as
-    free memory.
+    `anchor` refers weakly to an object that lives as long as the block. For `unseen_seconds` the
+    bytes count as not measured yet. So no other request is granted them as free memory.
     """
     wanted = Lease(session.me, name, kind="block", importance=importance, movable=False)
     rules = PlacementRules(devices, policy=session.settings.gpu_placement)

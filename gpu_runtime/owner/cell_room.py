@@ -39,7 +39,10 @@ class CellRoom:
     """The peaks of this notebook's cells, and the requests for them."""
 
     def __init__(self, session: Session) -> None:
-        """Keeps the peaks for the kernel of `session`. If the book is in memory, so are the peaks."""
+        """Keeps the peaks of the notebook of `session`: in a file, or only in memory.
+
+        The peaks are only in memory if the ledger is.
+        """
         self._session = session
         lasting = getattr(session.ledger, "directory", None) is not None
         self._peaks = peaks_of_this_user() if lasting else Measurements()
@@ -47,7 +50,7 @@ class CellRoom:
         self._block: tuple[str, Anchor] | None = None  # the room of a kernel without a lease
 
     def wanted(self, text: str) -> Bytes:
-        """Bytes of each card that the cell `text` took at its last peak; empty: request nothing."""
+        """Bytes that the cell `text` took of each card at its last peak; empty if not known."""
         self._leased_bytes = self._session.blocks.leased_bytes
         key = cell_key(notebook_path(), text)
         if not key or not self._session.settings.enable_memory_governor:
@@ -78,7 +81,8 @@ class CellRoom:
     def request(self, resident: KernelResident | None, anchor: Anchor, wanted: Bytes) -> None:
         """Requests the bytes that the cell needs beyond what the kernel holds, and pins the kernel.
 
-        Returns without the room when the wait is over, or when the kernel had to leave meanwhile.
+        Returns without the room when the time limit is over, or when the kernel's memory had to
+        leave meanwhile.
         """
         session = self._session
         if self._block is not None:  # a cell that runs another one has its room already

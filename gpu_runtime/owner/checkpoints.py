@@ -1,9 +1,10 @@
 """Parks a process that cannot cooperate, by the driver's checkpoint calls. A person names its pid.
 
-Such a process has not loaded the extension, or another framework holds its memory. The driver
-copies its memory to RAM, and all its CUDA calls wait until the memory returns. Nothing here runs
-automatically. A call that has begun is always completed, also after an interrupt, because a
-half-done call would leave the process locked.
+Such a process has not loaded the extension, or another framework holds its memory. Parking means
+that the driver copies the process's device memory to RAM, frees the device memory, and makes all
+CUDA calls of the process wait until its memory returns. Nothing here runs automatically. A call
+that has begun is always completed, also after an interrupt, because a half-done call would leave
+the process locked.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _require_allowed(session: Session, target: Target) -> None:
 
 
 def _require_foreign(session: Session, target: Target) -> None:
-    """Raises GpuError if `target` has leases: such a process moves its memory safely by itself."""
+    """Raises GpuError if `target` has leases: it can move its memory itself, which is safer."""
     for section in session.ledger.read().sections.values():
         pid = target.pid
         if pid in section.engines:
@@ -366,7 +367,7 @@ def _call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0
 
 
 def _failed(action: str, target: Target, why: str) -> GpuError:
-    """The error for a call that the driver refused, by the state of the process afterwards."""
+    """The error for a call that the driver refused. It names the state of the process now."""
     now = look(target.pid)
     if now is None or now.started != target.started:
         threads_known = f", as driver 610.57 does to a process with {target.threads} threads"

@@ -171,8 +171,8 @@ def fragmentation(
     """The memory that each process's allocator holds on each card. Columns: FRAGMENTATION.
 
     `maps` are the allocator maps that processes publish. `sections` are the sections of the book by
-    owner id. `views` are the devices. A process that publishes no map has a row in which these
-    columns are empty.
+    owner id. `views` are the devices. A process that publishes no map has a row in which the
+    columns about its allocator are empty.
 
     `fragmentation_bytes` are reserved and not allocated. Three columns describe these bytes. The
     process itself can use `inactive_bytes` again. Other processes can use `releasable_bytes` after

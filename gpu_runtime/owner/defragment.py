@@ -69,9 +69,10 @@ def _all_owners(session: Session, book: Book) -> list[str]:
 
 
 def _named(session: Session, process: str, book: Book) -> list[str]:
-    """Ids of the owners in the process with that pid, or of the owner of the model with that name.
+    """The ids of the owners that `process` names.
 
-    Raises GpuError, and the errors of `registry.resolve`.
+    `process` is an owner's id, a pid (also as `@4121`), or the name of a model, which stands for
+    the model's owner. Raises GpuError, and the errors of `registry.resolve`.
     """
     if process in book.sections:
         return [process]

@@ -58,8 +58,8 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
 def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
     """The `rules` changed so that each card gives exactly its bytes in `cards`.
 
-    Memory that was parked on several cards returns in the same parts. With less than two cards, or
-    with unknown bytes, the rules are unchanged.
+    Memory that left several cards for host memory returns in the same parts. With less than two
+    cards, or with unknown bytes, the rules are unchanged.
     """
     if len(cards) < 2 or not all(cards.values()):
         return rules

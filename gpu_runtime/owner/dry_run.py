@@ -52,7 +52,7 @@ def size_in(words: str | int) -> int | None:
 
 
 def is_placed(given: dict[str, Any]) -> bool:
-    """Whether the `given` options say where a size should be placed. No command can do that."""
+    """Whether the `given` options say where a size should be placed. `%gpu` has no such options."""
     return any(name in given for name in PLACED)
 
 
@@ -91,7 +91,7 @@ def of_resident(resident: Resident, session: Session) -> Subject:
 
 
 def of_nobody(resident: Resident, session: Session) -> Subject:
-    """A source that is not registered. Raises NotAModel if nothing shows its size."""
+    """The request for a source that is not registered. Raises NotAModel if its size is unknown."""
     name = resident.spec.name
     try:
         found = of_resident(resident, session)
@@ -106,11 +106,10 @@ def of_nobody(resident: Resident, session: Session) -> Subject:
 def of_lease(
     lease: Lease, owner: Owner, given: dict[str, Any], declared: Declared | None = None
 ) -> Subject:
-    """The request for a model of another owner, with the size that the owner measured. `given` are
-    options.
+    """The request for a model of another owner, with the size that the owner measured.
 
-    A model that is not loaded has the size and the importance that its owner `declared`. Raises
-    UnknownSize if there is no such size.
+    `given` are the options of the dry run. If the model is not loaded, the request has the size and
+    the importance that the owner `declared`. Raises UnknownSize if there is no such size.
     """
     size = lease.bytes
     source = "measured"
@@ -129,8 +128,7 @@ def of_lease(
 def unregistered(
     words: str, known: Iterable[str], session: Session, given: dict[str, Any]
 ) -> Resident:
-    """The request for a model that is not registered: `words` are a path, a hub id or a name with a
-    size.
+    """A model that is not registered, made from `words`: a path, a hub id or a name with a size.
 
     `given` are the options of the model. If `words` are close to one of the names `known`, they
     count as a typing mistake, even with a size. Raises UnknownModel for a mistake, and for words

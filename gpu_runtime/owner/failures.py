@@ -1,8 +1,8 @@
 """Handles the failures of a model: memory runs out, an engine ends, or a driver fails.
 
-The lease of a lost model is returned, and the book records why, before any caller gets the error.
-The next use loads the model again. If the driver no longer serves this process, this process can
-load no model, and every use raises ProcessLost.
+The lease of a lost model ends, and the book records why, before any caller gets the error. The next
+use loads the model again. If the driver no longer serves this process, this process can load no
+model, and every use raises ProcessLost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAVE_SECONDS = 5.0  # time for another owner to evict an idle model after an ou
 
 
 def record_loss(session: Session, resident: Resident, kind: str, because: str) -> None:
-    """Writes into the book that this model is lost, and returns its lease to the book.
+    """Writes into the book that this model is lost, and ends the model's lease.
 
     Never raises GpuError. If the book cannot be written, the monitor publishes the loss later.
     """

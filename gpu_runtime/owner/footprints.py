@@ -62,7 +62,10 @@ class Sizing:
         )
 
     def _require_evidence(self, resident: Resident, spec: ModelSpec) -> Evidence:
-        """What the source shows of its size. Raises GpuError if nothing else shows a size either."""
+        """What the model's source shows of the model's size.
+
+        Raises GpuError if the source shows nothing, the model is not loaded, and no size was given.
+        """
         try:
             evidence = resident.backend.evidence(spec, resident.origin)
         except GpuError as error:
@@ -128,7 +131,10 @@ class Sizing:
         self._contexts = contexts
 
     def _peak(self, shares: Shares) -> int | None:
-        """The bytes of `shares`, and the most that torch held beyond its present use; or None."""
+        """The bytes of `shares` plus the most that torch held beyond its present use.
+
+        None if torch's peak on one of the devices is not known.
+        """
         peak = 0
         for share in shares:
             beyond = self.probe.beyond_now(share.device)

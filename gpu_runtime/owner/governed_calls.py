@@ -1,7 +1,8 @@
 """A call of a governed module pins its model while the call runs, and restores it first if needed.
 
 Calls of the module's parts do the same, and so do methods that read or replace all weights. Without
-that, a copy or a file of a model that is away would contain no weights.
+that, a copy or a file of a model that is away would contain no weights. A governed module is a
+torch module whose memory this package manages. A resident is the object for one such model.
 """
 
 from __future__ import annotations

@@ -35,7 +35,11 @@ class _Storage(NamedTuple):
 
 
 class _Reached(NamedTuple):
-    """A name, and the keys of the storages that can be reached from it."""
+    """A name, and the keys of the storages that can be reached from it.
+
+    `direct` storages are reached without an autograd graph, `saved` ones only through a graph.
+    `alone` are the storages that become free if the name is deleted.
+    """
 
     name: Name
     direct: frozenset[int]
@@ -257,7 +261,10 @@ def _models(
 def _elsewhere(
     session: Session, left: Iterable[int], limit: Any
 ) -> tuple[list[Holder], frozenset[int]]:
-    """Rows for the storages `left`, by what refers to them, and keys whose referrer is known."""
+    """One row for each object that refers to some of the storages `left`.
+
+    Also returns the keys of the storages whose referrer is known.
+    """
     from ..backends.pytorch.holders import UNKNOWN, referrer
 
     wanted = frozenset(left)
@@ -390,7 +397,8 @@ def _listed(names: list[str]) -> str:
 def _held_bytes(session: Session) -> int:
     """This process's device memory: what its allocators reserve.
 
-    On simulated cards the tensors are searched, since they are in the account as last counted.
+    On simulated cards the tensors are searched now, because the account of such a card has only the
+    bytes of the last count.
     """
     allocated, reserved = _allocated(session)
     if not session.probe.simulated or "torch" not in sys.modules:

@@ -15,7 +15,7 @@ from .session import Session
 def in_one_line(
     session: Session, outcome: Callable[[], str] = lambda: "nothing is held"
 ) -> Iterator[None]:
-    """A block in which a KeyboardInterrupt is shown as one line, with the seconds and the
+    """A `with` block that shows a KeyboardInterrupt as one line, with the seconds and the
     `outcome`.
 
     `outcome` is called at the end of the block, so the block must have released its request by then.

@@ -1,10 +1,10 @@
 """The lease of a notebook's kernel. It claims the device memory of the notebook's own code.
 
-Memory of governed models is not part of it. The lease is opened automatically, is counted after
-each cell and is never droppable. It is in use while a cell runs. When another process needs the
-card, the memory of an idle kernel is parked in host memory. The memory returns before the next cell
-runs, by the same request as a model's. If it cannot return, the cell is refused and no line of it
-runs. The `Stillness` of the front end says when a kernel may be parked.
+Memory of governed models is not part of that lease. The lease is opened automatically, is counted
+after each cell and is never droppable. It is in use while a cell runs. When another process needs
+the card, the memory of an idle kernel is parked in host memory. The memory returns before the next
+cell runs, by the same request as a model's. If it cannot return, the cell is refused and no line of
+it runs. The `Stillness` of the front end says when a kernel may be parked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kernel:
     """The kernel of this process. Its front end calls `begin` before each cell, and `end` after it."""
 
     def __init__(self, session: Session, stillness: Stillness) -> None:
-        """`stillness` tells whether code runs in the kernel that may use its memory."""
+        """`stillness` tells whether code runs now that may use the kernel's memory."""
         self._session = session
         self._stillness = stillness
         self._room = CellRoom(session)
@@ -71,8 +71,9 @@ class Kernel:
         `outermost` is false for a cell that another cell runs. At an outermost cell, remaining pins
         belong to cells whose end was interrupted.
 
-        It also requests, for a bounded time, room for this cell's last peak. Returns a sentence if
-        memory returned, else an empty text. `refused` then says why the cell must not run.
+        Also requests, for a bounded time, room for this cell's last peak. Returns a sentence if
+        memory returned, else an empty text. Afterwards, `refused` is the reason why the cell must
+        not run, or empty if it may run.
         """
         self.refused = ""
         if outermost:
@@ -195,9 +196,10 @@ class Kernel:
             self._room.learn(text, {share.device: share.bytes for share in peak})
 
     def _yield_turn(self, resident: KernelResident) -> None:
-        """Leaves the card before a cell if another process waits and this kernel's time is over.
+        """Leaves the card before a cell if another process waits and this kernel's turn is over.
 
-        With Run All the next cell follows at once, so the kernel would never be idle.
+        A turn is the time for which a kernel may keep a card that others need. It matters with Run
+        All: there the next cell follows at once, so the kernel is never idle.
         """
         session = self._session
         if resident.place is not Place.HERE or resident.pins or not self._is_needed(resident):
@@ -214,7 +216,7 @@ class Kernel:
             self._turn_began = session.clock()  # one attempt a turn
 
     def _is_needed(self, resident: KernelResident) -> bool:
-        """Whether another process waits for this kernel's memory, or both together overfill a card."""
+        """Whether another process waits for this kernel's memory, or its card is over the limit."""
         id = resident.lease.id
         cards = {share.device for share in resident.lease.shares}
         book = self._session.ledger.read()

@@ -28,9 +28,9 @@ def bring_back(
 ) -> None:
     """Brings the kernel's memory onto its cards, and pins it with `anchor`.
 
-    Just after a park, the thread that moved the bytes still runs for a moment, and prevents the
-    return of the bytes. So the return is tried again for two seconds. `timeout` (seconds; None: no
-    limit) limits each wait for room. Raises the errors of `acquire.obtain`.
+    Just after the bytes have left, the thread that moved them still runs for a moment, and prevents
+    their return. So the return is tried again for two seconds. Each wait for room takes at most
+    `timeout` seconds; None means no limit. Raises the errors of `acquire.obtain`.
     """
     for _ in range(ATTEMPTS - 1):
         try:

@@ -1,7 +1,7 @@
 """The lease of a kernel, handled as a model that leaves its cards and returns to them as a whole.
 
-A cell can need more memory than the kernel holds. Its lease then claims more than its own bytes, as
-the lease of a model with working memory does.
+A cell can need more memory than the kernel holds. The kernel's lease then claims more than the
+bytes that the kernel holds, as the lease of a model with working memory does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class KernelResident(Resident):
     # -- leaving and returning
 
     def begin_moving(self) -> bool:
-        """Marks the kernel as moving. False if a cell runs, it moves already, or it holds nothing."""
+        """Marks the kernel as moving.
+
+        Returns False if a cell runs, or if the kernel moves already or holds nothing.
+        """
         with self.gate:
             if self.pins or self.handle is None or self._moving:
                 return False
@@ -79,7 +82,7 @@ class KernelResident(Resident):
         self._moving = False
 
     def carry(self, step: Any, shadow: bool = False) -> Shares:
-        """Performs the step. Raises StillInUse if something runs or used the kernel meanwhile."""
+        """Performs the step. Raises StillInUse if code runs in the kernel or used its memory."""
         try:
             return super().carry(step)
         except NotStill as error:

@@ -1,4 +1,7 @@
-"""Keys name the decisions in progress. This process notes a key before sending it anywhere."""
+"""Keys name the decisions in progress. This process notes a key before sending it anywhere.
+
+A ticket is the entry of a waiting request in the book; it has the key of its decision.
+"""
 
 from __future__ import annotations
 

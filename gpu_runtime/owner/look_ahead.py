@@ -1,7 +1,8 @@
 """Loads the models of waiting cells while the running cell still runs.
 
 One thread makes one load at a time, and every request of a user is served first.
-`scheduler/look_ahead.py` decides which memory such a load may use. `upcoming_cells` has the cells.
+`scheduler/look_ahead.py` decides which memory such a load may use. The module `upcoming_cells`
+lists the running and the waiting cells.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class LookAhead:
         return upcoming.cells(names, lambda value: values.get(id(value), ""))
 
     def follow(self, cells: tuple[CellModels, ...]) -> list[str]:
-        """Counts which earlier loads were useful, and tells the eviction policy what comes next.
+        """Counts which earlier loads were useful, and gives the eviction policy the next uses.
 
         Returns the models of waiting `cells` that may still be loaded ahead.
         """
@@ -212,7 +213,7 @@ class LookAhead:
         return False
 
     def _load(self, resident: Resident, cell: str, uses: dict[str, int], spared: set[str]) -> bool:
-        """Loads one model if it may be loaded now. Returns whether it did. Raises load errors."""
+        """Loads one model if it may be loaded now. Returns whether it was. Raises load errors."""
         session, name = self._session, resident.spec.name
         key = session.new_key(f"load {name} ahead")
         wanted = Request(

@@ -45,7 +45,8 @@ def tick(session: Session, notebook: str = "") -> float:
     session.notebook = notebook or session.notebook
     keep_helpers_alive(session)
     book = session.ledger.read()
-    # An order stays noted while its ticket is in the book, so that it does not run twice.
+    # An order is a request of another owner. It stays noted while its ticket is in the book, so
+    # that it does not run twice.
     session.orders.intersection_update([ticket.key for ticket in book.tickets])
     if book.tickets:  # first: another process waits
         _start_orders(session)

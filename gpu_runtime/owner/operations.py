@@ -188,7 +188,7 @@ def ask_owner(
     """Requests `verb` from the owner of `target`, and returns the outcome.
 
     With `must`, a refusal or a time-out raises NotAllowed, StillInUse, Busy or GpuError. Without
-    it, the function returns an Outcome that is not done. A request that this user may not make
+    `must`, the function returns an Outcome that is not done. A request that this user may not make
     always raises NotAllowed.
     """
     book = session.ledger.read()

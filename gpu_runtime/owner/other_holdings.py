@@ -2,7 +2,7 @@
 
 The request is a ticket, like every request to another process. The list is not in the book, which
 everybody reads, but in a file beside the book. The answering process searches in a separate thread
-while no cell runs. It moves nothing, so a parked kernel stays parked.
+while no cell runs. It moves nothing, so memory that was moved to RAM stays there.
 """
 
 from __future__ import annotations

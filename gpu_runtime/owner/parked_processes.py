@@ -1,7 +1,8 @@
 """Notes on the processes that the driver parked: the bytes of each process on each card.
 
-The driver does not report how much memory a parked process needs for its return. So each process
-has a file in a directory of this user, for this boot of the machine.
+A process is parked if the driver has moved its device memory to RAM. The driver does not report how
+much memory a parked process needs for its return. So each process has a file in a directory of this
+user, for this boot of the machine.
 """
 
 from __future__ import annotations

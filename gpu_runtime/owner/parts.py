@@ -9,7 +9,9 @@ from ..facts import HOST, Lease, ModelSpec
 
 
 def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) -> int:
-    """Bytes of the largest piece of the model `handle` that can leave its card alone; 0: none can.
+    """Bytes of the largest piece of the model `handle` that can leave its card without the others.
+
+    The result is 0 if the model cannot leave in parts.
 
     A model that claims more than its own bytes and its working memory, such as a whole card, leaves
     as a whole. A `lease` in parts keeps its size.

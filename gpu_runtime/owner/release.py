@@ -211,11 +211,10 @@ def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move 
 
 
 def _stays(session: Session, resident: Resident, error: BaseException) -> str:
-    """Records that a step failed.
+    """Records that a step failed. Returns the sentence for the book.
 
-    Returns the sentence for the book; after the first failure, no text.
-
-    Each further failure doubles the pause before the model is chosen again.
+    After the second and each further failure in a row, the sentence is empty. Each of them doubles
+    the pause before the model is chosen again. `Stays` is not counted as a failure.
     """
     name = resident.spec.name
     resident.lease = replace(resident.lease, droppable=resident.droppable())

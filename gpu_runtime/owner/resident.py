@@ -124,9 +124,9 @@ class Resident:
     # -- using
 
     def enter(self, anchor: AnchorRef) -> bool:
-        """Pins the model while the anchor lives. Returns False if it is not on its device now.
+        """Pins the model while the anchor lives. Returns False if the model is not on its device.
 
-        `anchor` is a weak reference to the anchor.
+        `anchor` is a weak reference to the anchor, an object that lives as long as the use.
         """
         with self.gate:
             if self.place is not _HERE:
@@ -216,13 +216,14 @@ class Resident:
         self.recent_uses = merged_uses((self.recent_uses, recent), self._wall())
 
     def _used_since(self) -> float:
-        """When the current use began, if that is known."""
+        """The time when the current use began; NEVER (0) if that is not known."""
         return self.pinned_since if self.pins else self.training.kernel.state.busy_since
 
     def must_return_to(self) -> dict[str, int]:
-        """The only devices to which the model can return, each with its bytes there.
+        """Maps each device to which the model, now in host memory, can return to its bytes there.
 
-        Empty if the model can return to any device. 0 bytes mean any number of bytes.
+        A value of 0 means that the number of bytes on that device is not fixed. The result is empty
+        if the model can return to any device, or if it is not in host memory.
         """
         if self.handle is None or self.place is not Place.AWAY:
             return {}
@@ -288,7 +289,10 @@ class Resident:
         return getattr(self.handle, "pids", ())
 
     def _lost(self, of: Callable[[], Any], kind: str, because: str) -> None:
-        """Releases the model after its engine ended. The book shows this before callers see it."""
+        """Releases the model after its engine ended. `of` is a weak reference to its handle.
+
+        The book shows the loss before any caller of the model gets the error.
+        """
         handle = of()
         with self.gate:
             if handle is None or self.handle is not handle:
@@ -301,7 +305,7 @@ class Resident:
         self._drop()
 
     def begin_moving(self) -> bool:
-        """Refuses new uses from now on. False if the model is in use, moving or not loaded."""
+        """Refuses new uses. Returns False if the model is in use, moving or not loaded."""
         with self.gate:
             if self.handle is None or self.place is Place.MOVING or self.training.blocks():
                 return False
@@ -351,7 +355,7 @@ class Resident:
             return self.backend.measure(self.handle)
 
     def settle_at(self, lease: Lease, anchor: AnchorRef | None = None) -> None:
-        """Records where the model is now. `anchor` pins it before another thread can move it."""
+        """Records where the model is now. `anchor` pins it at once, before another move of it."""
         with self.gate:
             self.lease = lease
             self.place = Place.HERE if lease.all_on_device else Place.AWAY
@@ -379,7 +383,7 @@ class Resident:
                 self.work.release()
 
     def remeasure(self) -> bool:
-        """Measures the model again. Returns whether its bytes have changed, as by gradients."""
+        """Measures the model again. Returns whether its bytes have changed, such as by training."""
         if self.handle is None:
             return False
         shares = self.backend.measure(self.handle)

@@ -212,7 +212,7 @@ class Session:
         fresh: bool = False,
         in_full: Callable[[list[Event], T], list[Event]] | None = None,
     ) -> T:
-        """Runs `decision` in one transaction, after this owner's section is brought up to date.
+        """Runs `decision` in one transaction, after this owner's part of the book is updated.
 
         Then notifies the owners that the write concerns and journals the events. `fresh` measures
         the devices first. `in_full(events, answer)` adds details that only the journal keeps.
@@ -251,9 +251,9 @@ class Session:
         self.decide(lambda book, world: (book, None))
 
     def announce(self, name: str) -> None:
-        """Publishes the name `name`, and with the first name also this owner.
+        """Publishes that this process can load the model `name`; the first time also this owner.
 
-        If the ledger cannot be written now, the monitor publishes it later.
+        If the ledger cannot be written now, the monitor publishes the name later.
         """
         if not self.settings.enable_memory_governor:
             return
@@ -352,7 +352,7 @@ class Session:
     def _rename(self, names: dict[str, str]) -> None:
         """Gives the devices of this process the book's names.
 
-        Raises LedgerUnavailable if this process holds memory on them under the old names.
+        Raises LedgerUnavailable if this process holds memory on the devices under the old names.
         """
         if self.holds_memory():
             cards = ", ".join(f"{ours} is {theirs}" for ours, theirs in names.items())

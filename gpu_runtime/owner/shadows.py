@@ -73,7 +73,10 @@ def _copies(session: Session, book: Book, files: str) -> Copies:
 
 
 def _near(session: Session, book: Book) -> list[Section]:
-    """The processes of this user, on this host, whose pids mean the same processes here."""
+    """The book's sections of this user's processes that are on this host and in its namespaces.
+
+    In this process, a pid of such a section means the same process.
+    """
     me, found = session.ledger.owner, []
     for section in book.sections.values():
         owner = section.owner

@@ -135,7 +135,7 @@ def other_hosts(session: Session) -> tuple[Snapshot, ...]:
 
 
 def _of_page(session: Session, page: HostPage) -> Snapshot:
-    """A snapshot of another host's page.
+    """A snapshot of another host, made from its page, which is its book as stored in the ledger.
 
     The times in the page are of that host's clock. So the newest time in the page is used as now.
     """

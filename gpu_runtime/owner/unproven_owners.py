@@ -19,7 +19,7 @@ from .session import Session
 
 
 def evict(session: Session, process: str, *, force: bool) -> Outcome:
-    """What the lost process holds. With `force`, its leases end; the result has the freed bytes.
+    """Lists what the lost process holds; with `force`, ends its leases and reports the freed bytes.
 
     `process` is the pid of the lost process, as text; a leading `@` is ignored.
 

@@ -1,4 +1,4 @@
-"""Ends a wait for memory: that of another process by a request to it, that of this one at once.
+"""Ends a wait for memory: a wait of this process at once, another process's by a request to it.
 
 The waiting thread raises WaitEnded when it decides next, and withdraws its ticket itself.
 """
@@ -24,7 +24,7 @@ def cancel(session: Session, name: str | LeaseId, timeout: str | float | None) -
 
 
 def obey(session: Session, order: Order) -> Outcome:
-    """Ends the waits that the `order` of another owner names, if they began before it."""
+    """Ends the waits that the `order` of another owner names, if they began before the order."""
     ticket = session.ledger.read().ticket(order.key)
     if ticket is None:
         raise GpuError("the request was withdrawn", name=order.name)
@@ -32,7 +32,7 @@ def obey(session: Session, order: Order) -> Outcome:
 
 
 def end(session: Session, name: str, by: str, before: float | None = None) -> Outcome:
-    """Ends this process's waits for `name` that began until `before`, all of them without it.
+    """Ends this process's waits for `name`; with `before`, only those that began until that time.
 
     `by` is the person or the process that ends them. The waiting threads raise WaitEnded.
     """
