@@ -1,8 +1,8 @@
 """A simulated driver with the checkpoint calls, for machines without a card.
 
-`CheckpointDriver` plays two parts. It reports how full the cards are, and it keeps the file that
-describes the processes for the stand-in for cuda-core (`tests/cuda_stand_in`). The stand-in runs in
-a helper process, as the real package does.
+A checkpoint moves the CUDA memory of a process to host memory. `CheckpointDriver` has two tasks. It
+reports how full the cards are. And it writes the file from which `tests/cuda_stand_in`, the stand-in
+for cuda-core, knows the processes. The stand-in runs in a helper process, as the real package does.
 """
 
 from __future__ import annotations

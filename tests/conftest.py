@@ -194,8 +194,8 @@ def pytest_collection_finish() -> None:
     """Excludes all objects that the collection of tests imported from later garbage collections.
 
     Many tests collect garbage to count bytes. With pandas and torch loaded, one collection took 0.3
-    s. The search for a notebook's memory asks whether the user froze objects; here none did. A count
-    of the frozen objects takes 0.13 s.
+    s. The search for a notebook's memory also looks at objects that the user froze, and counting the
+    frozen objects takes 0.13 s. In the tests the user froze none, so the count is replaced by 0.
     """
     gc.collect()
     gc.freeze()

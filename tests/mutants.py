@@ -7,9 +7,9 @@ The tests must notice every fault.
 
 This module is not part of the ordinary run. It applies each fault to a copy of the package in a
 temporary directory, and runs the fault's tests against that copy with `-x -q`. The result is
-*caught* or *survived*. A fault that survived shows a law without a test. A fault whose line is no
-longer in the code is *stale* and must be renewed. The exit status is the number of survived and
-stale faults.
+*caught* or *survived*. A fault that survived shows a rule of the code that no test checks. A fault
+whose line is no longer in the code is *stale* and must be renewed. The exit status is the number of
+survived and stale faults.
 """
 
 from __future__ import annotations

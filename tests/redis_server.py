@@ -16,7 +16,7 @@ class RedisServer:
     """A redis-server that a test can kill and start again. Each test gets a database of its own."""
 
     def __init__(self, *options: str) -> None:
-        # A short path, because that of a socket is limited to 107 bytes.
+        # A short path, because the path of a socket is limited to 107 bytes.
         self.directory = tempfile.mkdtemp(prefix="gpu-redis-")
         self.socket = f"{self.directory}/redis.sock"
         self.options = options

@@ -95,8 +95,8 @@ _swap = torch.UntypedStorage._swap_data_ptr_
 
 
 def _swap_and_account(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchanges two data pointers, as torch does, and the blocks that are recorded for the two
-    storages.
+    """Exchanges the data pointers of two storages, as torch does, and the allocator's blocks that
+    are recorded for them.
     """
     with _lock:
         _swap(one, other)

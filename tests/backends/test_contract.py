@@ -304,8 +304,8 @@ def test_out_of_memory_in_a_move_changes_nothing(mover):
 
 
 def test_a_backend_that_cannot_move_raises_and_changes_nothing(case):
-    """The lease of a model that cannot be moved is not `movable` either. So the planner drops and
-    reloads the model instead.
+    """If a backend cannot move models, its leases are not `movable` either. So the planner drops
+    and reloads such a model instead.
     """
     if case.backend.can_move:
         return
@@ -332,8 +332,8 @@ def test_a_card_of_exactly_the_measured_size_is_enough(case):
 
 
 def test_over_several_devices_bytes_follow_the_shares_and_answers_are_equal(case):
-    """The model is cut between its pieces, or anywhere if it has none. Its answers are equal to the
-    bit, and a drop frees all bytes.
+    """The model is divided between its pieces, or at any byte if it has no pieces. Its answers are
+    equal to the bit, and a drop frees all bytes.
     """
     model = case.load()
     before = answer(case, model)

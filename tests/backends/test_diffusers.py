@@ -1,5 +1,5 @@
-"""Our own server program for pictures, with a real diffusers pipeline that is tiny and has random
-weights.
+"""The package's server program for pictures, with a real diffusers pipeline that is tiny and has
+random weights.
 """
 
 from __future__ import annotations

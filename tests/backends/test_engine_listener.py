@@ -36,7 +36,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def unseen(monkeypatch):
-    """Makes every port look free to the claim, so that another process can already listen on it."""
+    """Makes every port look free when this process chooses a port for an engine. So the test can
+    let another process listen on that port already.
+    """
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
 
 
@@ -99,7 +101,9 @@ def test_no_health_check_carries_the_key(server, engine, tmp_path, monkeypatch, 
 
 @pytest.fixture
 def robbed(record, monkeypatch):
-    """A loaded engine that was killed. Its guard is stopped, so nobody has noticed its end."""
+    """A loaded engine that was killed. The process that watches it is stopped, so nothing has
+    noticed its end.
+    """
     monkeypatch.setattr("gpu_runtime.backends.engines.backend.PORTS", f"{BASE + 60}-{BASE + 79}")
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
@@ -129,8 +133,8 @@ def test_the_address_of_an_engine_whose_port_was_taken_is_not_given(robbed):
 
 @pytest.mark.processes
 def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
-    """The listener is checked on the open connection. So it makes no difference that the address
-    was read before.
+    """The listening process is checked on the open connection, before a request is sent. So it is
+    no danger that the caller has read the address earlier.
     """
     _, before, port = robbed
 
@@ -185,8 +189,8 @@ def test_a_socket_that_a_connection_to_loopback_does_not_reach_is_not_listed(sou
 @pytest.mark.processes
 @needs_root
 def test_no_other_user_can_hold_a_claim(tmp_path, monkeypatch):
-    """A claim is a lock on a file in our own directory. Another user could guess and take a name in
-    the abstract namespace, but cannot open that file.
+    """A process reserves a port by a lock on a file in a directory of this user. Another user
+    cannot open that file, but could guess and take a name in the abstract socket namespace.
     """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     tmp_path.chmod(0o755)

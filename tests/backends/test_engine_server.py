@@ -153,7 +153,7 @@ def test_a_server_that_answers_while_it_loads_is_not_ready(server, engine, tmp_p
 
 
 def test_the_bytes_of_a_server_are_measured_when_its_model_is_loaded(record, monkeypatch):
-    """Before that, a server has taken only a part of its memory."""
+    """Before the model is loaded, a server has allocated only a part of its memory."""
     probe = open_probe("sim:8GiB,host:8GiB")
     backend = open_backend("vllm", probe)
     states, servers = [], []
@@ -170,7 +170,9 @@ def test_the_bytes_of_a_server_are_measured_when_its_model_is_loaded(record, mon
 
 @pytest.mark.parametrize("native", [True, False])
 def test_the_health_check_of_each_llama_server(native, monkeypatch):
-    """llama-cpp-python's server has no path for it, and listens only once the model is loaded."""
+    """llama-server has a path for it. llama-cpp-python's server has no such path, but listens only
+    once the model is loaded.
+    """
     monkeypatch.setattr("shutil.which", lambda name: f"/opt/{name}" if native else None)
     path = recipe("llama-server").health_path()
     assert path == ("/health" if native else "/openapi.json")
@@ -241,7 +243,9 @@ def test_a_killed_server_is_restarted_on_the_same_cards_at_most_three_times(serv
 
 
 def test_a_server_ends_when_its_guard_is_killed(server):
-    """A server ends with its guard, since no process would watch it any more."""
+    """A server ends with its guard (the process that watches it), since no other process would end
+    it later.
+    """
     one = server()
     one.start()
     guard, engine = one.pids
@@ -345,8 +349,8 @@ def test_two_servers_have_different_ports_and_an_end_frees_the_port(server):
 
 
 def test_a_claim_holds_for_all_processes():
-    """The kernel guarantees the claim by a file lock, which ends with its holders. So no two
-    processes get the same port.
+    """A port is claimed with a file lock, which the operating system ends with the last process that
+    holds it. So no two processes get the same port.
     """
     held = claim(range(BASE + 30, BASE + 32), "a")
     trial = (
@@ -376,8 +380,8 @@ def test_a_port_that_another_program_listens_on_is_skipped():
 
 
 def test_a_port_that_another_program_takes_meanwhile_costs_one_more_attempt(server, monkeypatch):
-    """A program that makes no claims can take the port first. The engine then fails to bind it, and
-    gets the next port.
+    """A program that claims no ports can take the port first. The engine then fails to bind that
+    port, and gets the next one.
     """
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     with socket.create_server(("127.0.0.1", PORTS[0])):
@@ -396,8 +400,8 @@ def test_an_invalid_range_is_one_clear_error(text):
 
 
 def test_the_value_gives_the_server_s_address_and_key(record):
-    """A loaded model gives the address and the key of its server. After a drop it raises
-    NotResident.
+    """A loaded model has the address and the key of its server as attributes. After the model was
+    dropped, they raise NotResident.
     """
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     spec = ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB)
@@ -496,8 +500,8 @@ def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
 
 
 def test_a_port_stays_claimed_until_the_server_has_ended_even_without_its_owner(owner, monkeypatch):
-    """The guard holds the claim, too. Otherwise the next server would get a port that is still in
-    use.
+    """The guard, which watches the server, holds the file lock that claims the port, too. Otherwise
+    the next server would get a port that is still in use.
     """
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     process, guard, engine, port = owner

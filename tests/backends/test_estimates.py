@@ -96,7 +96,8 @@ def test_the_estimated_cache_is_that_of_a_forward_pass(family):
     """The estimate is the same with and without the list of layer types, which only newer configs
     contain.
 
-    transformers keeps one token less than the window, because the next token is always at hand.
+    For a layer with a window, transformers keeps one token less than the window: the newest token
+    is always in the input.
     """
     model = model_of(family)
     with torch.no_grad():

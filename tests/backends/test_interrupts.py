@@ -44,9 +44,9 @@ def interrupted_at(
 ) -> bool:
     """Calls `act` and raises a KeyboardInterrupt, or calls `happen`, at the `line`-th line of gpu_runtime.
 
-    Returns False if `act` ended before that line. Lines that begin with `with` are skipped: tracing
-    stops at such a line again when the block ends. At that moment the interpreter handles no signal
-    before it has called the lock's own `__exit__`.
+    Returns False if `act` ended before that line. Lines that begin with `with` are skipped. Tracing
+    also reaches such a line when the `with` block ends, but a real signal is not handled there: the
+    interpreter first calls the `__exit__` of the lock.
     """
     left = line
 

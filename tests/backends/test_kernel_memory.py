@@ -143,8 +143,8 @@ def test_bytes_return_to_blocks_of_their_own_streams(kernel):
 def reused_early() -> float:
     """The value that a correct program with a side stream computes.
 
-    The program records its tensor on the side stream. The tensor is parked, returned, used there
-    and freed.
+    The program records its tensor on the side stream. The tensor is moved to host memory, returns,
+    is used on the side stream, and is freed.
     """
     kernel, side = Kernel(), side_stream()
     x = floats(1.0)
@@ -256,7 +256,9 @@ def test_a_card_that_is_full_on_the_return_changes_nothing(kernel, full):
 
 
 def test_a_return_without_an_exchange_keeps_no_blocks_on_the_card(kernel):
-    """The kernel is in use at the moment of the exchange. The error is kept, as a notebook does."""
+    """The kernel is in use at the moment of the exchange, so nothing returns. The test keeps the
+    error, as a notebook does.
+    """
     tensor = floats(1.0, count=MIB)
     kernel.park()
     kernel.still.at_exchange = lambda: "a thread uses torch"
@@ -292,8 +294,8 @@ def test_an_exchange_that_fails_is_undone_by_exchanging_again(kernel, fails_at):
 
 
 def test_a_storage_that_stays_keeps_its_segment_and_what_is_free_is_less_than_hoped(kernel):
-    """The lease's bytes have left, but the card does not measure zero: the whole segment stays in
-    use.
+    """The lease's bytes have left, but the card still shows used memory, because the whole segment
+    stays in use.
     """
     moving = floats(1.0, count=MIB // 16)
     staying = floats(2.0, count=16)

@@ -47,7 +47,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 def kill(model: Any) -> None:
-    """Kills the program of the model, and waits until it answers again or is gone for good."""
+    """Kills the process of the model, and waits until its successor answers or the model is lost."""
     process: ModelProcess = model._engine
     before = process._program
     os.kill(process.pids[-1], signal.SIGKILL)
@@ -84,7 +84,9 @@ def test_a_model_moves_to_host_memory_and_back_in_the_same_process(rt):
 def test_a_killed_process_keeps_its_lease_three_times_and_then_a_waiting_rival_has_the_card(
     rt, tmp_path
 ):
-    """Without the restart under the same lease, a rival had the card after 0.02 s."""
+    """A restart under the same lease keeps the memory. Without it, a waiting request had the card
+    after 0.02 s.
+    """
     got = threading.Event()
     with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}") as rival:
 

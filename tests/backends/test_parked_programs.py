@@ -1,5 +1,5 @@
-"""A program that is parked anywhere computes, to the bit, what it computes without parks (law 13 in
-docs/architecture.md).
+"""A program computes the same to the bit if its memory is parked (moved to host memory and back) at
+any place: law 13 in docs/architecture.md.
 
 Random programs run on cards that do their work late (tests/simgpu.py), with side streams. Training
 runs on simulated cards, where every storage of the process is parked three times a step.
@@ -31,7 +31,9 @@ Park = Callable[[], None]
 
 
 class Program:
-    """A program with three tensors, a parameter with its optimizer, and two side streams."""
+    """A program with three tensors, a parameter with its optimizer, and two side streams. Each
+    method is a step that a random program can have.
+    """
 
     def __init__(self, park: Park) -> None:
         self.park = park
@@ -57,7 +59,7 @@ class Program:
         self.tensors[one] = self.tensors[other] * 1.5
 
     def beside(self, one: int, other: int) -> None:
-        """A side stream changes a tensor of the main stream. Each stream waits for the other."""
+        """A side stream changes a tensor of the main stream. Each stream waits for the other one."""
         side = self.sides[other % 2]
         side.wait_stream(self.main)
         with torch.simgpu.stream(side):

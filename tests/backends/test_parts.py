@@ -65,7 +65,7 @@ def total(backend: Any, model: Any) -> int:
 
 
 def move(backend: Any, model: Any, card: str, in_host: int) -> None:
-    """Moves the model to `card`, but for `in_host` bytes of its pieces."""
+    """Moves the model to `card`, except for `in_host` bytes of its pieces, which are in host memory."""
     whole = total(backend, model)
     if in_host >= whole:
         backend.move(model, (Share(HOST, whole),))
@@ -80,7 +80,7 @@ def on(backend: Any, model: Any, device: str) -> int:
 
 
 def test_the_pieces_of_a_module(backend):
-    """Layers that share storage are one piece, the largest."""
+    """Layers that share storage are one piece, which is the largest here."""
     backend, kind = backend
     model = backend.adopt(SPEC, Net().eval())
     move(backend, model, f"{kind}:0", 0)
@@ -143,7 +143,7 @@ def test_where_the_host_is_full_nothing_has_moved():
 
 
 def test_a_model_in_parts_is_dropped_whole(backend):
-    """Its bytes exist nowhere else, so the user's module keeps them."""
+    """The model's bytes exist nowhere else, so the user's module keeps them after the drop."""
     backend, kind = backend
     module = Net().eval()
     model = backend.adopt(SPEC, module)
@@ -242,7 +242,9 @@ def test_a_model_from_disk_in_parts_is_proven_unchanged_and_dropped_whole(probe,
 
 
 def test_the_pieces_of_a_model_with_a_shadow_leave_without_a_copy(probe, llama, monkeypatch):
-    """A piece's shadow becomes its bytes on the host, and its bytes there become its shadow again."""
+    """A piece's shadow is an unchanged copy in host memory. When the piece leaves, the copy becomes
+    its bytes there. When the piece returns, these bytes become the shadow again.
+    """
     backend = open_backend("transformers", probe)
     spec = ModelSpec("m", "transformers", source=str(llama))
     model = backend.load(spec, (Share("sim:0", 1),), shadow=True)

@@ -78,7 +78,7 @@ def test_vllm_takes_its_share_of_the_card(installed):
 
 
 def test_vllm_over_two_cards_is_tensor_parallel(installed):
-    """vLLM takes the same part of each card, so the smaller share decides."""
+    """vLLM takes the same fraction of each card, so the smaller share determines the fraction."""
     words = recipe("vllm").command(order("vllm", gib=(40, 36))).words
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.45"
@@ -86,7 +86,9 @@ def test_vllm_over_two_cards_is_tensor_parallel(installed):
 
 @given(st.integers(0, 200 * GIB), st.integers(1, 200 * GIB))
 def test_the_part_of_a_card_is_within_its_bounds_and_the_share(size, total):
-    """The part is clamped to 0.01–0.99. Between these bounds it never exceeds the share."""
+    """The fraction of a card is clamped to 0.01–0.99. Between these bounds it never exceeds the
+    share.
+    """
     from gpu_runtime.backends.engines.vllm import utilization
 
     one = LaunchOrder(
@@ -114,7 +116,7 @@ def test_user_arguments_are_passed_on_except_those_that_the_lease_decides(instal
 
 @pytest.mark.parametrize("backend", ["vllm", "llama-server"])
 def test_placeholders_get_the_values_of_the_placement(installed, backend):
-    """The number of cards and the part of each are known only once the model is placed."""
+    """The number of cards and the fraction of each are known only once the model is placed."""
     own = ["--pp={tensor_parallel}", "--part", "{gpu_memory_utilization}", "--side", "{port}1"]
     own += ["--json", '{"port": 1}']
     ordered = order(backend, gib=(20, 20), runtime_args=own, source="/models/a.gguf")

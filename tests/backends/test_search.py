@@ -206,8 +206,8 @@ def test_governed_storages_are_left_out():
     (lambda: torch.ones(7).share_memory_(), se.SHARED),
 ], ids=["plain", "numpy", "buffer", "dlpack", "shared"])  # fmt: skip
 def test_memory_that_others_use_stays(make, reason):
-    """Memory that others use is not moved. A storage after `share_memory_` claims to be resizable,
-    so this flag alone does not decide.
+    """Memory that others use is not moved. After `share_memory_` a storage's flag says that it is
+    resizable, so this flag alone does not decide.
     """
     tensor = make()
     assert why(tensor) == reason
@@ -298,7 +298,7 @@ def test_no_unpack_hook_runs_and_no_checkpoint_is_computed_again():
 
 
 def test_no_mode_of_the_user_runs():
-    """A user's mode may count operators. It must not count operators of the search."""
+    """A TorchDispatchMode of the user may count operators. It must not count those of the search."""
     seen = []
 
     class Functions(TorchFunctionMode):

@@ -330,8 +330,8 @@ def test_a_reload_over_cards_fills_the_object_that_users_kept(accelerator, llama
 
 
 def test_foreign_hooks_are_refused_by_name_and_left_alone(accelerator, llama):
-    """Our own hooks can be removed and installed again. Hooks of others would be lost, or would
-    move counted bytes.
+    """The package can remove and install its own hooks again. Hooks of other libraries would be
+    lost, or would move bytes that a lease counts.
     """
     from accelerate.hooks import ModelHook, add_hook_to_module
 
@@ -514,8 +514,8 @@ ARCHITECTURES = {
     ],
 )
 def test_pieces_before_the_load_are_those_of_the_loaded_model(box, tmp_path, architecture):
-    """Before the load, the cuts come from the names in the header, or from the module without data.
-    Each of them is also a cut of the loaded module.
+    """Before the load, the pieces are known from the names in the header, or from the module without
+    data. Each place where they divide the model also divides the loaded module.
     """
     import transformers
 

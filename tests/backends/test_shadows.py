@@ -1,5 +1,5 @@
-"""Copies in host memory of models on a card: an unchanged storage leaves its card without a copy, and
-no journey and no change ever gives wrong weights.
+"""Shadows: copies in host memory of models that are on a card. An unchanged storage leaves its card
+without a new copy. No move and no change of the weights ever leads to wrong weights.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def mine():
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """The tests' models have some hundred KiB. Pages that an earlier test holds do not count."""
+    """Lets models of some hundred KiB be shared, as the tests' models are. Pages that an earlier
+    test holds do not count.
+    """
     monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
     gc.collect()
     monkeypatch.setattr(sys.modules[__name__], "EARLIER", {one.inode for one in held_by(ME)})
@@ -60,7 +62,7 @@ def same(one, other):
 
 
 def files():
-    """The shared pages that this process has open. One that is open twice is one."""
+    """The inodes of the shared pages that this process has open, each once."""
     return {pages.inode for pages in mine()}
 
 
@@ -243,7 +245,7 @@ sys.stdin.readline()
 
 @pytest.mark.processes
 def test_a_killed_holder_leaves_the_pages_to_the_other_and_nothing_behind(llama):
-    """The process that made the pages is killed, then the one that found them."""
+    """First the process that made the pages is killed, then the process that found and used them."""
 
     def start(*pids):
         words = [sys.executable, "-c", KERNEL, str(llama), *map(str, pids)]

@@ -1,8 +1,8 @@
 """Storages that leave a card, return or are dropped.
 
-Meanwhile another storage, the guard, is in their place, so that the tensor objects stay valid. The
-cards are simulated accelerators (tests/simgpu.py). As with CUDA, their storages are on a separate
-device and leave it for host memory.
+While a storage is away, another storage, the guard, is in its place. So the tensor objects stay
+valid, and each access to the guard raises an error. The cards are simulated accelerators
+(tests/simgpu.py). As with CUDA, their storages are on a separate device and leave it for host memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def content(storage: torch.UntypedStorage) -> list[float]:
 
 @given(some.integers(1, 6), some.integers(0, 6))
 def test_an_exchange_happens_completely_or_can_be_undone(count, fails_at):
-    """If any call of an exchange fails, the earlier calls are reverted."""
+    """An exchange puts guards in the place of storages, or back. If a call of it fails, the earlier
+    calls are reverted.
+    """
     here, there = storages(*range(count)), storages(*range(10, 10 + count))
     exchange = swap.Exchange()
     for storage, other in zip(here, there, strict=True):

@@ -1,5 +1,5 @@
 """Fixtures: runtimes on simulated devices, which are closed at the end of the test, and a clock
-that the test sets.
+that the test sets. The book is what a ledger stores: all leases and requests of a host.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def clock() -> Clock:
 def runtime() -> Iterator[Callable[..., Runtime]]:
     """Makes runtimes.
 
-    Each `runtime()` has a book of its own. Runtimes with the same `ledger=…` share a book. A
-    runtime with a book of its own has no monitor: nobody else can request anything there, and the
-    monitor's thread would move a lease while the test looks or runs a round with `tick()`.
+    Each `runtime()` has a book of its own, unless a test passes the same `ledger=…` to several. A
+    runtime with a book of its own has no monitor thread. No other process can request anything
+    there, and the thread could move a lease while the test looks, or while it calls `tick()`.
     """
     made: list[Runtime] = []
 

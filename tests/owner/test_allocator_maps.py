@@ -36,7 +36,7 @@ def by_pid(frame) -> list[tuple]:
 
 
 def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
-    """Each process makes its own map, and all processes can read all maps."""
+    """Each process makes a map of its own allocator, and all processes can read all maps."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     holes(a)
     fakes(b, qwen="4GiB")
@@ -181,8 +181,8 @@ def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book)
 
 
 def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_book):
-    """The event is written for the own process and for others. A defragmentation that frees nothing
-    is no event.
+    """An event is written for a defragmentation of this process and of another one. If it frees
+    nothing, no event is written.
     """
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="1GiB")

@@ -390,8 +390,8 @@ def _named(arguments: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_no_loose_argument_costs_another_process_its_count(loose):
-    """In an earlier version, each of these five arguments let other processes overcommit the whole
-    card.
+    """In an earlier version, each of these five arguments made this process's leases unreadable. So
+    other processes could overcommit the whole card.
     """
     with box() as rt:
         error = attempt(rt, "register", {**PLAIN["register"], **loose})

@@ -66,7 +66,7 @@ def test_afterwards_the_lease_claims_what_is_counted_and_no_more(two):
 
 
 def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
-    """After a restart of the kernel it is often the first cell that takes most."""
+    """After a restart of the kernel, the first cell often takes the most memory."""
     rt, kernel, other = two
     gc.collect()
     seen = []
@@ -101,8 +101,8 @@ def test_an_unknown_cell_requests_nothing(two):
 
 
 def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
-    """One request covers the kernel's parked bytes and the room. With two requests, two notebooks
-    could return and wait for each other's room.
+    """One request covers both the kernel's bytes that return from host memory and the room for the
+    cell. With two requests, two notebooks could return and wait for each other's room.
     """
     rt, kernel, other = two
     kept = torch.randn(4 * FLOATS)

@@ -60,8 +60,8 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
 
 
 def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
-    """All processes read and write the page, so it must stay small. The journal has the other
-    candidates, and is read only on request.
+    """All processes read and write the page (the stored book), so the page must stay small. The
+    journal has the other candidates, and is read only on request.
     """
     rt = runtime(devices="sim:8x20GiB,host:64GiB")
     fakes(rt, a="12GiB")
@@ -161,8 +161,8 @@ def test_what_a_notebook_does_for_itself_has_nobody_else_to_name(runtime):
 
 
 def test_what_was_asked_in_vain_is_told(two):
-    """The request failed. Its one event names the person who clicked, although the state was
-    checked several times.
+    """The request of a console failed. It is one event, which names the person who clicked, although
+    the state was checked several times.
     """
     kernel, console = two
     with kernel.use("qwen"), console.on_behalf_of("ann"), pytest.raises(StillInUse):

@@ -228,7 +228,9 @@ def test_a_factory_that_cannot_be_sized_shows_its_own_error(rt):
 
 
 def test_a_size_with_a_layout_is_placed_as_a_model_of_that_size():
-    """30 GiB fit on no card. No command places a size so, so none is printed."""
+    """30 GiB fit on no single card, so the plan divides them. No command leases a size on several
+    cards, so the plan names no command.
+    """
     with Runtime(devices="sim:2x24GiB", ledger="memory:", monitor=False) as rt:
         assert not rt.plan("30GiB").granted
         found = rt.plan("30GiB", layout="balanced")

@@ -78,7 +78,7 @@ def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that
     runtime, tmp_path
 ):
     """The worker process is killed with SIGKILL. The next call loads the model again, in the same
-    block.
+    `with` block.
     """
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
@@ -229,8 +229,8 @@ def test_out_of_memory_twice_is_told_with_the_figures(runtime):
 
 
 def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_what_to_do(rt):
-    """Every later call in that CUDA context would fail, so the leases are returned. Models in
-    workers of their own continue.
+    """Every later call in the CUDA context of this process would fail, so its leases are returned.
+    Models in processes of their own continue.
     """
     fakes(rt, a="1MiB", b="1MiB")
     rt.preload("b")

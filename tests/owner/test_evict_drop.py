@@ -27,7 +27,7 @@ def test_a_dropped_model_leaves_host_memory(runtime):
 
 
 def test_a_model_that_exists_nowhere_else_stays_in_host_memory(runtime):
-    """A drop that is not lawful is an eviction to host memory."""
+    """The weights of this model have no source, so `drop` only moves them to host memory."""
     torch = pytest.importorskip("torch")
     rt = runtime()
     rt.adopt("mine", torch.nn.Linear(4, 4).eval())

@@ -1,6 +1,7 @@
 """A failed move delays only the model that failed.
 
-Its owner tries again after growing pauses and logs the failure once. No other request fails.
+The process that has the model tries again after growing pauses, and logs the failure once. No other
+request fails.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def test_simulated_cards_have_no_context():
 
 
 def test_a_context_is_believed_when_two_looks_agree(box):
-    """The driver's figures are late, and wrong during a load. So a figure counts once two
-    measurements in a row agree.
+    """The driver's figures are late, and wrong during a load. So the size of the context counts only
+    after two equal measurements in a row.
     """
     for seen, expected in (
         (130, CONTEXT_BYTES),

@@ -119,8 +119,8 @@ def test_nobody_sleeps_long_while_anybody_waits(crowd):
 
 @pytest.mark.parametrize("dead", [6, 40])
 def test_every_death_is_noticed_by_somebody(crowd, dead):
-    """The owner before the dead one in the list notices the death at its next tick. Each other
-    owner notices it later.
+    """Each owner (a process in the book) watches the next one in the list. So the owner before the
+    dead one notices the death at its next tick, and the other owners notice it later.
     """
     crowd[dead]._session.ledger.close()  # ends without removing its section
     gone = crowd[dead]._session.me
@@ -182,8 +182,8 @@ def _as_if_long_ago(ledger):
 
 
 def test_the_monitor_gets_the_interpreter_promptly_and_gives_it_back():
-    """A pure-Python loop in the main thread keeps the interpreter for 5 ms at a time. Without this
-    rule each of the sixty calls of a recall would wait that long.
+    """A pure-Python loop in the main thread keeps the interpreter for 5 ms at a time. An eviction for
+    another process makes sixty calls, and each would wait that long.
     """
     usual = sys.getswitchinterval()
     with promptly:
@@ -208,8 +208,8 @@ def test_a_switch_interval_that_the_user_has_set_meanwhile_stays():
 def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     runtime, shared_book, monkeypatch
 ):
-    """A monitor first does what other processes wait for. The rest of its round and the journal's
-    file would cost them some milliseconds.
+    """A monitor first does what other processes wait for, and notifies them. The rest of its round
+    and the write of the journal would delay them by some milliseconds.
     """
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(a, idle="20GiB")

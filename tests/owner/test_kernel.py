@@ -48,7 +48,9 @@ held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a modu
 
 
 def test_frozen_tensors_are_counted_until_they_are_released(started, monkeypatch):
-    """Python lists no objects that gc.freeze() hid. Their bytes were missing in the lease."""
+    """Python does not list objects that gc.freeze() hid. In an earlier version the bytes of such
+    tensors were missing in the lease.
+    """
     rt, kernel = started()
     counted = []
 
@@ -75,7 +77,9 @@ def test_frozen_tensors_are_counted_until_they_are_released(started, monkeypatch
 
 
 def test_the_monitor_does_not_count_while_the_first_cell_runs(started, monkeypatch):
-    """The kernel has no lease yet. A model that the cell is loading was counted as the notebook's own code."""
+    """The kernel has no lease yet. In an earlier version, a model that the cell was loading was
+    counted as memory of the notebook's own code.
+    """
     rt, kernel = started()
     counts = []
     monkeypatch.setattr(type(kernel), "count", lambda self: counts.append(1))
@@ -270,7 +274,9 @@ def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started
 
 
 def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(started, monkeypatch):
-    """The kernel's memory cannot be exchanged while that thread still runs, so the return is tried again."""
+    """The kernel's memory cannot return while the thread that parked it still runs. So the return is
+    tried again.
+    """
     rt, kernel = started()
     kept = torch.ones(4 * FLOATS)
     cell(kernel)
@@ -289,7 +295,9 @@ def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(sta
 
 @pytest.mark.parametrize("change", [gc.disable, lambda: gc.set_threshold(123), lambda: None])
 def test_a_cells_choice_of_when_garbage_is_searched_for_outlasts_a_park(started, quiet, change):
-    """A cell may run while the bytes are copied. The move itself does not want to be disturbed by collections."""
+    """A move switches garbage collection off for a moment. A cell that runs while the bytes are
+    copied may change that setting, and its choice stays.
+    """
     rt, kernel = started()
     kept = torch.ones(4 * FLOATS)
     cell(kernel)
@@ -313,7 +321,9 @@ def test_a_cells_choice_of_when_garbage_is_searched_for_outlasts_a_park(started,
 
 
 def test_a_park_during_a_count_leaves_the_count_without_effect(started, monkeypatch):
-    """A count of the monitor's thread can be under way when the memory leaves. What it found is no longer true."""
+    """The monitor's thread may be counting the kernel's bytes when the memory leaves. The result of
+    that count is wrong then, and is not used.
+    """
     rt, kernel = started()
     kept = torch.ones(4 * FLOATS)
     cell(kernel)
@@ -374,7 +384,9 @@ def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, sh
 
 
 def test_a_cell_does_not_wait_for_memory_that_needs_the_cells_own(started, runtime, shared_book):
-    """The cell waited for 30 s for its own end, and then named neither the holder nor a remedy."""
+    """In an earlier version, the cell waited for 30 s for its own end. Its error then named neither
+    the holder nor a remedy.
+    """
     devices = "sim:64MiB,host:4GiB"
     other = runtime(devices=devices, ledger=shared_book, monitor=True)
     fakes(other, m="48 MiB")
@@ -415,8 +427,8 @@ def test_while_a_cell_runs_the_kernel_is_in_use(started, runtime, shared_book):
 def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
     started, runtime, shared_book, clock
 ):
-    """With "Run All" the kernel is never idle. Once it had its turn of 0.3 s, its memory leaves
-    before the next cell.
+    """With "Run All" the kernel is never idle. If another process waits, the kernel may keep its
+    memory for a turn of 0.3 s. Then its memory leaves before the next cell.
     """
     import threading
 
@@ -448,8 +460,8 @@ def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
 def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
     started, runtime, shared_book
 ):
-    """Plain code takes memory without a request, so nobody waits for it. Two notebooks that run all
-    their cells would overdraw the card until one of them ends.
+    """Plain code takes memory without a request, so no request waits for that memory. Two notebooks
+    that run all their cells would otherwise overfill the card until one of them ends.
     """
     import threading
 

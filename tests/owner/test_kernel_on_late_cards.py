@@ -62,8 +62,8 @@ def test_the_shares_of_both_cards_leave_and_return_with_work_pending(late):
 
 
 def test_each_card_gives_exactly_its_part_of_the_room_on_the_return(late):
-    """When the kernel's memory returns, another model must leave the second card. The model on the
-    first card may stay.
+    """When the kernel's memory returns to both cards, the model on the second card must leave. The
+    model on the first card may stay.
     """
     rt, kernel = late
     zero, one = on(0, 20, 1.0), on(1, 30, 2.0)

@@ -1,4 +1,8 @@
-"""Messages that read a kernel's memory without a cell: it returns, stays while they read, and then may leave."""
+"""Messages to a kernel that read its memory although no cell runs.
+
+The memory returns to the card before such a message, stays while the message is handled, and may
+leave afterwards.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,9 @@ def test_memory_that_is_there_stays_while_a_message_reads_it(parked):
 
 
 def test_a_message_waits_once_for_room_and_then_no_more_for_a_while(parked, clock, monkeypatch):
-    """Each key that an editor completes would otherwise wait behind the one before."""
+    """An editor sends a completion request for each typed key. If each request waited for room, it
+    would also wait for all requests before it.
+    """
     rt, kernel, _ = parked
     waits = []
 

@@ -193,7 +193,7 @@ def test_a_process_that_is_stopped_while_it_is_asked_is_named_as_stopped(pair, m
 
 def test_a_process_of_an_older_version_does_not_answer(pair, monkeypatch):
     """A process of an older version does not know the request and does not answer it. The request
-    ends when the asking process stops waiting.
+    is removed when the requesting process stops waiting.
     """
     asks, other = pair
     fakes(other, qwen="4GiB")

@@ -25,7 +25,9 @@ BOX = {"devices": "sim:40GiB,host:128GiB", "eviction_grace_seconds": 0, "gpu_mem
 
 
 def shares(rt: Any, name: str) -> dict[str, int]:
-    """Device -> bytes of the lease as the book has them. What is held is the same."""
+    """Maps each device to the bytes of the lease in the book. Checks that the model holds the same
+    bytes there.
+    """
     lease = next(lease for lease in rt.status().leases() if lease.name == name)
     held = {share.device: share.bytes for share in lease.shares}
     for device, size in held.items():
@@ -106,7 +108,7 @@ def test_where_the_return_of_a_part_fails_the_parts_stay(runtime):
 
 
 def test_the_verbs_of_a_model_in_parts(runtime):
-    """By hand the rest leaves, the model is dropped, forgotten, or brought back whole."""
+    """A person can evict the rest of a model in parts, drop it, forget it, or restore it whole."""
     rt = runtime(**BOX)
     big(rt)
     fakes(rt, small="3GiB")
@@ -126,7 +128,9 @@ def test_the_verbs_of_a_model_in_parts(runtime):
 
 
 def test_another_owner_gives_a_part(runtime, shared_book):
-    """The owner is asked for 3 GiB, and gives them while its own model stays for the most part."""
+    """Another process requests 3 GiB. The owner frees them, and most of its own model stays on the
+    card.
+    """
     first = runtime(**BOX, ledger=shared_book)
     second = runtime(**BOX, ledger=shared_book)
     big(first)
@@ -166,7 +170,7 @@ LAYER = 128 * 128 * 4 + 128 * 4
 
 @pytest.fixture
 def small_card(runtime, monkeypatch):
-    """A runtime whose card holds one such module and 3 layers more."""
+    """A runtime whose card has room for one module of these tests and 3 more layers."""
     monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
     gc.collect()
     return runtime(
@@ -177,7 +181,7 @@ def small_card(runtime, monkeypatch):
 
 
 def in_parts(rt: Any, module: nn.Module, optimizer: Any = None, layers: int = 5) -> None:
-    """Adopts the module, and takes bytes of `layers - 3` layers from it."""
+    """Adopts the module, and makes the bytes of `layers - 3` layers of it leave the card."""
     rt.adopt("net", module, optimizer=optimizer)
     rt.preload("net")
     rt.register("other", backend="fake", size=layers * LAYER)
@@ -255,7 +259,9 @@ def test_a_small_model_leaves_whole(runtime):
 
 
 def test_a_part_of_a_model_with_a_copy_in_host_memory_leaves_and_returns(runtime):
-    """The part of the copy becomes the model's share, so host memory holds the same bytes throughout."""
+    """When a part leaves, its part of the copy becomes the model's share in host memory. So host
+    memory holds the same bytes all the time.
+    """
     rt = runtime(**BOX)
     rt.register("big", backend="fake", size="40GiB", pieces=40, shadow=True)
     rt.preload("big")

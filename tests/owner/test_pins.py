@@ -1,4 +1,4 @@
-"""A model is pinned for exactly as long as its block runs, in whatever way the block is entered."""
+"""A model is pinned exactly as long as its `with` block runs, in whatever way the block is entered."""
 
 from __future__ import annotations
 
@@ -254,9 +254,9 @@ def stopped_at(instruction: int, act: Callable[[], object]) -> BaseException | N
 def own_thread() -> Iterator[Callable[[Callable[[], None]], None]]:
     """Calls a function in a thread of its own.
 
-    After an interrupt between two instructions of a `with` block, CPython 3.11 can keep that error
-    as the one that the thread handles. Then it is the context of each later error in the thread,
-    also in later tests.
+    After an interrupt between two instructions of a `with` block, CPython 3.11 can keep the
+    KeyboardInterrupt as the error that the thread handles. It is then the context of each later
+    error in the thread, also in later tests.
     """
     with ThreadPoolExecutor(1) as pool:
         yield lambda act: pool.submit(act).result()

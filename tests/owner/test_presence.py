@@ -1,6 +1,7 @@
 """The state of a process, and the message for a caller that waits for it.
 
-The state follows from what is seen of the process and from what it wrote into the book.
+The state follows from what the operating system shows of the process, and from what the process
+wrote into the book.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Two threads or the stop button act at the worst moment. A stress test has found each of these
-cases.
+"""Two threads, or a thread and the stop button, act at the worst moment. A stress test has found
+each of these cases.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtim
 
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
-    """The thread for the move never started. In an earlier version, the kept error referred to the
-    move's closure and so to its key, and the room stayed reserved.
+    """The thread for the move never started. In an earlier version, the error that the notebook
+    keeps referred to the move's closure, and so to the move's key. So the room stayed reserved.
     """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
@@ -224,8 +224,8 @@ def stopped_at(call: int, act) -> BaseException | None:
 def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monitor_has_looked(
     runtime, deed
 ):
-    """The `finally` that releases a key can be interrupted, too. Nothing is left even while the
-    notebook keeps the error.
+    """The `finally` that releases the key of a decision can be interrupted, too. No reservation is
+    left even while the notebook keeps the error.
     """
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB", n="3GiB")

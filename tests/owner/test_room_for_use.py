@@ -76,7 +76,7 @@ def test_in_host_memory_there_is_none_of_it_and_it_is_asked_for_again_on_the_way
 
 
 def test_it_goes_to_another_card_with_its_room(runtime, tmp_path):
-    """A move takes the model's room to the other card. The room on the first card is free
+    """A move claims the room for use on the other card, too. The room on the first card is free
     afterwards.
     """
     rt = runtime(devices="sim:2x64MiB,host:64MiB", gpu_shadows="never")

@@ -90,8 +90,8 @@ def test_nested_blocks_hold_both_models(runtime):
 
 
 def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
-    """Another thread moves the model's bytes, but the block holds the model. So a second claim that
-    does not fit beside it is refused at once.
+    """A helper thread restores the model, but the `with` block holds it. So a second request that
+    does not fit beside the model is refused at once.
     """
     rt = runtime()
     fakes(rt, qwen="14GiB", llama="9GiB")
@@ -782,7 +782,9 @@ def notebook(runtime, shared_book):
 
 
 def test_a_notebooks_name_is_an_address(notebook, runtime, shared_book):
-    """Everything that it holds and does not use leaves."""
+    """If the name of a notebook is evicted, everything leaves that the notebook holds and does not
+    use.
+    """
     train, asker = notebook("/work/train.ipynb"), runtime(ledger=shared_book)
     fakes(train, qwen="3GiB", phi="2GiB", llama="4GiB")
     for name in ("qwen", "phi", "llama"):
@@ -1058,8 +1060,8 @@ def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
 
 
 def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_book, monkeypatch):
-    """With many events, the journal is written only once a second. The book has them at once, so
-    the history reads both.
+    """With many events, the journal is written only once a second. The book has the events at once,
+    so the history reads both.
     """
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="3GiB")
@@ -1085,8 +1087,8 @@ def test_only_the_first_registration_writes_the_book(runtime, shared_book):
 
 
 def test_a_full_page_is_emptied_for_a_model_and_by_an_operator(runtime, shared_book, monkeypatch):
-    """In an earlier version, 256 idle `batch` models made an `urgent` request fail, and the
-    operator's evict as well.
+    """The page (the stored book) has a largest size. In an earlier version, 256 idle `batch` models
+    filled it, so an `urgent` request and the operator's evict failed.
     """
     monkeypatch.setattr("gpu_runtime.scheduler.page_entries.MOST_LEASES", 3)
     here, other = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in range(2))

@@ -1,4 +1,6 @@
-"""Copies in host memory of models that are on a card: kept, used and freed by their owner."""
+"""Shadows: copies in host memory of models that are on a card. Their process keeps, uses and frees
+them.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +197,9 @@ finally:
 @pytest.mark.processes
 @pytest.mark.parametrize("ends", ["loaded", "failed", "killed"])
 def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, monkeypatch, ends):
-    """The files are read once. If the first load fails or its process dies, the second one reads."""
+    """The model's files are read once. If the first load fails or its process dies, the second load
+    reads them.
+    """
     llama = tiny_models.causal_lm(tmp_path / "model")
     monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
     reads, waiting = [], threading.Event()
@@ -282,7 +286,7 @@ def test_only_processes_of_this_user_and_host_are_searched(runtime):
 def test_the_host_counts_a_shared_copy_once_until_its_last_lease_ends(
     runtime, shared_book, tmp_path, monkeypatch
 ):
-    """There is room for the copy once, so a second kernel could not keep a copy of its own."""
+    """Host memory has room for only one copy, so a second kernel could not keep a copy of its own."""
     llama = tiny_models.causal_lm(tmp_path / "model")
     monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
     size = sum(file.stat().st_size for file in llama.glob("*.safetensors"))
@@ -312,7 +316,7 @@ def test_the_host_counts_a_shared_copy_once_until_its_last_lease_ends(
 def test_pages_stay_counted_when_a_storage_of_them_was_changed(
     runtime, shared_book, tmp_path, monkeypatch
 ):
-    """The changed storage leaves with a copy of its own, and its page stays in the file."""
+    """A changed storage is copied when it leaves, and its old page stays in the shared file."""
     llama = tiny_models.causal_lm(tmp_path / "model")
     monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
     rt = runtime(devices="sim:1GiB,host:1GiB")

@@ -160,8 +160,8 @@ def test_a_model_from_disk_whose_weights_another_uses_is_not_dropped(runtime, tm
 
 
 def test_a_part_of_a_model_in_use_runs_although_its_card_was_drained(runtime):
-    """The part takes no bytes of its own. In an earlier version, a drain in the middle of a block
-    made the next call of the whole model fail.
+    """The part needs no bytes of its own. In an earlier version, a drain in the middle of a `with`
+    block made the next call of the whole model fail.
     """
     rt = runtime()
     whole = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()

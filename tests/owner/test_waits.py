@@ -33,7 +33,9 @@ def two(runtime, shared_book):
 
 @contextmanager
 def waiting(rt, *names):
-    """Threads that wait for `names`. Yields their errors, which are complete after the block."""
+    """Starts a thread that waits for each of `names`. Yields a list of the threads' errors, which is
+    complete when the `with` block has ended.
+    """
     errors = []
 
     def wait(name):
@@ -114,7 +116,9 @@ def test_what_does_not_wait_is_refused_with_the_names_that_do(two):
 
 
 def test_another_user_needs_the_rights_of_an_operator(two, monkeypatch):
-    """To end another user's wait is no eviction of an idle model, so it is not open to everybody."""
+    """Every user may evict another user's idle model, but only operators may end another user's
+    wait.
+    """
     waiter, console = two
     with waiting(waiter, "llama") as errors:
         section = console._session.ledger.read().sections[waiter._session.me]
@@ -154,7 +158,7 @@ def test_a_wait_that_begins_after_the_request_goes_on(two):
 
 
 def test_a_click_on_end_wait_ends_the_wait_of_that_row(two):
-    """From the row of the queue to the error of the waiting cell."""
+    """Covers the whole way, from the row of the queue to the error of the waiting cell."""
     waiter, console = two
     with waiting(waiter, "llama") as errors:
         [row] = [row for row in queue(console.status()) if row.buttons]
