@@ -24,7 +24,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
     - `memory:NAME` is one book for all callers in this process that use the same name.
     - `sqlite:///DIRECTORY` is one book for all processes of this host that use the same directory.
       `…/NAME.db` means `…/NAME`.
-    - `redis://…`, `rediss://…` and `unix://…` name a Redis, which keeps one page for each host.
+    - `redis://…`, `rediss://…` and `unix://…` name a Redis, which stores one book for each host.
 
     `notebook` is the path that others see for this owner. `user` replaces the name of the process's
     user.

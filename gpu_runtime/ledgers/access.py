@@ -219,9 +219,9 @@ def require_no_link(db: sqlite3.Connection, path: Path) -> None:
     """Raises OSError if a link led `db`, just opened as `path` in a shared ledger, to another file.
 
     A check of `path` before the opening proves nothing. A member could replace the file by a link
-    in between, and this user would write into another database of theirs. SQLite keeps the path
-    that it has resolved, and opens that path without following a link. `db` must not have been read
-    or written yet.
+    in between, and this user would write into another of the user's own databases. SQLite keeps the
+    path that it has resolved, and opens that path without following a link. `db` must not have been
+    read or written yet.
     """
     if access_to(path.parent).group is None:
         return

@@ -1,5 +1,8 @@
 """The protocol that every ledger follows. No ledger is implemented here.
 
+A book is all leases and requests of a host. An owner's section is the owner's part of the book. A
+ticket is the entry of a waiting request.
+
 To add a ledger, write a class with these methods below `gpu_runtime/ledgers/`. Open it for its URL
 in `open_ledger` in `gpu_runtime/ledgers/__init__.py`, and test it with
 `tests/ledgers/test_contract.py`.
@@ -63,7 +66,7 @@ class Ledger(Protocol):
         """Ids of the owners of sections and tickets in `book` whose life or death is not proven."""
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """What is seen of the processes in `book` now, by owner id.
+        """Whether each process in `book` now runs, is stopped or has ended, by owner id.
 
         The result has the owners in `owners`; with None, it has all owners with a section. One file
         is read for each process.
@@ -85,7 +88,8 @@ class Ledger(Protocol):
     def ring(self, owners: Iterable[str]) -> None:
         """Wakes the owners with these ids (`owners`), so that they read the book.
 
-        The ledger's own id wakes the waiting threads of this process. Never blocks, never fails.
+        The id of this ledger's owner wakes the waiting threads of this process. Never blocks or
+        fails.
         """
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
@@ -111,7 +115,8 @@ class Ledger(Protocol):
     def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
         """Adds one model to the list of models that this owner can load. Raises OSError.
 
-        The list is in a separate file, not in the book.
+        `declared` has the model's size and importance. The list is in a separate file, not in the
+        book.
         """
 
     def publish_names(self, names: Mapping[str, Declared]) -> None:
@@ -137,10 +142,10 @@ class Ledger(Protocol):
         """The last answer of the owner `owner_id` to this owner, if it can be read from here."""
 
     def close(self) -> None:
-        """Releases this owner's lock and doorbell.
+        """Releases this owner's lock, and the socket that wakes it.
 
-        The owner's section should already be gone from the book. If it is not, others can prove
-        this owner dead and reap it.
+        The owner's section should already be gone from the book. If it is not, other owners can
+        prove that this owner is dead, and remove the section.
         """
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes the page of a book for one owner, and this owner's own files.
+"""Reads and writes the page of a book (the book as it is stored), and one owner's own files.
 
 The SQLite file and the Redis page extend `BookStore`. Both write in the same order: first the
 roster (the owner's copy of its part of the book), then the page. A write counts only if the book is
@@ -127,7 +127,7 @@ class BookStore:
         """The page in memory if no process is known to have written after it; otherwise None.
 
         This saves a third of the cost of a write. If there is a newer page after all, the write
-        fails. If the caller's answer is not written to the book, it needs `look` instead.
+        fails. A caller that writes nothing must also call `look`.
         """
         with self._lock:
             page = self._page
@@ -380,7 +380,7 @@ class BookStore:
         return book.with_section(replace(section, owner=current))
 
     def _ensure_own_files(self) -> None:
-        """Makes the directory, and this owner's lock, doorbell and roster, if they were deleted.
+        """Makes the directory, and this owner's lock, socket and roster, if they were deleted.
 
         Raises OSError.
         """
@@ -394,7 +394,7 @@ class BookStore:
             self._write_roster(draft.book, draft.packed, page.rev)
 
     def _restore_own_files(self) -> None:
-        """Makes this owner's deleted lock and doorbell again, which prove that it lives."""
+        """Makes this owner's deleted lock file and socket again. The lock proves that it lives."""
         if self.owner_file.in_place():
             return  # another thread of this process has made them
         old = self.owner_file
@@ -424,7 +424,7 @@ def _promises(section: Section) -> set[tuple[str, Shares]]:
 
 
 def closed_seconds(owners: int) -> float:
-    """Seconds without grants after a book was made again that had so many `owners`."""
+    """Seconds without grants after a book with this number of `owners` was made again."""
     return REGISTER_SECONDS * max(1.0, owners / TICKS_A_SECOND)
 
 

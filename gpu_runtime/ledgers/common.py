@@ -1,8 +1,8 @@
 """The code that the SQLite ledger and the Redis ledger share.
 
 It consists of the loop that reads, decides and writes, and of the handling of an owner's files. The
-`BookStore` (book_store.py) knows where the page is kept. The owner's lock file, doorbell and
-allocator maps are local files in both ledgers.
+`BookStore` (book_store.py) knows where the page (the stored book) is kept. The owner's lock file,
+doorbell (the socket that wakes it) and allocator maps are local files in both ledgers.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class SharedLedger:
                     known = self._store.glance() if may_glance else None
                     may_glance = False
                     page = known or self._store.look()
-                    # In a crowd, the book changes while a process reads it for the first time in a
-                    # while. The second look reads only what has changed since.
+                    # If many processes write, the book changes while a process reads it for the
+                    # first time in a while. The second look reads only the parts that changed.
                     if turn is None and not known and self._store.is_behind(page):
                         page = self._store.look()
                     new, answer = decide(page.book)
@@ -239,7 +239,7 @@ class SharedLedger:
         return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """What is seen of the processes in `book` now, by owner id.
+        """Whether each process in `book` now runs, is stopped or has ended, by owner id.
 
         The result has the owners in `owners`; with None, it has all owners with a section.
         """

@@ -95,7 +95,10 @@ def _own_leases_in_own_section(write: Write) -> str:
 
 
 def _parts_are_cut(write: Write) -> str:
-    """A settled lease is in parts only on one card, cut at its pieces, and without working memory."""
+    """A settled lease in parts is on one card and the host, and has no working memory.
+
+    It is divided between two pieces of the model.
+    """
     for _, section in write.changed:
         for lease in section.leases:
             if len(lease.shares) < 2 or lease.phase is not Phase.SETTLED or not lease.in_parts:
@@ -121,7 +124,7 @@ def _sections_go_with_proof(write: Write) -> str:
 
 
 def _unread_stay(write: Write) -> str:
-    """A part that cannot be read stays unchanged until its owner writes it again."""
+    """A part of the book that cannot be read stays unchanged until its owner writes it again."""
     if write.new.quarantined is write.old.quarantined:
         return ""
     for id, unread in write.new.quarantined.items():

@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 class _MemoryBook:
-    """A book, and the bells, maps, names and answers of the owners that have it open."""
+    """A book, and the bells, maps, names and answers of the owners that have it open.
+
+    A bell wakes the waiting threads of an owner.
+    """
 
     def __init__(self) -> None:
         self.book = Book()
@@ -83,7 +86,7 @@ class MemoryLedger:
                     return answer
 
     def _refuse_unwritable(self, new: Book) -> None:
-        """Raises LedgerRefused for values that no ledger on disk could keep, as an invalid text."""
+        """Raises LedgerRefused for values that no ledger on disk could keep (invalid text, say)."""
         me = self.owner.id
         changed = replace(
             new,

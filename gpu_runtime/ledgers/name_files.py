@@ -1,9 +1,9 @@
 """The files with the names of the models that each owner can load: `owners/ID.names`.
 
 The names are not in the book. Only a request from another process needs them, and in the book all
-processes would read and write a page with up to 20,000 names. The file is a list of changes, one on
-each line: `+"qwen"`, `-"qwen"`, or with its size in bytes and its importance `+["qwen", 8589934592, 5]`.
-So a new name costs one short write, however many names there are.
+processes would read and write up to 20,000 names. The file is a list of changes, one on each line:
+`+"qwen"`, `-"qwen"`, or `+["qwen", 8589934592, 5]` with the model's size in bytes and its
+importance. So a new name costs one short write, however many names there are.
 """
 
 from __future__ import annotations

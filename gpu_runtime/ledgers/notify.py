@@ -91,8 +91,8 @@ class Bell:
 class _Waiter:
     """One waiting thread: the ring count it has seen, its eventfd, and the processes it watches.
 
-    A killed process does not ring. Without watching the process, a waiting thread would notice its
-    death only when it reads the book again, a second later.
+    A killed process does not ring. If its process were not watched, a waiting thread would notice
+    the death only when it reads the book again, a second later.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One owner's part of a page as JSON: its section and its tickets.
+"""One owner's part of a page (a stored book) as JSON: the owner's section and tickets.
 
 Only leases that changed are encoded and decoded, because a section may have hundreds of leases and
 a write usually changes one. Encoded bytes are decoded once before they are used. So no process

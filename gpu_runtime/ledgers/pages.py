@@ -1,4 +1,4 @@
-"""The bytes of a page: an index of its owners' parts, the shared facts, and the parts side by side.
+"""The bytes of a page (a stored book): an index of its owners' parts, the shared facts, the parts.
 
     prefix    magic, checksum of the head, size of the head, room of the head
     head      where the shared facts are, the order of the tickets, one index entry per owner

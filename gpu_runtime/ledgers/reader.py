@@ -1,4 +1,4 @@
-"""Reads a book without being an owner: no lock, no doorbell, no repair, no write.
+"""Reads a book without being an owner: no lock file, no socket, no repair, no write.
 
 The reader is for programs that only watch. A book cannot be read while it is being written or
 rebuilt. Then the program reads it at the next attempt.

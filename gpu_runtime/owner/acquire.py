@@ -1,7 +1,8 @@
 """Gets memory for a model or a block of code: requests it, waits, loads or restores, and settles
 the lease.
 
-After any failure or interrupt, the book is as it was before the request.
+After any failure or interrupt, the book is as it was before the request. A shadow is a copy in host
+memory of a model that is on a card.
 """
 
 from __future__ import annotations

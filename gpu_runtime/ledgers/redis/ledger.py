@@ -33,7 +33,7 @@ from .scripts import HostPage
 class RedisLedger(SharedLedger):
     """One owner's access to the page of its host in a Redis.
 
-    Lock files, doorbells and maps are local files.
+    Lock files, doorbells (the sockets that wake owners) and allocator maps are local files.
     """
 
     _store: RedisBook

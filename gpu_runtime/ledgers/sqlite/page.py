@@ -34,9 +34,9 @@ from .recovery import Before, newest_roster_rev, rebuild
 # A SELECT returns its row while it still holds its read lock. Python needs the GIL to fetch further
 # and to release the lock. If another thread keeps the GIL for a second, no process can write for a
 # second. So one statement that runs to its end within SQLite copies the row to a private temporary
-# table, unless its revision and schema are known. The row is fetched from there. (When a thread
-# kept the GIL for 200 ms at a time, other writers waited 200 to 400 ms; now they wait 2 ms. An
-# INSERT OR REPLACE would allocate all pages of the temporary table anew: 286 µs for 400 KB, where
+# table, unless this process already has that revision. The row is fetched from there. (When a
+# thread kept the GIL for 200 ms at a time, other writers waited 200 to 400 ms; now they wait 2 ms.
+# An INSERT OR REPLACE would allocate all pages of the temporary table anew: 286 µs for 400 KB, where
 # the UPDATE takes 139 µs.)
 COPY = """UPDATE temp.seen SET (rev, schema, body) =
     (SELECT rev, schema, body FROM main.book WHERE host=?1)
