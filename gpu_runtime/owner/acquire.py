@@ -180,8 +180,8 @@ def _obtain_governed(
                 return perform(session, resident, verdict, anchor, key, progress)
             except Exception as error:
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
-                    report = failures.load_error(session, resident, step, error)
-                    raise report from error.__cause__
+                    # Without a name for the report: see pins.py.
+                    raise failures.load_error(session, resident, step, error) from error.__cause__
                 failures.make_room(session, resident, step.shares)  # type: ignore[union-attr]
     finally:
         # The key is released first. After that the monitor withdraws the ticket, even if this

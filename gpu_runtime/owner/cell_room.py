@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import re
 import traceback
-import weakref
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -26,7 +25,7 @@ from ..telemetry.measurements import Measurements
 from ..units import MIB, parse_bytes, show_bytes
 from . import acquire, failures
 from .kernel_resident import Bytes, KernelResident, exactly
-from .pins import Anchor
+from .pins import AnchorRef
 from .resident import Place
 from .session import Session, log
 
@@ -47,7 +46,7 @@ class CellRoom:
         lasting = getattr(session.ledger, "directory", None) is not None
         self._peaks = peaks_of_this_user() if lasting else Measurements()
         self._leased_bytes = 0  # by blocks of code, before this cell
-        self._block: tuple[str, Anchor] | None = None  # the room of a kernel without a lease
+        self._block: str | None = None  # the name of the room of a kernel without a lease
 
     def wanted(self, text: str) -> Bytes:
         """Bytes that the cell `text` took of each card at its last peak; empty if not known."""
@@ -78,7 +77,7 @@ class CellRoom:
 
     # -- before a cell
 
-    def request(self, resident: KernelResident | None, anchor: Anchor, wanted: Bytes) -> None:
+    def request(self, resident: KernelResident | None, pin: AnchorRef, wanted: Bytes) -> None:
         """Requests the bytes that the cell needs beyond what the kernel holds, and pins the kernel.
 
         Returns without the room when the time limit is over, or when the kernel's memory had to
@@ -101,9 +100,9 @@ class CellRoom:
             for lease in self._grants(name, key, more, resident):
                 granted = True
                 if resident is None:
-                    session.blocks[name] = (lease, weakref.ref(anchor))
-                    self._block = (name, anchor)
-                elif resident.enter(weakref.ref(anchor)):
+                    session.blocks[name] = (lease, pin)
+                    self._block = name
+                elif resident.enter(pin):
                     resident.claim(wanted)
                 break
         except GpuError as error:  # the wait is over, or waiting is useless: the cell runs
@@ -154,7 +153,7 @@ class CellRoom:
         """Ends the claims of the cell beyond the kernel's bytes. Returns whether there were any."""
         block, self._block = self._block, None
         if block is not None:
-            self._session.blocks.pop(block[0], None)
+            self._session.blocks.pop(block, None)
         if resident is None or not resident.claims:
             return block is not None
         resident.claim({})

@@ -1,10 +1,8 @@
 """Parks a process that cannot cooperate, by the driver's checkpoint calls. A person names its pid.
 
-Such a process has not loaded the extension, or another framework holds its memory. Parking means
-that the driver copies the process's device memory to RAM, frees the device memory, and makes all
-CUDA calls of the process wait until its memory returns. Nothing here runs automatically. A call
-that has begun is always completed, also after an interrupt, because a half-done call would leave
-the process locked.
+Such a process has not loaded the extension, or another framework holds its memory. The driver
+copies its memory to RAM, and all its CUDA calls wait until the memory returns. No call is made
+automatically. A call that has begun is completed, because half done it leaves the process locked.
 """
 
 from __future__ import annotations
@@ -430,7 +428,6 @@ def _to_the_end(work: Callable[[], T]) -> T:
     outcome: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
-        """Runs `work` and keeps its result or its error."""
         try:
             outcome.append((work(), None))
         except BaseException as failure:  # raised again in the waiting thread
@@ -443,7 +440,10 @@ def _to_the_end(work: Callable[[], T]) -> T:
             running.wait()
         except KeyboardInterrupt as stop:
             interrupt = stop
-    result, failure = outcome[0]
-    if failure is not None or interrupt is not None:
-        raise failure or interrupt  # type: ignore[misc]
-    return result  # type: ignore[return-value]
+    result, failure = outcome.pop()
+    try:
+        if failure is not None or interrupt is not None:
+            raise failure or interrupt  # type: ignore[misc]
+        return result  # type: ignore[return-value]
+    finally:
+        del failure, interrupt  # see pins.py

@@ -124,14 +124,26 @@ def finish_block(
     """
     if error is None:
         return
+    report = _report(session, error, resident)
+    try:
+        if report is not None:
+            raise report from error
+    finally:
+        del report  # see pins.py
+
+
+def _report(
+    session: Session, error: BaseException, resident: Resident | None
+) -> BaseException | None:
+    """The readable report of an out-of-memory or driver error; None for any other error."""
     lost = driver_failure(session, resident, error) if resident is not None else None
     if lost is not None:
-        raise lost from error
+        return lost
     if not is_out_of_memory(error) or getattr(error, "report", None):
-        return
+        return None
     report = out_of_memory(session, error)
     report.left = free_memory_after(session, error)
-    raise report from error
+    return report
 
 
 def out_of_memory(

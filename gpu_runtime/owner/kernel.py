@@ -25,7 +25,7 @@ from . import kernel_names, operations, release
 from .cell_room import CellRoom, forget_frames, make_room
 from .kernel_reading import Reading, bring_back
 from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
-from .pins import Anchor, new_anchor
+from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place
 from .session import Session, log
 
@@ -78,28 +78,27 @@ class Kernel:
         self.refused = ""
         if outermost:
             self._running.clear()
-        anchor, resident = new_anchor(), self.resident
+        is_first, resident = not self._running, self.resident
+        self._running.append(new_anchor())  # so that no other thread counts the memory
+        pin = weakref.ref(self._running[-1])
         news = why = ""
         stopped = False
         try:
-            wanted = self._before(text) if not self._running else {}
+            wanted = self._before(text) if is_first else {}
             if resident is None:
-                self._running.append(anchor)  # so that no other thread counts the memory
-                self._room.request(None, anchor, wanted)
+                self._room.request(None, pin, wanted)
                 return ""
             self._yield_turn(resident)
-            news = self._obtain(resident, anchor, wanted)
+            news = self._obtain(resident, pin, wanted)
         except KeyboardInterrupt:
             why, stopped = "Its wait was interrupted.", True
         except Exception as error:  # IPython would ignore it, and run the cell
             why = str(error)
         # If the memory is on its card, the cell runs in spite of `why` (an unreadable ledger, say).
-        if why and not (resident is None or resident.enter(weakref.ref(anchor))):
+        if why and not (resident is None or resident.enter(pin)):
             self.refused = f"{self._still_away(resident)} {why}"
         elif stopped:
             self.refused = f"The cell did not run. {why}"
-        if resident is not None:
-            self._running.append(anchor)
         return news
 
     def _before(self, text: str) -> Bytes:
@@ -109,27 +108,27 @@ class Kernel:
             self._session.backend(NAME).watch_peaks(self._handle)  # type: ignore[attr-defined]
         return self._room.wanted(text)
 
-    def _obtain(self, resident: KernelResident, anchor: Anchor, wanted: Bytes) -> str:
+    def _obtain(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
         """Pins the kernel, with room for `wanted` if possible. Returns a sentence on a return."""
         if resident.place is Place.HERE:
-            self._room.request(resident, anchor, wanted)
-        if resident.enter(weakref.ref(anchor)):
+            self._room.request(resident, pin, wanted)
+        if resident.enter(pin):
             return ""
-        return self._return(resident, anchor, wanted)
+        return self._return(resident, pin, wanted)
 
-    def _return(self, resident: KernelResident, anchor: Anchor, wanted: Bytes) -> str:
+    def _return(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
         session = self._session
         since, began = resident.lease.away_since, session.clock()
         who = self._who_had_the_card(resident, since) if since else ""
         resident.claim(wanted)
         timeout = self._room.patience_seconds if wanted else None
         try:
-            bring_back(session, resident, weakref.ref(anchor), timeout)
+            bring_back(session, resident, pin, timeout)
         except GpuError as error:
             if not wanted or isinstance(error, WaitEnded):
                 raise
             resident.claim({})  # it returns without the room
-            bring_back(session, resident, weakref.ref(anchor))
+            bring_back(session, resident, pin)
         self._begin_turn()
         now = self._turn_began
         if not since:

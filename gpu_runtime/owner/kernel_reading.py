@@ -57,18 +57,20 @@ class Reading:
         resident = self._session.residents.get(NAME)
         if not isinstance(resident, KernelResident):
             return None
-        anchor = new_anchor()
-        if resident.enter(weakref.ref(anchor)):
-            return anchor
+        anchors = [new_anchor()]  # empty once this method has ended: see pins.py
+        pin = weakref.ref(anchors[0])
+        if resident.enter(pin):
+            return anchors.pop()
         clock = self._session.clock
         if clock() < self._again_at:
             return None
         try:
-            bring_back(self._session, resident, weakref.ref(anchor), WAIT_SECONDS)
+            bring_back(self._session, resident, pin, WAIT_SECONDS)
         except Exception as error:  # the message is handled in any case
             log.debug("a message is handled while the kernel's memory is away: %s", error)
             self._again_at = clock() + PAUSE_SECONDS
+            anchors.clear()
             return None
         self._again_at = 0.0
         self._returned()
-        return anchor
+        return anchors.pop()

@@ -137,7 +137,10 @@ def _reserve(
 
     step = session.decide(decided, fresh=True)
     if isinstance(step, GpuError):
-        raise step
+        try:
+            raise step
+        finally:
+            del step  # see pins.py
     return step
 
 

@@ -44,7 +44,7 @@ def evict(
         freed += done.bytes
         left.append("its own memory" if id.name == kernel_resident.NAME else id.name)
     if stays and not left:
-        raise stays[0]
+        raise stays.pop(0)
     because = f"{', '.join(left) or 'nothing'} left; {show_bytes(freed)} came free"
     for reason in stays:
         because += f". {first_line(reason).rstrip('.')}"

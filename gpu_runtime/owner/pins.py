@@ -8,8 +8,12 @@ pin from the set of pins. This callback is C code, which no signal handler can i
 
 The anchor is the bound method that the interpreter finds as `__exit__`. Its function is `_leave`.
 Its `__self__` is a list of three: the thread's identifier, the `Held`, and a weak reference to the
-anchor. No frame of this package ever binds an anchor to a name, because a traceback keeps frames
-alive.
+anchor.
+
+No frame of this package binds an anchor to a name while an error can be raised. A traceback keeps
+its frames alive, and the frames of their callers, with all local variables. For the same reason no
+frame raises an error that one of its names refers to. Such an error and its traceback form a cycle,
+which stays until the next garbage collection.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ def evict(
     try:
         step = session.decide(leave)
         if isinstance(step, GpuError):
-            raise step
+            try:
+                raise step
+            finally:
+                del step  # see pins.py
         if isinstance(step, tuple):
             kept |= _free_shadows(session, step)
             return evict(session, resident, because, drop=drop, by=by, kept=kept)
@@ -130,9 +133,12 @@ def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bo
     the errors of the move.
     """
     failure = session.uninterrupted(key, lambda: _leave_now(session, step, key, by))
-    if failure is not None and not isinstance(failure, Stays):
-        raise failure
-    return failure is None
+    try:
+        if failure is not None and not isinstance(failure, Stays):
+            raise failure
+        return failure is None
+    finally:
+        del failure  # see pins.py
 
 
 def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:

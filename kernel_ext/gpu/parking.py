@@ -249,7 +249,7 @@ class Parking:
             done.set()  # a late callback does nothing
             return "the kernel's loop did not answer"
         if answer and isinstance(answer[0], BaseException):
-            raise answer[0]
+            raise answer.pop()  # type: ignore[misc]  # the frame must not keep it: see pins.py
         return answer[0] if answer else "the kernel's loop did not answer"  # type: ignore[return-value]
 
     def _change_here(self, mark: object, act: Callable[[], None], caller: int) -> str:

@@ -6,6 +6,8 @@ leave afterwards.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from gpu_runtime import GpuError
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
 
-from .kernels import FLOATS, cell, own
+from .kernels import FLOATS, Quiet, cell, own
 
 
 @pytest.fixture
@@ -73,3 +75,28 @@ def test_a_message_waits_once_for_room_and_then_no_more_for_a_while(parked, cloc
 def test_a_kernel_without_a_lease_has_nothing_to_bring_back(started):
     _, kernel = started()
     assert kernel.reading.hold() is None
+
+
+@pytest.mark.parametrize("by", ["a message", "a cell"])
+def test_a_return_that_failed_at_first_keeps_no_pin(parked, monkeypatch, by):
+    """The errors of failed attempts keep their frames until the next garbage collection, with all local variables.
+
+    Under load a kernel was in use for a minute after its last cell, because such a frame had its pin.
+    """
+    rt, kernel, _ = parked
+    monkeypatch.setattr(kernel_reading, "AGAIN_SECONDS", 0.0)
+    change, failures = Quiet.change, iter(["a thread runs"] * 3)
+    monkeypatch.setattr(Quiet, "change", lambda *args: next(failures, "") or change(*args))
+    gc.collect()
+    gc.disable()
+    try:
+        if by == "a cell":
+            assert "came back from RAM" in cell(kernel)
+        else:
+            held = kernel.reading.hold()
+            assert set(own(rt)) == {"sim:0"}
+            del held
+        assert next(failures, None) is None
+        assert not kernel.resident.pins
+    finally:
+        gc.enable()

@@ -6,14 +6,16 @@ import contextlib
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from gpu_runtime import Runtime, StillInUse
+from gpu_runtime import GpuError, Runtime, StillInUse
 from gpu_runtime.owner import acquire, pins
+from gpu_runtime.units import GIB
 
 from .conftest import fakes
 
@@ -303,3 +305,73 @@ def test_an_interrupt_of_a_wrapped_block_leaves_a_pin_at_most_as_long_as_its_fra
         assert instruction > 20
 
     own_thread(stop_everywhere)
+
+
+# -- after an error
+
+
+def _refuse(rt: Runtime) -> None:
+    rt.preload("huge")
+
+
+def _wait_in_vain(rt: Runtime) -> None:
+    with rt.use("m"):
+        rt.preload("other", timeout=0.0)
+
+
+def _evict_a_used_model(rt: Runtime) -> None:
+    with rt.use("m"):
+        rt.evict("m", timeout=0.0)
+
+
+def _fail_to_load(rt: Runtime) -> None:
+    rt.preload("damaged")
+
+
+def _run_out_while_loading(rt: Runtime) -> None:
+    rt.probe.place("sim:0").squeeze(23 * GIB)
+    rt.preload("small")
+
+
+def _run_out_in_a_block(rt: Runtime) -> None:
+    with rt.use("m"):
+        raise MemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def _move_away(rt: Runtime) -> None:
+    rt.move("m", "host")
+
+
+FAILURES = (
+    _refuse, _wait_in_vain, _evict_a_used_model, _fail_to_load, _run_out_while_loading, _run_out_in_a_block,
+    _move_away,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__.strip("_"))
+def test_an_error_keeps_nothing_of_the_users_once_it_was_handled(rt, fail):
+    """The traceback of an error has the user's frames, with the tensors in them. If the error were part
+    of a cycle, those tensors would stay on the card until the next garbage collection.
+    """
+    fakes(rt, other="23GiB", huge="100GiB", small="4GiB")
+    rt.register("damaged", backend="fake", size="1GiB", fails=True)
+    kept = []
+
+    def cell() -> None:
+        tensor = Users()
+        kept.append(weakref.ref(tensor))
+        fail(rt)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(GpuError, MemoryError):
+            cell()
+            pytest.fail("it must raise")
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+class Users:
+    """Stands for a tensor of the user's."""

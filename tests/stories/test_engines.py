@@ -40,7 +40,9 @@ class Kernel:
 
     def __init__(self, ledger: str, file: Path) -> None:
         program = textwrap.dedent(f"""
-            import sys, threading
+            import signal, sys, threading
+            # A shell that starts the tests in the background lets them ignore the stop button.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             from gpu_runtime import Runtime
             from gpu_runtime.owner import registry
             rt = Runtime(devices="sim:256MiB,host:256MiB", ledger={ledger!r})

@@ -6,10 +6,10 @@ as torch, is shared.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -95,12 +95,17 @@ get_ipython().Completer.use_jedi = False
 
 
 def park(notebook, rt) -> None:
-    def is_parked() -> bool:
-        with contextlib.suppress(GpuError):  # the end of its last cell is published within a second
-            rt.park("a.ipynb")
-        return places(rt)["a.ipynb"] == {HOST}
+    refusals: list[str] = []
 
-    until(is_parked, 20)
+    def is_parked() -> bool:
+        try:
+            rt.park("a.ipynb")
+        except GpuError as error:  # the end of its last cell is published within a second
+            refusals.append(f"{time.monotonic():.1f}: {error}")
+        return places(rt)["a.ipynb"] == {HOST} or len(refusals) > 200
+
+    until(is_parked, 60)
+    assert places(rt)["a.ipynb"] == {HOST}, refusals[-3:]
 
 
 def request(client, kind: str, channel: str = "shell", **content) -> dict:

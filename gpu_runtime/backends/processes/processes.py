@@ -49,9 +49,12 @@ def _in_starter_thread(work: Callable[[], Any]) -> Any:
     answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
     _jobs.put((work, answer))
     result, error = answer.get()
-    if error is not None:
-        raise error
-    return result
+    try:
+        if error is not None:
+            raise error
+        return result
+    finally:
+        del error  # else its traceback would lead back to it until the next collection
 
 
 def _run_jobs(jobs: queue.SimpleQueue[Any]) -> None:

@@ -54,7 +54,10 @@ class Program:
             what, value = answers.get()
         if what == "result":
             return value
-        raise value
+        try:
+            raise value
+        finally:
+            del value  # else the error's traceback leads back to it until the next collection
 
     def stream(self, *args: Any) -> Iterator[Any]:
         """Yields the items of a request "stream". Raises its error, and Ended.
@@ -62,10 +65,16 @@ class Program:
         If the iterator is closed before its end, the program ends the stream after its next item.
         """
         with self._answers("stream", args) as answers:
-            while (found := answers.get())[0] == "item":
-                yield found[1]
-            if found[0] == "error":
-                raise found[1]
+            while True:
+                what, value = answers.get()
+                if what != "item":
+                    break
+                yield value
+            try:
+                if what == "error":
+                    raise value
+            finally:
+                del value
 
     @contextlib.contextmanager
     def _answers(self, kind: str, args: tuple[Any, ...]) -> Iterator[queue.SimpleQueue[Any]]:
