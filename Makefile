@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run lint check test soak bench gpu-figures docs clean packages
+.PHONY: help run lint check check-models check-rest test soak bench gpu-figures docs clean packages
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,10 +24,11 @@ JOBS ?= 2
 # Compiled modules are kept: without them each worker and each kernel compiles 400 files anew.
 unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed-$(FLAVOUR)
-WORKERS ?= 2
-SPREAD := -n $(WORKERS) --dist loadfile
-# Without these plugins a worker starts two seconds earlier.
-LEAN := -p no:nbval -p no:schemathesis
+# Without these plugins a process starts two seconds earlier.
+LEAN := -p no:nbval -p no:schemathesis -p no:xdist
+CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
+# These two folders take half of the time. Most of their tests need torch and transformers.
+MODELS := tests/backends tests/owner
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 
@@ -60,8 +61,15 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint
-	$(BIN)/python -m pytest -q $(SPREAD) $(LEAN) -m "not processes and not thorough and not soak" --hypothesis-profile=quick tests
+# Two processes, each with its own folders. The workers of one run would each import all tests.
+check: $(STAMP)
+	@$(MAKE) --no-print-directory -j3 -O lint check-models check-rest
+
+check-models: $(STAMP)
+	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(MODELS)
+
+check-rest: $(STAMP)
+	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(addprefix --ignore=,$(MODELS)) tests
 
 # One run for all. Four workers on two cores: the tests with processes wait for half of their time.
 test:
