@@ -177,9 +177,9 @@ class JournalPlace(NamedTuple):
 def journals_in(ledger: Path) -> JournalPlace:
     """The places of the journals of the ledger in the directory `ledger`.
 
-    In a shared ledger, each user has a journal in a directory that only this user can write. In a
-    directory that anybody could write, another user could put a file beside the journal that SQLite
-    takes for its own.
+    In a shared ledger, each user has a journal in a directory that only this user can write. If
+    others could write the directory, they could put a file beside the journal, and SQLite would
+    treat the file as part of the journal.
     """
     root = _shared_root(ledger)
     if root is None:

@@ -180,9 +180,9 @@ class BookStore:
             raise files.cannot_write(self.directory, error) from error
 
     def _wait_for_others(self, closed: GrantsClosed) -> NoReturn:
-        """Raises LostRace a moment later.
+        """Waits a moment, then raises LostRace.
 
-        The lock is not held meanwhile, because other threads of this process have to register.
+        The lock is not held during the wait: other threads of this process have to register.
         """
         sleep(min(closed.seconds, CLOSED_LOOK_SECONDS))
         raise LostRace from None

@@ -254,7 +254,7 @@ class SharedLedger:
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Makes `dead` return these `owners` (ids), unless they are proven alive.
 
-        It is called when a person knows that the processes of these owners have ended.
+        Call it when a person knows that the processes of these owners have ended.
         """
         self._declared_dead = self._declared_dead.union(owners)
 

@@ -40,7 +40,7 @@ CONFIG_FILE = "/etc/gpu-console/config.toml"
 class Machine(Value):
     """The machine-wide configuration, as values.
 
-    `users` and `groups` map a name to caps, which are given by the fields of Cap.
+    `users` and `groups` map a name to its caps. The keys of the caps are the fields of Cap.
     """
 
     file: str = CONFIG_FILE

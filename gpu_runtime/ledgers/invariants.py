@@ -97,7 +97,7 @@ def _own_leases_in_own_section(write: Write) -> str:
 def _parts_are_cut(write: Write) -> str:
     """A settled lease in parts is on one card and the host, and has no working memory.
 
-    It is divided between two pieces of the model.
+    Such a lease is divided between two pieces of the model.
     """
     for _, section in write.changed:
         for lease in section.leases:

@@ -307,7 +307,8 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
     than the given one (0: any).
 
     The user is the owner of the file, as the operating system reports it. No user can claim to be
-    another user: files are never given to another user, and only its user can write or lock a file.
+    another user: files are never given to another user, and only a file's owner can write or lock
+    the file.
     """
     try:
         with open(path, "rb", opener=_no_links) as file:

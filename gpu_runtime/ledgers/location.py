@@ -79,9 +79,9 @@ def default_url(devices_slug: str = "") -> str:
 def local_state() -> Path:
     """The directory on a local disk for this user's files with locks. It may not exist yet.
 
-    It is the state directory. If that is on a network file system, it is a directory in /var/tmp.
-    Another user could make that directory first, so `private_paths.weak_step` must check it before
-    it is used.
+    The result is the state directory, or a directory in /var/tmp if the state directory is on a
+    network file system. Another user could make the directory in /var/tmp first, so
+    `private_paths.weak_step` must check the result before it is used.
     """
     directory = state_home()
     if files.is_network(files.file_system_of(directory)):

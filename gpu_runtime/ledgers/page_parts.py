@@ -126,7 +126,7 @@ def decode_part(
 def decode_small_parts(
     contents: Sequence[bytes],
 ) -> list[tuple[Section | None, tuple[Ticket, ...]]] | None:
-    """The section and the tickets of each part in `contents`; None if one cannot be read."""
+    """The section and the tickets of each part in `contents`; None if any part cannot be read."""
     try:
         parts = _decode_small(b"[%b]" % b",".join(contents))
     except UNREADABLE:  # the caller then decodes each part alone

@@ -364,7 +364,8 @@ def _read_parts(
 def _read_part(part: _Changed, last: Part | None, mend: Mend | None) -> Part:
     """The decoded `part`. `last` is the part that its owner had before.
 
-    If its bytes are wrong, the result is that of `mend`, or else a quarantined part.
+    If the part's bytes are wrong, the result is the part that `mend` finds elsewhere. If there is
+    none, the part is quarantined: its bytes are kept, and count as claimed.
     """
     whole = part.whole
     if whole is None:

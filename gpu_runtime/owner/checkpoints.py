@@ -287,7 +287,7 @@ def _why_not_running(state: str, target: Target) -> str:
 
 
 def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
-    """Sentences on what parking does and what is known to go wrong. The last one has no full stop."""
+    """Sentences on what parking does and what is known to go wrong. The last has no full stop."""
     size = show_bytes(sum(share.bytes for share in held))
     several = ""
     if target.threads > 1:

@@ -41,7 +41,7 @@ def close(session: Session) -> None:
 def remembered_until_exit() -> weakref.WeakSet[Any]:
     """An empty set for the runtimes of this process.
 
-    They are closed when the process ends. A forked child does not close the runtimes of its parent.
+    The runtimes are closed when the process ends. A forked child does not close its parent's.
     """
     runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -14,8 +14,9 @@ from .session import Session
 def defrag(session: Session, process: str, timeout: str | float | None) -> Outcome:
     """Frees cached memory in `process`, or in all processes to which this user may send requests.
 
-    `timeout` is the limit in seconds for all processes together. A process that has not answered by
-    then frees its cache once its kernel runs again. Raises the errors of Runtime.defrag.
+    `timeout` is the limit in seconds for all processes together. A process that has not answered
+    within that time frees its cache once its kernel runs again. Raises the errors of
+    Runtime.defrag.
     """
     book = session.ledger.read()
     me = session.me

@@ -60,7 +60,7 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
     """The request for a lease of `size` bytes for the user's code.
 
     With `devices` or a `layout`, the size is placed as a model of that size would be. Raises
-    BadSetting if another option than these and the importance is `given`.
+    BadSetting if `given` has any other option, except the importance.
     """
     for name, value in given.items():
         if name not in ("importance", *PLACED):

@@ -99,7 +99,7 @@ class Sizing:
     def saw(self, resident: Resident, *, alone: bool) -> None:
         """Remembers the peak of a model that was used, if the peak is higher than before.
 
-        torch's peak counts only if no other model was used meanwhile (`alone`).
+        torch's peak counts only if `alone` is true: no other model was used since the last tick.
         """
         shares = resident.backend.measure(resident.handle) if resident.handle is not None else ()
         size = sum(share.bytes for share in shares)

@@ -234,9 +234,9 @@ def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> 
 def _models(
     session: Session, storages: Mapping[int, _Storage]
 ) -> tuple[list[Holder], frozenset[int], int]:
-    """The rows of the governed models, the keys of their storages, and the bytes of the others.
+    """The rows of the governed models, the keys of their storages, and the bytes of other models.
 
-    The other models are those whose storages are not in this process.
+    The other models are governed models whose storages are not in this process.
     """
     rows: list[Holder] = []
     governed: set[int] = set()

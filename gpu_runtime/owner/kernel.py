@@ -344,7 +344,7 @@ class Kernel:
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
     def exempt(self, never: bool) -> Outcome:
-        """Sets whether this kernel is `never` parked. `never` brings a parked kernel back first."""
+        """Allows parking this kernel; or forbids it if `never`, after its memory has returned."""
         resident = self.resident
         if never and resident is not None and resident.place is not Place.HERE:
             operations.preload(self._session, self._id())

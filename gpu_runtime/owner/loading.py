@@ -150,7 +150,10 @@ def _revised(session: Session, known: Resident, given: Given) -> ModelSpec:
 
 
 def split(given: Given) -> tuple[Given, Given]:
-    """The keywords of `register` among those `given`, converted, and the options of the backend."""
+    """Two dictionaries from `given`: the keywords of `register`, converted, and all other options.
+
+    The other options are the backend's.
+    """
     wishes: Given = {}
     options: Given = {}
     for name, value in given.items():

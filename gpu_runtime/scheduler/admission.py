@@ -156,7 +156,7 @@ def _wait_for_arrival_or_end(
 
 
 def _as_measured(request: Request, lease: Lease) -> Request:
-    """The request with the measured size of the weights, taken from its lease in host memory."""
+    """The request with the measured size of the weights, taken from the model's `lease`."""
     parts = [Part("weights", lease.bytes, "measured")]
     parts += [part for part in request.footprint.parts if part.for_use]
     return replace(request, footprint=replace(request.footprint, parts=tuple(parts)))

@@ -108,7 +108,7 @@ def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candi
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """The candidates. The reason of one without room also names the bytes reserved for elders.
+    """The candidates. If one has no room, its reason also names the bytes reserved for elders.
 
     An elder is a request ahead in the queue.
     """

@@ -91,7 +91,7 @@ def _why_blind(
     sample: Sample | None,
     world: World,
 ) -> str:
-    """Why no grant can be based on the sample of this device; empty if one can."""
+    """Why no grant can be based on the `sample` of this device; empty if a grant can be."""
     id = device.id
     if sample is None:
         return f"{id} has not been measured yet"
@@ -175,7 +175,7 @@ def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> N
 
 
 def freed_since(book: Book, world: World) -> dict[str, int]:
-    """Bytes that left each measured device after its sample was taken, or that a dead process held.
+    """Bytes of each measured device that leases freed after the sample, or dead processes held.
 
     The sample does not yet show these bytes as free, so no grant spends them. They will be free
     soon, so no other lease is evicted in their place. `book` holds the events and the dead

@@ -43,7 +43,7 @@ def _is_card(device: Device) -> bool:
 def _next(id: str, taken: set[str]) -> str:
     """The next free name: `cuda:2` if cuda:0 and cuda:1 are taken.
 
-    The name of an instance of a divided card may have several numbers; only the last one is raised.
+    The name of a part of a divided card may have several numbers; only the last number is raised.
     """
     stem_before_number = re.match(r".*?(?=\d+$)", id)
     stem = stem_before_number[0] if stem_before_number else f"{id}."

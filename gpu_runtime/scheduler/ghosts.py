@@ -26,7 +26,7 @@ def measure(book: Book, world: World) -> Book:
 
 
 def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
-    """Samples of the world for which the book has no sample, or one that is getting old."""
+    """Samples of the world for devices of which the book has no sample, or only an old sample."""
     getting_old = world.rules.stale_seconds / 2
     fresh = {}
     for id, sample in world.samples.items():

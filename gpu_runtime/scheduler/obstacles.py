@@ -38,8 +38,9 @@ def wait_for_obstacles(
 ) -> Wait:
     """A Wait that names the leases in the way on the nearest card, the first of the `candidates`.
 
-    Its `retry_at` is the time at which a lease on any of the `candidates` may become evictable
-    without an event. `book`, `request`, `world` and `context` are the inputs of this decision.
+    Its field `retry_at` is the time at which a lease on any of the `candidates` may become
+    evictable without an event. `book`, `request`, `world` and `context` are the inputs of this
+    decision.
     """
     ahead = len(context.elders)
     name = request.lease.name

@@ -133,7 +133,7 @@ def _promise(room: HostRoom) -> tuple[int, int, int, str]:
 
 
 def _most(room: HostRoom, sizes: Iterable[int]) -> int:
-    """The most bytes of `sizes` that the model could use: all if it may be split, else one."""
+    """Bytes that the model could use: the sum of `sizes` if it may be split, else the largest."""
     return sum(sizes) if room.may_split else max(sizes, default=0)
 
 

@@ -181,9 +181,10 @@ def runners_up(
     taken: Shares,
     rules: PlacementRules,
 ) -> tuple[Candidate, ...]:
-    """The `considered` candidates: the chosen one first, the others with why they were not chosen.
+    """The `considered` candidates: the chosen one first, then the others, each with the reason.
 
-    `taken` are the chosen shares. `rules` are the rules by which they were chosen.
+    The reason is a sentence on why the candidate was not chosen. `taken` are the chosen shares.
+    `rules` are the rules by which they were chosen.
     """
     listed = list(considered)
     cards = _cards(taken)

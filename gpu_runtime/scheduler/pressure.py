@@ -59,7 +59,7 @@ def pressure(claimed: int, limit: int, used: int | None, total: int) -> float:
 
 
 def sample_of(device: Device, book: Book, world: World) -> Sample | None:
-    """The newest measurement of `device`: that of this owner in `world`, or the one in `book`.
+    """The newer of two measurements of `device`: this owner's in `world`, and the book's.
 
     The result is None for a simulated device, which nothing measures.
     """

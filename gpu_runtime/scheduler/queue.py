@@ -26,8 +26,8 @@ def aged(
 ) -> int:
     """The importance that a request has in the queue: one class higher for each 30 s of waiting.
 
-    `importance` is that of the request itself; lower numbers are more important. `waited_seconds`
-    is the time since the request arrived.
+    `importance` is the request's own; lower numbers are more important. `waited_seconds` is the
+    time since the request arrived.
 
     >>> from gpu_runtime.facts import Rules
     >>> aged(20, 65.0, World(0, 0, (), {}, rules=Rules()))

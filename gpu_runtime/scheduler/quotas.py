@@ -49,7 +49,7 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
 
 
 def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
-    """Why the user of `cap` may not hold the model `name` this way; empty if it is allowed.
+    """Why `cap` forbids its user to hold the model `name` like this; empty if it is allowed.
 
     `importance` is a number; lower is more important. `keep` is True if the model would be pinned
     to its device.

@@ -71,9 +71,9 @@ def obey(
     """The book with the recalled leases of `owner` leaving, the steps for them, and the orders.
 
     A recalled lease leaves if its grace period is over and the rules allow its eviction for a
-    request of that importance. Otherwise it stays, and its pins in the book show the requester the
-    reason. `key` is stored in the leaving leases. `rank` decides which leases in host memory are
-    worth less than the recalled ones.
+    request with the ticket's importance. If not, the lease stays, and its pins in the book show the
+    requester the reason. `key` is stored in the leaving leases. `rank` decides which leases in host
+    memory are worth less than the recalled ones.
 
     `askers` maps the key of a ticket to the user who wrote the ticket; with None, all tickets are
     trusted. A ticket whose key is missing in `askers` was forged, and is ignored. A user without

@@ -260,7 +260,7 @@ def _helps(book: Book, view: DeviceView) -> bool:
 
 
 def _level_now(view: DeviceView, freed: int, world: World) -> Level:
-    """The level to act on: with `always` the measured one, else the level without `freed` bytes."""
+    """The level to act on: with `always`, the view's; else the level without the `freed` bytes."""
     if world.rules.relief == "always":
         return view.level
     return level(_pressure_after(view, freed), world.rules)

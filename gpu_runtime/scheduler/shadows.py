@@ -39,7 +39,7 @@ def total(leases: Iterable[Lease]) -> int:
 
 
 def enough(leases: Iterable[Lease], shortage: int, world: World, rank: Policy) -> list[Lease]:
-    """Those of `leases` whose shadows are freed to get `shortage` bytes; all if they are too few.
+    """The leases whose shadows are freed to get `shortage` bytes; all `leases` if all are too few.
 
     The shadows of leases in use are freed first. Then follow the other leases in the reverse of the
     order in which they would leave their cards, by importance and `rank`. A lease that leaves early

@@ -47,7 +47,7 @@ def divisions(
     rules: PlacementRules,
     limits: Room,
 ) -> Iterator[Candidate]:
-    """The same as `split`, one candidate after the other."""
+    """Yields the candidates of `split`, computing each of them only when it is needed."""
     for parts in sets_that_fit(footprint, room, rules, limits):
         yield _divided(room, parts, rules, limits)
 

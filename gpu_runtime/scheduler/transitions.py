@@ -368,9 +368,9 @@ def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Bo
 
     `said_by` is the person who declared that these processes have ended, if nothing else proves it.
 
-    Their memory on real cards stays claimed by ghosts until a sample shows that the driver has
-    freed it. A ghost stands for the memory that a dead process held; a sample is one measurement of
-    a device.
+    The dead owners' memory on real cards stays claimed by ghosts until a sample shows that the
+    driver has freed it. A ghost stands for the memory that a dead process held; a sample is one
+    measurement of a device.
     """
     for id in dead:
         section, unread = book.sections.get(id), book.quarantined.get(id)

@@ -60,10 +60,9 @@ def victims_in_order(
 ) -> tuple[Lease, ...] | None:
     """The same as `victims`, for leases that are already in order.
 
-    No lease is evicted if the leases before it are enough. Of these leases, those that are not
-    needed stay. They are chosen so that as many seconds of loading again as possible are saved,
-    then as many bytes. `need` is bytes by device, or by `owner:ID`. `ordered` is the result of
-    `eviction_order`.
+    No lease is evicted if the leases before it are enough. Then leases that are not needed are
+    spared, so that as many seconds of loading again as possible are saved, then as many bytes.
+    `need` is bytes by device, or by `owner:ID`. `ordered` is the result of `eviction_order`.
 
     If `host`, the host memory for parts of leases, is given, a lease may leave in part; see
     `_without_needless_pieces`.
@@ -126,8 +125,8 @@ def _fits_in(gain: Gain, surplus: Gain) -> bool:
 def _spared(chosen: Gains, surplus: Gain) -> set[int]:
     """Indices of the leases that need not leave: the set that costs most to load again.
 
-    If two sets are equal, the set with the later leases is returned, because these are more
-    precious.
+    If two sets are equal, the set with the later leases is returned, because later leases are worth
+    more.
     """
     last_first = range(len(chosen) - 1, -1, -1)
     if len(surplus) == 1:  # one device, which is the usual case
@@ -195,9 +194,9 @@ class PartsRoom(NamedTuple):
 def _without_needless_pieces(chosen: Gains, surplus: Gain, host: PartsRoom) -> tuple[Lease, ...]:
     """The `chosen` leases, without the leases and the pieces of leases that need not leave.
 
-    The last leases are the most precious, so they are spared first. If only some pieces of a lease
-    leave, its `target` has the bytes of these pieces. A lease leaves as a whole if host memory
-    cannot take the pieces.
+    The last leases are worth most, so they are spared first. If only some pieces of a lease leave,
+    its `target` has the bytes of these pieces. A lease leaves as a whole if host memory cannot take
+    the pieces.
     """
     precious = sum([lease.offload_bytes for lease, _ in chosen if not lease.droppable])
     free, most = host.free - precious, host.most - precious
@@ -236,7 +235,7 @@ def precious_bytes(leases: Iterable[Lease]) -> int:
 
 
 def freed_bytes(leaving: Lease) -> int:
-    """The bytes of cards that the lease `leaving` frees; with a target, only those of the target."""
+    """The bytes of cards that the lease `leaving` frees; with a target, only the target's bytes."""
     freed = leaving.freed_by(leaving.target)
     return sum([share.bytes for share in freed if share.device != HOST])
 

@@ -163,8 +163,8 @@ class RedisBook(BookStore):
     def _fault(self, seen: Seen | None, living: LivingParts) -> str:
         """Why the page is damaged; empty if it is not.
 
-        It is damaged if something is missing that this owner or the living owners here have seen
-        written.
+        The page is damaged if it lacks something that this owner or the living owners on this host
+        have seen written.
         """
         known = self._page
         if seen is None:

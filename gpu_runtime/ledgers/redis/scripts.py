@@ -83,7 +83,7 @@ class Seen(NamedTuple):
 class HostPage(NamedTuple):
     """One host's page, for a reader of the pages of all hosts.
 
-    The times in the book are those of that host's own clock.
+    The times in the book are by that host's own clock.
     """
 
     host: str  # its boot id: containers on one kernel are one host

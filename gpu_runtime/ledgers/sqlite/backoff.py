@@ -59,8 +59,8 @@ class Pace:
     def should_queue(self) -> bool:
         """Whether this thread writes without a pause while other processes write too.
 
-        Then it should queue at once, because a failed attempt would delay the processes in the
-        queue.
+        Such a thread should queue at once, because a failed attempt would delay the processes in
+        the queue.
         """
         return self._here.should_queue
 

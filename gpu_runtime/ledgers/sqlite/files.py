@@ -145,7 +145,7 @@ def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
 def current(directory: Path) -> str:
     """The name of the book in force in `directory`; empty without a book.
 
-    It takes one system call, because every write needs it.
+    This function makes only one system call, because every write calls it.
     """
     try:
         return os.readlink(f"{directory}/CURRENT")

@@ -111,7 +111,7 @@ class WriterQueue:
         return False
 
     def pause(self, seconds: float) -> None:
-        """Sleeps for `seconds` with the turn. Others pass this process only after 250 ms."""
+        """Sleeps for `seconds` with the turn. Other processes pass this one only after 250 ms."""
         os.pwrite(self._lock, _HOLDER.pack(_PAUSES), _COUNT_BYTES + 1)
         time.sleep(seconds)
         os.pwrite(self._lock, _HOLDER.pack(threading.get_native_id()), _COUNT_BYTES + 1)
