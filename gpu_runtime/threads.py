@@ -172,10 +172,13 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
             _unfinished.discard(mark)
 
     start(run).wait()
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+    result, error = outcome.pop()
+    try:
+        if error is not None:
+            raise error
+        return result
+    finally:
+        del error  # else its traceback would lead back to it, and keep the caller's frames
 
 
 def imported(name: str) -> Any:

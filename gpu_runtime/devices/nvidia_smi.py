@@ -209,7 +209,7 @@ def _report() -> SmiReport:
             _last = began, result
         result = _last[1]
         if isinstance(result, NoAnswer):
-            raise result
+            raise NoAnswer(*result.args)  # without the frames of those that asked before
         return result
 
 

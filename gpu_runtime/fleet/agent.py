@@ -95,7 +95,7 @@ class HostAgent:
     def ready(self) -> dict[str, Any]:
         """The process id and the versions of this agent. Raises the error of its start."""
         if self._trouble is not None:
-            raise self._trouble
+            raise self._trouble.with_traceback(None)
         return {"pid": os.getpid(), "versions": cluster.versions(), "host": self.host}
 
     # -- what this host would take -----------------------------------------------------------------

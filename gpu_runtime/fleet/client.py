@@ -116,8 +116,11 @@ class Fleet:
                 self._require_known(name)
             waited = time.monotonic() - began
             error = placing.refusal(name, offers, served, waited)
-            if not isinstance(error, Busy) or (timeout is not None and waited >= timeout):
-                raise error
+            try:
+                if not isinstance(error, Busy) or (timeout is not None and waited >= timeout):
+                    raise error
+            finally:
+                del error  # else its traceback would lead back to it, and keep the caller's frames
             if served.gone or not all(offer.answered for offer in offers):
                 time.sleep(ASK_AGAIN_SECONDS)  # an agent is restarted
 

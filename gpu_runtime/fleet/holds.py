@@ -73,9 +73,12 @@ class Holds:
             self.release(hold.id)
         start(lambda: self._run(hold, timeout, importance))
         error = hold.ready.get()
-        if error is not None:
-            self._all.pop(hold.id, None)
-            raise error
+        try:
+            if error is not None:
+                self._all.pop(hold.id, None)
+                raise error
+        finally:
+            del error
 
     def call(self, id: str, path: tuple[str, ...], given: bytes) -> bytes:
         """The pickled result of a call on the model of the hold `id`, run in the hold's thread.
@@ -90,11 +93,14 @@ class Holds:
         call = _Call(path, given, queue.SimpleQueue())
         hold.calls.put(call)
         value, error = call.result.get()
-        if isinstance(error, (EngineDied, NotResident)) and not self._rt.here(hold.model):
-            raise NodeLost(hold.model, self._host, "its process is gone") from None
-        if error is not None:
-            raise error
-        return value
+        try:
+            if isinstance(error, (EngineDied, NotResident)) and not self._rt.here(hold.model):
+                raise NodeLost(hold.model, self._host, "its process is gone") from None
+            if error is not None:
+                raise error
+            return value
+        finally:
+            del error
 
     def release(self, id: str) -> None:
         """Ends the hold `id`. Without such a hold, nothing happens."""

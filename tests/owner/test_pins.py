@@ -338,13 +338,22 @@ def _run_out_in_a_block(rt: Runtime) -> None:
         raise MemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+def _fail_to_move(rt: Runtime) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a copy failed")
+
+    backend = rt._session.residents["m"].backend
+    backend.move = fail
+    rt.evict("m")
+
+
 def _move_away(rt: Runtime) -> None:
     rt.move("m", "host")
 
 
 FAILURES = (
     _refuse, _wait_in_vain, _evict_a_used_model, _fail_to_load, _run_out_while_loading, _run_out_in_a_block,
-    _move_away,
+    _fail_to_move, _move_away,
 )  # fmt: skip
 
 
@@ -365,7 +374,7 @@ def test_an_error_keeps_nothing_of_the_users_once_it_was_handled(rt, fail):
     gc.collect()
     gc.disable()
     try:
-        with contextlib.suppress(GpuError, MemoryError):
+        with contextlib.suppress(GpuError, MemoryError, RuntimeError):
             cell()
             pytest.fail("it must raise")
         assert kept[0]() is None
