@@ -36,13 +36,13 @@ def cycles(source: str) -> list[int]:
             if isinstance(name, ast.Name)
         }
         for node in nodes:
-            if (
-                not isinstance(node, ast.Raise)
-                or isinstance(node.exc, ast.Call)
-                or node.exc is None
-            ):
+            if not isinstance(node, ast.Raise) or node.exc is None:
                 continue
-            names = {one.id for one in ast.walk(node.exc) if isinstance(one, ast.Name)}
+            raised = node.exc.values if isinstance(node.exc, ast.BoolOp) else [node.exc]
+            named = [one for one in raised if not isinstance(one, ast.Call)]
+            names = {
+                name.id for one in named for name in ast.walk(one) if isinstance(name, ast.Name)
+            }
             is_class = any(name.lstrip("_")[:1].isupper() for name in names)
             if not is_class and not names <= caught | deleted:
                 found.append(node.lineno)
