@@ -32,7 +32,9 @@ def test_a_model_is_loaded_once_and_then_it_is_there():
 
 
 def test_ten_requests_whose_optimum_is_known():
-    """Two models take turns on a card for one: without host memory each use is a load of 10 s."""
+    """Two models are used alternately on a card that holds one. Without host memory, each use is a
+    load of 10 s.
+    """
     turns = history(*((30 * n, "ab"[n % 2]) for n in range(10)), a=10, b=10)
     bare = run(turns, 10)
     assert (bare.wait_seconds, bare.loads, bare.moved_bytes) == (100.0, 10, 100 * GB)

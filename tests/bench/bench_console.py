@@ -69,7 +69,7 @@ def box(
     cards: str = "sim:24GiB,host:64GiB",
     kernels: tuple[tuple[int, int, int, float], ...] = (),
 ) -> Iterator[tuple[Served, list[subprocess.Popen[str]]]]:
-    """A block with a served console and its kernels.
+    """Runs a served console and its kernels inside the `with` block.
 
     A kernel is a tuple: number of its first model, number of models, GiB of a model, uses a second.
     """
@@ -151,7 +151,7 @@ def paint(visits: int = 5) -> Paint:
 
 
 def effect(times: int = 8) -> Waits:
-    """The time from the confirming click to the frame that shows the effect.
+    """The times from the confirming click to the frame that shows the effect.
 
     The clicks move a model of an idle kernel to RAM and back.
     """

@@ -1,10 +1,10 @@
-"""Measures a decision of the fleet over 200 hosts, without Ray: the rooms of all, and the plans of eight.
+"""Measures a decision of the fleet over 200 hosts, without Ray: all hosts report their room, and
+the eight best make a plan.
 
     python -m tests.bench.bench_fleet
 
-Then it simulates the messages at the controller, for up to 2,000 hosts.
-
-Each host has a book of eight cards and 40 leases. The decision is compared with one that lets every host make a plan.
+Then it simulates the messages at the controller, for up to 2,000 hosts. Each host has a book of
+eight cards and 40 leases. The decision is compared with one that lets every host make a plan.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _within(page: Book, gib: int) -> Book:
 
 
 def host_room(name: str, host: Host, wanted: Request) -> HostRoom:
-    """The answer of a host about its room."""
+    """The answer of the host `name` to a question for its room."""
     page, there = host
     return room_of(
         name,
@@ -85,9 +85,9 @@ def offer(name: str, host: Host, wanted: Request) -> Offer:
 
 
 def decide(all_hosts: dict[str, Host], wanted: Request) -> tuple[Offer, Offer, float]:
-    """The best of eight offers, the best of all, and the seconds of the first decision.
+    """The best of eight offers, the best offer of all hosts, and the seconds of the first decision.
 
-    The rooms are asked of all hosts at once, so their time on a host is not that of the decision.
+    All hosts compute their room at the same time, so that time does not count.
     """
     rooms = [host_room(name, host, wanted) for name, host in all_hosts.items()]
     began = time.perf_counter()

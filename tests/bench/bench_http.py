@@ -73,7 +73,8 @@ class Echo(NamedTuple):
 
 @contextmanager
 def serving(directory: str, models: Mapping[str, object] | None = None) -> Iterator[Server]:
-    """A block with a running `gpu serve`, which has an echo model, a llama.cpp model and further `models`.
+    """Runs `gpu serve` inside the `with` block, with an echo model, a llama.cpp model and further
+    `models`.
 
     The block begins when the server has printed its URL.
     """

@@ -200,7 +200,7 @@ def clean_offload(bench: Bench) -> Iterator[Row]:
 
 
 class _counting:  # noqa: N801
-    """A block in which the bytes of each copy of storages are appended to a list."""
+    """Inside the `with` block, the bytes of each copy of storages are appended to the list `sizes`."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.copy_all = sizes, storages._copy_all

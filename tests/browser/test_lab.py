@@ -1,6 +1,6 @@
 """The console in a notebook, opened in a real JupyterLab in Chromium.
 
-It is live, its buttons act, and it adds little to the notebook's file.
+The console is live, its buttons act, and it adds little to the notebook's file.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
 
 
 def test_the_page_is_updated_while_a_long_cell_runs(live):
-    """A thread of the kernel updates the page while a cell waits."""
+    """A thread of the kernel updates the console while the running cell sleeps."""
     page = live.page
     page.click(".jp-Notebook .jp-CodeCell >> nth=2 >> .cm-content")
     run_next(live)

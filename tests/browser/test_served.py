@@ -60,7 +60,7 @@ def served(box):
 def opened(chromium, served):
     """A function that opens the console, by default as an operator.
 
-    Tests share a page: to load one takes five seconds of the processor.
+    Tests share a page, because loading a page takes five seconds of the processor.
     """
     made: dict[str, BrowserPage] = {}
 
@@ -266,7 +266,9 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
 
 
 def test_a_notebook_of_plain_code_lists_its_variables_and_is_parked(opened, box):
-    """A notebook that runs no cell lists its variables and is parked. Its next cell brings its memory back."""
+    """A notebook that runs no cell lists its variables, and is parked (its memory moves to RAM). At
+    its next cell the memory returns.
+    """
     notebook = Notebook("train.ipynb", f"sqlite://{box}/ledger", GPU_DEVICES=DEVICES)
     try:
         notebook.run("import torch\nweights = torch.ones(8 * 2**18)")
@@ -357,7 +359,9 @@ def test_the_timeline_follows_a_kernel_and_keeps_what_is_open(opened, kernel):
 
 
 def test_what_if_answers_the_question_and_then_preloads(opened, kernel):
-    """The answer follows the kernel: the model leaves, and the plan says that it fits now."""
+    """The answer changes with the kernel: when its model has left, the plan says that the new model
+    fits now.
+    """
     seen = opened()
     seen.tab("What if")
     page = seen.page

@@ -65,7 +65,9 @@ def chromium():
 
 
 def figures_of(rt) -> dict[str, list]:
-    """The free memory and the leases of each device by the ledger of `rt`, in the words of the page."""
+    """The free memory and the leases of each device, from the ledger of `rt`, in the words of the
+    console's page.
+    """
     snapshot = rt.status()
     return {
         bar.device.id: [
@@ -80,9 +82,11 @@ def figures_of(rt) -> dict[str, list]:
 
 @pytest.mark.parametrize("loads", [4, pytest.param(50, marks=pytest.mark.soak)])
 def test_every_row_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, tmp_path, loads):
-    """Leases change from the request of the page until it is drawn. Then they rest.
+    """Leases change from the request of the page until it is drawn. After that they stay as they
+    are.
 
-    A change that was lost in between stayed wrong for good, because later snapshots were equal.
+    In an earlier version, a change could be lost in between. The page then stayed wrong, because
+    later snapshots were equal.
     """
     port, ledger = free_port(), f"sqlite://{tmp_path}/ledger"
     words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port)]
@@ -104,7 +108,9 @@ def test_every_row_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, t
 
 
 def _compare(seen: BrowserPage, rt) -> None:
-    """Waits until the page shows the ledger's figures. Fails with both if it never does."""
+    """Waits until the page shows the ledger's figures. If it never does, the test fails with both
+    the shown and the expected figures.
+    """
     for _ in range(int(SHOWN_MS / 100)):
         shown, expected = seen.page.evaluate(FIGURES), figures_of(rt)
         if shown == expected:

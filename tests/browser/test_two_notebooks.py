@@ -122,7 +122,7 @@ def wait_until_settled(rt: Runtime) -> None:
 
 @contextmanager
 def two(tmp_path, cells, **settings):
-    """A block with both notebooks open in JupyterLab, and a runtime that reads their ledger."""
+    """Both notebooks, open in JupyterLab, and a runtime that reads their ledger."""
     notebooks = {name: cells(number) for number, name in enumerate(NAMES)}
     settings = {"GPU_DEVICES": DEVICES, "EVICTION_GRACE_SECONDS": "0.2", **settings}
     with (

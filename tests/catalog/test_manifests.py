@@ -384,7 +384,9 @@ def test_layers_and_backend_default_to_the_settings():
 
 
 def test_a_placeholder_is_no_value_of_a_field():
-    """Its value is known once the model has its cards, so no field is read from it."""
+    """The value of a placeholder is known once the model has its cards, so no field is read from
+    it.
+    """
     made = spec("runtime_args: [--tensor-parallel-size, '{tensor_parallel}', --seed=1]")
     assert "most_cards" not in made.placement
     assert made.options["runtime_args"][1] == "{tensor_parallel}"

@@ -8,7 +8,9 @@ from gpu_runtime.attribution import MOST_LETTERS, attributed, on_behalf_of, prin
 
 
 def test_it_applies_to_its_own_thread_and_ends_with_its_block():
-    """A console acts for several people at once, each in a thread of its own."""
+    """A console acts for several people at once, each in a thread of its own. So the name applies
+    to one thread, and ends with its `with` block.
+    """
     in_other_thread = []
     with on_behalf_of("ann"):
         with on_behalf_of("ben"):

@@ -51,7 +51,7 @@ def page(name: str) -> str:
 
 
 def listed(name: str, directive: str) -> list[str]:
-    """The names that the page lists in its directives of the given kind."""
+    """The names that the page `name` of the docs lists in this kind of `directive`."""
     return [line.name for line in reference.lines_in(page(name), directive)]
 
 
@@ -177,7 +177,7 @@ def test_every_method_of_the_runtime_is_listed_once():
 
 
 def test_every_export_is_documented():
-    """An export is in the list of errors, or named on the page about Python."""
+    """Each name exported by `gpu_runtime` is in the list of errors, or on the page about Python."""
     others = set(gpu_runtime.__all__) - set(reference.errors())
     assert {
         name for name in others if f"gpu_runtime.{name}" not in page("reference/python")
@@ -269,7 +269,7 @@ def test_every_page_is_in_the_contents():
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_every_file_that_is_named_exists(name):
-    """A newcomer must be able to open each file that the page names."""
+    """A newcomer must be able to open each file that a page of the docs names."""
     folders = ("gpu_runtime/", "kernel_ext/", "panels/", "tests/", "docs/", "notebooks/")
     paths = {path for path in re.findall(r"`([\w./]+)`", PAGES[name]) if path.startswith(folders)}
     assert paths

@@ -161,7 +161,7 @@ def complaints(tree: ast.Module, module: str) -> list[str]:
 
 
 class Module(NamedTuple):
-    """What the laws need to know about one module."""
+    """The facts about one module that the rules need."""
 
     complaints: list[str]
     imports: set[str]

@@ -1,4 +1,6 @@
-"""Our threads start in one step. An interrupt leaves a thread either started or not started."""
+"""The threads of this package start in one step. An interrupt leaves a thread either started or not
+started.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ def test_an_interrupt_during_its_start_leaves_it_running():
 
 @pytest.mark.parametrize("many", [0, 1, 3])
 def test_works_are_done_in_parallel(many):
-    """The functions run at the same time: each of them waits for all the others."""
+    """The functions run at the same time: each one waits until all others have begun."""
     all_here, done = threading.Barrier(many or 1, timeout=20), []
     threads.side_by_side([lambda: done.append(all_here.wait())] * many)
     assert sorted(done) == list(range(many))
@@ -122,7 +124,9 @@ def test_works_are_done_one_after_the_other_if_no_thread_can_be_started(monkeypa
 
 
 def test_a_module_that_another_thread_imports_counts_as_not_imported(tmp_path, monkeypatch):
-    """Its attributes are missing until its import has ended: `torch.nn` raised AttributeError."""
+    """The attributes of a module are missing until its import has ended. In an earlier version,
+    `torch.nn` raised AttributeError.
+    """
     (tmp_path / "slow_module.py").write_text("import builtins\nseen = builtins.look()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("builtins.look", lambda: threads.imported("slow_module"), raising=False)

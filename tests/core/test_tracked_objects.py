@@ -48,7 +48,7 @@ def test_the_listing_leaves_no_garbage():
 
 
 def test_a_thread_can_build_tuples_meanwhile():
-    """`tuple(generator)` resizes a tuple, which fails if anybody else has a reference to it."""
+    """`tuple(generator)` resizes a tuple. That fails if another object also refers to the tuple."""
     over, errors = threading.Event(), []
 
     def build():

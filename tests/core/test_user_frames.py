@@ -42,7 +42,9 @@ def test_frames_of_libraries_are_folded():
 
 
 def test_an_error_raised_from_another_has_the_lines_of_that_one():
-    """A report of memory is raised at the end of a `with` block. The line inside it has failed."""
+    """A memory report is raised at the end of a `with` block, from the error of a line inside. The
+    shown line is the one inside.
+    """
 
     class Block:
         def __enter__(self):

@@ -159,7 +159,7 @@ def test_drills_fail_the_next_allocation_and_simulate_other_programs():
 
 
 def test_a_block_is_free_once_nothing_refers_to_it_or_its_bytes():
-    """A reference to the bytes alone keeps the block, as a tensor does that a user kept."""
+    """A reference to the bytes alone, such as a tensor that a user kept, keeps the block of memory."""
     memory = Memory("host", 10 * MIB)
     buffer = memory.allocate(MIB).buffer()
     assert memory.held_bytes() == MIB

@@ -36,7 +36,9 @@ VIEWER = SimpleNamespace(may_act=False, propose=lambda verb, id: None)
 
 
 def opened(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -> Any:
-    """A tab of the class `kind`, as it is after one poll in a session that shows `snapshot`."""
+    """A tab of the class `kind`, after one poll in a session that shows `snapshot`. The answers of
+    the runtime are `answers`.
+    """
     tab = kind(Poller(FixedRuntime(snapshot, **answers), start=lambda run: None), VIEWER)
     tab.dark(dark)
     tab.update(snapshot)  # requests other data that it needs

@@ -119,7 +119,7 @@ def in_terminal(words: tuple[str, ...]) -> None:
 
 
 def in_notebook(magics: GpuMagics, words: tuple[str, ...]) -> None:
-    """Runs the words of `%gpu`. An error must be one of ours, or UsageError for bad syntax."""
+    """Runs the words of `%gpu`. An error must be a GpuError, or UsageError for bad syntax."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             magics.line(list(words))

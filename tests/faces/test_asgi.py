@@ -186,7 +186,9 @@ def test_a_head_has_no_body():
 
 
 def test_a_client_that_reads_nothing_is_disconnected():
-    """It may take as long as it likes, as long as it takes some data now and then."""
+    """A slow client may take as long as it likes, if it reads some data now and then. A client that
+    reads nothing is disconnected.
+    """
     heard = []
 
     async def app(scope, receive, send):

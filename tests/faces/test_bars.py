@@ -58,7 +58,8 @@ LEASES = st.lists(
 
 @given(LEASES, st.integers(0, 5 * GIB), st.integers(0, 5 * GIB), st.integers(0, 80 * GIB))
 def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead, free):
-    """The law holds for any leases and moves, and for memory that dead processes still hold.
+    """A bar equals the book's claims for any leases and moves, and for memory that dead processes
+    still hold.
 
     Unleased memory is the last stretch.
     """

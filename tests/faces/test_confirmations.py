@@ -140,7 +140,7 @@ def test_unpin_and_evict_is_one_step_whose_question_says_both():
 
 
 def test_the_question_of_a_drain_counts_what_leaves():
-    """Only idle models leave at once. A pinned one and one in use stay."""
+    """Only idle models leave at once. A pinned model and a model in use stay."""
     seen = snapshot(lease("qwen", 14), lease("llama", 2, pins=1), lease("gemma", 1, keep=True))
     text = question(propose("drain", "/sim:0", seen), seen)
     assert text.title == "Drain sim:0?" and text.grave

@@ -241,7 +241,9 @@ def in_a_session():
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_change_before_the_browser_has_drawn_the_page_is_sent(delivered):
-    """Without `deliver_early_changes` Panel discards it. If this changes, remove our function."""
+    """Without the function `deliver_early_changes` Panel discards such a change. If Panel sends it
+    one day, the function can be removed.
+    """
     document, sent = in_a_session()
     with set_curdoc(document):
         words = Prose("before")
@@ -269,7 +271,7 @@ def test_a_tick_changes_nothing_while_the_browser_still_draws_the_page(two_tabs,
 
 
 def test_the_url_leads_to_the_tab_and_what_is_chosen_there(poller):
-    """What the page puts into the URL opens the same view again. Defaults are left out."""
+    """The URL that the page sets opens the same view again. Default values are not in the URL."""
     first = Console(poller, VIEWER)
     first._tabs.active = first._titles.index("Timeline")
     first._made["Timeline"].chart._handle_msg({"start": 1_763_640_000, "end": 1_763_640_900.4})
@@ -307,7 +309,9 @@ def test_the_status_bar_shows_problems_devices_ledger_and_visitor():
 
 
 def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
-    """Its row has the time since when, the bytes, and buttons that open the dialog as in a table."""
+    """The row of a problem has its begin, its bytes, and buttons. These open the same dialog as the
+    buttons of a table.
+    """
     assert not page._problems.visible
     rt.register("giant", backend="fake", size="80GiB")
     with pytest.raises(DoesNotFit):

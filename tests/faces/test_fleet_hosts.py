@@ -79,7 +79,9 @@ def where(rt):
 
 
 def test_an_action_reaches_the_chosen_host_only_and_its_journal_names_the_visitor(fleet, boxes):
-    """Both hosts have a model of this name. The check before the action reads the same host."""
+    """Both hosts have a model of the same name. The check before the action reads the host on which
+    the action runs.
+    """
     rt = FleetHosts(fleet).runtime("box2")
     snapshot = rt.status()
     [lease] = snapshot.leases()
@@ -102,7 +104,9 @@ def test_every_action_of_the_console_is_a_verb_of_the_agent(fleet, verb):
 
 
 def test_the_agent_is_named_in_the_figures_of_its_host(boxes):
-    """`this process` would be the console. The lease stays that of the agent's owner."""
+    """On the console, `this process` would mean the console itself. So the agent has a name. The
+    lease still belongs to the agent.
+    """
     own = boxes["box1"].status()
     seen = seen_from_outside(own, "box1")
     assert seen.sections[own.owner.id].owner.label.startswith("agent of box1 (pid ")
@@ -111,7 +115,7 @@ def test_the_agent_is_named_in_the_figures_of_its_host(boxes):
 
 
 def test_a_host_that_is_gone_keeps_its_last_figures_and_says_since_when(fleet):
-    """It is asked nothing, so that it does not block the other hosts' figures."""
+    """No request is sent to the host that is gone, so it does not delay the other hosts' figures."""
     clock, wall = Clock(), Clock()
     hosts = FleetHosts(fleet, clock=clock, wall=wall)
     rt = hosts.runtime("box2")

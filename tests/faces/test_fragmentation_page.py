@@ -61,8 +61,8 @@ def browser():
 
 @pytest.fixture(scope="module")
 def visitors(browser, served):
-    """A function that opens the page of a visitor with this token. Tests share it: to load it takes
-    five seconds of the processor.
+    """A function that opens the page of a visitor with this token. Tests share the page, because
+    loading it takes five seconds of the processor.
     """
     made = {}
 

@@ -281,8 +281,8 @@ def test_a_link_cannot_choose_the_session(server):
 
 
 def test_a_token_can_be_typed_into_the_form(server):
-    """The form sends the token in its body. A URL of an earlier start of the server also leads to
-    the page.
+    """The form sends the token in its body. The form also works at a URL from an earlier start of
+    the server.
     """
     server.get()
     form = {"Content_Type": "application/x-www-form-urlencoded"}

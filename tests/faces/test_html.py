@@ -139,7 +139,9 @@ def test_every_style_rule_applies_in_its_own_scope_only():
 
 
 def test_a_page_has_only_the_rules_that_apply_to_it():
-    """A notebook keeps the rules with each output: an answer of one line needs few."""
+    """A notebook stores the style rules with each output, and an output of one line needs only few
+    of them.
+    """
     page = PAGES["busy"]._repr_mimebundle_()["text/html"]
     body = page.split("</style>")[1]
     rules = page.split("</style>")[0]

@@ -109,7 +109,7 @@ def second(tmp_path):
 
 
 def test_the_ledger_of_the_notebook_in_front_is_shown(reader, second, monkeypatch):
-    """The tile shows another ledger, so the status bar says that two are active."""
+    """The console's tile opens another ledger, so the status bar says that two ledgers are active."""
     opened = in_use.OpenLedger(second.status().ledger, watching.directory_of(second))
     monkeypatch.setattr(in_use, "of_process", lambda pid: (opened,) if pid == 42 else ())
     monkeypatch.setattr(watching, "guest", lambda ledger: second)

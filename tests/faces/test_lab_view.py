@@ -136,7 +136,7 @@ def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():
 
 
 def test_a_quiet_box_has_the_same_values_a_second_later():
-    """Otherwise every tab would get a new answer every second."""
+    """If the values changed with time alone, every tab would get a new answer every second."""
     world = snapshot(lease("qwen", 4), lease("kernel", 2, kind="kernel"))
     later = replace(world, now=NOW + 1.0, wall=WALL + 1.0)
     assert shown(later) == shown(world)

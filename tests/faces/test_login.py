@@ -108,7 +108,9 @@ def test_an_account_without_a_role_is_refused(asking):
 
 
 def test_without_a_login_only_the_login_page_answers(asking):
-    """`--oauth-optional` would admit guests. They get a page of Panel without any content of ours."""
+    """`--oauth-optional` would admit guests. They get a page of Panel without any content of the
+    console.
+    """
     for path in (
         "/console/metadata",
         "/console/autoload.js?bokeh-autoload-element=1",

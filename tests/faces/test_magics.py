@@ -437,7 +437,9 @@ OUT_OF_MEMORY = "raise MemoryError('Tried to allocate 2.00 GiB')"
 
 @pytest.fixture
 def room(shell, rt, monkeypatch):
-    """The errors for which the extension was asked to make room, and the answers that it will give."""
+    """The errors for which the extension tried to make room, and the answers that `make_room` will
+    give.
+    """
     asked, answers = [], []
 
     def make_room(error):

@@ -1,7 +1,8 @@
-"""The memory of a parked kernel is there before a message can read it, also where no cell runs.
+"""The memory of a parked kernel returns before a message can read it, even if no cell runs. A
+parked kernel's memory is in RAM.
 
-The kernel of these tests is a stand-in that calls the hooks as ipykernel does. Real kernels of two versions:
-tests/stories/test_kernel_versions.py.
+The kernel of these tests is a stand-in that calls the hooks as ipykernel does.
+tests/stories/test_kernel_versions.py tests real kernels of two versions.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ MESSAGES = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_the_memory_is_there_while_a_message_may_read_it(follows, name):
-    """A cell is not held here: `pre_execute` brings the memory back for it, with its wait and its line."""
+    """A message that runs a cell does not bring the memory back here. For a cell, `pre_execute`
+    does so, and shows the wait.
+    """
     kind, content, story = MESSAGES[name]
     follows.kernel.handle(kind, **content)
     assert follows.story == story

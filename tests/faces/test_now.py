@@ -77,7 +77,9 @@ def test_the_parts_of_a_bar_are_its_leases_one_after_the_other():
 
 
 def test_all_cards_share_one_axis():
-    """A card of 24 GiB beside one of 12 GiB is twice as long. The host has an axis of its own."""
+    """The bar of a card of 24 GiB is twice as long as that of a card of 12 GiB. The host has an
+    axis of its own.
+    """
     two = samples.snapshot(cards=2)
     small = two.devices[1]
     device = replace(small.device, total_bytes=12 * GIB)
@@ -98,7 +100,9 @@ def test_a_small_card_has_an_axis_in_mib():
 
 
 def test_free_memory_is_kept_for_the_first_in_the_queue():
-    """Of 3.6 GiB, llama's request keeps 2 GiB and the next one the rest. Nothing is left."""
+    """Of 3.6 GiB free memory, 2 GiB are kept for llama's request, and the rest for the next
+    request.
+    """
     seen = replace(samples.busy, tickets=(wants("llama", 2), wants("giant", 20)))
     row = rows(seen)["sim:0"]
     kept = [part for part in row.parts if part.kind == "kept"]

@@ -1,4 +1,5 @@
-"""What could run while a notebook is parked, or have addresses of its memory, is a reason not to park it.
+"""Anything that could run while a notebook is parked, or that has addresses of its memory, is a
+reason not to park the notebook.
 
 `tests/stories/test_parking.py` has some of these cases in a real kernel.
 """

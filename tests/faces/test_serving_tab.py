@@ -100,7 +100,7 @@ def polled(figures=None):
 
 @in_loop
 async def test_only_a_server_that_serves_models_has_the_tab():
-    """All sessions share one reading of the figures for each snapshot."""
+    """The figures are read once for each snapshot, for all sessions."""
     asked = []
     async with harness(qwen=4, scripts={"qwen": []}) as k:
         await k.gateway.answer("chat", chat("qwen", "hi"), "ann")

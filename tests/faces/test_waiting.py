@@ -98,7 +98,7 @@ def test_the_line_of_a_long_wait_is_removed(line, now, shown):
 
 
 def test_the_line_of_a_wait_becomes_the_line_of_the_load(line, now, shown):
-    """One line stays. It has the time of both, and the rate of the load."""
+    """One line stays. It has the seconds of the wait and of the load, and the rate of the load."""
     wait(line, now, "qwen", 12.0)
     arrive(line, "qwen", 20.0)
     assert shown[2:] == ["qwen: waited 12 s, loaded in 20 s (2.1 GB/s)."]
@@ -123,7 +123,9 @@ def test_the_wait_of_another_model_is_not_added(line, now, shown):
 
 
 def test_the_return_of_a_notebook_leaves_no_line(line, now, shown):
-    """Its return has a line of its own, with the bytes and the process that had the card."""
+    """The return of a notebook's memory has another line, with the bytes and the process that had
+    the card.
+    """
     wait(line, now, "kernel", 12.0)
     arrive(line, "kernel", 700.0, RESTORING)
     assert shown[-1] == "."
@@ -178,7 +180,9 @@ def test_a_runtime_tells_of_loads_and_restores_but_not_beside_a_callers_own_func
 
 @pytest.fixture
 def runtimes():
-    """Two runtimes of one ledger. Their clock moves with each look at it, so no wait takes long."""
+    """Two runtimes of one ledger. Their clock advances each time when it is read, so no wait takes
+    long.
+    """
     ticks = itertools.count(1000.0, 2.0)
     book = {"devices": "sim:24GiB,host:64GiB", "ledger": "memory:waiting", "monitor": False}
     made = [Runtime(**book, clock=lambda: next(ticks)) for _ in "ab"]

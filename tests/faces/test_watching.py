@@ -76,7 +76,9 @@ def test_the_default_ledger_stays_if_nobody_uses_another(default, monkeypatch):
 
 @pytest.mark.processes
 def test_a_process_that_only_watches_is_no_use(default, owner, monkeypatch):
-    """Consoles and commands open a ledger too. They hold nothing in it."""
+    """Consoles and commands open a ledger too, but hold no memory in it. So they do not count as
+    its users.
+    """
     [active] = watching.active_ledgers()
     rt = watching.guest(active.ledger)
     try:

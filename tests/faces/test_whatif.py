@@ -245,7 +245,7 @@ def row(host, wait, engine="full", requests=9):
     ],
 )
 def test_more_ram_in_one_sentence(rows, words):
-    """The row of the plain engine is a reference, and not this one."""
+    """The rows of the engine `plain` are only a reference, and are not used for the sentence."""
     assert words in whatif.ram_sentence(rows, 7)
 
 

@@ -45,7 +45,9 @@ class Hosts(Drill):
     """The hosts of one cluster, by name."""
 
     def freeze(self, name: str) -> Callable[[], None]:
-        """Stops all processes of the node, as a virtual machine that is paused. Returns the end."""
+        """Stops all processes of the node, as when a virtual machine is paused. Returns a function
+        that continues them.
+        """
         [raylet] = self.nodes[name].all_processes["raylet"]
         pids = [self.agent_pid(name), raylet.process.pid]
         for pid in pids:
@@ -59,7 +61,7 @@ class Hosts(Drill):
         return wake
 
     def client(self, code: str) -> subprocess.Popen[str]:
-        """A driver of its own: a process that runs `code` with `fleet` open."""
+        """Starts a separate process, a Ray driver, that runs `code` with an open `fleet`."""
         program = f"import gpu_runtime\nfleet = gpu_runtime.fleet({self.cluster.address!r})\n{code}"
         return subprocess.Popen(
             [sys.executable, "-c", program],

@@ -110,7 +110,9 @@ def test_the_best_fit_is_chosen(empty):
 
 
 def test_every_host_tells_its_room(empty):
-    """With more than eight hosts, the room of all is asked before the best eight make a plan."""
+    """If a fleet has more than eight hosts, all hosts are asked for their room. Then the best eight
+    make a plan.
+    """
     rooms, missing = empty._hosts.ask("room", "thirty", 0, group="offers", hosts=empty.hosts())
     assert not missing and sorted(rooms) == ["box1", "box2", "box3"]
     assert [len(rooms[host].free_bytes) for host in sorted(rooms)] == [2, 2, 1]
@@ -171,7 +173,9 @@ def test_a_model_that_fits_nowhere_is_refused_by_every_host_by_name(empty):
 
 
 def test_a_notebook_changes_the_offers_of_its_host_and_recalls_the_idle_model(empty, hosts):
-    """The fleet is one more owner in the host's book. Its idle model leaves for a notebook."""
+    """In the host's book, the fleet is one more owner of leases. Its idle model leaves for a
+    notebook.
+    """
     with empty.use("seventy") as model:
         assert model.host == "box1"
     with Runtime(
@@ -218,7 +222,9 @@ def test_a_dedicated_set_is_replaced_and_the_largest_model_is_placed_first(empty
 
 
 def test_a_host_does_not_plan_a_model_whose_wish_was_removed(empty, hosts):
-    """Its runtime still knows the model. After a new wish it is planned again."""
+    """A wish is a model that the fleet should hold. After a wish was removed, the runtime of the
+    host still knows the model, but plans it only after a new wish.
+    """
     empty.host("box1").preload("small")
     assert empty.host("box1").plan("small").level is PlanLevel.HERE
     empty.delete("small")
@@ -343,7 +349,9 @@ def test_the_pins_of_a_killed_driver_end(empty, hosts):
 
 
 def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(empty, hosts):
-    """Its process is restarted under the same lease. Then the rival that waits gets the card."""
+    """The model's process is restarted under the same lease three times. Then a waiting request
+    gets the card.
+    """
     leave_open(empty, "box3")
     rival = Runtime(devices=HOSTS["box3"][0], ledger=hosts.ledger("box3"))
     with empty.use("thirty", retry=True) as model:
@@ -368,7 +376,7 @@ def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(em
 
 
 def test_a_killed_controller_loses_nothing(empty):
-    """It stores wishes only. Ray starts it again and repeats its calls."""
+    """The controller stores only the wishes for models. Ray starts it again and repeats its calls."""
     before = empty._ask_controller("wishes")
     pid = empty._ask_controller("ready", cluster.versions())
     for number in range(20):
@@ -450,7 +458,9 @@ def test_the_console_greys_the_figures_of_a_host_that_is_gone(hosts, console):
 
 
 def test_a_frozen_host_is_replaced_and_holds_nothing_when_it_wakes(empty, hosts):
-    """Its wished model is loaded elsewhere, too. A node that was declared dead ends when it wakes."""
+    """The model that was wished for on that host is loaded elsewhere, too. A node that was declared
+    dead ends when it runs again.
+    """
     leave_open(empty, "box2")
     assert apply(empty, hosts, "small", copies=1) == {"small": "box2"}
     with empty.use("thirty", retry=True) as model:

@@ -64,7 +64,7 @@ async def streamed(gateway: FleetGateway, text: str) -> str:
 
 
 def test_calls_run_again_elsewhere_while_agents_are_killed(models, hosts):
-    """No call is lost before its first token. No call counts as one of a cloud."""
+    """No call is lost before its first token. No call counts as a call of a cloud."""
     texts = [f"{number} two three" for number in range(CALLS)]
 
     async def all_calls() -> list[str]:

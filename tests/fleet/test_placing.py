@@ -86,7 +86,7 @@ def test_a_model_that_no_host_can_load_is_not_tried_for_ever():
 
 @pytest.mark.parametrize("others", [[], [offer("b", NEVER)], [offer("b")]])
 def test_a_host_that_has_not_answered_makes_the_refusal_a_passing_one(others):
-    """Its agent may be restarted at this moment, and may serve the model then."""
+    """The agent of that host may be restarting at this moment, and may serve the model soon."""
     silent = Offer("a", "qwen", NEVER, "it is gone", answered=False)
     full = DoesNotFit("too large", name="qwen", need_bytes=7, budget_bytes=0, device="", holders=())
     offers = [silent, *others]

@@ -1,4 +1,4 @@
-"""A block of `fleet.use` whose host dies: with `retry`, its calls run again on another host."""
+"""A `with fleet.use(…)` block whose host dies. With `retry`, its calls run again on another host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_runtime.fleet.remote_model import MOST_CALLS, MOST_HOSTS, FleetUse
 
 
 class Notes:
-    """A model that remembers what it was told."""
+    """A model that remembers the calls that it got."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -27,7 +27,7 @@ class Notes:
 
 
 class World:
-    """Hosts without Ray. Each has a model of its own. A dead one answers nothing."""
+    """Hosts without Ray. Each host has a model of its own. A dead host does not answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.models: list[Notes] = []  # one for each use, in order

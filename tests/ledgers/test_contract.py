@@ -388,8 +388,8 @@ def test_a_ring_wakes_once(new_owner):
 
 
 def test_a_ring_between_two_looks_is_not_lost(new_owner):
-    """The notification arrived before the wait. Each waiting thread wakes, although another thread
-    woke first.
+    """The notification arrived before the wait began. Each waiting thread wakes, even if another
+    thread woke first.
     """
     a, b = new_owner(), new_owner()
     a.wait(0)
@@ -457,8 +457,8 @@ def test_the_error_for_an_unknown_url_names_the_known_ones(url):
 
 
 def test_a_waiter_that_is_being_closed_cannot_be_reached(monkeypatch):
-    """Before a waiter's socket is closed, no thread can reach it any more. Otherwise a thread that
-    rings would write to a closed descriptor, or into another file.
+    """Before a waiter's socket is closed, no thread can reach the socket any more. Otherwise a
+    thread that notifies the waiter would write to a closed descriptor, or into another file.
     """
     import os
     import weakref

@@ -44,7 +44,7 @@ def test_a_process_that_has_ended_has_no_ledger(tmp_path):
 
 
 def proc_with(place: Path, pid: int, target: Path, environment: bytes = b"") -> Path:
-    """A directory like /proc with one process, which has `target` open."""
+    """A directory like /proc with one process. That process has the file `target` open."""
     (place / f"{pid}/fd").mkdir(parents=True)
     (place / f"{pid}/fd/5").symlink_to(target)
     (place / f"{pid}/environ").write_bytes(environment)

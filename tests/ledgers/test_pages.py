@@ -188,8 +188,8 @@ def test_a_write_changes_only_its_own_bytes():
 
 
 def test_a_lease_that_comes_and_goes_moves_nobody():
-    """A part keeps the room in the page that it once needed, unless that is far too much. So the
-    other parts do not move.
+    """A section keeps the room in the page that it once needed, unless that is far too much. So a
+    lease that comes and goes does not move the other sections.
     """
     page = book(*(lease(f"m{n}", by=by, sim0=1) for by in (1, 2) for n in range(4)))
     more = page.with_lease(lease("new", by=1, sim0=1))
@@ -257,7 +257,9 @@ def test_what_cannot_be_read_is_passed_on_as_it_is(page, data):
 
 
 def test_a_part_that_its_owner_still_has_is_taken_from_there():
-    """Each owner's file has the same bytes as its part of the page."""
+    """Each owner's file has the same bytes as its section of the page. A section that is damaged in
+    the page is taken from the file.
+    """
     page = book(lease("a", by=1, sim0=1), lease("b", by=2, sim0=1))
     content = encoded(page, 7)
     _, packed = unpack(content, 7)

@@ -142,7 +142,7 @@ def test_its_bytes_stay_claimed_in_a_rebuilt_book(new_owner, write_unreadable, u
 
 
 def test_bytes_that_were_torn_in_the_page_are_taken_from_the_owners_file(tmp_path, open_at):
-    """Each owner's file has the same bytes as its part of the page."""
+    """Each owner's file has the same bytes as its section of the page (the stored book)."""
     ledger, other = (open_at(f"sqlite://{tmp_path}/ledger") for _ in range(2))
     put(ledger, "qwen")
     put(other, "llama")

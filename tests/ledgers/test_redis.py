@@ -1,7 +1,7 @@
 """Tests that need a real Redis: lost data, unsafe options, and several hosts that share the server.
 
-Each owner keeps a copy of its section in a local file, its roster. A lost page is rebuilt from the
-rosters.
+The page is the stored book of a host. Each owner (a process in the book) keeps a copy of its
+section of the page in a local file, its roster. A lost page is rebuilt from the rosters.
 """
 
 from __future__ import annotations
@@ -268,7 +268,9 @@ def test_a_grant_whose_write_failed_is_taken_back(new_owner_here, redis, monkeyp
 
 
 def test_a_page_that_two_owners_find_gone_is_made_once(new_owner_here, redis, monkeypatch):
-    """The second owner must not replace the new page by the one that it read before."""
+    """Both owners notice that the page is gone, and one makes it again. The other one must not
+    replace the new page by the page that it read before.
+    """
     ledger, other, read = new_owner_here(), new_owner_here(), []
     put(ledger, "qwen")
     put(other, "llama")
@@ -470,8 +472,8 @@ def test_a_page_of_a_newer_schema_is_left_alone(new_owner_here, redis):
 
 
 def test_a_redis_that_does_not_answer_raises_and_is_used_again_later(own, open_at):
-    """One clear error is raised within 5 s. Leases remain, and the ledger works again when Redis
-    does.
+    """One clear error is raised within 5 s. Leases remain, and the ledger works again when the
+    Redis server works.
     """
     ledger = open_at(own.fresh())
     put(ledger, "qwen")

@@ -558,8 +558,8 @@ def test_a_groups_caps_apply_to_each_member(box):
 
 
 def test_a_block_held_for_too_long_is_logged_and_nothing_new_is_granted(box):
-    """The block's memory is in use, so it stays. Its user gets no new lease in any kernel until the
-    block ends.
+    """The memory of a leased block of code is in use, so it stays. Its user gets no new lease in
+    any kernel until the block of code ends.
     """
     box.configure(f'[users.{ANN}]\nlongest_lease = "1s"')
     one, two = box.kernel(ANN), box.kernel(ANN, a="1GiB")

@@ -1,7 +1,8 @@
 """Tests that need real files and processes: death, damage, forks and the stop button.
 
-Each owner keeps a copy of its section in its own file, its roster. A damaged book is rebuilt from
-the rosters.
+The book is all leases and requests of a host, and the page is its stored form. Each owner (a
+process in the book) keeps a copy of its section of the page in a file of its own, its roster. A
+damaged page is rebuilt from the rosters.
 """
 
 from __future__ import annotations
@@ -339,7 +340,9 @@ def test_a_grant_during_a_rebuild_is_in_the_new_book(new_owner_here, monkeypatch
 
 
 def test_a_lost_race_is_noticed_before_the_roster_is_written(new_owner_here, monkeypatch):
-    """In a crowd, most first attempts are lost. Each would write the roster twice."""
+    """In a crowd, most first attempts to write the book are lost. If the roster were written before
+    the check, each lost attempt would write the roster twice.
+    """
     ledger, other, runs, written = new_owner_here(), new_owner_here(), [], []
     write = ledger._store._write_roster
     monkeypatch.setattr(
@@ -447,7 +450,9 @@ def test_a_grant_that_lost_its_race_just_before_the_damage_is_taken_back(
 
 
 def test_taking_back_a_void_grant_keeps_the_grant_of_another_thread(new_owner_here, damaged_once):
-    """All threads of an owner write one section. Each thread takes back only its own grant."""
+    """All threads of an owner share one section. A thread whose grant is void takes back only its
+    own grant.
+    """
     ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "mine")
     damaged_once(ledger, other)
@@ -647,10 +652,11 @@ def test_a_half_written_roster_falls_back_to_the_previous_one(new_owner_here):
 
 
 def test_a_roster_that_is_written_while_it_is_read_is_ignored():
-    """The first roster of a file is written to the second slot, and leaves zeros in the first slot.
+    """The first roster of a file is written to the second slot of the file, and leaves zeros in the
+    first slot.
 
-    A reader may read one half before and one half after that write. The zeros that it gets have a
-    right checksum.
+    A reader may read one slot before and one slot after that write. It then gets zeros with a right
+    checksum.
     """
 
     class Growing:

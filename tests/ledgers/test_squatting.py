@@ -111,8 +111,8 @@ def test_the_owners_files_of_a_redis_ledger_lie_in_no_directory_of_another_user(
 
 @needs_root
 def test_a_named_ledger_below_another_users_directory_is_refused(fallback):
-    """Root may open it. A directory that all users may write is accepted, as a container's volume
-    often is one.
+    """Only root may open such a ledger. A directory that all users may write is accepted, as a
+    container's volume often is one.
     """
     theirs = fallback.with_name("theirs")
     _is_made(theirs)

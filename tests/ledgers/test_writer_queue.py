@@ -1,5 +1,5 @@
-"""The queue of writers, which avoids failed attempts. If the process with the turn stops, the
-others still write.
+"""The queue of writers, which avoids failed attempts to write the book. The process at the front of
+the queue has the turn. If it stops, the others still write.
 """
 
 from __future__ import annotations

@@ -200,8 +200,8 @@ def test_a_notebook_that_cannot_be_parked_is_named_with_what_to_do_about_it(mova
 
 
 def test_models_pinned_by_the_requesting_thread_count_against_it():
-    """A thread cannot wait for the end of its own blocks. So a request that needs the room of its
-    own pinned models is hopeless (law 7).
+    """A thread cannot wait for the end of its own `with` blocks. So a request that needs the room
+    of models that its own thread has pinned is hopeless (law 7).
     """
     mine = lease("mine", sim0=12, pins=1)
     _, verdict = decide(book(mine), request("qwen", 10, held=(mine.id,)), world(sim0=20))
@@ -552,8 +552,9 @@ def test_precious_weights_have_the_first_claim_on_the_host():
 
 @pytest.mark.parametrize("warm_owner", [1, 2])
 def test_the_warm_pool_makes_room_for_precious_weights(warm_owner):
-    """The host is full with a warm model, one that was offloaded. It is dropped, whoever owns it,
-    for weights that exist nowhere else. Otherwise the request would wait for ever.
+    """The host is full with a warm model, that is, one that was offloaded. It is dropped, whoever
+    owns it, to make room for weights that exist nowhere else. Otherwise the request would wait for
+    ever.
     """
     page = book(lease("warm", by=warm_owner, host=8), lease("adopted", sim0=8, droppable=False))
     page, heard = ask_until(page, request("q", 8), world(sim0=8, host=8))
@@ -669,8 +670,9 @@ def full_page(*more, importance="batch", by=2, **fields):
 
 
 def test_an_entry_is_evicted_like_bytes():
-    """An idle model leaves if the page is full. In an earlier version, 256 idle `batch` models made
-    an `urgent` request fail, although enough bytes were free.
+    """The page (the stored book) has a largest number of entries. If it is full, an idle model
+    leaves. In an earlier version, 256 idle `batch` models made an `urgent` request fail, although
+    enough bytes were free.
     """
     there = world(sim0=20)
     page, verdict = decide(full_page(), request("qwen", 1, importance=0), there)
@@ -847,8 +849,8 @@ def test_bytes_that_settled_unseen_stay_unseen_while_they_leave():
     ],
 )
 def test_on_an_unmeasured_card_grants_wait_and_nothing_is_evicted(there, because):
-    """Unknown free memory is not treated as zero or as free (law 11). A request waits, and nothing
-    is evicted for it.
+    """Unknown free memory is treated neither as zero nor as free (law 11). A request waits, and
+    nothing is evicted for it.
     """
     page = book(lease("idle", cuda0=18))
     after, verdict = decide(page, request("small", 1), there)

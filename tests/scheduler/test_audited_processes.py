@@ -482,7 +482,7 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: self.models(lambda process, model: model.on_device))
     @rule(which=some)
     def enter(self, which: int) -> None:
-        """Enters a block that uses a resident model.
+        """Enters a `with` block that uses a model on its device.
 
         The ledger is not touched, even if a decision to evict this model was made just before.
         """

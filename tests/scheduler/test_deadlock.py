@@ -19,7 +19,7 @@ from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 
 def test_of_two_threads_that_wait_for_each_others_model_the_youngest_is_refused():
     """The youngest request has waited least, so it is refused. The other thread continues once the
-    block of the refused thread has ended.
+    `with` block of the refused thread has ended.
     """
     page = book(
         lease("a", sim0=10, pins=1),

@@ -138,8 +138,8 @@ def test_equal_ranks_are_ordered_by_name():
 
 
 def test_a_lease_on_several_devices_frees_them_all():
-    """An eviction frees all shares of a lease. With tensor parallelism they cannot leave one by
-    one.
+    """An eviction frees all shares of a lease. With tensor parallelism the shares cannot leave one
+    by one.
     """
     split = lease("split", sim0=4, sim1=4, last_used=1)
     assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (

@@ -41,8 +41,8 @@ HELD = book(lease("a", by=2, cuda0=40, settled_at=NOW - 100), owners=(1, 2))
 
 
 def test_a_sample_from_before_the_death_frees_nothing():
-    """That sample counted the bytes as used. If the book counted them as free, they would be
-    granted too early.
+    """A sample (a measurement by the driver) from before the death counted the bytes as used. If
+    the book counted them as free, they would be granted too early.
     """
     page = reaped(HELD)
     assert page.claims() == {"cuda:0": size(40)}

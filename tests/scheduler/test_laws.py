@@ -573,10 +573,10 @@ def test_relief_brings_the_level_down_and_no_further(situation):
 def follow(
     page: Book, wanted: list[Request], there: World, rounds: int
 ) -> tuple[Book, dict[str, Any]]:
-    """Follows the page for `rounds` seconds.
+    """Follows the book for `rounds` seconds and returns it.
 
-    In each second every process requests, does its steps, obeys recalls and loads. A process uses
-    its model for one round, and ends.
+    In each second every process requests, does its steps, evicts what others request, and loads. A
+    process uses its model for one round, and ends.
     """
     answers: dict[str, Any] = {}
     using: list[Lease] = []

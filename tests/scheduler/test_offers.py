@@ -36,7 +36,7 @@ def level(page: Book, gib: float = 14, **devices: float) -> Plan:
 
 
 def test_a_plan_says_how_much_effort_it_takes():
-    """The levels, from a model that is there to one that never fits."""
+    """The levels of effort, from a model that is on its device already to a model that never fits."""
     old = lease("old", sim0=14)
     assert level(book(lease("qwen", sim0=14))).level is PlanLevel.HERE
     assert level(book(lease("qwen", host=14))).level is PlanLevel.RESTORE
@@ -108,7 +108,9 @@ def test_the_least_important_victims_are_evicted():
 
 @pytest.mark.parametrize("seconds", [(3.49, 3.51), (2.99, 3.01), (0.1, 0.55), (60.0, 65.0)])
 def test_seconds_that_hardly_differ_do_not_decide(seconds):
-    """The better fit decides, whichever of the two loads was measured as the faster one."""
+    """If the seconds of two loads hardly differ, the better fit decides, whichever load was
+    measured as the faster one.
+    """
     for one, other in (seconds, seconds[::-1]):
         first, second = offer("a", seconds=one, left_bytes=40), offer("b", seconds=other)
         assert best(first, second) == "b"
@@ -116,7 +118,9 @@ def test_seconds_that_hardly_differ_do_not_decide(seconds):
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 3)), min_size=1, max_size=6))
 def test_the_best_host_is_close_to_the_fastest_and_fits_best_of_those(times):
-    """Close is within the larger of 0.5 s and 10 %. Slower hosts follow, none of them twice."""
+    """A host is close to the fastest one if it needs at most 0.5 s or 10 % more, whichever is
+    larger. Slower hosts follow, each once.
+    """
     offers = [offer(f"box{n}", seconds=s, left_bytes=left) for n, (s, left) in enumerate(times)]
     fastest = min(seconds for seconds, _ in times)
     close = [one for one in offers if one.seconds <= fastest + max(0.5, fastest * 0.1)]

@@ -80,8 +80,8 @@ def test_the_fewest_are_the_fewest_on_two_cards_at_once(models, first, second):
 
 
 def test_the_measure_itself_sees_waste():
-    """The optimum within the laws is never better than the optimum without them, and is worse in
-    some world.
+    """The best plan that keeps the order of last use never frees fewer bytes than the best plan of
+    all. In some world it frees more.
     """
     pairs = [
         (min(map(freed_bytes, lawful(*one))), min(map(freed_bytes, ways_out(*one))))

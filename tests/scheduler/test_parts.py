@@ -125,7 +125,9 @@ def test_room_for_the_return_is_made_as_for_any_request():
 
 
 def test_a_lease_in_parts_may_move_to_another_card():
-    """Its own card is full of a model in use. All its bytes count on both cards until then."""
+    """The lease's own card is full of a model in use. Until the move is done, all bytes of the
+    lease count on both cards.
+    """
     page = book(big(sim0=10, host=30), lease("used", sim0=30, pins=1))
     after, grant = decide(page, request("big", 40), world(sim0=40, sim1=40, host=64))
     assert isinstance(grant, Grant) and grant.steps[0].shares == shares(sim1=40)
@@ -133,7 +135,9 @@ def test_a_lease_in_parts_may_move_to_another_card():
 
 
 def test_a_lease_in_parts_is_not_in_its_own_way():
-    """It exists nowhere else and host memory is full, so its bytes on the card cannot leave."""
+    """The weights exist nowhere else and host memory is full, so the lease's bytes on the card
+    cannot leave.
+    """
     mine = big(sim0=37, host=3, droppable=False)
     page = book(mine, lease("used", sim0=3, pins=1))
     _, verdict = decide(page, request("big", 40), world(sim0=40, host=3))
@@ -237,7 +241,9 @@ def test_a_lease_in_parts_is_not_migrated():
 
 
 def test_a_lease_in_parts_is_dropped_for_weights_that_exist_nowhere_else():
-    """Its bytes in host memory are needed, and its source has all its bytes."""
+    """Other weights need the lease's bytes in host memory. The source of the lease's model has all
+    its bytes, so the lease is dropped.
+    """
     parts = big(sim1=2, sim0=0, host=6)
     parts = replace(parts, shares=shares(sim1=2, host=6))
     only = lease("only", sim0=8, droppable=False)
@@ -309,8 +315,8 @@ def test_no_piece_that_leaves_could_have_stayed(models, need, host):
 class Journeys(RuleBasedStateMachine):
     """One model leaves in parts and returns, while requests of others come and go.
 
-    No byte is lost: the shares of a settled lease are always its own bytes, on each device no more
-    than its limit is claimed, and every write is lawful.
+    No byte is lost: the shares of a settled lease always sum to its own bytes. On no device is more
+    claimed than its limit, and no write breaks a law of docs/architecture.md.
     """
 
     @initialize(total=st.integers(2, 12), piece=st.integers(1, 5), droppable=st.booleans())

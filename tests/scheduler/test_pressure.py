@@ -168,8 +168,8 @@ def test_critical_does_not_drop_precious_weights():
     ids=lambda lease: lease.name,
 )
 def test_leases_that_no_pressure_evicts(guarded):
-    """The lease is in use, kept, in grace, already leaving, a block of code, or within its
-    keep_alive.
+    """Each case is a lease that pressure does not evict: in use, kept, in its grace time, already
+    leaving, a block of code, or within its keep_alive.
 
     Only a more important request overrides keep_alive, and pressure is no request.
     """

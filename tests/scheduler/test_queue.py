@@ -55,7 +55,9 @@ def test_importance_is_before_everything():
 
 
 def test_a_request_stands_where_its_ticket_would():
-    """Both requests are for the model b. The request itself counts among the users of its model."""
+    """Both requests are for the model b. A request without a ticket counts among the users of its
+    model, too.
+    """
     elder = ticket("a", seconds=10.0, arrived=NOW - 9)
     page = book(owners=(1, 2), tickets=[elder])
     assert elders(page, request("b", 8, arrived=NOW), THERE) == ()
@@ -74,7 +76,9 @@ def test_a_restore_takes_less_than_a_load():
 
 @given(st.lists(WAITING, max_size=12), WAITING, st.booleans(), st.floats(0, 200))
 def test_the_elders_are_the_tickets_ahead_in_the_queue(waiting, ours, has_ticket, later):
-    """`elders` compares each ticket with the request. The queue sorts all of them."""
+    """The function `elders` compares each ticket with the request, and the queue sorts all of them.
+    Both give the same order.
+    """
     tickets = [
         ticket(name, by=by, key=f"t{n}", arrived=NOW - age, seconds=seconds, importance=importance)
         for n, (name, by, age, seconds, importance) in enumerate(waiting)

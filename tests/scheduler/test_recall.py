@@ -161,8 +161,8 @@ def test_an_owner_whose_process_is_gone_cannot_act():
 
 
 def test_a_full_page_refuses_a_request_to_an_owner():
-    """The page is full, and the ledger would refuse to write another ticket. So the verdict refuses
-    the request and explains why.
+    """The page (the stored book) is full, and the ledger would refuse to write another ticket. So
+    the verdict refuses the request and explains why.
     """
     page = two(lease("qwen", sim0=8), *(lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)))
     after, verdict = asking(page, "evict")
@@ -270,7 +270,9 @@ def test_a_recall_is_obeyed_with_the_asker_s_name():
     ids=lambda fields: next(iter(fields)),
 )
 def test_a_recall_overrides_no_rule(stays):
-    """The page that the requester saw may be a second old. The owner decides by the present state."""
+    """A recall is a request to another process to evict a lease. The book that the requester saw
+    may be a second old. The owner decides by the present state.
+    """
     page = two(lease("qwen", sim0=8, **stays), tickets=[recalling()])
     assert obeying(page) == (page, (), ())
 

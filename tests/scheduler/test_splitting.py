@@ -159,7 +159,7 @@ def test_each_card_of_a_split_takes_an_overhead_if_one_is_set():
 
 def test_no_more_of_a_card_than_was_allowed():
     """The setting allows 20 bytes of one card and 10 of another. A card that the setting does not
-    name gives nothing.
+    name is not used.
     """
     room = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
@@ -278,8 +278,8 @@ def test_seventy_billion_on_eight_cards(layout):
     st.booleans(),
 )
 def test_of_the_models_that_leave_eight_cards_none_can_be_spared(placed, layout, gib, cut):
-    """A model over several cards may fit only after many models have left. Every way that is shown
-    makes the room, and not without one of its victims.
+    """A model over several cards may fit only after many models have left. The models of each shown
+    plan make enough room, and without any one of them there is not enough.
     """
     models = [
         lease(f"m{n}", last_used=n, **{f"sim{card}": size for card in {one, other}})

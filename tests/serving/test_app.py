@@ -375,7 +375,7 @@ def test_metrics_have_histograms_of_the_calls_of_each_model(rt):
 
 
 def test_metrics_count_the_problems_of_each_kind(rt):
-    """They are the problems of `/memory/health` and of the console. A kind without any is 0."""
+    """The problems are those of `/memory/health` and of the console. A kind without a problem is 0."""
     http = client(rt)
     assert samples(http.get("/metrics").text)["gpu_problems", "refused"] == 0
     rt.register("giant", backend="fake", size="80GiB")

@@ -27,7 +27,9 @@ def test_the_option_sequences_counts_where_the_engine_computes_them_together(
 
 
 def test_llama_cpp_pythons_server_runs_one_call_at_a_time(tmp_path, monkeypatch):
-    """It is used if the command `llama-server` is missing. Of two streams at once, it cut the first one."""
+    """This server is used if the command `llama-server` is missing. If two streams ran at once, it
+    would cut the first one off.
+    """
     spec = ModelSpec("qwen", "llama-server", options={"sequences": 4})
     monkeypatch.setenv("PATH", str(tmp_path))
     assert calls_at_once(spec) == 1

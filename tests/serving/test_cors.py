@@ -61,7 +61,9 @@ def allowed(answer: HTTPResponse) -> str | None:
 
 @in_loop
 async def test_a_page_of_a_named_origin_reads_answers_and_errors():
-    """The browser asks first, without a token. The page may read an error, too."""
+    """Before the request, the browser sends a preflight request without a token. The page may read
+    an error, too.
+    """
     asked = {"Origin": APP, "Access_Control_Request_Headers": "authorization, x-stainless-os"}
     preflight = await ask(APP, "OPTIONS", **asked)
     assert (preflight.code, allowed(preflight)) == (204, APP)
@@ -79,7 +81,9 @@ async def test_a_page_of_a_named_origin_reads_answers_and_errors():
 
 @in_loop
 async def test_other_origins_are_refused():
-    """Without the setting all of them are. A websocket of another origin is always refused."""
+    """Without the setting all other origins are refused. A websocket of another origin is always
+    refused.
+    """
     bearer = {"Authorization": f"Bearer {TOKEN}"}
     for setting, origin in (
         (None, APP),
@@ -98,7 +102,7 @@ async def test_other_origins_are_refused():
 
 @in_loop
 async def test_a_foreign_page_cannot_use_the_browsers_cookie_or_a_url():
-    """A page must have been given the token. The page of another origin never gets a cookie."""
+    """A page of another origin can use only a token that it was given. It never gets a cookie."""
     for path in ("/v1/models?token=" + TOKEN, "/LANE/v1/models"):
         answer = await ask("*", path=path, Origin=APP, Cookie="VALID", Accept="*/*")
         assert answer.code == 401 and "Set-Cookie" not in answer.headers

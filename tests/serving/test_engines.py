@@ -199,7 +199,9 @@ async def test_several_choices_and_the_prompt_are_in_one_answer(name, sources):
 @both
 @in_loop
 async def test_equal_seeds_give_equal_texts(name, sources):
-    """The choices of one call differ all the same."""
+    """With equal seeds, two calls give equal texts. Several choices of one call still differ from
+    each other.
+    """
     options = {"max_tokens": 16, "temperature": 1.5, "seed": 7, "n": 2}
     async with with_models(sources, name) as k:
         one, two = [(await k.chat(name, **options)).json["choices"] for _ in range(2)]
@@ -438,7 +440,9 @@ async def test_documents_are_ranked(sources):
 @both
 @in_loop
 async def test_tokens_and_text_are_turned_into_each_other(name, sources):
-    """A number that is no token is refused. The library of llama.cpp would read foreign memory for it."""
+    """A number that is no token is refused. Otherwise llama.cpp's library would read memory outside
+    its table of tokens.
+    """
     async with with_models(sources, name) as k:
 
         async def ask(kind: str, **fields: Any) -> Any:
@@ -467,7 +471,7 @@ async def test_tokens_and_text_are_turned_into_each_other(name, sources):
     ],
 )
 def test_the_pooling_is_that_of_the_model(modes, pooling, tmp_path):
-    """A model of sentence-transformers has a file with it."""
+    """A model of sentence-transformers has a file that names its pooling."""
     assert pooling_of(str(tmp_path)) == MEAN
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(modes))

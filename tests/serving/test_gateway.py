@@ -307,7 +307,7 @@ async def _errors(reply) -> list[str]:
 
 @asynccontextmanager
 async def broken():
-    """A gateway whose one model has failed five times in a row."""
+    """A gateway with one model, whose last five calls have failed."""
     async with harness(qwen=4, scripts={"qwen": [FAILED] * 5}) as k:
         for _ in range(5):
             with pytest.raises(Refused):
@@ -522,7 +522,9 @@ async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
 
 @in_loop
 async def test_the_catalogues_keep_alive_counts_in_serving():
-    """It replaces the idle time of the type. `x_stay_warm` still overrides it."""
+    """The `keep_alive` of the catalogue replaces the idle time of the model's type. `x_stay_warm`
+    still overrides it.
+    """
     options = {"long": {"keep_alive": 1000}, "short": {"keep_alive": 10}}
     async with harness(long=4, short=4, options=options) as k:
         await k.chat("long")

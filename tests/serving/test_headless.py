@@ -60,7 +60,7 @@ def with_console(tmp_path_factory):
 
 
 def upgrade(server, path, **headers):
-    """The status of a request that asks to become a websocket."""
+    """The HTTP status of a request for a websocket."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     handshake = {
         "Upgrade": "websocket",
@@ -86,7 +86,7 @@ def test_every_route_answers_with_the_token_and_refuses_without_it(server, path)
 
 
 def test_the_token_is_also_taken_as_an_api_key(headless):
-    """Anthropic's clients send it under this name. A wrong one is refused."""
+    """Anthropic's clients send the token as `X-Api-Key`. A wrong token is refused."""
     key = {"X-Api-Key": OPERATORS, "Accept": "application/json"}
     assert headless.get("/v1/models", **key).status == 200
     assert headless.get("/v1/models", **{**key, "X-Api-Key": "wrong"}).status in (401, 429)

@@ -66,7 +66,7 @@ async def test_a_key_calls_its_models_only():
 
 @in_loop
 async def test_a_key_limits_the_importance():
-    """A call of the key that asks for more waits behind the calls of others."""
+    """A call that requests more importance than its key allows waits behind the calls of others."""
     gate_open = asyncio.Event()
     keys = bot(importance="low")
     options = {"options": {"qwen": {"sequences": 1, "context_length": 64}}, "keys": lambda: keys}
@@ -160,7 +160,9 @@ def test_no_minute_has_more_tokens_than_the_limit(calls):
 
 
 def test_a_key_acts_on_nothing_else():
-    """It calls models. It evicts nothing, changes no setting, reads no log, and ends no other visitor's job."""
+    """A key only calls models. It evicts nothing, changes no setting, reads no log, and ends no
+    other visitor's job.
+    """
     k = Harness(qwen=4, keys=lambda: KEYS)
     visitor = visitor_of(KEYS, BOT, read_only=False)
     assert visitor == Visitor("key:bot", False, may_call=True, api_only=True)

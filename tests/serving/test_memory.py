@@ -126,7 +126,7 @@ def test_a_model_in_use_stays_and_the_answer_says_so(rt):
 
 
 def test_a_wait_is_ended_and_what_does_not_wait_is_a_conflict(rt):
-    """The waiting request is told the visitor's name."""
+    """The error of the waiting request has the visitor's name."""
     http, begun, errors = client(rt), threading.Event(), []
     rt.tell_waits(lambda name, wait: begun.set())
 
@@ -263,7 +263,7 @@ def test_model_types_are_read_without_regard_to_case(rt):
 
 
 def test_without_a_governor_models_are_evicted_by_their_type(runtime):
-    """Their leases have a type too, although nothing was granted."""
+    """Without a governor nothing is granted, but the models' leases have a type all the same."""
     rt = runtime(enable_memory_governor=False)
     rt.register("rank", backend="fake", size="2GiB", model_type="reranker", quantization="int8")
     rt.preload("rank")

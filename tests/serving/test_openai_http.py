@@ -165,7 +165,9 @@ async def test_an_answer_without_a_finish_reason_was_cut_off():
 @pytest.mark.parametrize(("status", "answered"), [(401, 502), (403, 502), (409, 502), (429, 503)])
 @in_loop
 async def test_a_refusal_that_no_caller_caused_counts_for_nothing(status, answered):
-    """A wrong key or too many requests are no faults of the engine. A stand-in answers, if there is one."""
+    """An engine may answer that the server's key is wrong, or that there are too many requests.
+    That is no fault of the engine. If there is a fallback, the fallback answers.
+    """
     serving = ServingConfig(fallback={"qwen": ("phi",)})
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [status]
@@ -331,7 +333,9 @@ async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
 
 @in_loop
 async def test_a_name_with_a_colon_is_no_cloud_unless_its_provider_is_known():
-    """Names such as `qwen3:8b` are those of Ollama's models. An unknown one is a 404 with the nearest name."""
+    """Names such as `qwen3:8b` are those of Ollama's models. An unknown name is a 404 with the
+    nearest name.
+    """
     async with harness(qwen3=4) as k:
         for name in ("qwen3:8b", "nobody:x"):
             with pytest.raises(Refused) as refused:

@@ -228,7 +228,7 @@ def test_the_ageing_bound_is_exact():
 
 
 def test_clients_take_turns():
-    """A client with many calls delays another client's call by one of them only."""
+    """A client with many calls delays another client's call by only one of its calls."""
     greedy = [call(key, client="greedy") for key in (1, 2, 3, 4)]
     others = [call(5, client="ann"), call(6, client="bob"), call(7, client="ann")]
     assert keys(greedy + others, {"a": WARM}) == [1, 5, 6, 2, 7, 3, 4]
@@ -245,7 +245,9 @@ def test_a_full_queue_refuses_the_least_important_call():
 
 
 def test_a_full_queue_refuses_the_client_with_most_calls():
-    """A well-behaved client was refused 9 of 13 times while another one kept the queue full."""
+    """In an earlier version, a client with few calls was refused 9 of 13 times while another one
+    kept the queue full.
+    """
     greedy = [call(key, client="greedy") for key in (1, 2, 3)]
     assert call_to_refuse(greedy, call(4, client="ann")) is greedy[2]
     again = call(4, client="greedy")

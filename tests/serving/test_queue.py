@@ -99,7 +99,7 @@ class Answer:
 
 @asynccontextmanager
 async def done(shelf: Shelf) -> AsyncIterator[None]:
-    """A block after which no call may wait or run, and no model may be pinned."""
+    """At the end of the `with` block no call may wait or run, and no model may be pinned."""
     yield
     await settle()
     assert (shelf.queue.depth(), shelf.queue.active(), shelf.pinned()) == ({}, {}, [])

@@ -92,7 +92,9 @@ def test_our_fields_are_recognized_in_any_spelling(name):
     )
 )
 def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
-    """Any value of our fields is accepted or refused with a 400. An accepted body has none of our fields."""
+    """Any value of the `x_*` fields of gpu-console is accepted, or refused with a 400. The body for
+    the engine has none of these fields.
+    """
     try:
         call = read_call("chat", CHAT | ours)
     except Refused as refused:

@@ -60,7 +60,9 @@ def test_a_warm_candidate_is_tried_first():
 
 
 def test_the_replica_with_the_fewest_calls_goes_first():
-    """Of equal ones a warm one, then the order of the file. Other tasks do not look at the queues."""
+    """Among replicas with equally many calls, a warm one is first, and then the order of the file
+    decides. Other tasks do not look at the queues.
+    """
     replicas = Task(("a", "b", "c"), replicas=True)
     assert names(replicas, "c") == ["c", "a", "b"]
     assert names(replicas, "a", "b", loads={"a": 2, "b": 1, "c": 1}) == ["b", "c", "a"]

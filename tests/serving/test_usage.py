@@ -81,7 +81,7 @@ async def test_usage_survives_a_restart_and_days_are_added(path):
 
 @in_loop
 async def test_servers_side_by_side_add_to_one_file(path):
-    """Both see all usage. The jobs in the file belong to the first server."""
+    """Both servers see the usage of both. The jobs in the file belong to the first server."""
     first, second = Store(path), Store(path)
     one, two = Usage(first), Usage(second)
     for usage in (one, two, two):

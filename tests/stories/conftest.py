@@ -1,4 +1,4 @@
-"""Fixtures for stories that need cards. A driver of our own simulates the cards."""
+"""Fixtures for stories that need cards, which a fake driver simulates."""
 
 from tests.nvml_driver import driver as driver
 from tests.nvml_driver import host as host

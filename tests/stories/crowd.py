@@ -139,8 +139,8 @@ class Look:
 
 
 class Account:
-    """The slot of one process, which updates it. Each time after it has taken bytes, it checks all
-    slots.
+    """The slot of one process, which the process updates. Each time after it has taken bytes, it
+    checks all slots.
     """
 
     def __init__(self, slots: Slots, slot: int, tell: Callable[[str], None]) -> None:
@@ -358,8 +358,8 @@ def be_a_kernel(
     forgives: tuple[type[Exception], ...] = (),
     fuse: int = 0,
 ) -> None:
-    """Runs a kernel that acts until the crowd stops. With a `fuse` it kills itself at that line of
-    the ledgers' code.
+    """Runs a kernel that acts until the crowd stops. With a `fuse` N it kills itself at the N-th
+    executed line of the ledgers' code.
     """
     if fuse:
         die_at(fuse)
@@ -592,7 +592,7 @@ class Warden:
         self.running = {slot: other for slot, other in self.running.items() if other != pid}
 
     def hear(self) -> None:
-        """Reads the messages of the auditor and of the kernels."""
+        """Reads the new messages of the auditor and of the kernels."""
         for log in self.directory.glob("*.log"):
             text = log.read_text()
             new = text[self.heard.get(log, 0) :]

@@ -1,7 +1,7 @@
 """Processes that see different cards of one host. They use the same name for each card.
 
-They use the real NVML binding and a driver of our own. It has eight cards, instances of a divided
-card, and cards that fail.
+The processes use the real NVML binding and a fake driver. The driver has eight cards, instances of
+a divided card, and cards that fail.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def test_visible_devices_choose_among_eight_cards(host, driver, visible, seen):
 
 
 def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
-    """Each instance has memory of its own. Its temperature and power are those of the card, and its
-    utilisation is unknown.
+    """Each instance has memory of its own. It has the temperature and the power of the card, and
+    its utilisation is unknown.
     """
     driver.set(count=2, _0_mig=3, _0_1_free=4 * GIB)
     uuid = "MIG-00000000-0000-0000-{:04d}-000000000000".format

@@ -202,7 +202,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_kill_before_any_change_of_a_file_harms_nobody_else(deed, every, library, tmp_path):
-    """`every` is the distance of two changes that are tried. An ordinary run tries each third one."""
+    """Of the changes at which the process can be killed, each `every`-th is tried. An ordinary run
+    tries each third one.
+    """
     every = 1 if deed == "write" else every
     ran = subprocess.run(
         [

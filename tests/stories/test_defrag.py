@@ -29,7 +29,7 @@ def here(ledger: str) -> Iterator[Runtime]:  # noqa: F811
 
 
 def seen(rt: Runtime, wanted: Callable[[AllocatorMap | None], bool]) -> AllocatorMap | None:
-    """The only map, as soon as `wanted` is true of it. After 15 s the map is returned as it is."""
+    """The only map, once `wanted` is true for it. After 15 s the map is returned as it is then."""
     deadline = time.monotonic() + 15
     while True:
         map = next(iter(rt.allocator_maps()), None)

@@ -1,5 +1,5 @@
-"""Real kernels with real workers. After any of them dies, no process is left running and no memory
-stays claimed.
+"""Real kernels with real engines in processes of their own. After any of these dies, no process is
+left running and no memory stays claimed.
 """
 
 from __future__ import annotations

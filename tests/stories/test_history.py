@@ -1,6 +1,6 @@
 """The host's helper process writes the history without a console.
 
-It does so for SQLite and Redis, after a kill and after a new start.
+The helper does so with SQLite and Redis, after it was killed, and after a new start.
 """
 
 from __future__ import annotations

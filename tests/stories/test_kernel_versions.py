@@ -193,7 +193,9 @@ def test_a_cell_without_its_memory_is_refused(kernel):
 
 
 def test_the_debugger_starts_in_a_parked_kernel(kernel):
-    """Its first cell runs while the thread of the control channel is blocked: no memory could return then."""
+    """The debugger first runs a cell of its own, while the thread of the control channel is
+    blocked. The kernel's memory could not return at that time, so it returns before.
+    """
     notebook, rt = kernel
     park(notebook, rt)
     arguments = {"clientID": "test", "adapterID": "", "pathFormat": "path", "locale": "en"}
@@ -204,7 +206,7 @@ def test_the_debugger_starts_in_a_parked_kernel(kernel):
 
 
 def test_the_cells_that_wait_are_seen_and_run_in_their_order(kernel):
-    """Run All: a running cell sees the models of the cells that were sent with it."""
+    """With "Run All", a running cell knows the models of the cells that were sent with it."""
     notebook, _ = kernel
     notebook.run("for name in 'uv': rt.register(name, backend='fake', size='8MiB')")
     sent = (

@@ -126,7 +126,7 @@ def _end_at(kernel: Kernel, line: int, seed: int) -> None:
 
 
 def storm(place: Path, *words: str) -> dict[str, int]:
-    """The counts of a storm in a process of its own, which has one thread."""
+    """The counts of a storm, which runs in a process of its own with one thread."""
     command = [sys.executable, "-m", "tests.stories.test_move_storms", str(place), *words]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ DEVICES = "sim:48MiB,host:2GiB"
 
 
 class Notebook:
-    """A real kernel with `%load_ext gpu`, and no other code of ours."""
+    """A real kernel with `%load_ext gpu`, and otherwise only plain torch code."""
 
     def __init__(self, name: str, url: str, **settings: str) -> None:
         self.name = name
@@ -156,12 +156,14 @@ todo = queue.Queue(); consumer = threading.Thread(target=todo.get); consumer.sta
 
 
 def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
-    """Every obstacle is a sentence of the failed park, and of `%gpu why`. When it ends, the notebook is parked."""
+    """Each obstacle is named by the failed park and by `%gpu why`. When the obstacle has ended, the
+    notebook is parked.
+    """
     one, _ = two
     one.run("import torch; x = torch.ones(5_000_000)")
 
     def answer(end: str) -> str:
-        """The answer to a request to park, as soon as it has `end` in it."""
+        """The answer to a request to park, once its text contains `end`."""
         answers: list[str] = []
 
         def is_given() -> bool:

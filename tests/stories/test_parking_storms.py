@@ -1,4 +1,5 @@
-"""A notebook is parked while it is interrupted, killed, or hammered by a thread. No value is wrong, nothing leaks.
+"""A notebook is parked (its memory is moved to RAM) while it is interrupted, killed, or used by a
+thread. No value is wrong, and nothing leaks.
 
 Each storm runs in a process of its own, since interrupts and threads would disturb other tests.
 
@@ -186,7 +187,8 @@ def kills(url: str, wanted: int) -> dict[str, int]:
 def hammered(url: str, wanted: int) -> dict[str, int]:
     """Parks and returns a storage `wanted` times while a thread of the user reads it without pause.
 
-    An operator that has begun has its pointer already. So the exchange is made only while the thread waits.
+    An operator that has begun has already read the storage's address. So the storage is exchanged
+    only while the thread waits.
     """
     import torch
     from gpu.obstacles import not_at_rest

@@ -229,8 +229,8 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
 
 
 def test_fields_of_ours_do_not_come_by_header(served):
-    """A proxy may add headers, but only the client writes the body. So fields of ours are read from
-    the body only.
+    """A proxy may add headers, but only the client writes the body. So the `x_*` fields of
+    gpu-console are read from the body only.
     """
     answer = served.get(
         "/v1/chat/completions",

@@ -42,7 +42,7 @@ REFUSED_SECONDS = 0.02
 
 @contextmanager
 def server_of(directory: Path, *models: str, **environment: str) -> Iterator[Served]:
-    """A block with `gpu serve` and `models`, which all have the same weights."""
+    """Runs `gpu serve` with `models` inside the `with` block. All models have the same weights."""
     samples.gguf_lm(directory / "tiny.gguf", seed=1)
     entries = {name: {"source": str(directory / "tiny.gguf"), "type": "llm"} for name in models}
     (directory / "models.json").write_text(json.dumps({"models": entries}))
@@ -221,7 +221,7 @@ class Load:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_clients_get_equal_parts_of_a_server_that_is_asked_twice_what_it_can_do(tmp_path):
-    """One client asks for twice as much as each of the others.
+    """One client sends twice as many calls as each of the others.
 
     A call that another client's call displaces has waited before it is refused.
     """

@@ -74,8 +74,8 @@ print(sent)
 
 @contextmanager
 def flooded(server: Served, sent: list[int]) -> Iterator[None]:
-    """Another user floods the server during the block. At its end, the number of that user's
-    requests is added to `sent`.
+    """Another user floods the server while the `with` block runs. At the end of the block, the
+    number of that user's requests is added to `sent`.
     """
     words = [sys.executable, "-c", FLOOD, str(server.port), str(NOBODY)]
     flood = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -86,8 +86,8 @@ def pages(browser, url):
 
 
 class Pages:
-    """The pages of this module, by their contexts. Tests share a page: to load one takes five seconds
-    of the processor.
+    """The pages of this module, by their contexts. Tests share a page, because loading a page takes
+    five seconds of the processor.
     """
 
     def __init__(self, browser, url) -> None:
@@ -96,8 +96,8 @@ class Pages:
 
     @contextmanager
     def at(self, tab, **context):
-        """A page with this tab in front. At the end of the block it fails on errors and on requests
-        to other hosts.
+        """A page with this tab in front. At the end of the `with` block the test fails if the page
+        had errors or sent requests to other hosts.
         """
         key = str(context)
         if key not in self._made:

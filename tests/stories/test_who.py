@@ -66,8 +66,8 @@ def becomes(cell, expected) -> bool:
 
 
 def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
-    """The memory is held by two outputs, one of them deleted, by a loss with its graph, and by the
-    error of a cell.
+    """Four names hold the memory: two outputs, one of which was deleted, a loss with its graph, and
+    the error of a cell.
     """
     assert "No variable or output holds memory" in cell("%gpu who")
     assert cell("import sys; print('torch' in sys.modules)") == "False\n"
