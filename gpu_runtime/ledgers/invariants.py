@@ -269,7 +269,7 @@ def _events_are_appended(write: Write) -> str:
 
 
 def _page_is_small(write: Write) -> str:
-    """A page holds a limited number of leases, tickets and events.
+    """A page (a stored book) holds a limited number of leases, tickets and events.
 
     A page above the limit may still shrink.
     """

@@ -76,9 +76,10 @@ def name_of(uid: int) -> str:
 
 
 def sight_of(owner: Owner, path: Path | str) -> Sight:
-    """What is seen of the process of `owner`, whose lock file is `path`; in about 50 µs.
+    """Whether the process of `owner` runs, is stopped or has ended. The check takes about 50 µs.
 
-    For a process in another container, only ALIVE, DEAD and UNKNOWN can be seen.
+    `path` is the owner's lock file. For a process in another container, only ALIVE, DEAD and
+    UNKNOWN can be seen.
     """
     found = life_of(owner, path)
     if found is not Life.ALIVE or owner.namespaces != namespaces():

@@ -110,7 +110,7 @@ class Call(Use):
 
 
 def call(session: Session, resident: Resident, restore: bool) -> Held:
-    """The `with` block in which a call of a kept reference to the model runs.
+    """The `with` block in which the model is called by a reference that the user has kept.
 
     If `restore` is false and the model is not on its device, this raises NotResident.
     """
@@ -361,7 +361,7 @@ def _remember_uses(session: Session, resident: Resident) -> None:
 
 
 def _report_misplaced(session: Session, resident: Resident, handle: Any) -> None:
-    """Logs and journals if an engine placed its bytes on other devices than the granted ones."""
+    """Logs and journals if the model's bytes are on other devices than the granted devices."""
     if elsewhere := resident.backend.elsewhere(handle):
         lease = resident.lease
         because = explain.elsewhere(resident.spec.name, lease.where, elsewhere)

@@ -44,9 +44,10 @@ class Maps:
         self._lock = threading.Lock()
 
     def publish(self, *, at_once: bool = False) -> bool:
-        """Publishes the maps if they have changed since the last time. Returns whether it did.
+        """Publishes the maps if they have changed. Returns whether the maps were published.
 
-        The pause after the last maps must be over; `at_once` ignores that pause.
+        Nothing is published during the pause after the last publication; `at_once` ignores the
+        pause.
         """
         with self._lock:
             now = self._clock()

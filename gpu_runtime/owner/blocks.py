@@ -64,7 +64,7 @@ class LeasedBlock:
 
 
 def _started_cuda(name: str) -> Any:
-    """torch.cuda if torch is imported and `name` is a card it can use, else None."""
+    """torch.cuda if torch is imported and `name` is a card that torch can use, else None."""
     torch = sys.modules.get("torch")
     if torch is None or not name.startswith("cuda") or not torch.cuda.is_available():
         return None

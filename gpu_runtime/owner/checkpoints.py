@@ -321,7 +321,7 @@ def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
 
 
 def _unlocked(target: Target, error: GpuError) -> GpuError:
-    """Unlocks the process if it is still locked. Returns `error`, with what was or was not undone."""
+    """Unlocks the process if it is still locked. Returns `error`, and adds what was undone."""
     if look(target.pid) is None:
         return error
     try:

@@ -15,7 +15,7 @@ from .session import Session, log
 
 
 def close(session: Session) -> None:
-    """Frees all models of a closed session, and its section of the book; see Runtime.close."""
+    """Frees all models of a closed session, and removes its section; see Runtime.close."""
     session.activity.watchers.discard(session.cell_began)
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))

@@ -152,10 +152,10 @@ class Sizing:
     def _context(self, places: tuple[str, ...], own: bool = False) -> int:
         """Bytes of the CUDA context that a first use of these cards adds to the model.
 
-        The result is zero if this process has a context on any of the cards, since the model may go
-        there. The context of a second card counts as residue (memory of the process beyond its
-        leases) once it exists. With `own`, the model runs in an engine, which always makes its own
-        context.
+        The result is zero if this process has a context on any of the cards, since the model may be
+        placed on that card. The context of a second card counts as residue (memory of the process
+        beyond its leases) once it exists. With `own`, the model runs in an engine, which always
+        makes its own context.
         """
         cards: list[Device] = []
         for device in self.probe.devices:

@@ -109,7 +109,7 @@ class Kernel:
         return self._room.wanted(text)
 
     def _obtain(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
-        """Pins the kernel, with room for `wanted` if possible. Returns a sentence on a return."""
+        """Pins the kernel, with room for `wanted` if possible. Returns the news for the user."""
         if resident.place is Place.HERE:
             self._room.request(resident, pin, wanted)
         if resident.enter(pin):
@@ -142,7 +142,7 @@ class Kernel:
         self._turn_began = self._session.clock()
 
     def _who_had_the_card(self, resident: KernelResident, since: float) -> str:
-        """The title of the largest other lease on the kernel's cards since `since`; else empty."""
+        """The largest lease of others that used the kernel's cards after `since`: its title or ""."""
         book, me = self._session.ledger.read(), self._session.me
         cards = set(resident.must_return_to())
         found = [
@@ -166,7 +166,7 @@ class Kernel:
         )
 
     def end(self, text: str = "") -> None:
-        """Called after the cell `text` has run: ends its pin, and counts what the kernel holds now."""
+        """Called after the cell `text`: ends the cell's pin, and counts the kernel's memory."""
         if self._running:
             self._running.pop()  # before anything else, so that an interrupt cannot leave the pin
         if self._running:

@@ -82,7 +82,7 @@ class KernelResident(Resident):
         self._moving = False
 
     def carry(self, step: Any, shadow: bool = False) -> Shares:
-        """Performs the step. Raises StillInUse if code runs in the kernel or used its memory."""
+        """Performs the step. Raises StillInUse if the kernel is in use, or was used meanwhile."""
         try:
             return super().carry(step)
         except NotStill as error:
@@ -116,7 +116,7 @@ class KernelResident(Resident):
             self.lease = claiming(self.lease, self.claims)
 
     def must_return_to(self) -> dict[str, int]:
-        """The bytes that the kernel needs on each card for its return; empty if it is not away."""
+        """The bytes that the kernel needs on each card for its return; empty if none are away."""
         return self._claimed() if self.place is Place.AWAY else {}
 
     def _claimed(self) -> dict[str, int]:

@@ -103,7 +103,10 @@ def rest(session: Session, seconds: float) -> None:
 
 
 def _needed_by_others(session: Session) -> list[Resident]:
-    """The models in use for whose devices another owner waits; their end is published at once."""
+    """The models in use on devices for which another owner waits.
+
+    The end of such a use is published at once.
+    """
     used = [resident for resident in list(session.residents.values()) if resident.pins]
     if not used:
         return []
@@ -257,7 +260,7 @@ def _log_pressure(session: Session) -> None:
 
 
 def obey(session: Session) -> tuple[Order, ...]:
-    """Evicts models that other owners have recalled. Returns the orders that remain."""
+    """Evicts models that other owners have recalled. Returns their requests for other work."""
 
     def decision(
         book: Book, world: World

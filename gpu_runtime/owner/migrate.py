@@ -71,8 +71,7 @@ def _rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> Pla
 
 
 def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: str = "") -> Outcome:
-    """Moves a model of this process to the cards `wanted`. `by` is who requested it in another
-    process.
+    """Moves a model of this process to the cards `wanted`. `by` is the requester, if it is another.
 
     Raises NotResident, StillInUse, and DoesNotFit if the cards have no room. After an error nothing
     has changed.

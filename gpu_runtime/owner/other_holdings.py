@@ -35,8 +35,8 @@ HIDDEN = "Names are shown to {user} only (GPU_WHO_NAMES)."
 def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Holdings:
     """The memory that another `process` holds, by name.
 
-    `process` is its notebook's file name, its process id or its owner's id. Waits `seconds` at
-    most. Raises GpuError, NotAllowed, Busy.
+    `process` is a notebook's file name, a process id or an owner's id. Waits `seconds` at most.
+    Raises GpuError, NotAllowed, Busy.
     """
     book = session.ledger.read()
     id = _found(book, process)

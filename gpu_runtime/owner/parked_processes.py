@@ -29,7 +29,7 @@ class ParkedProcess(Value):
 
 
 def note(process: ParkedProcess) -> None:
-    """Stores the note on `process`. Raises GpuError: without a note, its return gets no room."""
+    """Stores the note on `process`. Raises GpuError if that fails: its return needs the note."""
     path = _path(process.pid, process.started)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) ->
     The result is 0 if the model cannot leave in parts.
 
     A model that claims more than its own bytes and its working memory, such as a whole card, leaves
-    as a whole. A `lease` in parts keeps its size.
+    as a whole. While a `lease` is in parts, the size of its pieces does not change.
     """
     claims_more = lease.bytes > lease.own_bytes + lease.working_bytes
     if not backend.can_move or claims_more or spec.layout == "whole":

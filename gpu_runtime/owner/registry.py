@@ -314,7 +314,7 @@ def by_key(session: Session, name: str) -> Resident | None:
 
 
 def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
-    """The lease that `name` refers to: the one of this process, else the only other of that name.
+    """The lease that `name` refers to: this process's own, else the only lease with that name.
 
     `name` may name a process, as in `qwen@4121`, or be an exact LeaseId. With `loadable`, models
     that an owner has registered and not loaded are found too. Raises UnknownModel, AmbiguousName,

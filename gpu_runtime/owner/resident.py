@@ -355,7 +355,7 @@ class Resident:
             return self.backend.measure(self.handle)
 
     def settle_at(self, lease: Lease, anchor: AnchorRef | None = None) -> None:
-        """Records where the model is now. `anchor` pins it at once, before another move of it."""
+        """Records where the model is now. `anchor`, if given, pins the model in the same step."""
         with self.gate:
             self.lease = lease
             self.place = Place.HERE if lease.all_on_device else Place.AWAY

@@ -55,7 +55,7 @@ NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request
 
 
 class _Renamed(Exception):
-    """The book uses other names for devices of this process: `names` maps ours to the book's."""
+    """The book names devices of this process differently: `names` maps our names to the book's."""
 
     def __init__(self, names: dict[str, str]) -> None:
         super().__init__(names)

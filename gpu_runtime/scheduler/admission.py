@@ -12,7 +12,8 @@ The parts of the tree have modules of their own:
 - `obstacles` explains why a request waits.
 - `page_entries` limits the number of entries in the page, which is the stored form of the book.
 
-`transitions` changes the book after a step is done.
+`transitions` changes the book after a step is done. A lease is settled while it is neither arriving
+on its device nor leaving it.
 """
 
 from __future__ import annotations

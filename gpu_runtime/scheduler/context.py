@@ -100,7 +100,7 @@ class Context(NamedTuple):
         return free
 
     def missing(self, shares: Shares) -> Shares:
-        """The bytes that the requested lease still needs on each card of its place `shares`."""
+        """The bytes that the requested lease still needs on each card to be placed as `shares`."""
         if not self.held or len(shares) != 1 or shares[0].device not in self.held:
             return shares
         [share] = shares

@@ -78,7 +78,7 @@ def eviction_step(
 
 
 def copied_bytes(lease: Lease, step: Move | Drop | Shed | None) -> int:
-    """The bytes of host memory that `step` takes beyond the shadow of `lease`; 0 if it is no Move."""
+    """The bytes of host memory that `step` takes beyond the shadow of `lease`; 0 unless a Move."""
     if not isinstance(step, Move):
         return 0
     if lease.shadow_bytes:

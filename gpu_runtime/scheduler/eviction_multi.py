@@ -171,8 +171,8 @@ class _Room:
     def let_go(self, *leases: Lease, times: int = 1) -> int:
         """Counts the `leases` as evicted, and returns the bytes that the cards gain.
 
-        With `times=-1`, the leases are counted as back on their cards. If a lease has a target, only
-        those bytes are evicted.
+        With `times=-1`, the leases are counted as back on their cards. If a lease has a target,
+        only the bytes in the target are evicted.
         """
         free, gained = self.free, 0
         for lease in leases:

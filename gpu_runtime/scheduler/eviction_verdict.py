@@ -217,13 +217,13 @@ class _Eviction:
         return True
 
     def _take(self, size: int) -> None:
-        """Reserves `size` bytes of host memory for a lease, first those that shadows will free."""
+        """Reserves `size` bytes of host memory for a lease: first the bytes that shadows free."""
         freed = min(max(0, size), self.freed_soon)
         self.freed_soon -= freed
         self.host_room -= max(0, size) - freed
 
     def _worth_less(self, lease: Lease, host_room: int) -> tuple[Lease, ...]:
-        """The leases to unload from host memory for this `lease`; empty if they are worth more."""
+        """The leases to unload from host memory for this `lease`, each worth less than `lease`."""
         asker = self.request.lease.owner
         if lease.owner != asker:  # its owner renews the warm pool
             return ()

@@ -91,7 +91,7 @@ def _shares(
     rules: PlacementRules,
     world: World,
 ) -> Shares | str:
-    """The bytes that the model would take on each card of `rules`; or why they cannot hold it."""
+    """The model's bytes on each card of `rules`; or why these cards cannot hold the model."""
     request = Request(
         "",
         replace(lease, target=()),

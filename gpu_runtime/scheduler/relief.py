@@ -218,7 +218,7 @@ def _shadows_to_free(
 
 
 def _excess_bytes(view: DeviceView, freed: int, world: World) -> int:
-    """The bytes that must leave the card until no level of pressure is left."""
+    """The bytes that must leave the card until its level of pressure is LOW."""
     least = world.rules.moderate
     excess = view.claimed_bytes - freed - least * view.limit_bytes
     if view.measured_bytes is not None:

@@ -76,7 +76,7 @@ def room_for(
 ) -> tuple[list[Lease], tuple[Lease, ...]] | None:
     """The leases whose shadows are freed, and those that are unloaded, so that `lease` fits on the host.
 
-    The result is None if `lease` fits without that, or does not fit even then. `host_room` is in
+    The result is None if `lease` fits as it is, or does not fit even afterwards. `host_room` is in
     bytes. `renewed` gives the leases to unload if the shadows are too few. The other parameters are
     those of `held` and `enough`.
     """
@@ -144,7 +144,7 @@ def reserve(
 
 
 def _largest(book: Book, copy: str) -> int:
-    """The bytes that the claims of the book count for the shared pages `copy`."""
+    """The bytes that the book counts for the shared pages with the id `copy`."""
     sizes = [lease.shared_bytes for lease in book.leases() if copy and lease.copy == copy]
     return max(sizes, default=0)
 

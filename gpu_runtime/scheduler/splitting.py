@@ -156,9 +156,9 @@ def fitting(
 ) -> Holds:
     """A function that takes the room and returns whether the `footprint` fits over these `cards`.
 
-    Every card must get a part, as in `divide`. Otherwise `eviction_multi` would evict nothing from
-    a card without a part, and the model could still not be placed. `rules` and `limits` are as in
-    `split`.
+    Every card must get a part, as in `divide`. If a card without a part were accepted,
+    `eviction_multi` would evict nothing from that card, and the model could still not be placed.
+    `rules` and `limits` are as in `split`.
     """
     if footprint.bytes < len(cards):
         return _never_holds

@@ -36,7 +36,7 @@ def stuck_leases(
     request: Request,
     world: World,
 ) -> Stuck:
-    """The leases that cannot leave their card, or may not be able to, seen from this `request`."""
+    """The leases that cannot leave their card, or may have to stay, while this `request` waits."""
     leases: dict[str, list[tuple[Lease, str]]] = {}
     precious: dict[str, list[Lease]] = {}
     titles: dict[str, str] = {}

@@ -270,9 +270,9 @@ def withdraw(book: Book, key: str) -> Book:
 def publish(book: Book, truth: Truth, world: World) -> Book:
     """The book with this owner's section rewritten from `truth`; the same book if nothing changed.
 
-    A lease that is arriving or leaving is not changed if the owner knows its key. If the owner does
-    not know the key, an interrupt left the lease behind. Then the decision is withdrawn, and
-    everything that it had reserved is released.
+    A lease that is arriving or leaving has the key of its decision. The lease is not changed if the
+    owner knows that key. If the owner does not know the key, an interrupt left the lease behind.
+    Then the decision is withdrawn, and everything that it had reserved is released.
     """
     me = truth.owner.id
     if me not in book.sections:
@@ -332,7 +332,8 @@ def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
     """The book with an empty section for a new owner, and with the owner's devices and limits.
 
     The first owner sets the limit of each device in the book. A later owner adds only the limits of
-    devices that the book does not have. Its own smaller limits apply to its own requests alone.
+    devices that the book does not have. A later owner's own smaller limits apply only to that
+    owner's requests.
     """
     alone = not book.sections and not book.quarantined
     known: dict[str, Device] = {} if alone else {device.id: device for device in book.devices}
