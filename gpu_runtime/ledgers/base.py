@@ -45,8 +45,8 @@ class Ledger(Protocol):
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
         """Writes the book that `decide` returns, and returns the second value of `decide`.
 
-        `decide` may run more than once, so it must be pure. It must also look for its own key
-        first: in a book that was rebuilt meanwhile, its effect may already be present. If `decide`
+        `decide` may run more than once, so it must be pure. It must also look for the key of its
+        decision first: a book that was rebuilt may already contain that decision. If `decide`
         returns the book object that it was given, nothing is written.
 
         After an exception that did not come from `decide` (such as a KeyboardInterrupt during the

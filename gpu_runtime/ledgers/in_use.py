@@ -100,8 +100,9 @@ def _open_files(pid: int, proc: Path) -> Iterator[str]:
 def _ledger(pid: int, directory: Path, proc: Path) -> OpenLedger | None:
     """The ledger whose files of this boot are in `directory`.
 
-    The files of a ledger in Redis do not contain its URL, since the URL may have a password. The
-    process's own setting is used if it leads to that directory. Otherwise the result is None.
+    The files of a ledger in Redis do not contain its URL, since the URL may have a password. So the
+    URL is read from the environment of the process `pid`. If that URL does not lead to `directory`,
+    the result is None.
     """
     if (directory / "CURRENT").exists():
         return OpenLedger(f"sqlite://{directory.parent}", directory)

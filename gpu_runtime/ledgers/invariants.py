@@ -40,8 +40,8 @@ def refuse_unlawful(
 ) -> None:
     """Raises LedgerRefused if the owner `writer` may not write `new` over `old`.
 
-    `dead` proves deaths. It is called only if the section or a ticket of another owner was removed.
-    `path` names the ledger in the error.
+    `dead` returns the owners that are proven dead. It is called only if the section or a ticket of
+    another owner was removed. `path` names the ledger in the error.
     """
     write = Write(old, new, writer, dead, _changed(old, new, writer))
     for law in LAWS:

@@ -133,7 +133,7 @@ def life_of(owner: Owner, path: Path | str) -> Life:
     """Whether `owner` is alive, by its lock file `path`; by its process if that file is missing.
 
     Without the second test, the death of an owner whose file was deleted could never be proved. The
-    process proves this only to an observer in the same namespaces.
+    second test is possible only if this process is in the owner's namespaces.
     """
     found = life(path, owner.inode)
     if found is not Life.UNKNOWN or os.path.lexists(path):

@@ -227,7 +227,7 @@ def _part(
 
 
 def _kept(unread: Quarantined, old: Part | None) -> Part:
-    """The part of an owner whose part cannot be read. Its bytes stay as they are."""
+    """The part of an owner that cannot be read. The part's bytes stay as they are."""
     if old is not None and old.quarantined is unread:
         return old
     room = _decode_entry(unread.entry).room
@@ -245,7 +245,10 @@ def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int
 
 
 def _room(size: int, before: int) -> int:
-    """The room for `size` bytes. It stays `before` if that fits, so that no other part moves."""
+    """The room for `size` bytes: the room `before`, unless it is too small or far too large.
+
+    While the room stays, no other part of the page moves.
+    """
     if size <= before <= 4 * size + 2 * _STEP:
         return before
     return (size + size // 16 + 2 * _STEP) // _STEP * _STEP  # for one more lease, or two

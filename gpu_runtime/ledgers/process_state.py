@@ -93,7 +93,7 @@ def in_status(status: str) -> Sight:
 
 
 def sight_of_process(pid: int) -> Sight:
-    """What is seen of the living process `pid`; ALIVE if its state cannot be read."""
+    """The state of the living process `pid`; ALIVE if the state cannot be read."""
     try:
         return in_status(Path(f"/proc/{pid}/status").read_text())
     except OSError:  # hidden from this user, or it ended just now

@@ -142,7 +142,7 @@ class Kernel:
         self._turn_began = self._session.clock()
 
     def _who_had_the_card(self, resident: KernelResident, since: float) -> str:
-        """The largest lease of others that used the kernel's cards after `since`: its title or ""."""
+        """The title of the largest lease of others that used the cards after `since`; else ""."""
         book, me = self._session.ledger.read(), self._session.me
         cards = set(resident.must_return_to())
         found = [

@@ -70,7 +70,10 @@ def load(
 
 
 def _revise(session: Session, resident: Resident, given: Given) -> None:
-    """Gives the model the options `given`. Raises AlreadyRegistered if it is loaded with others."""
+    """Gives the model the options `given`.
+
+    Raises AlreadyRegistered if the model is loaded with other options.
+    """
     spec = _revised(session, resident, given)
     if spec == resident.spec:
         return

@@ -28,7 +28,8 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
     """Reserves host memory for the shadow of a model that is loaded onto `shares`.
 
     Returns the options with which the backend keeps the shadow, or none if the host has no room. If
-    another process loads the same files now, its load is awaited, so that they are read once.
+    another process loads the same files now, this function waits for that load, so that the files
+    are read once.
     """
     if not wanted(session, resident):
         return {}

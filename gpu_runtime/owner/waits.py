@@ -54,7 +54,7 @@ def _uses(session: Session, owner: str = "") -> list[Ticket]:
 
 
 def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
-    """The owner that waits for `name`, and the name. Raises GpuError, AmbiguousName."""
+    """The id of the owner that waits for `name`, with the name. Raises GpuError, AmbiguousName."""
     if isinstance(name, LeaseId):
         return name
     bare, process = registry.split_address(name)

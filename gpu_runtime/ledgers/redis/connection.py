@@ -117,7 +117,7 @@ class RedisConnection:
         return answer
 
     def unavailable(self, what: str, hint: str) -> LedgerUnavailable:
-        """The error for this Redis: `what` it does, and on the next line the `hint` what to do."""
+        """The error about this Redis: `what` is wrong, and on the next line a `hint` what to do."""
         return LedgerUnavailable(f"the Redis {self.url} {what}.\n  {hint}", path=self.url)
 
     def close(self) -> None:

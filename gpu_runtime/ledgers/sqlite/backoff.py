@@ -66,7 +66,7 @@ class Pace:
 
     @property
     def will_write_again(self) -> bool:
-        """Whether this thread will probably write again at once, as it has done twice."""
+        """Whether this thread will probably write again at once, because it has done so twice."""
         return 2 < self._here.turns < FREE_TURNS
 
     def after_loss(self, times: int, now: float) -> float:

@@ -87,10 +87,11 @@ class SqliteBook(BookStore):
         return self.directory / (self._page.name if self._page else files.current(self.directory))
 
     def written(self) -> tuple[str, int, int] | None:
-        """The book in force, its inode and the time of its last write; None if it is not reliable.
+        """The book in force, its inode and the time of its last write.
 
-        File systems measure time in steps of up to 10 ms. If a file was written a moment ago, it
-        may be written again within the same step.
+        The result is None if there is no book, or if the time is too recent to be reliable. File
+        systems measure time in steps of up to 10 ms. If a file was written a moment ago, it may be
+        written again within the same step.
         """
         name = files.current(self.directory)
         try:

@@ -153,8 +153,8 @@ class WriterQueue:
     def _holder_is_runnable(self) -> bool:
         """Whether the thread with the turn waits for a processor, or pauses before an attempt.
 
-        On a busy machine that takes longer than STALLED_SECONDS. A thread that is stopped, or that
-        waits for the GIL, is not runnable.
+        On a busy machine, a thread may wait for a processor for longer than STALLED_SECONDS. A
+        thread that is stopped, or that waits for the GIL, is not runnable.
         """
         holder = os.pread(self._lock, _HOLDER.size, _COUNT_BYTES + 1)
         if len(holder) != _HOLDER.size:
