@@ -1,4 +1,4 @@
-"""The file of keys with which programs call `gpu serve`: who each key belongs to, and what it may do.
+"""The file of keys with which programs call `gpu serve`: the name of each key, and what it may do.
 
 A key has 256 random bits, so its SHA-256 reveals nothing, and no slow hash is needed. The file has
 hashes only, and must be readable by its owner alone.
@@ -35,7 +35,7 @@ Limit = Annotated[int, Meta(ge=1, le=10**12)]
 
 
 class AccessKey(Value, forbid_unknown_fields=True):
-    """What one key may do. It calls models (`user`) or only looks (`viewer`)."""
+    """What one key may do. With the role `user` it can call models, as a `viewer` only read."""
 
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     role: Literal["user", "viewer"] = "user"

@@ -277,7 +277,7 @@ def whole(least: int, most: int) -> Callable[[Any], int]:
 
 
 def optional(rule: Rule) -> Rule:
-    """A rule that accepts what `rule` accepts, and None."""
+    """A rule that accepts None, and the values that `rule` accepts."""
     return Rule(rule.expected, lambda value: None if value is None else rule.read(value))
 
 
@@ -396,8 +396,8 @@ def _rule(method: str, parameter: str) -> Rule:
 def checked(method: Callable[P, T]) -> Callable[P, T]:
     """Wraps `method`, so that it gets only arguments that the table allows.
 
-    If the method has `**options`, keywords that its signature does not name are passed on
-    unchanged. Otherwise they raise BadSetting, which names the nearest keyword.
+    If `method` has `**options`, keywords that its signature does not name are passed on
+    unchanged. If it has none, such keywords raise BadSetting, which names the nearest keyword.
     """
     rules = rules_of(method)
     takes_more = bool(method.__code__.co_flags & inspect.CO_VARKEYWORDS)

@@ -238,7 +238,7 @@ class BadSize(GpuError, ValueError):
     def __init__(
         self, value: Any, what: str = "size", example: str = _SIZES, meant: str = ""
     ) -> None:
-        """`what` names what `value` should be, `example` how to write it, `meant` a likely value."""
+        """`what` is the expected kind of `value`, `example` a valid value, `meant` a likely one."""
         suggestion = f"Did you mean {meant}? " if meant else ""
         super().__init__(
             f"{quoted(value)} is not a {what}. {suggestion}Write it like {example}.",
@@ -431,7 +431,7 @@ class LedgerNewer(LedgerUnavailable):
     """A newer version wrote this book. Attributes: path, found, ours."""
 
     def __init__(self, path: str, found: int, ours: int) -> None:
-        """The ledger at `path` has the schema `found`; this version reads up to `ours`."""
+        """The ledger at `path` has the schema number `found`. This version reads up to `ours`."""
         super().__init__(
             f"the ledger {path} has schema {found}; this gpu-console reads up to {ours}.\n"
             f"  Upgrade this environment, or use another ledger:  GPU_LEDGER=sqlite:///PATH",

@@ -1,7 +1,7 @@
 """The options of a model in one table: the keywords of `register` that are passed to its backend.
 
 An option that a model's backend does not use is refused, and the error names the most similar
-option. Otherwise a misspelled `context_length` would reserve nothing.
+option. If such options were ignored, a misspelled `context_length` would reserve nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ FLAGS = {  # keyword of `rt.load` and `rt.plan` -> the option of `%gpu load` and
 
 
 def require_none(options: Mapping[str, Any], refused: Mapping[str, str]) -> None:
-    """Raises BadSetting if `options` has a `refused` name. Each maps to what to do instead."""
+    """Raises BadSetting if `options` has a name in `refused`, with the advice `refused[name]`."""
     for name, instead in refused.items():
         if name in options:
             raise BadSetting(name, options[name], instead)

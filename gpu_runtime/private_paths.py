@@ -120,8 +120,8 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _is_harmless(gid: int) -> bool:
     """Whether write access of the group `gid` is no danger.
 
-    It is no danger if the group is root's, or has no member but this user. Many systems give each
-    user a group with the user's name, which may write the user's files.
+    Write access is no danger if the group is root's, or has no member but this user. Many systems
+    give each user a group with the user's name, which may write the user's files.
     """
     import grp
     import pwd

@@ -234,7 +234,7 @@ class Runtime:
     ) -> ModelSpec:
         """Governs an existing `module`, with its `optimizer` if it is in training.
 
-        Its weights exist nowhere else, so they are moved and never dropped. The other parameters
+        The module's weights exist nowhere else, so they are never dropped. The other parameters
         (`importance`, `keep`, `keep_alive`, `model_type`, `restore_on_call`) are those of `register`.
 
         Raises CannotGovern, AlreadyRegistered, NotAllowed, BadSetting.
@@ -278,8 +278,8 @@ class Runtime:
     ) -> Held:
         """`with rt.use("qwen") as model:` — the model, on its device while the block runs.
 
-        Idle models are evicted for it. If models in use occupy the memory, the call waits at most
-        `timeout` (seconds or "30s"; None waits without limit). For this block, `importance` and
+        Idle models are evicted to make room. If models in use occupy the memory, the call waits at
+        most `timeout` (seconds or "30s"; None: no limit). For this block, `importance` and
         `keep_alive` replace the values of the registration.
 
         Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed; OutOfMemory, inside the block.
@@ -392,8 +392,8 @@ class Runtime:
     def cancel(self, name: str | LeaseId, *, timeout: str | float | None = ASK_SECONDS) -> Outcome:
         """Ends the wait for memory of the request for `name`: its cell raises WaitEnded.
 
-        `qwen@4121` names the request of another process, and `train.ipynb` that of a notebook. Only
-        its own user and operators may end it. Raises GpuError, AmbiguousName, NotAllowed, Busy.
+        `qwen@4121` names the request of another process, `train.ipynb` that of a notebook. Only the
+        request's user and operators may do this. Raises GpuError, AmbiguousName, NotAllowed, Busy.
         """
         return waits.cancel(self._session, name, timeout)
 
@@ -428,8 +428,8 @@ class Runtime:
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
         """Moves the memory of the notebook `who` (a file name or pid; else this one) to RAM.
 
-        It returns to the card before the notebook's next cell. With `checkpoint`, `who` may be any
-        process, and the driver moves it. Without `yes`, this only lists what may go wrong.
+        The memory returns before the notebook's next cell. With `checkpoint`, the driver moves the
+        memory of any process `who`; without `yes`, the call then only lists what may go wrong.
         """
         return checkpoints.park(self._session, who, checkpoint, yes)
 
@@ -477,7 +477,7 @@ class Runtime:
         told: Callable[[str, Wait | None], None] | None,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
-        """While a thread waits for memory, calls `told(name, wait)` in it; at the end, `wait` is None.
+        """Calls `told(name, wait)` in a waiting thread at each decision; at the end `wait` is None.
 
         Calls `arrived` with an `Arrival` when a load or a restore begins, and when it has ended.
         """

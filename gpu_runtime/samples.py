@@ -4,8 +4,8 @@
     samples.causal_lm("models/writer", size="48 MiB")
     samples.gguf_lm("models/writer.gguf")
 
-Runbooks, drills and tests use them. Their output is nonsense, but always the same, because the
-weights depend only on the seed.
+Runbooks, drills and tests use these models. Their output is nonsense, but always the same, because
+the weights depend only on the seed.
 """
 
 from __future__ import annotations
@@ -109,9 +109,10 @@ def gguf_lm(
     """Saves a new Llama of 0.5 MB, or of about `size`, as GGUF in `file`. Returns the path of
     `file`.
 
-    `context` is its longest context in tokens. `seed` determines the weights. Its vocabulary is
-    bytes and printable characters, and it has a chat template. It generates only printable
-    characters and never an end token. So a text has exactly as many tokens as were requested.
+    `context` is the model's longest context in tokens. `seed` determines the weights. The
+    vocabulary is bytes and printable characters, and the model has a chat template. It generates
+    only printable characters and never an end token. So a text has exactly as many tokens as were
+    requested.
     """
     import gguf
 

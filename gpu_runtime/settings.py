@@ -1,8 +1,8 @@
 """Every setting in one table: its name, default, bounds and meaning.
 
-The value of a setting is the argument, if one is given. Otherwise it is the environment variable
-with the same name in capitals, or else the default. Importing this module loads pydantic, which
-takes 0.1 s. So the package imports it only when the first runtime opens.
+The value of a setting is the argument, if one is given; else the environment variable with the same
+name in capitals; else the default. Importing this module loads pydantic, which takes 0.1 s. So the
+package imports this module only when the first runtime opens.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class Running:
 class Cancellation(threading.Event):
     """An event that is set when the result of some work is no longer wanted.
 
-    It also calls functions when it is set, for work that waits in a way that no event can end.
+    When the event is set, it also calls functions. They are for work that waits in a way that no
+    event can end, such as a read from a socket.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,8 @@ def _listed(generation: int, classes: Collection[type]) -> list[Any]:
     """The objects of these `classes` in one `generation` of the garbage collector.
 
     The list of all objects is read twice: for the objects and for their classes. The list also
-    contains the iterators that refer to it: a reference cycle. So it is emptied at the end.
+    contains the iterators that refer to the list: a reference cycle. So the list is emptied at the
+    end.
     """
     objects, again, emptied = tee(map(gc.get_objects, (generation,)), 3)
     wanted = map(classes.__contains__, map(type, chain.from_iterable(again)))

@@ -35,9 +35,8 @@ def rendered(error: BaseException, report: list[str]) -> list[str]:
 def user_lines(error: BaseException) -> list[str]:
     """The user's lines that `error` came through, such as `Cell In[7], line 10: c = step(model, 3)`.
 
-    The line that failed is the last. For an error that was raised from another error (its cause),
-    the lines are those of the cause. An out-of-memory report at the end of a `with` block is an
-    example.
+    The line that failed is the last. If `error` was raised from another error, its cause, the lines
+    of the cause are used. An out-of-memory report at the end of a `with` block is an example.
     """
     at: dict[FrameType, int] = {}  # in a frame of both errors, the line of the cause is wanted
     link: BaseException | None = error

@@ -49,7 +49,7 @@ def active_ledgers() -> list[ActiveLedger]:
 
 
 def _last_use(ledger: OpenLedger, processes: frozenset[int]) -> float | None:
-    """When one of the `processes` last used memory of the `ledger`; None if none of them has any."""
+    """When a process in `processes` last used memory of the `ledger`; None if no one has any."""
     try:
         book = peek(ledger.url, ledger.directory).look()
     except GpuError:  # a URL that this process cannot open

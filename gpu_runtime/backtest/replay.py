@@ -269,7 +269,7 @@ class _Replay:
         return "host" if lease is not None and not lease.all_on_device else "disk"
 
     def _lane(self, steps: tuple[Step, ...]) -> str:
-        """The lane of these steps, which are an arrival or the departures that make room for it."""
+        """The lane for `steps`: the arrival of a model, or departures that make room for one."""
         if len(self.engine.lanes) == 1 or not steps:
             return self.engine.lanes[0]
         if isinstance(steps[0], Load):

@@ -51,10 +51,11 @@ def compare(
 ) -> Iterator[Row]:
     """Yields one row for each combination of the choices, as soon as its replay has ended.
 
-    `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models. A card in
-    percent has at least the bytes of the largest model. Raises BadSetting for an unknown policy or
-    engine, and for a size that cannot be read. It also raises BadSetting for a card that is smaller
-    than the largest model, and for an empty `history`.
+    `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models. If a
+    card is given in percent, it has at least the bytes of the largest model.
+
+    Raises BadSetting for an unknown policy or engine, for a size that cannot be read, for a card
+    that is smaller than the largest model, and for an empty `history`.
     """
     if not history.requests:
         raise BadSetting("the history", "no requests", "at least one use of a model")

@@ -161,7 +161,7 @@ class _Builder:
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
         """The fields of the mapping `node` at `path`.
 
-        Its own fields override the fields that the YAML key `<<` merges into it.
+        The mapping's own fields override the fields that the YAML key `<<` merges into it.
         """
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}

@@ -169,7 +169,7 @@ def _requests_trust(fields: Fields) -> bool:
 def require_loadable(spec: ModelSpec) -> None:
     """Raises ModelDisabled for a disabled model, and LoadFailed if no backend can load the `spec`.
 
-    It is called before any model is evicted to make room.
+    This function is called before any model is evicted to make room.
     """
     if not spec.enabled:
         raise ModelDisabled(spec.name)

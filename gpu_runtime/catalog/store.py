@@ -5,8 +5,9 @@
         catalog.damaged-1     a catalog.json that could not be read, set aside
         *.yaml *.yml *.json   written by hand: read as well, never written
 
-GPU_CATALOG may also name one file, written by hand or by `apply`. An entry is stored as it was
-written. `entries.py` makes a ModelSpec from it, and `manifests.py` reads the formats of files.
+GPU_CATALOG may also name one file, written by hand or by `apply`. An entry (the description of one
+model) is stored as it was written. `entries.py` makes a ModelSpec from an entry, and `manifests.py`
+reads the formats of files.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def default_place() -> Path:
 class Catalog:
     """The catalogue that the settings name.
 
-    Threads and processes may share it. Its files are read again after they change.
+    Threads may share this object, and processes may share the catalogue. Its files are read again
+    after they change.
     """
 
     def __init__(self, settings: Settings) -> None:

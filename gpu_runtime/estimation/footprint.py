@@ -9,7 +9,7 @@ known:
 A lease holds the weights. It also holds the room for use that the registration requested
 (`context_length`, `sequences`): KV cache and activations, calculated from the config. Without such
 a request, only the weights are reserved. Memory that code uses beyond its leases is measured, and
-is in the book as the residue of its process.
+the book (all leases and requests) counts it as the residue of its process.
 
 *No overhead is counted twice.* A declared size includes the room for use. A measured size is the
 size of the tensors' storages, without a factor. If only the size of the files or a name is known,
@@ -106,11 +106,11 @@ def footprint(
 ) -> Footprint:
     """The footprint of the model `name`, from the best known source of its size.
 
-    `evidence` is from the model's source, `declared` is its declared size in bytes, `measured` is
-    an earlier measurement, and `options` are those of its registration. `quantization` is its
-    format, if the name does not show it. `context_bytes` is the size of the CUDA context that the
-    load will create. It is 0 if the process has a context on the card, or if the devices are
-    simulated.
+    `evidence` is from the model's source, `declared` is the model's declared size in bytes,
+    `measured` is an earlier measurement, and `options` are those of the registration.
+    `quantization` is the model's format, if the name does not show the format. `context_bytes` is
+    the size of the CUDA context that the load will create. It is 0 if the process has a context on
+    the card already, or if the devices are simulated.
 
     Raises UnknownSize if nothing shows the size; the error tells the user to declare it. Raises
     BadSetting for an option that cannot be used.

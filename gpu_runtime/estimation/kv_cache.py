@@ -384,7 +384,7 @@ def _values_per_token(text: Mapping[str, Any], width: int) -> int:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model, whose values replace those of the outer `config`."""
+    """The `config`, in which values of its inner config of the language model replace its own."""
     for key in _NESTED:
         inner = config.get(key)
         if isinstance(inner, Mapping):

@@ -1,8 +1,8 @@
 """Frozen values that all folders exchange. Between processes they are written as JSON.
 
-They describe devices, models, leases, the book, decisions and snapshots. Nothing here decides or
-acts: no locks, tensors or clocks. Sizes are in bytes. Times are seconds of CLOCK_BOOTTIME, unless
-the name contains `wall`.
+These values describe devices, models, leases, the book (all leases and requests of a host),
+decisions and snapshots. Nothing here decides or acts: no locks, tensors or clocks. Sizes are in
+bytes. Times are seconds of CLOCK_BOOTTIME, unless the name contains `wall`.
 """
 
 # ruff: noqa: F401 - the names of this package are those that it imports

@@ -1,4 +1,4 @@
-"""Devices, samples of them, and shares of their bytes."""
+"""Devices, samples (measurements of a device by its driver), and shares of a device's bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Device(Value):
 
     @property
     def key(self) -> str:
-        """The UUID if the device has one, else the id. It survives a renumbering of the cards."""
+        """The UUID if the device has one, else the id. A UUID stays when cards are renumbered."""
         return self.uuid or self.id
 
 

@@ -6,7 +6,7 @@ from .base import Value
 
 
 class Holder(Value):
-    """One name, and the device memory that it refers to."""
+    """One name, and the device memory to which the name refers."""
 
     name: str  # a variable, an output, a model, a thread or a module
     kind: str  # variable, output, last error, running, thread, model, or elsewhere

@@ -402,7 +402,7 @@ _MOST_SUMS = 4096
 
 
 class Ticket(Value):
-    """A waiting request, or an order to another owner. It is removed when its writer ends."""
+    """A waiting request, or an order to another owner. When its writer ends, it is removed."""
 
     key: str
     owner: str

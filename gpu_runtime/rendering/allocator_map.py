@@ -66,7 +66,8 @@ def mapped(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Mapped:
 class MapPiece(NamedTuple):
     """A rectangle of a row.
 
-    Its left and right ends are in bytes. `low` and `high` are fractions of the row's height.
+    `left` and `right` are positions in the row, in bytes. `low` and `high` are fractions of the
+    row's height.
     """
 
     row: int

@@ -23,7 +23,7 @@ def for_people(frame: Any) -> Any:
 def showing(frame: Any, text_of: Show, html_of: Show) -> Any:
     """The DataFrame `frame`, which shows itself by `text_of` in a terminal and by `html_of` in Jupyter.
 
-    Selections and sorted copies of it are plain DataFrames.
+    Selections and sorted copies of the result are plain DataFrames.
     """
     shown = _class_that_shows(text_of, html_of)(frame)
     shown.attrs = dict(frame.attrs)

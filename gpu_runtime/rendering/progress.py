@@ -51,8 +51,8 @@ def note(arrival: Arrival, seconds: float, stop: str) -> str:
 def seconds_left(arrival: Arrival, seconds: float) -> float | None:
     """The seconds until the `arrival` (a load or restore) ends; None if they cannot be estimated.
 
-    It began `seconds` ago. A restore does not report its bytes, so the estimate is the duration of
-    the model's last restore.
+    The `arrival` began `seconds` ago. A restore does not report its bytes, so its duration is
+    estimated as that of the model's last restore.
     """
     if arrival.done_bytes:
         left_bytes = max(0, arrival.all_bytes - arrival.done_bytes)

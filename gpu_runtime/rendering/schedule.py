@@ -35,7 +35,7 @@ def _row(model: ScheduledModel) -> tuple[str, str, str, str]:
 
 
 def _state(model: ScheduledModel) -> str:
-    """A short text on what the schedule does with `model`."""
+    """A short text on the state of `model` in the schedule, such as `loaded ahead`."""
     if model.running:
         return "used by the running cell"
     if model.ahead:

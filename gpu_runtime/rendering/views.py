@@ -76,7 +76,7 @@ class Bar(NamedTuple):
     def scale_bytes(self) -> int:
         """The bytes that the full length of the bar stands for.
 
-        They are the bytes of the device, or the bytes in use if those are more.
+        The result is the size of the device, or the bytes in use if they are more.
         """
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 

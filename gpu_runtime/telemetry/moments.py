@@ -44,7 +44,8 @@ def _moment(view: DeviceView, claims: dict[str, int], wall: float) -> Moment:
 def alike(one: Moment, other: Moment) -> bool:
     """Whether `one` and `other` look the same in a chart.
 
-    They do if their claims are the same and the driver's figures differ only by noise.
+    Two moments look the same if their claims are equal and the driver's figures differ only by
+    noise.
     """
     if _exact(one) != _exact(other):
         return False
@@ -71,8 +72,8 @@ class ChangeFilter:
     """Selects the moments to record: every changed moment, and one now and then without a change.
 
     A moment is changed if it differs from the last recorded moment of its device. The last
-    unchanged moment before a change is recorded too. Otherwise the chart would draw a slope where
-    there was a step.
+    unchanged moment before a change is recorded too. Without that moment, the chart would draw a
+    slope where there was a step.
     """
 
     def __init__(self, rest_seconds: float) -> None:

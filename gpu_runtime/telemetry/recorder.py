@@ -1,8 +1,8 @@
 """Records how the devices are used, while any process shares the ledger.
 
-The recorder runs in the host's helper process (`sampler.py`), of which each ledger has one. It
-reads the book without being an owner (`ledgers/reader.py`). Nothing depends on the recorder. If it
-cannot read or write, the history has a gap.
+The recorder runs in the helper process (`sampler.py`), of which each ledger has one. It reads the
+book (the ledger's leases and requests) without being an owner in it (`ledgers/reader.py`). Nothing
+depends on the recorder. If it cannot read or write, the history has a gap.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def _machine(now: float) -> Sample:
 def _person(pid: int) -> Person | None:
     """The user and the command of a process; None if the process cannot be seen from here.
 
-    It cannot be seen if it is in another container, or has ended.
+    A process cannot be seen if it is in another container, or has ended.
     """
     try:
         uid = os.stat(f"/proc/{pid}").st_uid

@@ -58,8 +58,8 @@ def events_of(path: Path, model: str | None, since: float) -> list[Event]:
     """The events in another user's file `path`, newest first; empty if it cannot be read.
 
     The events are those of `model` (None: any model), not before the wall time `since`. A file that
-    cannot be read is logged once. If a query did not end, the file is not read again until it has
-    changed.
+    cannot be read is logged once. If a query of the file takes too many steps, the file is not read
+    again until it has changed.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:

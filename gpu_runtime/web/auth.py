@@ -91,7 +91,7 @@ def bearer(authorization: str) -> str:
 
 
 def role_of_name(name: str, rules: AccessRules) -> Role | None:
-    """The role that `rules` give to a `name` that a login proved. It is None for other names and for Panel's guests.
+    """The role that `rules` give to a `name` that a login proved. None for other names and for Panel's guests.
 
     >>> rules = AccessRules("ann", "", operators=frozenset({"bob"}), viewers=frozenset({"*"}))
     >>> role_of_name("bob", rules), role_of_name("eve", rules), role_of_name("guest", rules)
@@ -161,7 +161,7 @@ class GuessLimiter:
 def _equal(offered: str, token: str) -> bool:
     """Whether `offered` and `token` are equal. The comparison takes the same time for any two values.
 
-    Their digests are compared, so the time does not depend on their lengths either.
+    The digests of the two texts are compared, so the time does not depend on their lengths either.
     """
     digests = [
         hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (offered, token)

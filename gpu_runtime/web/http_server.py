@@ -316,7 +316,7 @@ def _handle_signals(loop: IOLoop, service: Service) -> None:
 async def _close(closing: Awaitable[None]) -> None:
     """Closes the service, and cancels tasks that still run, such as calls of waiting clients.
 
-    Their threads would otherwise keep the process alive.
+    The threads of these tasks would keep the process alive.
     """
     await closing
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -329,7 +329,7 @@ async def _close(closing: Awaitable[None]) -> None:
 def _log_unless_browser_left(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Logs the error in `context`, unless a browser has disconnected during a write.
 
-    That is normal, and Bokeh would log a traceback for it.
+    Such a disconnection is normal, but Bokeh would log a traceback.
     """
     if not isinstance(context.get("exception"), WebSocketClosedError):
         loop.default_exception_handler(context)

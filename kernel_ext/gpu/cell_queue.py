@@ -5,7 +5,7 @@ function, the receiver of the stream. This module puts another function, the tap
 receiver. The tap sees every request when the request arrives, also while a cell runs.
 
 ipykernel 6 reads the socket only between cells. With that version, `flush` is called at the start of
-a cell. It puts the arrived messages into `msg_queue`, as the stream itself would do a moment later.
+a cell. This puts the arrived messages into `msg_queue`, as the stream itself would do a moment later.
 
 Messages are read with `session.unpack`. `session.deserialize` would record their signatures as used,
 and the kernel would then reject them.

@@ -85,7 +85,7 @@ def _comm_callback(kernel: Any, kind: str, content: dict[str, Any]) -> Any:
 
 
 def _is_of_console(callback: Any) -> bool:
-    """Whether `callback` belongs to a view of our console: Panel's comm calls the view's method."""
+    """Whether `callback` belongs to a view of gpu-console: Panel's comm calls a method of that view."""
     comm = getattr(callback, "__self__", None)
     if not type(comm).__module__.startswith("pyviz_comms"):
         return False

@@ -1,6 +1,6 @@
 """The names that hold objects in a notebook: its variables, its outputs and the last error.
 
-It also records which cell made each variable. IPython keeps an output in several places: in `Out`, as
+This module also records which cell made each variable. IPython keeps an output in several places: in `Out`, as
 `_7`, in its list of hidden names, perhaps as `_`, and as the result of the last cell. These places
 count as one name here, and are released together.
 """
@@ -97,7 +97,7 @@ class NotebookNames(Namespace):
     # -- releasing objects
 
     def release(self, names_: Sequence[Name]) -> None:
-        """Removes the references to those of `names_` that are outputs or the last error."""
+        """Removes the references of those names in `names_` that are outputs or the last error."""
         wanted = set(names_)
         for name, places in self._outputs():
             if name in wanted:

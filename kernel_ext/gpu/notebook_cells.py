@@ -86,8 +86,8 @@ class Position:
         """The cells that will run after the cell with this `code` and `cell_id`.
 
         `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` the
-        result has all later cells. Otherwise it has them only if this cell follows the last cell in
-        the file, and began at once when the last cell had ended.
+        result has all later cells. Without it, the result has them only if this cell follows the last
+        cell in the file, and began at once when the last cell had ended. Else it is empty.
         """
         here = self._find(cells, code, cell_id)
         if here is None:

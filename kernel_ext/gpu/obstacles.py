@@ -1,8 +1,8 @@
 """The reasons why the memory of a kernel must not be moved now: threads, tasks and callbacks of the
 user, and other libraries.
 
-They could run code while the memory is not on the card, or could have stored its addresses. Nothing
-here moves memory.
+Threads, tasks and callbacks could run code while the memory is not on the card. Libraries could have
+stored its addresses. Nothing here moves memory.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _ordinal(number: int) -> str:
 
 
 class Line:
-    """One line above the output of a cell, which is changed in place."""
+    """One line above the output of a cell. Its text is changed in place."""
 
     count = 0  # lines made so far, for their ids, which are not saved in the notebook
 

@@ -125,7 +125,7 @@ class Actions:
     def _act(self, proposal: Proposal, report: ActionReport) -> None:
         """Checks that nothing has changed, carries out the action, and queues the outcome.
 
-        It runs in a thread, and changes nothing on the page.
+        This method runs in a thread, and changes nothing on the page.
         """
         state, words = attempt(self.poller.rt, proposal, f"{self.visitor.name}, console")
         self._finished.put(report._replace(state=state, words=words, wall=self._wall()))
@@ -162,7 +162,7 @@ class Actions:
 def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
     """The newest of `reports`.
 
-    A report in progress is always kept. Otherwise the outcome would never be shown.
+    A report in progress is always kept, because its outcome must be shown later.
     """
     found = list(reports)
     finished = [report for report in found if report.state != "waiting"]

@@ -339,7 +339,7 @@ def query_of_page() -> dict[str, str]:
 def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
     """The page for the authenticated `visitor`, with the `chooser` of a fleet above the tabs.
 
-    It shows the results of `poller` while its session lives.
+    The page shows the results of `poller` while its session lives.
     """
     # A browser that connects after Bokeh has dropped its session gets a new session without a page.
     # For that session, Panel would take the style sheets from its CDN.

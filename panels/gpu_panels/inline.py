@@ -156,7 +156,7 @@ class Inline(pn.Column):
     def _settle(self, resources: inline_assets.Resources, refs: set[str]) -> None:
         """Removes the `resources` from the output once the browser has them.
 
-        A browser that did not connect in time is dropped. Its page shows the static status.
+        A browser that did not connect in time is dropped. The page in that browser shows the static status.
         """
         pause, waited = threading.Event(), 0.0
         while waited < OPENING_SECONDS and self._unready(refs):

@@ -1,10 +1,10 @@
 """Sends scripts and long texts of a page to a notebook, without leaving them in the notebook's file.
 
 Panel puts 6 MB of scripts into the output of a cell and 1.4 MB more for every Material component on
-the page: 18 MB for our page. This module sends a text that the page contains several times only once,
-in an output of its own. When the browser has these texts and the scripts, they are removed from the
-output. Then the page in the notebook's file is a hundred times smaller, and readers of the file see
-the static status. Style sheets, which Panel would fetch from its CDN for later changes, are sent
+the page: 18 MB for the console. If the page contains a long text several times, this module sends the
+text only once, in a separate output. When the browser has these texts and the scripts, they are removed
+from the cell. Then the page in the notebook's file is a hundred times smaller, and readers of the file
+see the static status. Style sheets, which Panel would fetch from its CDN for later changes, are sent
 inline.
 """
 

@@ -27,7 +27,7 @@ def unit_of(total_bytes: int) -> tuple[int, str]:
 def interval(length: float) -> float:
     """The step that gives four to eight ticks on an axis of that `length`.
 
-    It is a power of two, as memory sizes are.
+    The step is a power of two, as memory sizes are.
     """
     step = 1.0
     while length / step > 8:

@@ -75,7 +75,7 @@ class Proposal(NamedTuple):
     def subject(self) -> LeaseId | str:
         """The argument for the runtime's methods.
 
-        It is the lease, or the model's name if no process has the model.
+        The result is the id of the lease, or the model's name if no process has the model.
         """
         return LeaseId(self.owner, self.name) if self.owner else self.name
 

@@ -70,7 +70,7 @@ class DeviceBar(NamedTuple):
     def scale_bytes(self) -> int:
         """The bytes that the full length of the bar stands for.
 
-        They are the bytes of the device, or the bytes in use if those are more.
+        The result is the size of the device, or the bytes in use if they are more.
         """
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
@@ -191,8 +191,8 @@ def _purpose(lease: Lease) -> str:
 def _use(lease: Lease, now: float, notebook: str) -> str:
     """A text on how a lease is used.
 
-    Its durations change in steps of five seconds, so that a bar of idle models is not sent every
-    second.
+    The durations in the text change in steps of five seconds, so that a bar of idle models is not sent
+    every second.
     """
     state = lease_state(lease, now)
     text = state.text(lasting, least_seconds=5.0)

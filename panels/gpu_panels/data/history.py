@@ -1,6 +1,6 @@
 """The history of a device: the time at which each moment ends, and the titles of recorded leases.
 
-A moment is one record of a device's use. It has only a begin. This module is pure.
+A moment is one record of a device's use, with the time at which it begins. This module is pure.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
 def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
     """Why the last attempt to move the memory of `lease` to host memory failed; "" if it is unknown.
 
-    The lease is that of a notebook's own code. The notebook's process recorded the reason in `events`.
+    The `lease` holds the memory of a notebook's own code. The notebook's process recorded the reason in `events`.
     """
     for event in reversed(events):
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):

@@ -17,8 +17,8 @@ NO_PROBLEMS = "No problems"
 def problem_rows(snapshot: Snapshot, first_seen: dict[str, float]) -> tuple[Row, ...]:
     """A row for each problem in `snapshot`.
 
-    `first_seen` maps the key of each problem to the epoch seconds at which a snapshot first had it. This
-    function updates `first_seen`. That time is shown if the begin of a problem is unknown.
+    `first_seen` maps the key of each problem to the epoch seconds at which a snapshot first had the
+    problem. This function updates `first_seen`. If the begin of a problem is unknown, this time is shown.
     """
     found = problems(snapshot)
     keys = [problem.key for problem in found]

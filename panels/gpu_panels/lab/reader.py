@@ -139,8 +139,8 @@ class Reader:
     def _shown_ledger(self, ledgers: Sequence[Any], tile: _Read) -> _Read:
         """The ledger to show for the notebook in front, which has the `ledgers` open.
 
-        It is the ledger `tile` if the notebook has it open, or has none open. Otherwise it is the ledger that the
-        notebook opened last.
+        The result is the ledger `tile` if the notebook has that ledger open, or has none open. In all other cases it is
+        the ledger that the notebook opened last.
         """
         from gpu_runtime import watching
 

@@ -58,8 +58,8 @@ def shown(
 ) -> dict[str, Any]:
     """The content of the status bar and of the side panel for `snapshot`.
 
-    `kernels` are those of this server. `ledger` is the ledger of the snapshot, `others` are the other
-    active ledgers, and `tile` is the ledger that the console's tile opens (None: the same).
+    `kernels` are the kernels of this server. `ledger` is the ledger of the snapshot, and `others` are the
+    other active ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`.
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
     found = [clean(problem) for problem in problems(snapshot)]

@@ -33,7 +33,7 @@ MOST_TYPED = 200  # characters of a text in the URL
 class Tab:
     """One tab in one session.
 
-    Its buttons use `actions`, which requests a confirmation first. A viewer gets no buttons.
+    The buttons of a tab use `actions`, which requests a confirmation first. A viewer gets no buttons.
     """
 
     title: ClassVar[str]
@@ -55,7 +55,7 @@ class Tab:
             widget.param.watch(lambda _: self.address_changed(), parameter)
 
     def address(self) -> dict[str, str]:
-        """The part of the URL that leads to what the tab shows now."""
+        """The part of the URL that opens the present view of the tab: the values of its widgets."""
         found = {}
         for key, (widget, parameter, default) in self._addressed.items():
             value = getattr(widget, parameter)

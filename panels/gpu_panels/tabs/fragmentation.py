@@ -49,7 +49,7 @@ class MapFetcher:
 class FragmentationTab(Tab):
     """The tab that shows the memory that allocators hold and cannot use.
 
-    It draws the map that the visitor chose. At first it draws the map with the most inactive bytes.
+    The tab draws the map that the visitor chose. At first it draws the map with the most inactive bytes.
     """
 
     title = "Fragmentation"

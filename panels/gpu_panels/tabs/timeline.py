@@ -1,6 +1,6 @@
-"""The tab Timeline: which model was where and when, who left for whom, and all that happened.
+"""The tab Timeline: which model was where and when, which model evicted which, and all events.
 
-One range of time is for the whole tab: one of WINDOWS, or a free one.
+The whole tab shows one range of time: one of WINDOWS, or a range that the visitor chose.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rows of the devices, as plain HTML elements and not as a drawing.
 
-So each part of a row has a name for screen readers and can be reached with the keyboard. The rows are encoded
+Each part of a row thus has a name for screen readers, and can be reached with the keyboard. The rows are encoded
 once for all sessions; see `data/device_rows.py`. A Bokeh chart for each device needed 25 Bokeh objects per
 device, and the page had to send, lay out and keep all of them.
 """
