@@ -1,7 +1,8 @@
 """The laws that a write to the book must keep: one function for each law, and `refuse_unlawful`.
 
-Each function in LAWS returns the reason why a write breaks its law, or an empty text. Nothing here
-reads or writes a ledger.
+Each function in LAWS returns the reason why a write breaks its law, or an empty text. A section is
+one owner's part of the book, and a ticket is the entry of a request. Nothing here reads or writes a
+ledger.
 """
 
 from __future__ import annotations

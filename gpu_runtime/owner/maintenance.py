@@ -1,4 +1,8 @@
-"""The monitor's tick: publishes, removes dead owners, obeys other owners, relieves pressure."""
+"""The monitor's tick: publishes, removes dead owners, obeys other owners, relieves pressure.
+
+The monitor is a thread of each runtime; a tick is one round of it. A ticket is the entry of a
+request in the book. A section is one owner's part of the book.
+"""
 
 from __future__ import annotations
 

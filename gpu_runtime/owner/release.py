@@ -1,4 +1,7 @@
-"""Moves or drops a model of this process: for an eviction, or for a step that was decided."""
+"""Moves or drops a model of this process: for an eviction, or for a step that was decided.
+
+A shadow is a copy in host memory of a model that is on a card.
+"""
 
 from __future__ import annotations
 

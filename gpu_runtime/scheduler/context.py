@@ -1,6 +1,7 @@
 """The inputs of one decision, computed once.
 
-Pure. `admission`, `eviction` and `migration` read these inputs; nothing here decides.
+Pure. `admission`, `eviction` and `migration` read these inputs; nothing here decides. A ticket is
+the entry of a waiting request. A recall is a request to an owner to evict its lease.
 """
 
 from __future__ import annotations

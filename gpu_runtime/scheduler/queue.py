@@ -1,4 +1,4 @@
-"""The order in which waiting requests are served.
+"""The order in which waiting requests are served. A ticket is the book's entry of such a request.
 
 Pure. The queue is ordered by importance. Among requests of equal importance, the load that serves
 most waiting users per second is first. A request that has waited for 120 s is before all such

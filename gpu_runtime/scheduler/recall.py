@@ -1,8 +1,9 @@
 """What an owner does for requests of other owners: it evicts recalled models and carries out
 orders.
 
-Pure. `asks` has the requester's side: it writes the request and reads the answer. Every owner
-follows the same rules: a model in use is never moved, and a kept model is never evicted.
+Pure. `asks` has the requester's side: it writes the request on a ticket (an entry in the book) and
+reads the answer. Every owner follows the same rules: a model in use is never moved, and a kept
+model is never evicted. A shadow is an unchanged copy in host memory of a model that is on a card.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Changes the book after something has happened: settled, abandoned, published, reaped.
 
-Pure. This module decides nothing: facts are always accepted, even if they show an overdraft.
+Pure. This module decides nothing: facts are always accepted, even if they show an overdraft. The
+book is all leases and requests of a host, and an owner's section is the owner's part of it. A lease
+is settled while it is neither arriving on its device nor leaving it. A ticket is the entry of a
+waiting request.
 """
 
 from __future__ import annotations

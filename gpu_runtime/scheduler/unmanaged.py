@@ -1,7 +1,8 @@
 """Memory on the cards that no lease covers: how much it is, and which processes may hold it.
 
 Pure. The number is the measured use less the leases in the book and less the residue, which is the
-memory of known processes beyond their leases. A process without leases is visible only here.
+memory of known processes beyond their leases. A process without leases is visible only here. A
+sample is one measurement of a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Finds the leases to evict when room is needed: the cheapest set that is enough.
 
 Pure. Leases are ordered by importance, then by the rank that a policy of `eviction_policy` gives.
-`evictable` decides which leases may be evicted at all.
+`evictable` decides which leases may be evicted at all. A lease with a target leaves only in part:
+the target has the pieces of the model that leave.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The book in a Redis, for hosts and containers that share no file system: one page per host.
 
-A host is a kernel. Its page is named by the boot id, which all its containers share, as they share
-its cards. The proof that an owner lives is still the lock on the owner's file, in a directory of
-this host. So a host reaps only its own owners.
+A host is one running Linux kernel. Its page (its stored book) is named by the boot id, which all
+containers of the host share, as they share its cards. The proof that an owner lives is still the
+lock on the owner's file, in a directory of this host. So a host removes only its own dead owners.
 
 Containers of one host that share no directory share the page, but cannot prove each other's deaths.
 The bytes of a dead owner then stay claimed until an owner of the same container checks. Such

@@ -1,4 +1,6 @@
-"""The page of one host in a Redis: one hash, written by a script that compares the revision first.
+"""The page (stored book) of one host in a Redis: a hash that a script writes.
+
+The script first compares the page's revision with the revision on which the writer decided.
 
 A Redis can lose data that it acknowledged. It can be flushed, restored from an older copy, or
 restarted with the last second missing. So every owner keeps its roster (a copy of its part of the
