@@ -257,7 +257,7 @@ def _serve(args: argparse.Namespace) -> str:
 
 
 def _console_beside(rt: Any) -> Any:
-    """The console that runs beside the server. Without Panel: None, and a line on stderr."""
+    """The console that runs beside the server. Without Panel, prints a line and returns None."""
     try:
         from gpu_panels.server import with_console
     except ImportError as error:

@@ -100,7 +100,7 @@ class MemoryLimitExceeded(DoesNotFit):
 
 
 class StillInUse(GpuError):
-    """A model in use is never moved. Attributes: name, lease, owner, since_seconds."""
+    """The model is in use, so it is not moved. Attributes: name, lease, owner, since_seconds."""
 
 
 class NotAllowed(GpuError):

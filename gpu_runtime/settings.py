@@ -347,7 +347,7 @@ class Settings(BaseSettings):
 
 
 def masked(text: Any) -> Any:
-    """`text` with the passwords in its URLs replaced by ***, for display; another value unchanged.
+    """`text` with the passwords in its URLs replaced by ***. Values that are no text are unchanged.
 
     >>> masked("redis://ops:s3cret@box:6379/0?password=s3cret")
     'redis://ops:***@box:6379/0?password=***'

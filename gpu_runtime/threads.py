@@ -54,7 +54,7 @@ class Cancellation(threading.Event):
     """An event that is set when the result of some work is no longer wanted.
 
     When the event is set, it also calls functions. They are for work that waits in a way that no
-    event can end, such as a read from a socket.
+    event can end, such as a call of an engine in another process.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ def running_html(arrival: Arrival, seconds: float, stop: str) -> str:
 
 
 def note(arrival: Arrival, seconds: float, stop: str) -> str:
-    """What follows the bar: `6.0 GiB of 14.0 GiB · 2.1 GB/s · 4 s left · Ctrl-C stops it`."""
+    """The text after the bar: `6.0 GiB of 14.0 GiB · 2.1 GB/s · 4 s left · Ctrl-C stops it`."""
     size = show_bytes(arrival.all_bytes)
     if arrival.done_bytes:
         size = f"{show_bytes(arrival.done_bytes)} of {size}"

@@ -45,7 +45,7 @@ class TokenChecker(Protocol):
         """The role of the `token` typed in `request`, and the seconds that a wrong token waits."""
 
     def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
-        """Answers through `handler` with the cookie of `role` and a redirect to the page."""
+        """Answers through `handler` with the cookie of `role` and a redirect to the requested page."""
 
 
 def page(text: str, *, form: bool) -> str:

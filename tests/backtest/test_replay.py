@@ -45,7 +45,7 @@ def test_ten_requests_whose_optimum_is_known():
 
 
 def test_a_model_in_use_does_not_leave():
-    """b waits for the end of a's use, at 10 + 60 s, and then for its own load."""
+    """The model b waits for the end of a's use, at 10 + 60 s, and then for its own load."""
     result = run(history((0, "a", 60), (5, "b"), a=10, b=10), 10)
     assert result.waits == (10.0, 75.0)
 
@@ -56,7 +56,9 @@ def test_requests_of_one_model_run_together():
 
 
 def test_a_restore_does_not_wait_for_a_load_in_the_full_engine():
-    """The load of c occupies the disk from 40 s to 70 s; a is in host memory."""
+    """The load of c occupies the disk from 40 s to 70 s. The model a is in host memory, so it is
+    restored meanwhile.
+    """
     uses = ((0, "a"), (20, "b"), (40, "c"), (41, "a"))
     past = history(*uses, a=10, b=10, c=30)
     waits = {engine: max(replay_of(past, engine)) for engine in ENGINES}
@@ -68,7 +70,9 @@ def replay_of(past, engine):
 
 
 def test_only_a_part_moves_in_the_full_engine():
-    """b needs 2 GB of a's 10, which leave in pieces of 0.3 GB and come back: 7 pieces each way."""
+    """The model b needs 2 GB of a's 10 GB. They leave in pieces of 0.3 GB and come back: 7 pieces
+    each way.
+    """
     past = history((0, "a"), (20, "b"), (40, "a"), a=10, b=2)
     full = run(past, 10, host=6, engine="full")  # without room for a copy of a
     moved = 7 * LEAST_PIECE_BYTES
@@ -78,7 +82,9 @@ def test_only_a_part_moves_in_the_full_engine():
 
 
 def test_a_model_with_a_copy_in_host_memory_leaves_at_once():
-    """Without a copy, b waits until a has left; the second use of a waits as long in both."""
+    """Without a copy, b waits until a has left. With and without a copy, the second use of a waits
+    equally long.
+    """
     past = history((0, "a"), (20, "b"), (40, "a"), a=10, b=10)
     full = run(past, 10, host=20, engine="full")
     assert full.moved_bytes == 20 * GB + 10 * GB  # two loads and a restore

@@ -76,7 +76,7 @@ def test_the_status_bar_and_the_panel_show_what_the_notebook_loaded(train, home)
 
 
 def test_evict_from_the_panel_asks_first_and_then_evicts(train):
-    """Cancel has the focus, so Enter changes nothing."""
+    """In the question, the button Cancel has the focus, so Enter changes nothing."""
     page = train.page
     evict = page.get_by_role("button", name="Evict qwen: train.ipynb")
     evict.click()

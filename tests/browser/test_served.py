@@ -130,7 +130,7 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
 def test_a_reload_stays_where_it_was(opened, kernel):
-    """The tab, the choices and the words of a filter are in the URL."""
+    """The URL contains the tab, the choices and the words of a filter."""
     seen = opened()
     seen.tab("Timeline")
     seen.page.get_by_role("button", name="7 days").click()
@@ -165,7 +165,9 @@ SMALL = """() => {
 
 
 def test_a_phone_has_one_header_line_tabs_at_the_bottom_and_targets_for_fingers(opened, kernel):
-    """Rows are cards. Screen readers hear of problems and of silence, and not of each new second."""
+    """On a phone, each row of a table is a card. Screen readers announce problems and missing
+    updates, and not each new second.
+    """
     seen = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     for title in TABS:
         seen.tab(title)

@@ -77,7 +77,9 @@ def test_only_a_plain_file_is_read(path, kind):
     ],
 )
 def test_a_mistake_in_a_changed_file_keeps_the_earlier_keys(path, content):
-    """At the start of the server it is an error."""
+    """While the server runs, a mistake in the file keeps the earlier keys. At the start of the
+    server, a mistake is an error.
+    """
     add(path, "bot", AccessKey(SHA))
     now, reports = [0.0], []
     keys = KeysFile(path, lambda: now[0], reports.append)
@@ -101,7 +103,7 @@ def test_keys_that_are_added_at_once_are_all_kept(path):
 
 
 def test_the_verb_adds_lists_and_removes(path, environment, capsys):
-    """The key is shown once. A list has no hash."""
+    """A new key is shown once. The list of keys contains neither keys nor hashes."""
     environment.setenv("GPU_SERVE_KEYS", str(path))
     options = ["--models", "qwen*,task:chat", "--importance", "low", "--requests", "9"]
     assert cli.main(["keys", "add", "bot", *options, "--tokens", "1000"]) == 0

@@ -250,8 +250,8 @@ def test_the_site_can_be_built(tmp_path):
 
 
 def test_every_page_is_in_the_contents():
-    """A page in the contents is at most two clicks from every other page. The build of the docs
-    checks the clicks themselves.
+    """A page that is in the contents can be reached from every other page by two clicks. The build
+    of the docs checks the clicks themselves.
     """
     missing = []
     for name in PAGES:

@@ -256,7 +256,7 @@ def test_a_change_before_the_browser_has_drawn_the_page_is_sent(delivered):
 
 
 def test_a_tick_changes_nothing_while_the_browser_still_draws_the_page(two_tabs, poller):
-    """The first tick afterwards shows the newest figures."""
+    """The first tick after the page is drawn shows the newest figures."""
     document, _ = in_a_session()
     poll_again(poller)
     with set_curdoc(document):
@@ -327,7 +327,9 @@ def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
 
 
 def test_a_button_of_a_problem_opens_the_dialog_of_its_lease(page, poller):
-    """The button names verb and lease. A browser may send any text."""
+    """The button's text names the verb and the lease. A browser may send any text, so the text is
+    checked.
+    """
     page._problems._handle_msg({"verb": f"pin {target(poller)}", "id": "swapping sim:0"})
     assert page.actions.dialog.open and page.actions.dialog.title == "Pin qwen?"
     page.actions.dialog.open = False

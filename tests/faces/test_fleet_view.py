@@ -47,7 +47,7 @@ def test_the_verb_shows_it():
 
 
 def test_a_chooser_links_each_host_and_greys_the_last_figures_of_a_silent_one():
-    """Only the silent host is grey. A link keeps the tab in front."""
+    """Only the figures of the silent host are grey. A link to a host keeps the tab in front."""
     html = fleet.as_chooser(HOSTS, {"a-long-name": 0.0}, chosen="box1", tab="What if")
     first, second = re.findall("<tr>.*?</tr>", html)
     assert '<a href="?host=box1&amp;tab=What+if" aria-current="page">box1</a>' in first

@@ -146,7 +146,7 @@ def test_the_command_of_a_plan_does_what_was_planned(shell, models, words):
 
 
 def test_every_option_of_plan_is_one_of_load():
-    """So the same words can be typed after both."""
+    """The same words can be typed after `plan` and after `load`."""
     plan, load, register = (
         {flag for one in verbs.VERBS[verb].arguments if one.is_option for flag in one.flags}
         for verb in ("plan", "load", "register")

@@ -96,7 +96,9 @@ def follows(monkeypatch):
 
 
 def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory(monkeypatch):
-    """An error of another kind opens no runtime."""
+    """After an out-of-memory error the runtime is opened to make room. An error of another kind
+    opens no runtime.
+    """
     monkeypatch.setattr(gpu_runtime, "_opened", object)
     story: list[str] = []
     lease = SimpleNamespace(make_room=lambda error: f"room after {error}")
@@ -137,7 +139,9 @@ def test_the_memory_is_there_while_a_message_may_read_it(follows, name):
 
 
 def test_the_memory_is_there_when_a_comm_is_opened_and_closed(follows):
-    """IPython calls `pre_execute` for the messages of a comm only."""
+    """IPython calls `pre_execute` for the messages of a comm, and not when a comm is opened or
+    closed.
+    """
     manager = follows.kernel.comm_manager
     manager.targets["probe"] = lambda comm, message: None
     manager.comms["1"] = SimpleNamespace(_close_callback=lambda message: None)
@@ -149,7 +153,9 @@ def test_the_memory_is_there_when_a_comm_is_opened_and_closed(follows):
 
 
 def test_a_message_during_a_cell_requests_nothing(follows):
-    """The memory is there. A cell that awaits something lets other messages in."""
+    """While a cell runs, the memory is on the card already. A cell that awaits something lets other
+    messages in.
+    """
     follows.shell.events.trigger("pre_execute")
     follows.story.clear()
     follows.kernel.handle("complete_request", code="x.")
@@ -173,13 +179,17 @@ def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command
 
 
 def test_a_comm_whose_callback_failed_is_over_with_its_message(follows):
-    """IPython calls `post_execute` only if the callback succeeded. The kernel would never be idle again."""
+    """IPython calls `post_execute` only if the callback of a comm succeeded. If nothing else ended
+    the message, the kernel would never be idle again.
+    """
     follows.kernel.handle("comm_msg", lambda: follows.shell.events.trigger("pre_execute"))
     assert follows.story == ["hook", "handled", "cell ", "end", "hook after"]
 
 
 def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
-    """ipykernel 6 would end with a KeyboardInterrupt that a hook raises. The message is handled."""
+    """If a hook raised a KeyboardInterrupt, ipykernel 6 would end. So the interrupt stays inside
+    the hook, and the message is handled.
+    """
     follows.lease.raises = KeyboardInterrupt
     follows.kernel.handle("complete_request", code="x.")
     assert follows.story == ["hook", "back", "handled", "hook after"]
@@ -189,7 +199,7 @@ def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
     ("package", "cells"), [("gpu_panels.inline", []), ("panel", ["cell ", "end"])]
 )
 def test_a_click_on_our_own_console_does_not_bring_the_memory_back(follows, package, cells):
-    """Another Panel page may read a tensor in its callback."""
+    """A click on the console reads no tensor. Another Panel page may read a tensor in its callback."""
     view = type("View", (), {"__module__": package, "_on_msg": lambda *_: None})()
     callback = JupyterComm(on_msg=partial(view._on_msg, "ref", None))._handle_msg
     manager = follows.kernel.comm_manager

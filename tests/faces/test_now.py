@@ -114,14 +114,18 @@ def test_free_memory_is_kept_for_the_first_in_the_queue():
 
 
 def test_what_victims_will_free_is_used_before_free_memory_is_kept():
-    """The reranker with 4 GiB is recalled for a request of 5 GiB, so 1 GiB is kept."""
+    """A model of 4 GiB, the reranker, is asked to leave for a request of 5 GiB. So only 1 GiB of
+    free memory is kept for the request.
+    """
     ticket = wants("llama", 5, owner=samples.ME, recalls=(f"{samples.BOB.id}/reranker",))
     seen = replace(samples.busy, tickets=(ticket,))
     assert reserved(seen, seen.devices[0]) == [(ticket, GIB)]
 
 
 def test_a_stopped_process_keeps_nothing():
-    """Other requests overtake a request that is no longer refreshed."""
+    """The request of a stopped process is no longer refreshed. Other requests overtake it, so no
+    memory is kept for it.
+    """
     asleep = replace(wants("llama", 2), refreshed=samples.NOW - 60)
     assert reserved(replace(samples.busy, tickets=(asleep,)), samples.busy.devices[0]) == []
 

@@ -166,7 +166,7 @@ def test_a_thread_that_will_run_by_itself_is_named(make, prevents):
 
 
 def why_not_threads_but(before: set[int], main: int | None) -> str:
-    """The obstacle, without the threads that other tests have left running."""
+    """The obstacle that the threads are, without the threads that other tests have left running."""
     every = obstacles._threads
 
     def new():

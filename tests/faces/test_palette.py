@@ -102,7 +102,7 @@ def test_assigned_styles_stay_and_new_leases_avoid_recent_styles(first, then):
 
 
 def test_memory_is_bounded():
-    """The kernels of a month have many labels. The palette forgets the oldest ones."""
+    """Over a month, kernels have many labels. The palette forgets the oldest ones."""
     palette = Palette()
     for pid in range(KEPT + 200):
         palette.styles([f"qwen@{pid}"])

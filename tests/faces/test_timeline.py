@@ -48,7 +48,9 @@ def test_memory_held_without_a_change_is_one_bar():
 
 
 def test_a_model_that_leaves_for_ram_continues_there():
-    """In RAM it is hatched, as the host has no colour. Both places are in the words for screen readers."""
+    """A bar for RAM is hatched, because the host has no colour of its own. The words for screen
+    readers name both places.
+    """
     on_card = [moment(wall, qwen=8) if wall < 50 else moment(wall) for wall in range(0, 100, 10)]
     in_ram = [
         moment(wall, HOST, **({"qwen": 8} if wall >= 50 else {})) for wall in range(0, 100, 10)

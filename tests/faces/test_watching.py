@@ -34,7 +34,7 @@ def default(monkeypatch, tmp_path):
 
 @pytest.fixture
 def owner(tmp_path, child_environment, monkeypatch):
-    """Another process with a model in a ledger of its own. Only this process is looked at."""
+    """Another process with a model in a ledger of its own. The tests look at no other process."""
     url = f"sqlite://{tmp_path}/used"
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, url],
@@ -51,7 +51,9 @@ def owner(tmp_path, child_environment, monkeypatch):
 
 @pytest.mark.processes
 def test_the_ledger_that_a_process_uses_is_followed(default, owner):
-    """Without a setting, the console of a JupyterLab without the notebooks' environment finds them."""
+    """A JupyterLab may not have the environment of the notebooks. Without a setting, its console
+    finds their ledger all the same.
+    """
     [active] = watching.active_ledgers()
     assert active.ledger.url == owner
     rt = watching.followed()

@@ -186,7 +186,9 @@ def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
 
 
 def test_a_choice_of_cards_layout_and_importance_is_asked_too():
-    """What is left as registered is no option, since a lease of another process has none."""
+    """A field that the visitor leaves as registered becomes no option. A model of another process
+    has no registration here.
+    """
     asked = []
     tab = opened(
         WhatIfTab, samples.busy, plan=lambda words, **options: asked.append(options) or PLAN

@@ -21,7 +21,7 @@ def test_without_the_extra_the_error_names_what_to_install(monkeypatch, capsys):
 
 
 def test_without_a_token_nothing_connects(monkeypatch):
-    """The check comes before the import of Ray, which reads the setting only once."""
+    """The token is checked before Ray is imported, because Ray reads this setting only once."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray: pip install 'gpu-console[fleet]'")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -36,7 +36,9 @@ def test_an_address_is_text(address):
 
 
 class FakeRay:
-    """Ray with a clock of its own: a reference is the second at which its value is there."""
+    """A stand-in for Ray with a clock of its own. A reference is the second at which its value is
+    ready.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,7 +62,9 @@ class FakeRay:
     ],
 )
 def test_slow_hosts_are_awaited_only_if_no_other_can_serve(monkeypatch, delays, found, ended):
-    """A host may import transformers for its first offer. A frozen host must not hold up the rest."""
+    """A host may import transformers for its first offer, which is slow. A frozen host must not
+    delay the others.
+    """
     ray = FakeRay()
     monkeypatch.setattr(cluster, "ray", lambda: ray)
     monkeypatch.setattr(cluster, "answer", lambda reference, timeout: reference)

@@ -103,7 +103,7 @@ def test_a_model_goes_to_the_host_that_holds_it_on_one_card(empty):
 
 
 def test_the_best_fit_is_chosen(empty):
-    """30 GiB leave the least on a card of 40 GiB. Of equal hosts, the name decides."""
+    """30 GiB leave the least room on a card of 40 GiB. Among equal hosts, the name decides."""
     with empty.use("thirty") as model:
         assert model.host == "box2"
         assert [offer.host for offer in empty.plan("thirty")][0] == "box2"
@@ -243,7 +243,9 @@ def slots(fleet: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_slot_is_on_its_cards_again_after_its_agent_was_killed(empty, hosts, capsys):
-    """The model is loaded on the named cards, although another card would be chosen."""
+    """A slot is a model on named cards. It is loaded on these cards again, although the best fit
+    would be another card.
+    """
     assert gpu("slots", "--create", "small@box1", "--on", "sim:1") == 0
     assert "small is on sim:1 of box1" in capsys.readouterr().out
     with empty.use("small") as model:
@@ -279,7 +281,7 @@ def test_the_verb_shows_one_bar_for_each_host(empty, hosts, capsys):
 
 
 def test_a_host_leaves_and_joins_again(empty, hosts, capsys):
-    """The command speaks for the machine that it is typed on, which is box1."""
+    """The commands act on the machine on which they are typed, here box1."""
     assert gpu("leave") == 0
     assert empty.hosts() == ("box2", "box3")
     assert gpu("join", "--name", "box1", "--devices", "cuda") == 1
@@ -338,7 +340,9 @@ def pins(fleet: Any, host: str) -> int:
 
 
 def test_the_pins_of_a_killed_driver_end(empty, hosts):
-    """Detached agents outlive their clients, so they watch Ray's table of jobs."""
+    """Detached agents outlive the Ray drivers that use them. So the agents watch Ray's table of
+    jobs for drivers that have ended.
+    """
     driver = hosts.client(USE_AND_WAIT)
     assert driver.stdout is not None
     host = driver.stdout.readline().strip()

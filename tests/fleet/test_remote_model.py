@@ -38,7 +38,7 @@ class World:
 
     def _on(self, model: Notes, method: str, group: str, *args: Any) -> Any:
         def answer() -> Any:
-            """The answer of the host, or its death."""
+            """The answer of the host, or the error that the host died."""
             if method != "call":
                 return None
             error, self.dies_with = self.dies_with, None
@@ -68,7 +68,9 @@ def world(monkeypatch) -> World:
 
 @pytest.mark.parametrize("error", [cluster.Gone("its node"), NodeLost("m", "box1", "gone")])
 def test_with_retry_the_calls_of_the_block_run_again_in_their_order(world, error):
-    """The model on the other host has not seen them. The lost call's answer shows that it has."""
+    """The model on the other host has not seen the earlier calls of the block. The answer shows
+    that they were repeated there first.
+    """
     with FleetUse(world, "m", None, None, True) as model:
         assert model.tell(1) == [1] and model.tell(2) == [1, 2]
         world.dies_with = error

@@ -63,7 +63,7 @@ def test_a_pipe_in_place_of_a_map_blocks_nobody(pair):
 
 
 def test_a_map_counts_for_its_own_owner_only(pair):
-    """If a file contains a map of another owner, this map is ignored."""
+    """If an owner's file contains a map of another owner, this map is ignored."""
     a, b, _ = pair
     a.publish_maps((allocator_map(b, wall=3.0), allocator_map(a)))
     assert b.maps() == {a.owner.id: (allocator_map(a),), b.owner.id: (allocator_map(b),)}

@@ -92,8 +92,8 @@ def test_a_page_that_is_read_back_is_the_same_book(page, rev):
 
 @given(books(), books())
 def test_a_page_made_from_another_one_is_the_same_book(before, after):
-    """Parts that did not change are taken over from the earlier page. The result is the same as
-    without it.
+    """Sections that did not change are taken over from the earlier page. The result is the same as
+    if all sections were encoded again.
     """
     first = pack(before, EMPTY, 1)
     second, content = body(pack(after, first, 2), after.tickets, 2)
@@ -102,7 +102,9 @@ def test_a_page_made_from_another_one_is_the_same_book(before, after):
 
 
 def test_what_has_not_changed_is_not_decoded_again(monkeypatch):
-    """The values of an unchanged part are the same objects, so that comparing them costs nothing."""
+    """The values of an unchanged section are the same objects as before, so that comparing them
+    costs nothing.
+    """
     page = book(lease("a", by=1, sim0=1), lease("b", by=2, sim0=1), tickets=[ticket("q", by=3)])
     first = pack(page, EMPTY, 1)
     seen, packed = unpack(body(first, page.tickets, 1)[1], 1)
@@ -153,7 +155,9 @@ def test_a_fact_that_only_equals_the_last_one_is_read_back():
 
 @given(books(), books())
 def test_claims_of_a_changed_book_are_the_sums_of_its_parts(before, after):
-    """The claims of unchanged parts are taken over from the earlier book."""
+    """The claims of unchanged sections are taken over from the earlier book. The sums are right all
+    the same.
+    """
     after = replace(after, ghosts=before.ghosts, quarantined=before.quarantined)
     changed = [id for id, it in after.sections.items() if before.sections.get(id) is not it]
     gone = before.sections.keys() - after.sections.keys()

@@ -304,9 +304,8 @@ def test_a_grant_in_a_replaced_page_is_void(new_owner_here, redis):
 
 
 def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(redis, open_at):
-    """Owners in other containers may live, and their rosters cannot be read from here.
-
-    Facts are written at once.
+    """Owners in other containers may live, and their rosters (copies of their sections in files)
+    cannot be read from here. Until they have registered, only facts are written.
     """
     ledger = open_at(redis.empty())
     began = time.monotonic()

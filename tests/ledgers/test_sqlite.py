@@ -964,8 +964,8 @@ def test_processes_lose_no_increment(notebook):
 
 
 def test_the_death_of_an_owner_wakes_a_waiting_one(new_owner_here, notebook):
-    """A killed process sends no notification. Without this rule its memory would be noticed only at
-    the next poll.
+    """A killed process sends no notification. If nothing watched for deaths, its memory would be
+    noticed only at the next poll.
     """
     a, other, bystander = new_owner_here(), notebook(), notebook()
     ends = [
@@ -981,9 +981,8 @@ def test_the_death_of_an_owner_wakes_a_waiting_one(new_owner_here, notebook):
 
 
 def test_a_process_that_cannot_be_seen_wakes_a_waiting_owner_once(new_owner_here):
-    """The process may have ended just before, or it may be in another container.
-
-    If it is in another container, a poll every second must be enough.
+    """An owner's process that cannot be seen may have ended just before, or may be in another
+    container. In the second case, a poll every second must be enough.
     """
     a = new_owner_here()
     unseen = [replace(a.owner, pid=2**22 + 1), replace(a.owner, serial=99, started=1)]

@@ -72,8 +72,8 @@ def _has_a_part(place: Path) -> None:
 
 
 def _is_shared(place: Path) -> None:
-    """Another user made the directory. Its mark `.shared` makes it belong to a group of that user's
-    choice.
+    """Another user made the directory. The file `.shared` in it marks it as a ledger for a group of
+    that user's choice.
     """
     _is_made(place)
     (place / ".shared").touch()

@@ -99,7 +99,9 @@ def test_the_end_of_a_turn_wakes_a_waiting_process(ours, other, monkeypatch):
 
 @pytest.mark.parametrize("how", ["stopped", "thinking"])
 def test_a_process_that_does_not_end_its_turn_is_passed(ours, other, how):
-    """The process may be stopped, or it may wait for the GIL, which another of its threads holds."""
+    """The process with the turn may be stopped, or may wait for the GIL, which another of its
+    threads holds. Other processes then pass it.
+    """
     other.run("enter")
     if how == "stopped":
         other.process.send_signal(signal.SIGSTOP)
@@ -177,7 +179,9 @@ def test_a_writer_does_not_wait_for_the_turn_while_nobody_must_queue(ledger, oth
 
 
 def test_a_process_decides_on_what_was_written_while_it_read(ledger, tmp_path, monkeypatch):
-    """In a crowd, the first attempt would otherwise be lost, because the read takes long."""
+    """In a crowd, other processes write while one reads. Without this rule its first attempt would
+    always be lost, because the read takes long.
+    """
     with contextlib.closing(open_ledger(f"sqlite://{tmp_path}/ledger")) as third:
 
         def write(key):

@@ -875,8 +875,8 @@ def test_memory_outside_the_leases_is_named_as_the_reason_to_wait():
 
 
 def test_no_lease_is_evicted_for_bytes_that_left_after_the_sample():
-    """A card is measured once a second. Without this rule, each decision between two measurements
-    would evict another model.
+    """A card is measured once a second. If bytes that left since then counted as used, each
+    decision between two measurements would evict another model.
     """
     from gpu_runtime.scheduler.transitions import left
 

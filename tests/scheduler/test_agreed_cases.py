@@ -131,7 +131,7 @@ def test_occupants_10_15_and_70_of_100_and_a_need_of_60_only_the_70_leaves():
 
 
 def test_a_dedicated_30_on_the_only_80_and_a_request_for_a_whole_card_is_refused():
-    """The card could hold both, but the request is for a whole card."""
+    """The card has the bytes for both models, but the request is for a whole card."""
     dedicated = lease("dedicated", sim0=30, keep=True)
     after, verdict = decide(book(dedicated), request("alone", 40, layout="whole"), world(sim0=80))
     assert verdict == Refuse(

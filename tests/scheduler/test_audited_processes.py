@@ -347,8 +347,8 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: any(process.asking for process in self.processes.values()))
     @rule(which=some)
     def interrupt(self, which: int) -> None:
-        """The stop button interrupts the process at any instruction. The thread and its key are
-        gone. The monitor cleans up later.
+        """The stop button interrupts the process at any instruction. Its thread ends, and the
+        decision's key is released. The monitor cleans up later.
         """
         asking = [
             (process, key) for process in self.processes.values() for key in sorted(process.asking)

@@ -133,7 +133,9 @@ def can_all_finish(
     needs: tuple[tuple[int, frozenset[str]] | None, ...],
     limits: tuple[tuple[str, int], ...],
 ) -> frozenset[int]:
-    """The threads that can finish, in the best order. A thread without a need finishes by itself."""
+    """The numbers of the threads that can finish, in the best order of finishing. A thread without
+    a need finishes by itself.
+    """
     best: frozenset[int] = frozenset()
     todo, seen = [best], set()
     while todo:

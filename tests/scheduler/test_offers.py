@@ -55,7 +55,9 @@ def test_a_plan_names_its_victims_and_the_most_important_of_them():
 
 
 def test_measured_seconds_are_used_and_marked():
-    """A model that was loaded here before has measured seconds. Another has an estimate."""
+    """If a model was loaded on the host before, its offer has measured seconds. For any other model
+    the seconds are estimated.
+    """
     known = lease("qwen", host=14, reload_seconds=30.0, restore_seconds=2.5)
     told = level(book(known))
     assert (told.seconds, told.measured) == (2.5, True)
@@ -155,7 +157,9 @@ OFFERS = st.lists(
 
 @given(OFFERS, st.randoms())
 def test_the_order_depends_only_on_the_offers(offers, random):
-    """No shuffle: two controllers, and two clients, choose the same host."""
+    """The order contains no random choice. So two controllers, and two clients, choose the same
+    host.
+    """
     before = ranked(offers)
     random.shuffle(offers)
     assert ranked(offers) == before

@@ -145,7 +145,9 @@ def test_a_lease_in_parts_is_not_in_its_own_way():
 
 
 def test_the_host_needs_room_only_for_the_bytes_that_leave():
-    """Weights of 40 GiB that exist nowhere else give 3 GiB, although the host has only 4 GiB."""
+    """A model of 40 GiB, whose weights exist nowhere else, frees 3 GiB although the host has room
+    for only 4 GiB.
+    """
     page = book(big(droppable=False))
     _, wait = decide(page, request("new", 3), world(sim0=40, host=4))
     assert wait.steps[0].shares == shares(host=3)
@@ -287,7 +289,9 @@ sizes = st.integers(1, 12)
     st.integers(0, 40),
 )
 def test_no_piece_that_leaves_could_have_stayed(models, need, host):
-    """And host memory holds all parts, and all weights that exist nowhere else if it can."""
+    """No piece that leaves could have stayed. Host memory holds all parts, and as far as possible
+    all weights that exist nowhere else.
+    """
     idle = [
         lease(f"m{n}", sim0=bytes_ * B, piece_bytes=piece, droppable=droppable)
         for n, (bytes_, piece, droppable) in enumerate(models)

@@ -62,7 +62,9 @@ def test_a_dropped_model_takes_its_shadow_along():
 
 
 def test_the_own_shadow_is_freed_for_a_victim_without_one():
-    """Without that, the victim would be dropped and loaded from disk again."""
+    """If the shadow stayed, the victim would have no room in host memory. It would be dropped, and
+    loaded from disk again.
+    """
     page = book(shadowed("used", 6, pins=1), lease("victim", sim0=9, last_used=NOW - 60))
     page, first = decide(page, request("qwen", 12), THERE)
     assert steps_of(first) == [(Shed, "used")]
@@ -195,7 +197,9 @@ def test_no_shadow_is_reserved_while_a_request_waits_for_host_memory():
 
 
 def test_a_shadow_without_room_is_not_kept():
-    """Examples are another program that took the memory, and a model larger than its estimate."""
+    """There is no room if, for example, another program took the memory, or a model is larger than
+    its estimate.
+    """
     page = book(shadowed("llama", 12))
     after, fits = kept(page, owner(1).id, "llama", THERE)
     assert not fits and after.find(at(1, "llama")).shadow_bytes == 0

@@ -27,7 +27,9 @@ def messages(text: str) -> list[dict[str, Any]]:
 
 
 def test_a_conversation_is_translated():
-    """Results of tools become messages of their own, before the text of the same message."""
+    """The results of tools become separate messages, which come before the text of the same
+    message.
+    """
     body = {
         **HI,
         "system": [{"type": "text", "text": "Be brief."}],

@@ -74,7 +74,9 @@ async def test_calls_side_by_side_go_to_different_replicas():
 
 @in_loop
 async def test_models_that_fit_stay_together_and_the_others_are_exchanged():
-    """This is what groups of other servers define by hand. `keep` excepts a model from every exchange."""
+    """Users of other servers define groups of models by hand for this. A model with `keep` is in no
+    exchange.
+    """
     options = {"small": {"keep": True}}
     async with harness(small=4, other=4, big=16, options=options) as k:
         for model in ("small", "other"):

@@ -56,7 +56,9 @@ def post(port: int, body: dict) -> http.client.HTTPResponse:
 
 @pytest.mark.processes
 def test_sigterm_lets_running_answers_end_and_sighup_reads_the_tasks_again(tmp_path):
-    """New calls get a 503 meanwhile, over new connections too. The server then ends in order."""
+    """While running answers end, new calls get a 503, also over new connections. The server then
+    ends in order.
+    """
     tasks = tmp_path / "tasks.yaml"
     port = free_port()
     environment = {
@@ -112,7 +114,7 @@ def test_a_mistake_in_the_tasks_stops_the_server_at_its_start(tmp_path):
 
 @in_loop
 async def test_accepted_calls_end_within_the_grace_time():
-    """A call that takes longer is ended by `close`."""
+    """A call that takes longer than the grace time is ended by `close`."""
     gate, never = asyncio.Event(), asyncio.Event()
     async with harness(qwen=4, scripts={"qwen": [gate, never]}) as k:
         reply = await k.chat("qwen", "one two", stream=True)

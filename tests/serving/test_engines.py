@@ -211,7 +211,9 @@ async def test_equal_seeds_give_equal_texts(name, sources):
 @both
 @in_loop
 async def test_a_biased_token_is_written(name, sources):
-    """A token outside the vocabulary is refused, and no fault of the model."""
+    """A bias can force a token. A bias for a token outside the vocabulary is refused, and is no
+    fault of the model.
+    """
     async with with_models(sources, name) as k:
         body = {"model": name, "prompt": "the fox"}
         [token, *_] = (await k.gateway.answer("tokenize", body)).json["tokens"]
@@ -279,7 +281,9 @@ async def test_a_tool_call_is_forced(name, sources):
 
 @in_loop
 async def test_a_stream_that_is_not_read_to_its_end_is_closed():
-    """The reader's end closes the engine's stream at once, without the garbage collector."""
+    """When the reader ends, the engine's stream is closed at once, and not only by the garbage
+    collector.
+    """
 
     class Stream:
         closed = False
@@ -377,7 +381,9 @@ async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
 
 @in_loop
 async def test_many_texts_are_embedded_in_few_batches(sources):
-    """256 texts took 256 runs of the model. Each text has the vector that it has alone, in its own place."""
+    """In an earlier version, 256 texts took 256 runs of the model. Each text still has the vector
+    that it has alone, in its own place.
+    """
     texts = [" ".join(["fox"] * (1 + n % 40)) for n in range(256)]
     async with with_models(sources, "embedder") as k:
 
@@ -480,7 +486,7 @@ def test_the_pooling_is_that_of_the_model(modes, pooling, tmp_path):
 
 @pytest.mark.parametrize("pooling", [FIRST, LAST, MEAN])
 def test_padding_changes_no_vector(pooling):
-    """The last token of a short text is not the padding of its batch."""
+    """In a batch, the last token of a short text is used, and not the padding after it."""
     import torch
 
     states = torch.arange(24.0).reshape(2, 3, 4)

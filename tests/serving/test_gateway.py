@@ -560,7 +560,9 @@ async def test_a_full_queue_is_a_503_with_retry_after():
 
 @in_loop
 async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
-    """The newest call of the greedy client is refused in its place. Nothing remains of the refused call."""
+    """The newest call of the client with most calls is refused in favour of the new call. Nothing
+    remains of the refused call.
+    """
     gate = asyncio.Event()
     async with harness(
         qwen=4,

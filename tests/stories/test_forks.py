@@ -143,8 +143,8 @@ class Paused:
     "stride", [pytest.param(1, marks=pytest.mark.soak), 37], ids=["each step", "some steps"]
 )
 def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_ledger(url, stride):
-    """If the thread is inside SQLite at this step, or holds a file for a moment, the fork waits for
-    the end of that.
+    """At some steps the thread is inside SQLite, or holds a file for a moment. There the fork waits
+    until the thread has left.
     """
     with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=url) as rt:
         forks = fork_at_each_step(rt, stride)

@@ -69,8 +69,8 @@ def url(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernels(url):
-    """Two notebooks that the tests share: to start a kernel and import torch takes three seconds of
-    the processor.
+    """Two notebooks that the tests share, because starting a kernel and importing torch takes three
+    seconds of the processor.
     """
     both = [Notebook(name, url, GPU_PARK_TURN_SECONDS="2") for name in ("one.ipynb", "two.ipynb")]
     yield both
@@ -87,7 +87,7 @@ def rt(url):
 
 @pytest.fixture
 def two(kernels, rt):
-    """Two notebooks without variables that hold no memory."""
+    """The two notebooks, without any variables that hold memory."""
     yield kernels
     for notebook in kernels:
         notebook.run("%reset -f")

@@ -139,7 +139,9 @@ def kills(url: str, wanted: int) -> dict[str, int]:
     dice, done = random.Random(2), {"kills": 0, "cycles_before_kills": 0}
 
     def parks(out: int) -> None:
-        """What a killed process does: it writes a byte for each cycle, and x for a wrong value."""
+        """The work of a process that will be killed. It writes a byte for each cycle, and x for a
+        wrong value.
+        """
         rt = Runtime(ledger=url, **SETTINGS)
         kernel, kept = rt.attach_kernel(Quiet()), torch.zeros(40 * FLOATS)
         for cycle in range(1, 10**6):

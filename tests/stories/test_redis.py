@@ -83,8 +83,8 @@ def test_a_kernel_killed_while_redis_is_away_leaves_nothing_behind(redis, other,
 
 
 def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
-    """Notifications are local sockets, also with Redis. So a recall reaches the other kernel faster
-    than by polling.
+    """A recall asks another kernel to evict a model. Notifications are local sockets, also with
+    Redis, so a recall reaches the other kernel faster than by polling.
     """
     assert (
         other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")

@@ -45,9 +45,8 @@ def _history(path: Path) -> None:
 def test_a_link_that_is_put_there_after_the_look_is_not_followed(
     ledger, tmp_path, monkeypatch, write
 ):
-    """Another user of the ledger puts a link there between the check and the opening of the file.
-
-    The link leads to another database of this user, which must stay unchanged.
+    """Between the check and the opening of the file, another user of the ledger puts a link in its
+    place. The link leads to another database of this user, which must stay unchanged.
     """
     diary = tmp_path / "diary.db"
     with contextlib.closing(sqlite3.connect(diary)) as db:
