@@ -17,7 +17,7 @@ _speaking_for: ContextVar[str] = ContextVar("speaking_for", default="")
 
 @contextlib.contextmanager
 def on_behalf_of(name: str) -> Iterator[None]:
-    """Inside this block, the actions of this thread are attributed to the person `name`."""
+    """Inside this `with` block, this thread's actions are attributed to the person `name`."""
     token = _speaking_for.set(printable(name))
     try:
         yield

@@ -120,7 +120,7 @@ def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def inspect(rt: Any, args: argparse.Namespace) -> Any:
-    """The entry of the name in `args`, as text, or for `--json` as a dict. `rt` may be None."""
+    """The catalogue's entry for the model in `args`: text, or a dict for `--json`. `rt` may be None."""
     return catalogue(rt).inspect(args.name, "" if args.json else args.format)
 
 

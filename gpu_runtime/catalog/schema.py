@@ -95,9 +95,9 @@ def _word_of(
 ) -> Callable[[Any], str]:
     """Returns a function that replaces a word by its value in the table `known`.
 
-    That function raises ValueError for a word that looks like a misspelled known word. It passes
-    any other unknown word to `otherwise`, or raises ValueError if `otherwise` is None. `what` names
-    the kind of word in errors.
+    The returned function raises ValueError for a word that looks like a misspelled known word. It
+    passes any other unknown word to `otherwise`; if `otherwise` is None, it raises ValueError.
+    `what` names the kind of word in errors.
     """
 
     def read(value: Any) -> str:

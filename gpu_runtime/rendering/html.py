@@ -220,7 +220,7 @@ def why(name: str, events: Sequence[Event]) -> str:
 
 
 def replays(found: Sequence[Replayed]) -> str:
-    """The recorded decisions, and whether each comes out the same again, as a table."""
+    """The recorded decisions, and whether the scheduler decides the same now, as a table."""
     return page(table(("when", "number", "decision", "decided again"), map(_replay_row, found)))
 
 

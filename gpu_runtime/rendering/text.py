@@ -359,7 +359,7 @@ def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
 
 
 def replays(found: Sequence[Replayed]) -> str:
-    """The recorded decisions, and whether each comes out the same again."""
+    """The recorded decisions, and whether the scheduler decides the same now."""
     return "\n".join(
         f"{clock(one.wall)}  {clean(one.model)} {clean(one.decided)}\n"
         f"{'':10}{clean(one.result)}  (decision {one.id})"

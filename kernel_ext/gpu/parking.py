@@ -189,8 +189,8 @@ class Parking:
 
     def after_error(self, error: BaseException) -> None:
         """Called after a cell that failed. If it ran out of memory, idle notebooks and models are evicted."""
-        # The cell may have failed before the notebook held any memory, so this test of the words is
-        # rough. `make_room` recognises the errors exactly.
+        # The notebook may have failed before it held any memory. So any error that mentions memory
+        # opens the runtime. Its `make_room` then recognises out-of-memory errors exactly.
         about_memory = "memory" in f"{type(error).__name__} {error}".lower()
         if self._lease is None and not (about_memory and self._attach()):
             return

@@ -88,8 +88,8 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     }
 
 
-# JupyterLab's dark theme can show our light theme on a dark page, where it is legible too. The bar
-# has white text.
+# Under JupyterLab's dark theme, the console's light theme may be on a dark page, where it is legible
+# too. The text of the bar is white.
 THEME = {"light": _theme("#2a78ab", "#0b5c8a"), "dark": _theme("#7cc0ea", "#0d3a55")}
 
 

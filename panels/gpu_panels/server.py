@@ -70,8 +70,8 @@ class PanelServer(WebServer):
             server_id=gate.COOKIE,
             **where,
         )
-        # For a server in this list, Panel makes the relative URLs of a page absolute (Location._sync_pathname). That
-        # would remove the lane from them.
+        # For a server in this list, Panel makes the relative URLs of a page absolute (Location._sync_pathname). Then
+        # the URLs would lack the lane, the private part of the path (`web/gate.py`).
         del pn.state._servers[gate.COOKIE]
         installed = gate.install(self._server._tornado, rules, PanelGate)
         installed.max_body_bytes = service.max_body_bytes

@@ -48,7 +48,9 @@ def bot(**limits: Any) -> dict[str, AccessKey]:
 
 @in_loop
 async def test_a_key_calls_its_models_only():
-    """A stand-in must be allowed too. A task that is allowed by name has all its candidates."""
+    """If a stand-in would answer, the key must allow the stand-in too. A task that a key allows by
+    name has all its candidates.
+    """
     config = ServingConfig(tasks={"chat": Task(("phi",))}, fallback={"qwen": ("phi", "qwen-2")})
     scripts = {"qwen": [RuntimeError("it broke")]}
     options = {"serving": config, "keys": lambda: KEYS, "scripts": scripts}

@@ -163,7 +163,7 @@ def test_the_models(http):
 
 
 def test_errors_are_in_the_format_of_ollama(http):
-    """Models are added to the catalogue, so those routes are refused with a sentence."""
+    """Each error is a sentence. Models are added in the catalogue, so `/api/pull` is refused, too."""
     for path, body, status in (
         ("/api/chat", {**HI, "model": "qwem"}, 404),
         ("/api/chat", {**HI, "options": {"top_k": -2}}, 400),

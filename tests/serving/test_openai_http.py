@@ -230,7 +230,9 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
 )
 @in_loop
 async def test_a_thinking_mode_that_cannot_be_set_is_refused(template, think):
-    """The engine would ignore it, or the word would be read as a part of the question."""
+    """The engine would ignore the thinking mode, or the model would read the word for it as a part
+    of the question.
+    """
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there, template)) as k:
         with pytest.raises(Refused, match="no switch for thinking") as refused:
             await k.chat("qwen", "hi", x_thinking=think)

@@ -109,7 +109,9 @@ async def test_without_the_setting_nothing_is_written():
 
 
 def test_messages_are_shown_from_the_chosen_level_on(capsys):
-    """Each is shown once, also if the server begins twice in a process or a library logs to the root."""
+    """Each message is shown once, also if the server begins twice in a process or a library logs to
+    the root.
+    """
     log = logging.getLogger("gpu_runtime")
     before = log.handlers[:], log.level, log.propagate
     for level, shown in (("info", ["qwen could not answer"]), ("warning", [])):

@@ -117,7 +117,9 @@ def test_the_refusal_of_a_too_short_budget_has_both_numbers():
     ],
 )
 def test_no_time_is_assumed_for_a_model_that_was_never_measured(cost, is_warm, seconds):
-    """A part that was never measured adds nothing. If no part was measured, the result is None."""
+    """The expected time is a sum of parts. A part that was never measured adds nothing. If no part
+    was measured, the result is None.
+    """
     assert expected_seconds(is_warm, cost) == seconds
 
 
@@ -293,7 +295,9 @@ def test_an_error_in_the_names_of_models_is_named(tmp_path, text, line, problem)
 
 
 def test_a_changed_file_is_read_again_and_a_mistake_changes_nothing(tmp_path, caplog):
-    """The file is looked at once a second. Its removal counts only when a reload is requested."""
+    """The server checks the file for changes once a second. If the file is removed, that counts
+    only when a reload is requested.
+    """
     file, clock = tmp_path / "tasks.yaml", Clock()
 
     def write(name: str) -> None:

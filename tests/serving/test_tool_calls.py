@@ -67,7 +67,7 @@ WRITTEN = [
 @pytest.mark.parametrize(("format", "written", "text", "calls"), WRITTEN)
 @given(st.lists(st.integers(0, 200), max_size=8))
 def test_calls_are_found_however_the_text_is_cut(format, written, text, calls, cuts):
-    """What is no valid call of a known tool stays text, to the letter."""
+    """Text that is no valid call of a known tool stays text, to the letter."""
     reader = Reader(FORMATS[format], TOOLS)
     places = sorted({min(cut, len(written)) for cut in cuts})
     parts = [written[a:b] for a, b in zip([0, *places], [*places, len(written)], strict=True)]
