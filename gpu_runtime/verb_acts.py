@@ -120,7 +120,10 @@ def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def inspect(rt: Any, args: argparse.Namespace) -> Any:
-    """The catalogue's entry for the model in `args`: text, or a dict for `--json`. `rt` may be None."""
+    """The catalogue's entry of the model in `args`, as text, or as a dict for `--json`.
+
+    `rt` may be None.
+    """
     return catalogue(rt).inspect(args.name, "" if args.json else args.format)
 
 

@@ -235,7 +235,7 @@ class _Replay:
         return [ticket.name for ticket in order if ticket.name not in moving]
 
     def _try(self, model: str) -> bool:
-        """Requests room for `model` from the scheduler. Returns False if it can do nothing for `model` now."""
+        """Requests room for `model` from the scheduler. Returns False if nothing can be done now."""
         arrival = self._lane_of_arrival(model)
         if arrival in self.busy and (arrival != "host" or "out" in self.busy):
             return False  # nothing is dropped for a load that cannot start yet
@@ -297,7 +297,7 @@ class _Replay:
         return Request(model, wanted, footprint, waiting[0].seconds, users=len(waiting))
 
     def _piece_bytes(self, size: int) -> int:
-        """The bytes of a piece of a model of `size` bytes; 0 if models leave the card as a whole."""
+        """The bytes of a piece of a model of `size` bytes; 0 if models leave the card whole."""
         return max(LEAST_PIECE_BYTES, -(-size // MOST_PIECES)) if self.engine.parts else 0
 
     def _seconds(self, step: Step) -> float:

@@ -95,7 +95,7 @@ class Catalog:
         return known[1]
 
     def entry(self, name: str) -> CatalogEntry | None:
-        """The entry of the model called `name`, else of the only model whose id is `name`, else None.
+        """The entry of the model called `name`, else of the only model with the id `name`, or None.
 
         Raises the errors of `entries`.
         """
