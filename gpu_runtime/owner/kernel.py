@@ -178,21 +178,20 @@ class Kernel:
             self._park_again_at = 0.0
             resident.failed_moves = 0
         self.count_when_due(idle=False)
-        if not self._uncounted:
-            self._learn()
+        self._learn(self._cell)
         if claimed_more:
             self._session.publish()  # others may wait for it
         if self._park_next:
             self._park_next = False
             threads.start(lambda: self.park_quietly("It was parked by hand."))
 
-    def _learn(self) -> None:
-        """Remembers the bytes that the cell took at its peak."""
-        text, self._cell = self._cell, ""
+    def _learn(self, text: str) -> None:
+        """Remembers the bytes that the cell `text` took at its peak, unless a count must tell them."""
         if text and self._handle is not None:
             backend: Any = self._session.backend(NAME)
-            peak = backend.peaks(self._handle)
-            self._room.learn(text, {share.device: share.bytes for share in peak})
+            peak = backend.peaks(self._handle, counted=not self._uncounted)
+            if peak is not None:
+                self._room.learn(text, {share.device: share.bytes for share in peak})
 
     def _yield_turn(self, resident: KernelResident) -> None:
         """Leaves the card before a cell if another process waits and this kernel's turn is over.
@@ -248,8 +247,11 @@ class Kernel:
 
     def catch_up(self) -> None:
         """Makes the count that was skipped between cells, if no cell runs now."""
+        text = self._cell
         if self._uncounted and not self._running:
             self.count_when_due(idle=True)
+            if not self._running and self._cell is text:  # else another cell began during the count
+                self._learn(text)
 
     def count(self) -> None:
         """Counts the device memory of the kernel, and opens, corrects or ends its lease."""

@@ -5,12 +5,14 @@ runs again.
 from __future__ import annotations
 
 import gc
+import math
 
 import pytest
 import torch
 
 from gpu_runtime import Runtime
 from gpu_runtime.facts import HOST
+from gpu_runtime.owner.cell_room import CellRoom
 from gpu_runtime.telemetry import measurements
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
@@ -27,13 +29,19 @@ def two(started, runtime, shared_book):
     """A kernel that knows that its cell BIG took 10 GiB, and a second runtime with an idle model on
     the same card.
     """
-    settings = {"ledger": shared_book, "eviction_grace_seconds": 0.0, "gpu_park_turn_seconds": 0.2}
+    settings = {"ledger": shared_book, "eviction_grace_seconds": 0.0}
     rt, kernel = started(**settings)
     kernel._room.learn(BIG, {"sim:0": 10 * GIB})
     other = runtime(**settings)
     fakes(other, idle="16GiB")
     other.preload("idle")
     return rt, kernel, other
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A cell's wait for its room ends soon. In every other test the room comes."""
+    monkeypatch.setattr(CellRoom, "patience_seconds", 0.4)
 
 
 def on_card(rt) -> int:
@@ -75,7 +83,7 @@ def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
     assert on_card(other) < 10 * GIB
 
 
-def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two):
+def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two, impatient):
     """The other notebook's model is in use, so it does not leave. The cell runs without the room."""
     rt, kernel, other = two
     kept = torch.zeros(4 * FLOATS)
@@ -116,7 +124,7 @@ def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
     del kept
 
 
-def test_a_parked_kernel_returns_without_the_room_if_there_is_none_in_time(two):
+def test_a_parked_kernel_returns_without_the_room_if_there_is_none_in_time(two, impatient):
     rt, kernel, other = two
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -154,6 +162,40 @@ def test_the_peak_of_a_cell_is_what_it_held_after_its_last_run(started):
     cell(kernel, lambda: kept.append(torch.zeros(16 * FLOATS)), "a")
     assert kernel._room.wanted("a")["sim:0"] == own(rt)["sim:0"]
     assert kernel._room.wanted(" a\n") and not kernel._room.wanted("b")
+
+
+def test_the_peak_is_remembered_when_a_skipped_count_is_made(started):
+    """After a slow count, the count after the next cell waits until the kernel is idle."""
+    rt, kernel = started()
+    kept = []
+    cell(kernel, lambda: kept.append(torch.zeros(2 * FLOATS)), "first")
+    kernel._count_again_at = math.inf
+    kernel.begin("a")
+    kept.append(torch.zeros(16 * FLOATS))
+    kernel.end()
+    assert not kernel._room.wanted("a")
+    kernel.catch_up()
+    assert kernel._room.wanted("a")["sim:0"] == own(rt)["sim:0"] >= 18 * MIB
+
+
+def test_a_count_during_which_the_next_cell_begins_tells_no_peak(started, monkeypatch):
+    rt, kernel = started()
+    kept = [torch.zeros(2 * FLOATS)]
+    cell(kernel, text="first")
+    kernel._count_again_at = math.inf
+    kernel.begin("a")
+    kernel.end()
+    count = kernel.count
+
+    def late():
+        kernel.begin("b")
+        kept.append(torch.zeros(16 * FLOATS))
+        count()
+
+    monkeypatch.setattr(kernel, "count", late)
+    kernel.catch_up()
+    assert not kernel._room.wanted("a") and not kernel._room.wanted("b")
+    kernel.end()
 
 
 def test_a_cell_that_leases_memory_by_itself_is_not_remembered(started):
@@ -208,7 +250,6 @@ def cards(started, guards, monkeypatch):
         probe=simgpu.SimProbe(),
         gpu_memory_max_percent=1.0,
         cpu_memory_max_percent=1.0,
-        gpu_park_turn_seconds=0.2,
     )
 
 
@@ -235,6 +276,22 @@ def test_a_cell_that_needs_its_peak_again_does_not_run_out_of_memory(cards):
     assert rt.here("idle")
     cell(kernel, peaking, "peaking()")
     assert not rt.here("idle") and own(rt)["simgpu:0"] == kept.nbytes
+
+
+def test_a_card_tells_the_peak_of_a_cell_after_which_no_count_was_made(cards):
+    """A count is slow on a busy machine, and the next one is skipped. The allocator has the peak."""
+    rt, kernel = cards
+    kept = [on(0, 2), on(0, 10)]
+    cell(kernel)
+    kernel._count_again_at = math.inf
+    kernel.begin("frees")
+    kept.pop()
+    kernel.end()
+    kernel.begin("takes")
+    on(0, 4)
+    kernel.end()
+    assert kernel._room.wanted("frees") == {"simgpu:0": 12 * MIB}
+    assert kernel._room.wanted("takes") == {"simgpu:0": 6 * MIB}
 
 
 def test_a_peak_counts_the_kernels_own_bytes_and_no_model(cards):

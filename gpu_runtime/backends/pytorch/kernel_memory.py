@@ -176,14 +176,15 @@ class KernelBackend(Backend):
         for card in model.memories:
             streams.reset_peak(card.torch)
 
-    def peaks(self, model: KernelMemory) -> Shares:
+    def peaks(self, model: KernelMemory, *, counted: bool = True) -> Shares | None:
         """The most bytes on each card since `watch_peaks`, without the governed models.
 
-        A simulated card records no peak. There the result is the last count.
+        A simulated card records no peak. There the result is the last count, or None if the bytes
+        were not `counted` since.
         """
         if model.away or model.memory.counted:
-            return model.last
-        peak = {share.device: share.bytes for share in model.last}
+            return model.last if counted else None
+        peak = {share.device: share.bytes for share in model.last if counted}
         before, now = model.governed_bytes, _by_card(model.governed.shares())
         for card in model.memories:
             governed = max(before.get(card.device, 0), now.get(card.device, 0))
