@@ -147,6 +147,8 @@ LONGEST = (
     "stories/test_crash_points.py",
     "stories/test_forks.py",
     "stories/test_damage.py",
+    "scheduler/test_audited_processes.py",
+    "scheduler/test_laws.py",
 )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import datetime
 import re
 
+import pytest
+
 from tests.bench import gpu_figures
 
 
+@pytest.mark.thorough  # it measures for three seconds
 def test_without_a_card_the_table_has_the_bytes_and_says_what_was_not_run(capsys, monkeypatch):
     monkeypatch.setattr(gpu_figures, "ROUNDS", 1)
     monkeypatch.setattr(gpu_figures.torch.cuda, "is_available", lambda: False)
