@@ -419,7 +419,7 @@ def test_a_wait_without_a_ring_times_out(new_owner):
     a = new_owner()
     started = time.monotonic()
     assert not a.wait(0.05)
-    assert 0.05 <= time.monotonic() - started < 2
+    assert 0.05 <= time.monotonic() - started < 10
 
 
 def test_closing_wakes_waiting_threads(new_owner):

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA, Section, Share
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.book_store import REGISTER_SECONDS
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from gpu_runtime.ledgers.redis.page import RedisBook
 from tests.redis_server import redis_server
@@ -310,12 +311,12 @@ def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(redis, 
     ledger = open_at(redis.empty())
     began = time.monotonic()
     put(ledger, "mine")
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < REGISTER_SECONDS
     promise(ledger, gib=1)
     assert time.monotonic() - began > 1.5
     began = time.monotonic()
     promise(open_at(f"unix://{redis.socket}?db={redis.databases}"), gib=1)
-    assert time.monotonic() - began < 1, "only once"
+    assert time.monotonic() - began < REGISTER_SECONDS, "only once"
 
 
 def test_owners_of_another_directory_register_again(redis, url, open_at, tmp_path):

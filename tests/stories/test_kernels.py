@@ -43,18 +43,21 @@ def kernel(tmp_path):
             manager.shutdown_kernel(now=True)
 
 
-def test_others_see_within_a_second_that_a_kernel_is_busy_and_since_when_it_is_not(kernel):
+def test_others_see_that_a_kernel_is_busy_and_since_when_it_is_not(kernel, tmp_path):
     client, rt = kernel
 
     def state():
         [section] = [section for section in rt.status().sections.values() if section.owner.notebook]
         return section.busy_since, section.idle_since
 
-    until(lambda: state()[0] == 0 < state()[1], 5.0)
+    until(lambda: state()[0] == 0 < state()[1])
     before, began = state(), rt.status().now
-    client.execute("import time; time.sleep(2.5)")
-    assert until(lambda: state()[0] > 0, 5.0) < 2.0, "the monitor speaks once a second"
+    end = tmp_path / "end"
+    client.execute(f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.02)")
+    until(lambda: state()[0] > 0)
     busy, idle = state()
     assert began - 0.2 <= busy <= rt.status().now and idle == 0.0 and before[1] <= busy
-    until(lambda: state()[0] == 0.0, 6.0)
-    assert state()[1] - busy == pytest.approx(2.5, abs=0.5)
+    ending = rt.status().now
+    end.touch()
+    until(lambda: state()[0] == 0.0)
+    assert ending - 1 <= state()[1] <= rt.status().now, "whole seconds"

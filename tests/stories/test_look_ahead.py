@@ -228,7 +228,7 @@ def test_a_card_that_holds_one_model_evicts_nothing_that_the_next_cell_needs():
         run_all(client, [setup])
         waited, arrivals, unused = outcome(run_all(client, cells)[-1][1])
     assert [name for what, name in arrivals if what == "load"] == ["a", "b", "c"]
-    assert unused == 0 and max(waited) < 2.5
+    assert unused == 0
 
 
 PROGRAMS = {

@@ -223,13 +223,14 @@ def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(two, 
     runs.run("import torch, time; x = torch.ones(7_500_000)")
     until(lambda: places(rt).get("two.ipynb") == {HOST}, 15)
     cells = [runs.client.execute("time.sleep(0.25); x.add_(1)") for _ in range(60)]
-    began = time.monotonic()
     out = waits.run("print(float(y.sum()))", timeout=60)
-    assert "7500000.0" in out and time.monotonic() - began < 14, "the cells take 15 s"
+    answered = time.monotonic()
+    assert "7500000.0" in out
     done = set()
     while len(done) < len(cells):
         reply = runs.client.get_shell_msg(timeout=60)
         done |= {reply["parent_header"]["msg_id"]} & set(cells)
+    assert time.monotonic() - answered > 0.25, "the other notebook's cell ran between two cells"
     assert "61.0 61.0" in runs.run("print(float(x.min()), float(x.max()))")
 
 
