@@ -101,6 +101,7 @@ def test_a_streamed_answer(rt):
     "body", [b"", b"{", b"nul", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b"[]", b'"x"', b"7"]
 )
 def test_a_body_that_is_no_json_object_is_a_bad_request(rt, body):
+    server = client(rt)
     for path in (
         "/v1/chat/completions",
         "/v1/completions",
@@ -108,7 +109,7 @@ def test_a_body_that_is_no_json_object_is_a_bad_request(rt, body):
         "/v1/images/generations",
         "/v1/jobs",
     ):
-        answer = client(rt).post(path, content=body)
+        answer = server.post(path, content=body)
         assert answer.status_code == 400 and answer.json()["error"]["message"], path
 
 
