@@ -65,8 +65,8 @@ class Backend:
         """Relative sizes of the consecutive pieces between which the model of `spec` may be cut.
 
         A model with one piece must stay whole. An empty result means that it may be cut at any
-        byte. A loaded `model` gives exact sizes. Otherwise the sizes come from `origin` or from the
-        source.
+        byte. A loaded `model` gives exact sizes. Without `model`, the sizes come from `origin` or
+        from the source.
         """
         return ()
 
@@ -125,22 +125,22 @@ class Backend:
     def piece_bytes(self, model: Any) -> int:
         """Bytes of the largest piece of `model` that can leave a card while the others stay.
 
-        0 if the model moves as a whole. `move` to shares on the model's card and on the host copies
-        whole pieces to the host, as many as fit into that share.
+        The result is 0 if the model moves as a whole. If `move` gets a share on the model's card
+        and a share on the host, it copies as many whole pieces to the host as fit into that share.
         """
         return 0
 
     def must_return_to(self, model: Any) -> dict[str, int]:
-        """The only devices to which `model` can return, with 0 for any number of bytes.
+        """Maps each device to which `model` can return to 0: the number of bytes is not fixed.
 
-        Empty if the model can return to any device.
+        The result is empty if the model can return to any device.
         """
         return {}
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
         """Whether a copy of the model of `spec` may stay in host memory while it is on a card.
 
-        Then `load` and `move` take `shadow`, and `free_shadow` frees the copy.
+        If so, `load` and `move` take the argument `shadow`, and `free_shadow` frees the copy.
         """
         return False
 

@@ -122,9 +122,9 @@ class FakeBackend(Backend):
     def move(self, model: FakeModel, shares: Shares, shadow: bool = False) -> None:
         """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes.
 
-        On the way to the host, the copy that is there becomes the model's bytes. On the way back, the
-        bytes on the host stay as a copy with `shadow`. If some bytes stay where they are, only the
-        missing bytes are allocated.
+        On a move to the host, a copy that is already there becomes the model's bytes. On a move
+        back, `shadow` keeps the bytes on the host as a copy. If some bytes stay where they are, only
+        the missing bytes are allocated.
         """
         in_parts = [one for one in (model.place[0], shares) if len(one) == 2]
         if model.pieces and any(one[1].device == HOST for one in in_parts):
@@ -144,7 +144,10 @@ class FakeBackend(Backend):
                 model.shadow = ()
 
     def _shift(self, model: FakeModel, shares: Shares, shadow: bool) -> None:
-        """Allocates what is missing of `shares`, calls the hook, then frees what is too much."""
+        """Moves a part of `model`, so that its bytes become `shares`.
+
+        Allocates the missing bytes, calls the hook, then frees the bytes that are no longer needed.
+        """
         old, blocks = model.place
         before = {share.device: share.bytes for share in old}
         after = {share.device: share.bytes for share in shares}
@@ -200,9 +203,9 @@ class FakeBackend(Backend):
         arrive: Callable[[], Any],
         ready: tuple[Block, ...] = (),
     ) -> tuple[Block, ...]:
-        """Allocates `shares`, calls `arrive`, and replaces the old place of `model`, which is returned.
+        """Allocates `shares`, calls `arrive`, then gives `model` its new place.
 
-        The blocks `ready`, if there are any, hold the bytes of `shares` already.
+        Returns the blocks of the old place, which the caller frees. The blocks `ready`, if there are any, hold the bytes of `shares` already.
         """
         held: list[Block] = list(ready)
         try:

@@ -109,7 +109,7 @@ def _torch_segment(described: Mapping[str, Any]) -> SegmentMap:
 
 
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
-    """The `maps`, reduced to at most `most` blocks together. Their figures stay exact.
+    """The `maps`, reduced to at most `most` blocks together. The totals of each map stay exact.
 
     If there are too many segments, the largest are kept. The others are only counted, with their
     bytes. If a segment has too many blocks, small neighbouring blocks are joined.
@@ -187,7 +187,10 @@ def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
 
 
 def _quota(counts: Sequence[int], most: int) -> int:
-    """The largest number of blocks for each segment with which all have at most `most` together.
+    """How many blocks each segment may keep, so that all segments keep at most `most` blocks.
+
+    `counts` are the numbers of blocks of the segments. A segment with fewer blocks than the result
+    keeps all of them, so the other segments may keep more.
 
     >>> _quota([2, 3, 100], 25)
     20
@@ -201,9 +204,10 @@ def _quota(counts: Sequence[int], most: int) -> int:
 
 
 def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
-    """At most `most` blocks of the segment. Small neighbours are joined into blocks of mixed state.
+    """The blocks of the `segment`, joined so that at most `most` are left.
 
-    Any two consecutive groups are together larger than `step`. So there are at most 2 * bytes /
+    If there are too many, neighbours are joined into groups of about `step` bytes. A group of
+    several blocks becomes one block of mixed state. Any two consecutive groups are together larger than `step`. So there are at most 2 * bytes /
     step + 1 groups.
     """
     if len(segment.blocks) <= most:

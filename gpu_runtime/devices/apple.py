@@ -25,7 +25,10 @@ SECONDS = 10.0  # the time limit is long because the tool queries every display
 
 
 def list_cards() -> Listing:
-    """The first discrete GPU that supports Metal, else the first GPU. Raises NoAnswer."""
+    """Lists one card: the first discrete GPU with Metal, else the first GPU with Metal.
+
+    Raises NoAnswer if system_profiler fails.
+    """
     here = sys.modules[__name__]
     if sys.platform != "darwin":
         return Listing(here, absent="this is no Mac")
@@ -98,9 +101,10 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
 
 
 def measure(card: Card, now: float) -> Sample:
-    """A sample of the `card` at `now`. Its free bytes are None if the card has memory of its own.
+    """The figures of the `card`, stamped with `now`.
 
-    The tool does not report processes.
+    The free bytes are None if the card has memory of its own, because they are unknown then. The
+    tool does not report processes.
     """
     free = psutil.virtual_memory().available if card.device.unified else None
     return Sample(card.device.id, now, free)

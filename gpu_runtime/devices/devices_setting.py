@@ -100,8 +100,8 @@ def _parsed(text: str) -> tuple[list[int], int | None]:
     for part in cards.split("+"):
         match = _SEVERAL.fullmatch(part.strip())
         count, size = match.groups() if match else (1, part)
-        # The count is limited to one more than allowed: that is refused like a million, but takes
-        # no memory.
+        # The count is limited to one more than allowed. A list of that length is refused too, and
+        # unlike a list of a million cards it takes no memory.
         sizes += [parse_bytes(size)] * min(int(count), _MOST_CARDS + 1)
     return sizes, parse_bytes(host.removeprefix("host:")) if host else None
 

@@ -61,7 +61,7 @@ class Probe:
     def rename(self, names: Mapping[str, str]) -> None:
         """Renames the cards: `names` maps this process's id of a card to its id in the book.
 
-        This must be called before any memory is held, because a memory keeps its name.
+        Call this before any memory is held, because a Memory keeps the name that it was made with.
         """
         self.devices = tuple(_renamed(device, names) for device in self.devices)
         cards = {}
@@ -163,7 +163,10 @@ class Probe:
         return "; ".join(dict.fromkeys(troubles))
 
     def check(self, now: float, stale_seconds: float) -> None:
-        """Raises ProbeFailed if no card can be measured. `now` and `stale_seconds` are as above."""
+        """Raises ProbeFailed if no card can be measured.
+
+        `now` is as in `samples`, and `stale_seconds` as in `trouble`.
+        """
         if not self._sampling:
             self.samples(now)
             return
@@ -288,7 +291,7 @@ class Probe:
         return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that changes when the maps change, and that is far cheaper to compute."""
+        """A value that changes when the maps change. It is far cheaper to compute than the maps."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return tuple(self._memories[id].pulse() for id in self._simulated())
@@ -308,7 +311,10 @@ class Probe:
         return numbered
 
     def empty_cache(self) -> int:
-        """Releases memory that is kept for reuse, on cards and host. Returns the released bytes."""
+        """Releases memory that this process keeps for reuse, on cards and on the host.
+
+        Returns the released bytes.
+        """
         released = sum(memory.empty_cache() for memory in self._memories.values())
         cuda = _started_cuda() if self._cards else None
         if cuda is not None:

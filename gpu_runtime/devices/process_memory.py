@@ -39,7 +39,10 @@ class Note(weakref.ref):
 
 
 class Block:
-    """Bytes on a device, held until `free`, or until the last reference or buffer is gone."""
+    """Bytes on a device.
+
+    They are held until `free` is called, or until nothing refers to the block or its buffers.
+    """
 
     __slots__ = ("memory", "size", "note", "segment", "offset", "__weakref__")
 
@@ -111,8 +114,9 @@ class Memory:
         return self.allocate_row([size], force=force)[0]
 
     def allocate_row(self, sizes: Sequence[int], *, force: bool = False) -> list[Block]:
-        """A block for each of `sizes`, or no block; side by side, at multiples of 512 bytes.
+        """Allocates a block for each of `sizes`. If one does not fit, none is allocated.
 
+        The blocks lie side by side, and each starts at a multiple of 512 bytes.
         `sizes` are in bytes. `force` and the errors are as in `allocate`.
         """
         # The blocks are made first, so that an error or an interrupt frees them.
@@ -183,7 +187,10 @@ class Memory:
         return False
 
     def add_region(self, region: Region) -> None:
-        """Adds pages that were mapped elsewhere, so that `contains` knows them while they exist."""
+        """Adds the pages of `region`, which another module mapped.
+
+        `contains` then returns True for their addresses as long as the region exists.
+        """
         with self._lock:
             self._shared.add(region)
 
@@ -301,7 +308,8 @@ def pinned(region: Region, *, touched: bool = False) -> None:
 
     Unless they are `touched` already, their content is undefined afterwards.
 
-    Without the lock, copies reach a fifth of the bus speed. torch's own pinned memory is not used,
+    Without the lock, copies reach a fifth of the bus speed. Nothing is locked if this process does
+    not use CUDA. torch's own pinned memory is not used,
     because it rounds up to powers of two. For a request of 6 GiB it locked 10 GiB.
     """
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None

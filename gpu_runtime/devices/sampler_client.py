@@ -135,7 +135,8 @@ class Sampling:
     def figures(self) -> Figures | None:
         """The last figures; None if there are none.
 
-        The call takes one system call if the file has not changed, and 30 µs otherwise.
+        If the file has not changed, this takes one system call. If it has changed, reading it takes
+        30 µs.
         """
         path = self.directory / "samples"
         try:

@@ -76,9 +76,10 @@ class SharedPages:
         return sum(block.size for block in self._blocks)
 
     def _mapped(self, memory: Memory) -> Region:
-        # A card copies from pages that are registered with its driver. They must be the file's own
-        # pages, and nothing can write them: the weights that are away are guarded. Without a card,
-        # the user can write the weights. Then the system copies the written page for this process.
+        # With a card, the pages are registered with the driver, so they must be the file's own
+        # pages (MAP_SHARED). Nothing can write them, because code that uses offloaded weights is
+        # stopped. Without a card, the user can write the weights. MAP_PRIVATE then gives this
+        # process its own copy of a written page.
         kind = mmap.MAP_SHARED if memory.pinned else mmap.MAP_PRIVATE
         region = Region(self.file, self.size, flags=kind)
         region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
@@ -100,7 +101,7 @@ def _array(region: Region, at: int, block: Block) -> Any:
 
 
 def held_by(pids: Iterable[int]) -> Iterator[SharedPages]:
-    """The shared pages that the processes `pids` of this user hold. Others are left out.
+    """The shared pages that the processes `pids` hold, if they are processes of this user.
 
     A file counts only if this user owns it, nobody else may open it, and it has no name.
     """

@@ -5,8 +5,8 @@ cannot leave it half-changed. `process_memory` holds the memory.
 
 Requests are rounded to 512 bytes and cut from segments. A request below 1 MiB is cut from a segment
 of 2 MiB, and a request below 10 MiB from a segment of 20 MiB. A larger request gets its own
-segment, whose size is a multiple of 2 MiB. A freed run (a stretch of a segment) joins its free
-neighbours and stays reserved.
+segment, whose size is a multiple of 2 MiB. A run is a stretch of a segment. A freed run joins its
+free neighbours and stays reserved.
 
 Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp. There are two differences, so that an allocation
 always succeeds if enough bytes are free. First, the capacity counts requested bytes, not rounded
@@ -214,7 +214,7 @@ def _cut_segment(
 
 
 def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The runs without empty ones. Neighbours that are both free or both released are joined."""
+    """The `runs` without those of size 0. Free neighbours are joined, and released ones too."""
     joined: list[Run] = []
     for run in runs:
         if not run.size:

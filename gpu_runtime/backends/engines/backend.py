@@ -1,7 +1,7 @@
 """The backend for engines that are HTTP servers, and the object that `use` yields for such a model.
 
-It also accounts the bytes of these models. `server.py` has the lifecycle of a server. The recipe of
-each engine defines how it is started.
+The backend also counts the bytes of these models. `server.py` has the lifecycle of a server. The
+recipe of each engine defines how that engine is started.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Served(EngineModel[Server]):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the server. The first process is the guard of the others."""
+        """The process ids of the server. The first is the guard, which ends the others."""
         return self._engine.pids if self._engine else ()
 
     @property

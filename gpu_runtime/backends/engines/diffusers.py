@@ -25,7 +25,7 @@ class Diffusers(Recipe):
     def evidence(self, spec: ModelSpec) -> Evidence:
         """The total size of the weight files of the pipeline of `spec`.
 
-        A pipeline has one directory for each part. The size of a pipeline that is not on this machine
+        A pipeline has one directory for each part. If the pipeline is not on this machine, its size
         is estimated from its name. Raises NotAModel.
         """
         path = Path(spec.source).expanduser()

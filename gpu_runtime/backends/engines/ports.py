@@ -3,9 +3,9 @@
 Each server claims a port from a range, and no claim outlives its server.
 
 A claim is a lock on a file in a directory that only this user can enter, so no other user can hold
-it. The engine's guard inherits the open file, so the lock lasts as long as the engine. Engines of
-two users may choose the same port at the same moment. Then one of them cannot listen on that port,
-and gets the next port.
+it. A guard process starts each engine. It inherits the open file, so the lock lasts as long as the
+engine. Engines of two users may choose the same port at the same moment. Then one of them cannot
+listen on that port, and gets the next port.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Port:
         self._bound: socket.socket | None = None
 
     def fileno(self) -> int:
-        """The file descriptor of the claim, for a child process to inherit."""
+        """The descriptor of the locked file. A child process that inherits it keeps the lock."""
         return self._claim.fileno()
 
     def bind(self) -> int:

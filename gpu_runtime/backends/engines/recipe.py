@@ -136,5 +136,8 @@ def placeholders(order: LaunchOrder) -> dict[str, str]:
 
 
 def custom_template(spec: ModelSpec) -> str | None:
-    """The chat template, as text or a path, in the options of `spec`, for the model's own."""
+    """The chat template in the options of `spec`, which replaces the model's own; None if not set.
+
+    The template is a text or a path.
+    """
     return spec.options.get("chat_template") or None

@@ -121,7 +121,7 @@ class Server(RestartedEngine):
         return self._answers_health_check()
 
     def listens(self) -> bool:
-        """Whether its port reaches its own processes, and not a process that took the port from it."""
+        """Whether the server's port reaches its own processes, and not another process."""
         if self.order is None or self.state in (ServerState.IDLE, ServerState.STOPPING):
             return False
         found = listeners(self.order.port)
@@ -190,7 +190,11 @@ class Server(RestartedEngine):
                     raise
 
     def _launch(self, port: Port) -> None:
-        """Starts the guard, which starts the engine. Both inherit the claim of the port."""
+        """Starts the guard process, which starts the engine.
+
+        The guard ends the engine once this process has ended. Both inherit the file whose lock
+        reserves the `port`, so the port stays reserved as long as they run.
+        """
         with self._changed:
             self._enter(ServerState.LOADING)
             self._port = port
@@ -207,7 +211,11 @@ class Server(RestartedEngine):
             port.release_socket()
 
     def _wait_until_ready(self) -> None:
-        """Polls the health check, then prepares the model. Raises the error of a failed load."""
+        """Polls the health check until it succeeds, then prepares the model as the recipe requires.
+
+        Raises LoadFailed or the device's out-of-memory error if the server ends, if it takes too
+        long, or if another user listens on its port.
+        """
         child = self._child
         assert child is not None
         until = self._clock() + self._start_seconds

@@ -57,7 +57,8 @@ class Vllm(Recipe):
     def template(self, order: LaunchOrder) -> str | None:
         """The chat template beside the source of `order`, as transformers saves it.
 
-        The template is in a separate file, or in the tokenizer's config. None if unreadable.
+        The template is in a separate file, or in the tokenizer's config. The result is None if the
+        template cannot be read.
         """
         own_file = Path(order.source, "chat_template.jinja")
         config_file = Path(order.source, "tokenizer_config.json")

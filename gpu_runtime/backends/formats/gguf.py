@@ -284,7 +284,7 @@ class _Reader:
         return list(struct.unpack(f"<{count}{form[1]}", raw))
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` strings. The loop runs half a million times, with one call each."""
+        """Skips `count` strings. There may be half a million, so each step makes only one call."""
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:
             data, at = self._data, self.position

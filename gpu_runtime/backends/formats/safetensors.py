@@ -98,7 +98,9 @@ class Checkpoint(NamedTuple):
         )
 
     def pieces(self) -> tuple[int, ...]:
-        """Bytes before the layers, of each layer, and after the layers, without zeros.
+        """Bytes of the consecutive pieces: before the layers, each layer, and after the layers.
+
+        Pieces of 0 bytes are left out.
 
         The result is empty if no single list of layers holds most of the model, because names do
         not show the order of several lists. Only names are used:

@@ -142,13 +142,19 @@ def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
 
 
 def _of_pointers(path: Path) -> Evidence | None:
-    """What a clone without Git LFS shows, whose pointer files state sizes. None for real files."""
+    """What the directory `path` shows if it is a clone without Git LFS; None for real files.
+
+    Each file in such a clone is a small pointer file, which states the size of the real file.
+    """
     size = _bytes_behind_pointers(sorted(path.glob("*.safetensors")))
     return Evidence(file_bytes=size, file_format="safetensors") if size else None
 
 
 def _bytes_behind_pointers(files: Iterable[Path]) -> int:
-    """The bytes of the files for which Git LFS pointers stand, plus real files. 0 without pointers."""
+    """The bytes of `files`, where a Git LFS pointer counts as the file that it stands for.
+
+    The result is 0 if none of the files is a pointer.
+    """
     total, pointers = 0, 0
     for file in files:
         size = _pointed_bytes(file)

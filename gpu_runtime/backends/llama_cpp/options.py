@@ -1,6 +1,6 @@
 """Checks the options of a GGUF model, and turns them into arguments of `llama_cpp.Llama`.
 
-It also computes what the file shows about the size, and accounts a loaded model's bytes (`taken`).
+It also computes what the file shows about the size, and counts a loaded model's bytes (`taken`).
 Nothing here starts a process or imports llama_cpp. The backend `llama_cpp` and the recipe of
 `llama-server` share these functions.
 """
@@ -97,7 +97,7 @@ def check(spec: ModelSpec) -> None:
 
 
 def gpu_layers(spec: ModelSpec) -> int:
-    """The number of layers of `spec` on the card. -1 means all layers.
+    """The number of layers of the model `spec` that are put on the card. -1 means all layers.
 
     The setting INFERENCE_GPU_LAYERS is already in the options if the model does not set its own.
     """

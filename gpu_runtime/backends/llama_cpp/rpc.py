@@ -169,8 +169,9 @@ class LlamaEngine(Engine):
         self._channel.close()
         self._report_loss()
         if self._reporting:
-            # The watcher has called this method while it reports the loss. The outer call wakes the
-            # callers after the watcher has updated the book.
+            # The watcher called this method while it reported the loss. The outer call of this
+            # method wakes the waiting callers, after the watcher has updated the book (the host's
+            # leases).
             return
         with self._changed:
             waiting, self._pending = list(self._pending.values()), {}
