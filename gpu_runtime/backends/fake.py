@@ -123,8 +123,8 @@ class FakeBackend(Backend):
         """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes.
 
         On a move to the host, a copy that is already there becomes the model's bytes. On a move
-        back, `shadow` keeps the bytes on the host as a copy. If some bytes stay where they are, only
-        the missing bytes are allocated.
+        back, `shadow` keeps the bytes on the host as a copy. If some bytes stay where they are,
+        only the missing bytes are allocated.
         """
         in_parts = [one for one in (model.place[0], shares) if len(one) == 2]
         if model.pieces and any(one[1].device == HOST for one in in_parts):
@@ -205,7 +205,8 @@ class FakeBackend(Backend):
     ) -> tuple[Block, ...]:
         """Allocates `shares`, calls `arrive`, then gives `model` its new place.
 
-        Returns the blocks of the old place, which the caller frees. The blocks `ready`, if there are any, hold the bytes of `shares` already.
+        Returns the blocks of the old place, which the caller frees. If there are blocks in `ready`,
+        they hold the bytes of `shares` already, and nothing is allocated.
         """
         held: list[Block] = list(ready)
         try:

@@ -24,7 +24,10 @@ class AbsentBackend(Backend):
         self.name = name
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the local files of `spec` show, or else its name. `origin` is ignored."""
+        """What the local files of `spec` show about its size; without files, what its name shows.
+
+        `origin` is ignored.
+        """
         is_local = os.path.exists(os.path.expanduser(spec.source))
         if not is_local and not looks_like_hub_id(spec.source):
             return Evidence(name=spec.source, why_unknown=_why_absent(spec.source))

@@ -127,7 +127,10 @@ class HostAgent:
         self._drained = wished
 
     def offer(self, name: str, revision: int) -> Offer:
-        """What it takes to use the model `name` here. Never raises GpuError."""
+        """What this host offers for the model `name`: a plan, or why it cannot take the model.
+
+        Never raises GpuError.
+        """
         try:
             self.learn(revision)
             self._require_wish(name)
@@ -167,7 +170,10 @@ class HostAgent:
         )
 
     def _need(self, name: str) -> tuple[int, bool]:
-        """The declared bytes of a model (0: unknown), and whether it may use several cards."""
+        """The declared bytes of the model `name`, and whether it may use several cards.
+
+        The bytes are 0 if they are unknown here.
+        """
         try:
             spec = self.rt.spec(name)
         except GpuError:  # this host does not know the model: its size is unknown here
@@ -271,9 +277,10 @@ class HostAgent:
             return getattr(self.rt, name)(*args, **kwargs)
 
     def serve(self, begin: Callable[[Runtime, str], T]) -> T:
-        """What `begin(runtime, address)` returns, which starts the HTTP server of this host.
+        """Starts the HTTP server of this host by `begin(runtime, address)`, and returns its result.
 
-        It is called once. `address` is the address of this host for the other hosts.
+        `begin` is called only the first time; later calls return the first result. `address` is the
+        address under which other hosts reach this host.
         """
         with self._serving:
             if self._served is None:

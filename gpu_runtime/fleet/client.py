@@ -70,10 +70,11 @@ class Fleet:
 
         Calls of `model` and of its attributes run on that host, which is `model.host`. `timeout`
         (seconds or "30s"; None waits without limit) limits the wait for room. `importance` is that
-        of `rt.use`. If the host dies, the call raises NodeLost. With `retry` the model is then used
-        on another host, and the calls of the block run again there, in their order: the model there
-        has not seen them. Their results are dropped, and the lost call returns. Pass `retry` if
-        these calls may run twice.
+        of `rt.use`. If the host dies, the call raises NodeLost. With `retry`, no error is raised.
+        Instead the model is used on another host, and the earlier calls of the `with` block run
+        again there in their order, because the model there has not seen them. Their results are
+        dropped. Then the lost call runs there and returns. Pass `retry` if these calls may run
+        twice.
 
         Entering raises DoesNotFit and Busy, which name each host with its reason, and UnknownModel.
         """
@@ -186,7 +187,7 @@ class Fleet:
                 self._controller = joining.controller()
 
     def _agent(self, host: str) -> Any:
-        """The agent of `host`. Raises Gone if it is not in the fleet."""
+        """The agent of `host`. Raises Gone if that host is not in the fleet."""
         try:
             return self._hosts.agent(host)
         except cluster.Gone:
@@ -194,7 +195,7 @@ class Fleet:
             return self._hosts.agent(host)
 
     def _forget(self, host: str) -> None:
-        """Leaves the `host` out until the controller offers it again."""
+        """Does not use the `host` again until the controller offers it again."""
         self._hosts.forget(host)
         for name, (last, _) in list(self._last.items()):
             if last == host:
@@ -263,9 +264,10 @@ class Fleet:
         return holders[0]
 
     def drain(self, host: str, *, undo: bool = False) -> Outcome:
-        """Closes `host` to models, and loads its wished models elsewhere. `undo` opens it again.
+        """Closes `host` to models, and loads its wished models on other hosts. `undo` opens it again.
 
-        Models in use stay until their blocks end. Raises FleetUnavailable for an unknown host.
+        A model in use stays until the `with` blocks that use it end. Raises FleetUnavailable for an
+        unknown host.
         """
         self._require_host(host)
         self._ask_controller("drain", host, undo)
@@ -304,8 +306,8 @@ class Fleet:
     def slots(self) -> DataFrame:
         """A table of the models on cards, with one row for each card.
 
-        Columns: slot, model, host, device, bytes, active (the number of blocks that use the model
-        now), and wished (whether `create_slot` placed the model).
+        Columns: slot, model, host, device, bytes, active (the number of `with` blocks that use the
+        model now), and wished (whether `create_slot` placed the model).
         """
         import pandas
 

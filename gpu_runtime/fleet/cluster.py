@@ -240,8 +240,9 @@ def answers(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of the calls that answered, and the reasons of the other calls, each by its key.
 
-    All calls together get `timeout` seconds. If `enough` says that the values are too few by then,
-    the other calls get up to `longest` seconds. A call that fails does not stop the others.
+    All calls together get `timeout` seconds. If `enough(values)` is false by then, the calls that
+    have not answered get up to `longest` seconds in total. A call that fails does not stop the
+    others.
     """
     keys = {reference: key for key, reference in references.items()}
     pending = list(keys)

@@ -131,9 +131,10 @@ class Controller:
     def choose(self, name: str, without: Iterable[str] = ()) -> tuple[tuple[Offer, ...], int]:
         """The offers for the model `name`, the best first, and the revision of the wishes.
 
-        Drained hosts and those in `without` make no offer. Nor do hosts that did not answer lately,
-        if others answer; such a host is listed with `answered` False. With more than eight hosts, all hosts
-        first report their room. Then the best eight hosts make a plan.
+        Drained hosts and the hosts in `without` make no offer. A host that did not answer lately is
+        not asked, unless no host answered lately. A host without an answer is listed with `answered`
+        False. With more than eight hosts, all hosts first report their room. Then only the best
+        eight hosts make a plan.
         """
         without = set(without)
         drained = set(self._wishes.drained)
@@ -226,11 +227,11 @@ class Controller:
         return placing.attempts(name, allowed, load)
 
     def _may_evict(self, offer: Offer, dedicated: bool) -> bool:
-        """Whether a wished model may be loaded by this offer, without evicting a wished model or
-        waiting.
+        """Whether a wished model may be loaded by this `offer`.
 
-        A `use` may evict any idle model. A wish takes free room, or evicts models that nobody
-        wished. A wish of the `dedicated` set evicts any model outside the set.
+        An offer that must wait is never taken. A `use` may evict any idle model. A wish takes free
+        room, or evicts models that nobody wished. A wish of the `dedicated` set may also evict
+        wished models outside that set.
         """
         if offer.level is PlanLevel.WAIT:
             return False
@@ -291,7 +292,7 @@ class Controller:
     # -- watching ----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Reads the nodes, and loads wished models elsewhere once their host is gone."""
+        """Reads the living nodes, and loads a wished model on another host once its host is gone."""
         next_check = time.monotonic() + CHECK_SECONDS
         while True:
             time.sleep(WATCH_SECONDS)

@@ -144,7 +144,10 @@ def _cards(devices: str) -> int:
 
 
 def _ports() -> dict[str, int]:
-    """Free ports for the agents of a node, which then need not write theirs to a file first."""
+    """Free ports for Ray's own agent processes on a node.
+
+    With given ports, these processes need not choose ports and write them to a file first.
+    """
     sockets = [socket.socket() for _ in range(4)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))

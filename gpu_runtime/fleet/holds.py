@@ -23,7 +23,7 @@ MOST_RELEASED = 1000  # releases that arrived before their hold, and are remembe
 class _Released(BaseException):
     """Raised in a thread that waits for room, after its hold was released.
 
-    This class is no subclass of Exception, so that no handler in between catches the error.
+    This class is no subclass of Exception, so that no `except Exception` on the way catches it.
     """
 
 

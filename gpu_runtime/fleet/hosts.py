@@ -18,7 +18,7 @@ class Hosts:
         self._lock = threading.Lock()
 
     def refresh(self) -> tuple[str, ...]:
-        """Reads the hosts from Ray, and returns the names of those that are gone since then.
+        """Reads the hosts from Ray. Returns the names of hosts that are gone since the last call.
 
         A host that has left, or whose node is dead, is gone.
         """

@@ -41,7 +41,7 @@ def join(
     address: str = "auto",
     node: str = "",
 ) -> Outcome:
-    """Lets this machine hold models of the fleet: starts its agent, which owns their leases.
+    """Makes this machine a host of the fleet. Starts its agent, which owns the leases of the models.
 
     `name` is the name of the host, by default the machine's. `devices` are the cards as in
     GPU_DEVICES; simulated cards must be named, as in `sim:2x24GiB`. `ledger` is the URL of the

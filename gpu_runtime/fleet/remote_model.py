@@ -137,8 +137,8 @@ class FleetUse:
         """The result of a call on the model.
 
         Raises the error of the call, EngineDied if the model's process died, and NodeLost if the
-        host died. With `retry` the model is then used again, on another host or in a new process,
-        and the calls of the block run again there.
+        host died. With `retry`, the model is used again instead, on another host or in a new
+        process, and the calls of the `with` block run again there.
         """
         # The agent passes the bytes on. Only the model's process and this one read them.
         made = _Made(path, cluster.ray().cloudpickle.dumps((args, kwargs)))
@@ -175,8 +175,9 @@ class FleetUse:
     def _run_again(self, lost: int, *, elsewhere: bool) -> None:
         """Runs the calls of the block again, unless another thread has done that for the `lost` copy.
 
-        With `elsewhere`, the model is first used on another host. Otherwise its process was started
-        again, and the use goes on. Raises NodeLost if the calls are too many.
+        With `elsewhere`, the model is first used on another host. Without `elsewhere`, the model's
+        process was started again on the same host, and the use continues there. Raises NodeLost if
+        the calls are too many.
         """
         with self._moving:
             if self._copy != lost:

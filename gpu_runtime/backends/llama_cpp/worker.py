@@ -262,8 +262,9 @@ def _model_class(inbox: Inbox) -> Any:
 def _make_cancellable(model: Any) -> None:
     """Makes every computation of `model` end soon after its caller has left.
 
-    That is checked before each batch. A batch of a prompt may take seconds on a CPU, so llama.cpp
-    checks it within such a batch, too. A batch of one token is too short for that.
+    Before each batch, `decode_if_wanted` checks whether the caller has left. A batch of a prompt
+    may take seconds on a CPU, so llama.cpp also checks this within the batch. A batch of one token
+    is too short for that.
     """
     from llama_cpp import llama_cpp as lib
 

@@ -72,7 +72,10 @@ class RestartedEngine(Engine):
         self._pid: int | None = None  # named in errors
 
     def _wait_for_end(self) -> tuple[int, str] | None:
-        """Status and output of the processes once they have ended by themselves; None on purpose."""
+        """Waits until the processes have ended by themselves. Returns their status and output.
+
+        Returns None if they were ended on purpose.
+        """
         raise NotImplementedError
 
     def _start_again(self) -> None:

@@ -1,6 +1,6 @@
 """The common part of backends whose engines place a model when they load it, and never move it.
 
-The engine is a server, a worker process or a thread. This module accounts the bytes of its model.
+The engine is a server, a worker process or a thread. This module counts the bytes of its model.
 No code here changes the weights, so an evicted model is dropped and loaded again later.
 """
 
@@ -62,8 +62,7 @@ class EngineHandle(Generic[E, V]):
         self.engine.watch(on_loss)
 
     def loaded(self, shares: Shares, probe: Probe) -> None:
-        """Accounts the bytes of `shares` on the devices of `probe`, and lets users reach the
-        engine.
+        """Counts the bytes of `shares` on the devices of `probe`, and lets users reach the engine.
 
         Raises the device's out-of-memory error.
         """
@@ -122,7 +121,7 @@ class EngineBackend(Backend, Generic[H, V]):
     def _charged(self, pids: Iterable[int], shares: Shares) -> Shares:
         """The bytes that the driver reports for the processes `pids` on the devices of `shares`.
 
-        Where it reports none, the bytes are those of `shares`.
+        On a device where the driver reports no bytes, the result has the bytes of `shares`.
         """
         devices = tuple(share.device for share in shares)
         charged: dict[str, int] = {}

@@ -72,7 +72,7 @@ class ModelProcess(RestartedEngine):
             raise
 
     def _install(self, program: Program, shares: Shares) -> None:
-        """Makes a started program the one that answers, unless it is no longer wanted."""
+        """Lets the started `program` answer the requests; ends it if `end` was called meanwhile."""
         with self._changed:
             if self._wanted:
                 self._program, self._shares = program, shares
@@ -233,7 +233,7 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
             raise
 
     def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
-        """Moves the model of the handle `model` to `shares`, or nothing."""
+        """Moves all bytes of the model of the handle `model` to `shares`, or none."""
         held: list[Block] = []
         try:
             for share in shares:

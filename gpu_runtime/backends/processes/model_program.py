@@ -118,7 +118,7 @@ def _answer(
     cancelled: set[int],
     send: Callable[..., None],
 ) -> None:
-    """Runs one request. Ends this process if it can no longer use its card."""
+    """Runs one request and sends its answer. Ends this process if it can no longer use its card."""
     try:
         if kind not in KINDS:
             raise GpuError(f"{kind} is no request of a model; these are: {', '.join(KINDS)}.")

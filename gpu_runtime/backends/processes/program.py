@@ -49,7 +49,10 @@ class Program:
         self.reading = threads.start(self._read)
 
     def request(self, kind: str, *args: Any) -> Any:
-        """The result of a request. Raises its error, and Ended."""
+        """Sends a request and returns its result.
+
+        Raises the error of the request, or Ended if the process ends before it answers.
+        """
         with self._answers(kind, args) as answers:
             what, value = answers.get()
         if what == "result":

@@ -16,9 +16,9 @@ from ...threads import imported
 def run(value: Any, path: tuple[str, ...], given: bytes) -> bytes:
     """The pickled result of a call on the model `value`, with tensors in host memory.
 
-    `path` has the names of the attributes that lead to what is called; it is empty for the model
-    itself. `given` is the pickled pair of arguments and keyword arguments. Tensors in them are moved
-    to the model's device.
+    `path` has the names of the attributes that lead from the model to the called object; an empty
+    `path` calls the model itself. `given` is the pickled pair of arguments and keyword arguments.
+    Tensors in the arguments are moved to the model's device.
 
     Raises the errors of the call, and BadCall for a result that cannot be sent.
     """

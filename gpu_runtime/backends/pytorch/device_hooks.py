@@ -1,9 +1,9 @@
 """The hooks that run a module over several cards: accelerate's hooks, installed and removed by us.
 
-The weights are already on their cards, so `dispatch_model` moves none. Its changes to the root
-module are undone, so the model's `forward` stays the one of its class. So a call pins the model
-before anything else happens (see `owner/governed_calls.py`), and a deep copy shares nothing with
-the original.
+The weights are already on their cards, so accelerate's `dispatch_model` moves none. The changes
+that `dispatch_model` makes to the root module are undone, so the model keeps the `forward` of its
+class. So a call pins the model before anything else happens (see `owner/governed_calls.py`), and a
+deep copy shares nothing with the original.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Transfer:
 
 
 def _arguments_left_in_place(module: nn.Module) -> list[str] | None:
-    """Names of arguments that are spread over several cards themselves, such as a key/value cache."""
+    """Names of arguments whose own tensors are on several cards, such as a key/value cache."""
     names = getattr(module, "_skip_keys_device_placement", None)
     if isinstance(names, str):
         return [names]

@@ -70,7 +70,7 @@ def _sums(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _keys(device: torch.device) -> Tensor:
-    """The random keys, [2, WORDS] int64, which are the same for every device and until a reboot.
+    """The random keys, [2, WORDS] int64. They are the same for every device until a reboot.
 
     So processes can compare their digests of the same bytes. The keys are derived from the random
     id of the boot and the user.

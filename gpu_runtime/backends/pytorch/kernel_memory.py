@@ -9,9 +9,9 @@ A card works asynchronously. So the copy waits until the card has finished its w
 directions, and so does the exchange. A card that does not finish within REST_SECONDS keeps its
 memory.
 
-On a simulated card the storages are CPU tensors of at least 1 MiB. Parked bytes count as host
-memory there and stay readable. On a real card a guard (see `swap.py`) replaces them, and every
-access raises an error.
+On a simulated card the storages are CPU tensors of at least 1 MiB. Offloaded bytes count as host
+memory there and stay readable. On a real card a guard replaces offloaded bytes: memory without
+content, where every access raises an error (see `swap.py`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class KernelBackend(Backend):
         """Returns None, because `use` yields no object for a kernel."""
 
     def measure(self, model: KernelMemory) -> Shares:
-        """The bytes on each device now, which the account of a simulated card gets too."""
+        """The bytes on each device now. A simulated card also records them as allocated."""
         while True:
             exchanges = model.exchanges
             if model.away:
@@ -286,7 +286,8 @@ class KernelBackend(Backend):
         """Makes the exchange while no other thread runs. If it raises NotStill, nothing has
         changed.
 
-        Afterwards the storages `away` are away, and `noted` is the account of the others.
+        Afterwards the model has the storages `away` in host memory, and `noted` as the block that
+        counts the bytes on a simulated card. `mark` is from `Stillness.mark`, before the copies.
         """
 
         def act() -> None:
@@ -307,7 +308,10 @@ class KernelBackend(Backend):
             raise NotStill(why)
 
     def drop(self, model: KernelMemory) -> None:
-        """Returns parked bytes to their card, since they exist nowhere else. Repeating is safe."""
+        """Returns offloaded bytes to their card, because they exist nowhere else.
+
+        Repeating is safe.
+        """
         if model.away and not model.memory.counted:
             self._return(model)
         # On a simulated card the bytes stay readable where they are.
@@ -338,11 +342,11 @@ class KernelBackend(Backend):
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Inside the block Python does not search for garbage by itself.
+    """A context manager: inside it, Python starts no garbage collection by itself.
 
     A move makes some objects for each storage. The searches that they cause took half the time of a move
-    of 10,000 storages. A cell may run meanwhile and call `gc.disable`, so the block does not use that
-    switch. It raises the number of new objects that starts a search.
+    of 10,000 storages. A cell may run meanwhile and call `gc.disable`, so this function does not
+    use that switch. It raises the number of new objects that starts a search.
     """
     usual = gc.get_threshold()
     if usual[0] != _NEVER:

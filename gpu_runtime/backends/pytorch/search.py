@@ -300,7 +300,7 @@ def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of `tensor`, or None. Python has no object of a gradient before this read."""
+    """The gradient of `tensor`, or nothing. Python has no object of a gradient before this read."""
     try:
         if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
             return ()

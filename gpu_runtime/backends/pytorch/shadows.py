@@ -1,7 +1,8 @@
 """Shadows of models on a card: the unchanged bytes of their storages in host memory.
 
-A storage whose digest is that of its shadow leaves its card without a copy: the shadow becomes its
-bytes. A digest belongs to bytes in host memory that nothing has written since the digest was taken.
+If the digest of a storage equals the digest of its shadow, the storage leaves its card without a
+copy: the shadow becomes its bytes. A shadow's digest is only valid while nothing has written those
+bytes in host memory.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def staying(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
 ) -> dict[int, Tensor]:
-    """The bytes that stay on the host when `going` move from there to cards, by storage.
+    """The shadows that stay on the host when the storages `going` move to cards, by storage key.
 
     `sources` are their bytes now, and `targets` the copies on the cards, which the second phase of
     the move exchanges with them.
@@ -106,7 +107,9 @@ def digests(
     places: Sequence[Memory],
     unchanged: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:
-    """The known digests after the move. A storage that is copied to the host loses its digest.
+    """The digests that are still valid after the move.
+
+    A storage that is copied to the host loses its digest.
 
     Its bytes there are not those of which the digest was taken. `unchanged` is the result of `ready`.
     """

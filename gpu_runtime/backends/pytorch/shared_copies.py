@@ -1,4 +1,6 @@
-"""Copies in host memory that the processes of a user share: one for the same unchanged files.
+"""Copies of models in host memory that the processes of a user share.
+
+Processes that load the same unchanged files share one copy.
 
 The pages hold a page of their own, the content of each storage, and an index with the digest of
 each storage. The first page is written last, so pages that were not completed are not used. The
@@ -62,7 +64,7 @@ def content_id(checkpoint: Checkpoint, dtype: Any) -> str:
 
 
 class Part(NamedTuple):
-    """The shared pages that a loaded model has bytes in, while they exist, and their bytes."""
+    """The shared pages that hold bytes of a loaded model, as a weak reference, and their size."""
 
     pages: weakref.ref[SharedPages]
     name: str
@@ -78,7 +80,10 @@ class Part(NamedTuple):
 
 
 def name_of(content: str, pages: SharedPages) -> str:
-    """The id of `pages` with the files `content`; other pages with these files have another one."""
+    """The id of `pages`, which hold the files with the id `content`.
+
+    Two copies of the same files have different ids.
+    """
     return f"{content[:16]}.{pages.inode}"
 
 
@@ -164,7 +169,7 @@ class SharedCopy:
     def weights(self, names: Collection[str]) -> dict[str, Tensor]:
         """The tensors with these `names` in complete pages, which must be mapped.
 
-        Each has a storage of its own, or shares it with its other names, as in the model.
+        Tensors that share a storage in the model, such as tied weights, share one here too.
         """
         found: dict[str, Tensor] = {}
         for key, stored in self.index.items():

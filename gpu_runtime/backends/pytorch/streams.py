@@ -94,7 +94,9 @@ def empty_cache(device: torch.device | str) -> None:
 
 
 def homes(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> list[int | None]:
-    """For each address, the stream on which its segment was allocated; None if no segment has it.
+    """For each address, the stream on which its segment was allocated.
+
+    The entry is None for an address that is in no segment.
 
     `segments` are those of `torch.cuda.memory_snapshot()`.
 
@@ -178,9 +180,9 @@ _waiting: dict[torch.device, threads.Running] = {}  # a wait whose card has not 
 def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
     """Waits until the cards have finished all their work. Returns an empty text.
 
-    If they have not after `seconds`, returns the reason. torch has no wait with a limit, so a
-    separate thread waits for each card. If the card never finishes, that thread stays, and the next
-    wait for this card starts no other thread.
+    If the cards have not finished after `seconds`, returns the reason. torch has no wait with a
+    limit, so a separate thread waits for each card. If a card never finishes, its thread stays, and
+    the next wait for this card starts no other thread.
     """
     for device in devices:
         module = module_of(device)

@@ -260,7 +260,9 @@ class TorchBackend(Backend):
         into: Any,
         shadow: bool = False,
     ) -> TorchModel:
-        """The new model on its devices, with `shadow` by way of host memory.
+        """Puts the new `model` on the devices of `shares`, and returns it.
+
+        With `shadow`, the bytes are copied to host memory first, and that copy stays there.
 
         If the object `into` of an earlier load is given, that object gets the model's bytes.
         """
@@ -283,7 +285,7 @@ class TorchBackend(Backend):
         return model
 
     def _shared(self, model: TorchModel) -> SharedCopy | None:
-        """Pages for the bytes of a new `model` that other processes can use, too; None without."""
+        """Shared pages for the bytes of a new `model`; None if its bytes are not shared."""
         return None
 
     def _compare(self, model: TorchModel) -> None:
@@ -338,7 +340,7 @@ class TorchBackend(Backend):
         shadow: bool = False,
         shared: SharedCopy | None = None,
     ) -> None:
-        """Moves all storages that are not on `shares` yet, or none.
+        """Moves all storages of `model` that are not on `shares` yet, or none of them.
 
         The old bytes are freed last; with `shadow`, those in host memory stay. The new bytes are in
         the `shared` pages, if they are given. Raises CannotGovern, and the device's out-of-memory

@@ -99,10 +99,10 @@ class TransformersBackend(TorchBackend):
         """Loads the model of `spec` onto its `shares`. `origin` is ignored.
 
         `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
-        load, which gets the weights. With `shadow`, a copy stays in host memory. With `copies`, other
-        processes share that copy: those with these pids may already have one, which is used then.
-        With `found_only`, no copy stays if they have none. Raises BadSetting, NotAModel, LoadFailed,
-        CannotGovern, and the device's out-of-memory error.
+        load, which gets the weights. With `shadow`, a copy stays in host memory. `copies` are pids of
+        processes that may share this copy: if one of them has a copy already, that copy is used. With
+        `found_only`, no copy stays if none of these processes has one. Raises BadSetting, NotAModel,
+        LoadFailed, CannotGovern, and the device's out-of-memory error.
         """
         given: dict[str, Any] = {"progress": progress, "into": into}
         try:
@@ -212,8 +212,8 @@ class TransformersBackend(TorchBackend):
     def move(self, model: TransformersModel, shares: Shares, shadow: bool = False) -> None:
         """Moves all storages of `model`, or none; see `TorchBackend.move`.
 
-        With `shadow`, only bytes stay in host memory that are those of the load: what was changed is
-        copied again anyway.
+        With `shadow`, only bytes that are unchanged since the load stay in host memory. Changed
+        bytes must be copied again anyway.
         """
         super().move(model, shares, shadow)
         known = model.digests.keys() & model.shadow.keys()

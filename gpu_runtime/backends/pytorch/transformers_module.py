@@ -199,7 +199,7 @@ _loads_lock = forks.freed(threading.Lock())
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Inside the block, transformers shows no progress bars and writes no messages to stderr.
+    """A context manager: inside it, transformers shows no progress bars and writes no messages.
 
     After the last of several simultaneous loads, the user's settings are restored.
     """

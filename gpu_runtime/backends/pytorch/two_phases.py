@@ -39,7 +39,9 @@ class Move:
         places: Sequence[Memory],
         targets: list[Tensor],
     ) -> None:
-        """`going` are those of `groups` that move to `places`. `targets` are the copies.
+        """Prepares the calls. Of `groups`, the storages `going` move to `places`.
+
+        `targets` are the copies of their bytes, in the same order.
 
         The list `targets` is emptied, because a traceback through the caller must not keep the
         copies alive.
