@@ -55,7 +55,7 @@ class Access:
 
     @contextmanager
     def admitted(self, call: Call, visitor: str) -> Iterator[Call]:
-        """A block in which the `call` of this `visitor` runs, as its key allows it.
+        """A context manager in which the `call` of this `visitor` runs, as the visitor's key allows.
 
         Raises Refused with 403 for a model that is not allowed, and with 429 if a limit is reached.
         """
@@ -75,7 +75,7 @@ class Access:
     def _of_key(
         self, key: AccessKey, call: Call, visitor: str, record: CallRecord
     ) -> Iterator[Call]:
-        """A block in which the `call` of a `key` runs. See `admitted`."""
+        """A context manager in which the `call` of a `key` runs. See `admitted`."""
         if not key.may_call(call.model):
             text = f"the key {visitor.removeprefix(BEGIN)} may not call {call.model[:64]!r}"
             raise Refused(403, "model_not_allowed", text, param="model")

@@ -15,7 +15,7 @@ log = logging.getLogger("gpu_runtime")
 
 
 async def preload(gateway: Gateway) -> None:
-    """Loads these models through the queue of `gateway`, as calls do.
+    """Loads the models under `preload` through the queue of `gateway`, as calls do.
 
     Each stays warm for the usual time. A model that cannot be loaded is logged, and the next one is loaded.
     """

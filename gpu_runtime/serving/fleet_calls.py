@@ -111,14 +111,14 @@ class FleetModels:
         yield FleetModel(self, name, importance)
 
     def evict(self, name: str, **_: Any) -> Outcome:
-        """Nothing: each host evicts the model `name` by itself, as its own settings say."""
+        """Does nothing: each host evicts the model `name` by itself, as its own settings say."""
         return Outcome("evict", name, False, "its hosts evict it")
 
     def tell_waits(self, _: Any) -> None:
-        """Nothing: a use does not wait here."""
+        """Does nothing, because a use in a fleet does not wait in this process."""
 
     def status(self) -> Any:
-        """The parts of a snapshot that the gateway reads: the owner, and a cap, which is none."""
+        """The parts of a snapshot that the gateway reads: the owner, and the rules, which set no cap here."""
         return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=SimpleNamespace(cap=None))
 
 
@@ -228,7 +228,7 @@ class FleetAdapter:
     async def _while_alive(self, place: _Place, work: Any) -> Any:
         """The result of `work`. Raises NodeLost once the host of `place` is gone.
 
-        A host without power closes no connection, so its absence is looked for.
+        A host that lost its power closes no connection. So this method checks regularly whether the host is alive.
         """
         task = asyncio.ensure_future(work)
         try:

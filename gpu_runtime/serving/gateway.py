@@ -284,7 +284,7 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice`. `outer` releases turn, pin and the engine's stream at the end of the answer."""
+        """The answer of `choice`. At its end, `outer` releases the call's turn, the pin and the engine's stream."""
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)
@@ -347,7 +347,7 @@ class Gateway:
     ) -> tuple[EngineAdapter, bool | None]:
         """The model's adapter, and whether thinking is on (None: the template decides).
 
-        It returns once the call may run and the model is on its device.
+        This method returns once the call may run and the model is on its device.
         """
         if choice.cloud:
             cloud = cloud_of(choice.model, self._environment)

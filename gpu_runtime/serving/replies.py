@@ -119,7 +119,7 @@ def attempts(
 ) -> Iterator[Choice]:
     """Yields each of `choices`. If none answered, yields once more the first whose engine died.
 
-    The caller adds the model and the error of each attempt to `failed` before it asks for the next choice.
+    The caller adds the model and the error of each attempt to `failed` before it reads the next choice.
     An engine may have died before the call reached it, so one repetition gives the caller an answer. A second death
     ends the call: the call itself may be the cause.
     """
@@ -161,7 +161,7 @@ def add_origin(reply: Reply) -> None:
 
 @contextlib.contextmanager
 def count_refusals(counts: Any) -> Any:
-    """Adds the refusals in its block to the counter `counts`, by status, and the callers that disconnected."""
+    """A context manager that adds to `counts` the refusals inside it, by status, and callers that disconnected."""
     try:
         yield
     except Refused as refused:

@@ -58,7 +58,7 @@ class CallRecord:
 
     @contextlib.contextmanager
     def until_answered(self) -> Iterator[None]:
-        """A block that makes the answer. The line is written at the end of the block, or at the end of a stream."""
+        """A context manager around the making of the answer. The line is written at its end, or at a stream's end."""
         token = _current.set(self)
         try:
             yield

@@ -99,7 +99,7 @@ class LazyGateway:
 
 @contextmanager
 def messages_shown(level: str) -> Iterator[None]:
-    """A block in which messages of this `level` (debug, info, warning, error) or graver go to standard error."""
+    """A context manager: inside it, messages of this `level` (debug, info, …) or graver go to standard error."""
     log = logging.getLogger("gpu_runtime")
     before = log.level, log.propagate
     handler = logging.StreamHandler(sys.stderr)
@@ -140,7 +140,7 @@ def run(
     in the file of keys or in a setting.
 
     If a model in the catalogue is called, the runtime `rt` of this process loads it. `console` makes a server
-    that also has a console's page. Without `console` there is no page. The server listens on
+    that also has a console's page. Without `console` there is no such page. The server listens on
     `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
     Messages of `log_level` or graver go to standard error.
     """

@@ -42,7 +42,7 @@ def default_file() -> Path:
 
 
 class Store:
-    """One such file. Its methods may be called from any thread."""
+    """One file with usage and jobs. Its methods may be called from any thread."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file `path`, which only this user may read. If it cannot be used, the content is in memory."""
@@ -60,7 +60,7 @@ class Store:
 
     @property
     def keeps_jobs(self) -> bool:
-        """Whether jobs are kept in the file. They are not if another server of this user keeps its jobs there."""
+        """Whether this server keeps its jobs in the file. It does not if another server of this user does."""
         return self._claim is not None
 
     def add_usage(self, rows: Iterable[UsageRow]) -> None:
@@ -73,7 +73,7 @@ class Store:
             return cursor.execute("SELECT * FROM usage WHERE day >= ?", (since,)).fetchall()
 
     def put_job(self, id: str, body: dict[str, Any]) -> None:
-        """Writes the job with this `id`. An error is logged."""
+        """Writes the job with this `id`, if this server keeps its jobs and the job is not too large. Logs an error."""
         text = json.dumps(body)
         if self.keeps_jobs and len(text) <= MOST_JOB_BYTES:
             self._write("INSERT OR REPLACE INTO jobs VALUES (?, ?)", [(id, text)])

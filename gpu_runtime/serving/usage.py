@@ -37,7 +37,7 @@ class Usage:
             self._writing = asyncio.ensure_future(self._write_soon())
 
     def of(self, days: int, client: str | None = None) -> list[dict[str, Any]]:
-        """The sums of the last `days` for each client and model, or for one `client`."""
+        """The calls and tokens of the last `days` for each client and model; with `client`, only for that client."""
         since = self._day(days - 1)
         rows = self._store.usage(since) if self._store is not None else []
         sums: dict[tuple[str, str], list[int]] = {}

@@ -44,7 +44,7 @@ def router(models: Any, acts: Any) -> APIRouter:
 
     @routes.delete("/api/v1/slots/{slot}", tags=["fleet"])
     def delete_slot(slot: str, actor: str = acts) -> dict[str, Any]:
-        """Removes the wish for a slot, and evicts its model there unless it is in use."""
+        """Removes the wish for a slot, and evicts the slot's model there unless the model is in use."""
         outcome = _acting(lambda: models.fleet.delete_slot(slot))
         return {"id": slot, "deleted": outcome.done}
 
@@ -70,7 +70,7 @@ def _row(id: str, model: str, host: str, wished: bool) -> dict[str, Any]:
 
 
 def _acting(act: Any) -> Any:
-    """The result of `act`. An error about a name or a use is a 4xx status."""
+    """The result of `act()`. An error about a name, or about a model in use, becomes an HTTP error with status 4xx."""
     try:
         return act()
     except tuple(_STATUSES) as error:

@@ -1,4 +1,5 @@
-"""The routes `/memory/*`. They show the book under the paths and field names of the Semantik governor.
+"""The routes `/memory/*`. They show the book (all leases and requests of this host) under the paths and field names of
+the Semantik governor.
 
 Fields named `*_mb` are in MiB, percents are from 0 to 100, and times are epoch seconds. Sums are over all cards. The
 pressure is that of the fullest card. A figure that the driver does not report is null, never 0. The functions for

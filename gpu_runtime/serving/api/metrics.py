@@ -196,7 +196,9 @@ _DEVICE_FIGURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def devices(
     snapshots: Iterable[tuple[tuple[str, ...], Snapshot]], labels: tuple[str, ...] = ()
 ) -> Iterator[GaugeMetricFamily]:
-    """Yields the figures of each device of `snapshots`, each of which has values of the `labels`.
+    """Yields the figures of each device of `snapshots`, which are pairs of label values and a snapshot.
+
+    The values belong to the `labels`, in the same order.
 
     A figure that the driver does not report has no sample, since a sample of 0 would be wrong.
     """

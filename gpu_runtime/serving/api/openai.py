@@ -161,10 +161,10 @@ class Sent(StreamingResponse):
         written: AsyncIterator[bytes] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
-        """The answer with the headers of `reply`, and its events or `written`, which are its events in another
-        format.
+        """The answer with the headers and the events of `reply`.
 
-        `media_type` is the type of that other format.
+        `written` are the same events in another format, whose type is `media_type`. Without `written`, the events are
+        sent in OpenAI's format.
         """
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
         super().__init__(written or events(reply), media_type=media_type, headers=headers)

@@ -131,7 +131,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """Adds the function call `item` to the last message of the assistant, or as a new message."""
+    """Adds the function call `item` to the last of `messages`. If that is not the assistant's, adds a new message."""
     function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":
@@ -238,8 +238,9 @@ def events(reply: Reply, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
 
 
 class _Writer(Writer):
-    """Turns the chunks of one chat into events. Consecutive thoughts are one item, and so is consecutive text. Each
-    tool call is one item.
+    """Turns the chunks of one chat into the events of the Responses API.
+
+    Consecutive thoughts are one item, and so is consecutive text. Each tool call is one item.
     """
 
     def __init__(self, body: Mapping[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""What the routes in other formats have in common: a chat is read from their format, and written in it."""
+"""What the routes in other formats than OpenAI's have in common.
+
+Such a route reads a chat from its format, and writes the answer in the same format.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ _POOLING_KEYS = {"pooling_mode_cls_token": FIRST, "pooling_mode_lasttoken": LAST
 def pooling_of(source: str) -> str:
     """How the model at `source` makes one vector from the vectors of a text's tokens: MEAN, FIRST or LAST.
 
-    A model of sentence-transformers has a file for that in its directory. For any other model it is MEAN.
+    A model of sentence-transformers names its method in a file in its directory. For any other model the result is
+    MEAN.
     """
     try:
         found = json.loads((Path(source).expanduser() / _POOLING_FILE).read_text())

@@ -21,7 +21,8 @@ class ProcessAdapter:
     def __init__(self, value: Any, spec: ModelSpec, make_adapter: MakeAdapter) -> None:
         """The adapter of `value`, which is the model of `spec` in a process of its own.
 
-        `make_adapter(value, spec, http)` makes the adapter there. It is a function of a module.
+        `make_adapter(value, spec, http)` makes the model's adapter in that process. It must be a module-level function,
+        so that the other process can import it.
         """
         self._value, self._given = value, (make_adapter, spec)
 

@@ -55,8 +55,8 @@ class HttpAdapter:
     ) -> None:
         """The adapter of the model `name`, called with the client `http`. For a cloud's model, `spec` is None.
 
-        `handle` has `base_url`, `model` and `headers`. It may also have `starting`, which is whether a call must wait,
-        and `chat_template`, which is the template of the engine.
+        `handle` has `base_url`, `model` and `headers`. Two further attributes are optional: `starting` tells whether a
+        call must wait, and `chat_template` is the template of the engine.
         """
         self.name = name
         self._handle = handle

@@ -43,7 +43,7 @@ class TransformersAdapter(TextAdapter):
         remember(spec, self.tokenizer, self._context())
 
     def _context(self) -> int:
-        """The largest number of tokens that the model can read. A large number if the model names no limit."""
+        """The largest number of tokens that the model can read; 2**30 if its config names no limit."""
         config = getattr(self.value, "config", None)
         return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
@@ -310,7 +310,9 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Any:
-    """A block in which torch's random numbers start from `seed`. The earlier state is restored afterwards.
+    """A context manager in which torch's random numbers start from `seed`; afterwards the earlier state is restored.
+
+    Without a `seed`, nothing changes.
 
     The random state is shared by all threads.
     """

@@ -18,7 +18,7 @@ UNSAID_TOKENS = 1024  # if the caller sets no limit, so many tokens are reserved
 
 
 class Grant:
-    """The tokens of one call that runs. `used` is set at its end."""
+    """The tokens of one running call. `used` is set when the call ends."""
 
     def __init__(self, prompt: int, answer: int | None) -> None:
         """The call reads `prompt` tokens, and its answer may have at most `answer` tokens; None means no limit."""
@@ -48,7 +48,7 @@ class Allowance:
     def granted(
         self, name: str, key: AccessKey, prompt: int, asked: int | None, least: int = 1
     ) -> Iterator[Grant]:
-        """A block in which a call of the `key` called `name` runs. Raises Refused (429).
+        """A context manager in which a call of the `key` called `name` runs. Raises Refused (429).
 
         The prompt has about `prompt` tokens, and the caller allows at most `asked` tokens in the answer. If `asked`
         is None, the answer may use all tokens that are left, if these are at least `least` tokens.

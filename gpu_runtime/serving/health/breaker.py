@@ -161,7 +161,10 @@ class _Breaker:
         raise BreakerOpen(self._model, self.state())
 
     def ended(self, call: Permit, error: BaseException | None, counts: bool) -> None:
-        """Records that a call ended. If `counts` is True, also records its outcome, which `error` shows."""
+        """Records that the call with the permit `call` ended. If `counts`, records its outcome too.
+
+        The outcome is `error`, or None for a success. While the breaker is not closed, only the probe's outcome counts.
+        """
         if call is self._probe:
             self._probe = None
         elif self._circuit.current_state != pybreaker.STATE_CLOSED:

@@ -1,4 +1,4 @@
-"""Pins a model exactly as long as its calls last.
+"""Pins a model exactly as long as its calls last. A hold is one such pin, or the wait for it.
 
 Getting a model may take minutes, and a pin belongs to the thread that took it. So each hold has its own thread, which
 stays inside `with rt.use(model)` until the hold is released. The event loop never waits for the ledger.
@@ -87,7 +87,7 @@ class Abandoned(Exception):
 class _Released(BaseException):
     """Raised in a thread that waits in the ledger, after its hold was released.
 
-    It is no subclass of Exception, so that no handler catches it.
+    This class is no subclass of Exception, so that no `except Exception` on the way catches it.
     """
 
 
@@ -157,9 +157,9 @@ class Holds:
             hold.settle(hold.ended, None)
 
     def _importance(self, hold: Hold) -> int:
-        """The importance of the call, limited by the operator's cap for this server.
+        """The importance of the call of `hold`, which the ledger compares with the requests of all processes.
 
-        The ledger compares it with the requests of all processes.
+        A call that is more important than its model's own entry is limited by the operator's cap for this server.
         """
         if hold.importance >= self._rt.spec(hold.model).importance:
             return hold.importance

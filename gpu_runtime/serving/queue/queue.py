@@ -236,7 +236,7 @@ class Queue:
             self._pin(model, self._most_important(model))
 
     def _start(self, turn: Turn, running: _Running, hold: Hold | None) -> None:
-        """Counts the call as running until `_leave`, even if its task was cancelled at this very moment."""
+        """Counts the call of `turn` as running until `_leave`, even if the call's task was cancelled at this moment."""
         del self._waiting[turn.waiting.key]
         self._note_turn(turn.waiting.client)
         running.active += 1

@@ -45,7 +45,7 @@ def apply_profile(call: Call, profile: Profile | None) -> Call:
 
 
 def with_alias(call: Call, aliases: Mapping[str, str]) -> Call:
-    """The `call` with the name that its model's name is an alias of. `aliases` are those of `tasks.yaml`."""
+    """The `call` with its model's real name, if the call names an alias. `aliases` are those of `tasks.yaml`."""
     model = aliases.get(call.model)
     return call if model is None else replace(call, model=model, body={**call.body, "model": model})
 

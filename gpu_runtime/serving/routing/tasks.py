@@ -93,7 +93,7 @@ def candidates(
     2. Models that are expected to take longer than the budget are removed. If no model is left, Refused is raised with
        both numbers.
     3. With `pin_primary` the order is that of the file. With `replicas` the model with the fewest calls comes first.
-       Otherwise, and of equal replicas, warm models come first, in the order of the file.
+       Without both, and among replicas with equally many calls, warm models come first, in the order of the file.
 
     `warm(model)`, `known(model)` and `cost(model)` describe a model, and `load(model)` is the number of its calls that
     wait or run. `budget` (seconds) overrides the task's own.
