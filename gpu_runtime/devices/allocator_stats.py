@@ -206,9 +206,9 @@ def _quota(counts: Sequence[int], most: int) -> int:
 def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
     """The blocks of the `segment`, joined so that at most `most` are left.
 
-    If there are too many, neighbours are joined into groups of about `step` bytes. A group of
-    several blocks becomes one block of mixed state. Any two consecutive groups are together larger
-    than `step`. So there are at most 2 * bytes / step + 1 groups.
+    If there are too many, neighbours are joined into groups of at most `step` bytes; a larger block
+    stays alone. A group of several blocks becomes one block of mixed state. Any two consecutive
+    groups are together larger than `step`. So there are at most 2 * bytes / step + 1 groups.
     """
     if len(segment.blocks) <= most:
         return segment.blocks

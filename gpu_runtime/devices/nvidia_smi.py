@@ -119,8 +119,8 @@ def _instance_uuids() -> dict[tuple[int, int], str]:
 def measure(card: Card, now: float) -> Sample:
     """The tool's figures of the `card`. Raises NoAnswer.
 
-    Several calls share one run of nvidia-smi, so that run may have begun shortly before `now`. The
-    sample has the time at which the run began.
+    Several callers share one report, so nvidia-smi may have started shortly before `now`. The
+    sample has the time of that start.
     """
     asked = time.monotonic()
     report = _report()

@@ -196,8 +196,8 @@ class Probe:
     def used(self) -> dict[str, int]:
         """Bytes that this process holds on each device.
 
-        They are the bytes of its allocators. On a card, the CUDA context is included if the driver
-        reports it. Raises ProbeFailed if this process measures by itself and a driver fails.
+        The bytes are those of this process's allocators. On a card, the CUDA context is included if
+        the driver reports it. Raises ProbeFailed if this process measures by itself and a driver fails.
         """
         held = {}
         for id, memory in self._memories.items():

@@ -77,9 +77,9 @@ class SharedPages:
 
     def _mapped(self, memory: Memory) -> Region:
         # With a card, the pages are registered with the driver, so they must be the file's own
-        # pages (MAP_SHARED). Nothing can write them, because code that uses offloaded weights is
-        # stopped. Without a card, the user can write the weights. MAP_PRIVATE then gives this
-        # process its own copy of a written page.
+        # pages (MAP_SHARED). Nothing can write them, because every access to offloaded weights
+        # raises an error. Without a card, the user can write the weights. MAP_PRIVATE then gives
+        # this process its own copy of a written page.
         kind = mmap.MAP_SHARED if memory.pinned else mmap.MAP_PRIVATE
         region = Region(self.file, self.size, flags=kind)
         region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))

@@ -30,8 +30,9 @@ class LlamaModel(EngineModel[LlamaEngine]):
 
     `create_chat_completion(messages, stream=True)` returns an iterator; closing the iterator ends
     the generation. If the model is evicted and this process governs it, a call first restores it.
-    Otherwise the call raises NotResident. So a call never reaches a closed model. Every method also
-    takes `cancelled`, a `threads.Cancellation`: setting it, in any thread, ends the call at once.
+    If this process does not govern the evicted model, the call raises NotResident. So a call never
+    reaches a closed model. Every method also takes `cancelled`, a `threads.Cancellation`: setting
+    `cancelled`, in any thread, ends the call at once.
     """
 
     def __repr__(self) -> str:

@@ -216,7 +216,7 @@ class _Kinds:
 
 
 def _references(objects: Mapping[int, Any], graphs: Graphs, kinds: _Kinds) -> dict[int, int]:
-    """How many references there are to each of `objects`, without those of this module."""
+    """The number of references to each of `objects`. References from this module do not count."""
     ours = _counts({0: object()})[0]
     counts = _counts(objects)
     for key, one in objects.items():

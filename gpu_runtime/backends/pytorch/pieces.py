@@ -51,8 +51,8 @@ class _Sets:
 def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> tuple[Piece, ...]:
     """The pieces of `module`, in order, each with its storages of `groups`.
 
-    A single piece means that the module cannot be cut. With `runs=False`, the pieces are those of a
-    module that is not used while it is cut.
+    A single piece means that the module cannot be cut. `runs=False` is for a module that no code
+    calls while its pieces are apart: it may also be cut where hooks could not run it.
     """
     leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
     if not leaves:

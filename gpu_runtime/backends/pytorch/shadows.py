@@ -111,7 +111,7 @@ def digests(
 
     A storage that is copied to the host loses its digest.
 
-    Its bytes there are not those of which the digest was taken. `unchanged` is the result of `ready`.
+    The digest was taken of other bytes than this new copy. `unchanged` is the result of `ready`.
     """
     copied = set()
     for index, memory in enumerate(places):

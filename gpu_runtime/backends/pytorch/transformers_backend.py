@@ -99,10 +99,10 @@ class TransformersBackend(TorchBackend):
         """Loads the model of `spec` onto its `shares`. `origin` is ignored.
 
         `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
-        load, which gets the weights. With `shadow`, a copy stays in host memory. `copies` are pids of
-        processes that may share this copy: if one of them has a copy already, that copy is used. With
-        `found_only`, no copy stays if none of these processes has one. Raises BadSetting, NotAModel,
-        LoadFailed, CannotGovern, and the device's out-of-memory error.
+        load, which gets the weights. With `shadow`, a copy stays in host memory. `copies` are pids
+        of processes that may share this copy: if one of them has a copy already, that copy is used.
+        With `found_only`, no copy stays if none of these processes has one. Raises BadSetting,
+        NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
         """
         given: dict[str, Any] = {"progress": progress, "into": into}
         try:

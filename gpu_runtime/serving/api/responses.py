@@ -216,7 +216,7 @@ def _thinking(reasoning: Any) -> dict[str, Any]:
 
 
 def response_of(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """The response for the `answer` to a chat; `body` is that of the call."""
+    """The response for the `answer` to a chat; `body` is the body of the call of `/v1/responses`."""
     [choice] = answer["choices"]
     said = choice["message"]
     output = []

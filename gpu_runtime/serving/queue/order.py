@@ -71,7 +71,7 @@ def aged_class(importance: int, waited_seconds: float) -> int:
 def overtaken_for_seconds(importance: int, by: int) -> float:
     """The seconds during which a new call of importance `by` can overtake a waiting call of this `importance`.
 
-    They are counted from the arrival of the waiting call.
+    The seconds are counted from the arrival of the waiting call.
 
     >>> overtaken_for_seconds(10, 10), overtaken_for_seconds(30, 1)
     (30.0, 150.0)
@@ -114,9 +114,9 @@ def order(
 def call_to_refuse(waiting: Iterable[Waiting], new: Waiting) -> Waiting:
     """The call to refuse if the `new` call does not fit into the queue beside the `waiting` calls.
 
-    It is one of the least important calls. Of these calls, it is the newest call of the client that has most of them.
-    If the client of the `new` call has as many, it is the `new` call. So a client with many calls causes a refusal
-    only of its own calls.
+    Only the least important calls are considered. The newest call of the client with most of these calls is refused.
+    If the `new` call is one of these calls, and its client has as many as any other client, the `new` call is refused.
+    So a client with many calls causes a refusal only of its own calls.
     """
     everyone = [*waiting, new]
     lowest = max(aged_class(call.importance, 0.0) for call in everyone)
