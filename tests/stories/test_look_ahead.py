@@ -90,6 +90,15 @@ def run_all(client, codes):
     return results(client, send(client, codes))
 
 
+def awaited(cells):
+    """Code that waits until the kernel knows so many `cells`, the running one included."""
+    known = "len(upcoming.cells(['a'], lambda v: ''))"
+    return (
+        "import time; until = time.monotonic() + 20\n"
+        f"while {known} < {cells} and time.monotonic() < until: time.sleep(0.02)\n"
+    )
+
+
 def seen(text):
     """The list of cells that the code `LOOK` printed."""
     return eval(re.search(r"seen (.*)", text)[1])
@@ -100,7 +109,7 @@ def test_a_running_cell_sees_the_cells_that_wait_and_their_models(kernel):
     _, client = kernel
     run_all(client, ["%load_ext gpu", "order = []"])
     cells = [
-        f"time.sleep(1); {LOOK}; order.append(1)",
+        f"{awaited(5)}{LOOK}; order.append(1)",
         "order.append(2)",
         "def later(): return rt.use('b')\norder.append(3)",
         "order.append(4)\nif False: later(); rt.preload('c')",
@@ -124,7 +133,8 @@ def test_a_kernel_that_starts_with_the_extension_loses_no_message(tmp_path):
     log = tmp_path / "log"
     with log.open("w") as stderr, running_kernel(["--IPKernelApp.extensions=gpu"], stderr) as found:
         _, client = found
-        first = ["from gpu_runtime.upcoming_cells import upcoming", f"x = 1; {LOOK}", "rt.use('b')"]
+        known = "from gpu_runtime.upcoming_cells import upcoming"
+        first = [known, f"{awaited(2)}{LOOK}", "rt.use('b')"]
         printed = run_all(client, first)[1][1]
     assert [uses for _, uses, _ in seen(printed)] == [(), ("b",)]
     assert "Invalid message" not in log.read_text()
