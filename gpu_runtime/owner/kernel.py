@@ -10,6 +10,7 @@ it runs. The `Stillness` of the front end says when a kernel may be parked.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from typing import Any
 
@@ -55,7 +56,12 @@ class Kernel:
         self._uncounted = False
         self._park_again_at = 0.0
         self._may_leave = session.settings.gpu_park != "never"
-        self.refused = ""  # why the next cell must not run: its memory is away
+        self._here = threading.local()  # a subshell runs its cells in a thread of its own
+
+    @property
+    def refused(self) -> str:
+        """Why this thread's next cell must not run: its memory is away."""
+        return str(getattr(self._here, "refused", ""))
 
     @property
     def resident(self) -> KernelResident | None:
@@ -75,7 +81,7 @@ class Kernel:
         memory returned, else an empty text. Afterwards, `refused` is the reason why the cell must
         not run, or empty if it may run.
         """
-        self.refused = ""
+        self._here.refused = ""
         if outermost:
             self._running.clear()
         is_first, resident = not self._running, self.resident
@@ -96,9 +102,11 @@ class Kernel:
             why = str(error)
         # If the memory is on its card, the cell runs in spite of `why` (an unreadable ledger, say).
         if why and not (resident is None or resident.enter(pin)):
-            self.refused = f"{self._still_away(resident)} {why}"
+            size = show_bytes(resident.lease.own_bytes)
+            away = f"{size} of this kernel is parked in host memory, so the cell did not run."
+            self._here.refused = f"{away} {why}"
         elif stopped:
-            self.refused = f"The cell did not run. {why}"
+            self._here.refused = f"The cell did not run. {why}"
         return news
 
     def _before(self, text: str) -> Bytes:
@@ -158,12 +166,6 @@ class Kernel:
         owner = book.owner(largest.owner)
         named = owner is not None and owner.notebook  # its file, whatever it used the card for
         return lease_title(replace(largest, kind=NAME) if named else largest, owner)
-
-    def _still_away(self, resident: KernelResident) -> str:
-        return (
-            f"{show_bytes(resident.lease.own_bytes)} of this kernel is parked in host memory, so the cell "
-            f"did not run."
-        )
 
     def end(self, text: str = "") -> None:
         """Called after the cell `text`: ends the cell's pin, and counts the kernel's memory."""

@@ -15,7 +15,7 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from IPython.core.error import InputRejected
@@ -44,17 +44,16 @@ class Parking:
         self._runtime: Any = None
         self._lease: Any = None  # the runtime's Kernel, once torch holds something
         self._mark = 0
-        self._cells = 0  # the number of cells that run now
-        self._cells_before = 0  # their number when the current message arrived
+        self._cells_of: dict[int, int] = {}  # how many cells run now, by the thread that runs them
+        self._here = _Here()
         self._text = ""  # of the outermost cell
-        self._in_hook = False  # the main thread waits for its memory
+        self._in_hooks: set[int] = set()  # the threads that wait for the memory before a message
         self._main = threading.main_thread().ident
         self._refusing = _Refusing(self)
         shell.events.callbacks["pre_execute"].insert(0, self.before)  # before anybody else's hook
         shell.events.register("post_execute", self.after)
         shell.ast_transformers.insert(0, self._refusing)
         self._held: Any = None  # while it is set, the memory stays for the current message
-        self._for_console = False  # whether the callback that runs belongs to our console
         self._hook, self._end_hook = self._kernel.pre_handler_hook, self._kernel.post_handler_hook
         self._kernel.pre_handler_hook = self.on_message
         self._kernel.post_handler_hook = self.after_message
@@ -85,8 +84,7 @@ class Parking:
         kind, content = messages.current(self._kernel)
         if kind not in messages.QUIET:
             self._mark += 1
-        if threading.get_ident() == self._main:
-            self._cells_before = self._cells
+        self._here.cells_before = self._cells_of.get(threading.get_ident(), 0)
         try:
             return self._hook()  # after this call an interrupt ends a wait
         finally:
@@ -96,7 +94,7 @@ class Parking:
     def after_message(self) -> Any:
         """Called after the kernel has handled a message."""
         self._held = None
-        while self._cells > self._cells_before and threading.get_ident() == self._main:
+        while self._cells_of.get(threading.get_ident(), 0) > self._here.cells_before:
             self.after()  # a comm's callback failed: `post_execute` is not called then
         return self._end_hook()
 
@@ -118,24 +116,36 @@ class Parking:
         lease = self._lease
         if lease is None:
             return None
-        in_main = threading.get_ident() == self._main
-        self._in_hook = self._in_hook or in_main
         try:
-            return lease.reading.hold()
+            with self._waiting():
+                return lease.reading.hold()
         except KeyboardInterrupt:  # raised from a hook, it would end the kernel
             return None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside the block this thread waits for the memory, and runs no code of the user."""
+        thread = threading.get_ident()
+        try:
+            self._in_hooks.add(thread)
+            yield
         finally:
-            if in_main:
-                self._in_hook = False
+            self._in_hooks.discard(thread)
+
+    @property
+    def _cells(self) -> int:
+        """How many cells run now, in the main thread and in subshells."""
+        return sum([*self._cells_of.values()])
 
     def before(self) -> None:
         """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
         self._mark += 1
         kind, content = messages.current(self._kernel)
-        self._for_console = messages.is_for_console(self._kernel, kind, content)
-        if self._for_console:
+        self._here.for_console = messages.is_for_console(self._kernel, kind, content)
+        if self._here.for_console:
             return
-        self._cells += 1
+        thread = threading.get_ident()
+        self._cells_of[thread] = self._cells_of.get(thread, 0) + 1
         text = content.get("code", "")  # the message of a comm has none
         if self._cells == 1:
             self._text = text
@@ -143,21 +153,22 @@ class Parking:
             self._attach()  # the kernel was restarted: the peak of this cell is known
         if self._lease is None:
             return
-        self._in_hook = True
-        try:
+        with self._waiting():
             news = self._lease.begin(text, outermost=self._cells == 1)
-        finally:
-            self._in_hook = False
         if news:
             self._show(news)
 
     def after(self) -> None:
         """Called after a cell, a silent request or a comm callback. Counts the bytes that the kernel holds."""
         self._mark += 1
-        if self._for_console:
-            self._for_console = False
+        if self._here.for_console:
+            self._here.for_console = False
             return
-        self._cells = max(0, self._cells - 1)
+        thread = threading.get_ident()
+        if self._cells_of.get(thread, 0) > 1:
+            self._cells_of[thread] -= 1
+        else:
+            self._cells_of.pop(thread, None)
         if self._runtime is not None and gpu_runtime._opened() is None:
             self._lease = None  # the user has closed it, and may change its settings
             return
@@ -207,7 +218,7 @@ class Parking:
 
     def why_not(self) -> str:
         """The reason why the kernel's memory must not be moved now, or "" if it may be moved."""
-        if self._in_hook:
+        if self._main in self._in_hooks:
             return ""
         if self._cells:
             return "a cell runs"
@@ -228,7 +239,7 @@ class Parking:
         Returns the reason why `act` was not called, or "" if it was called. `mark` is an earlier result
         of the method `mark`.
         """
-        if self._in_hook or threading.get_ident() == self._main:
+        if self._in_hooks or threading.get_ident() == self._main:
             return self._change_here(mark, act, threading.get_ident())
         answer: list[str | BaseException] = []
         done = threading.Event()
@@ -256,11 +267,18 @@ class Parking:
         with _Undisturbed():
             if self._mark != mark:
                 return "the kernel was used meanwhile"
-            moving = obstacles.not_at_rest({threading.get_ident(), caller, self._main or 0})
+            moving = obstacles.not_at_rest({threading.get_ident(), caller, *self._in_hooks})
             if moving:
                 return f"a thread runs ({moving})"
             act()
             return ""
+
+
+class _Here(threading.local):
+    """What this thread handles now. Subshells handle messages beside the main thread."""
+
+    cells_before = 0  # the number of its cells that ran when its current message arrived
+    for_console = False  # whether the callback that runs belongs to our console
 
 
 class _Refusing(ast.NodeTransformer):

@@ -8,10 +8,13 @@ tests/stories/test_kernel_versions.py tests real kernels of two versions.
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from gpu import messages
 from gpu.obstacles import is_kernel_task
 from gpu.parking import Parking
 from IPython.core.events import EventManager, available_events
@@ -58,6 +61,7 @@ class Kernel:
         self.control_handlers = {"debug_request": self.debug}
         self.comm_manager = SimpleNamespace(targets={}, comms={})
         self.message: dict = {}
+        self.io_loop = None
 
     def pre_handler_hook(self):
         self.story.append("hook")
@@ -89,7 +93,9 @@ def follows(monkeypatch):
     shell.events = EventManager(shell, available_events)
     parking = Parking(shell, lambda: SimpleNamespace(attach_kernel=lambda _: lease), print)
     parking._attach()
-    yield SimpleNamespace(kernel=kernel, shell=shell, lease=lease, story=lease.story)
+    yield SimpleNamespace(
+        kernel=kernel, shell=shell, lease=lease, story=lease.story, parking=parking
+    )
     parking.remove()
     assert kernel.pre_handler_hook.__func__ is Kernel.pre_handler_hook
     assert kernel.control_handlers["debug_request"] == kernel.debug
@@ -150,6 +156,34 @@ def test_the_memory_is_there_when_a_comm_is_opened_and_closed(follows):
     follows.kernel.handle("comm_close", comm_id="1")
     follows.kernel.handle("comm_close", comm_id="2")
     assert follows.story == HELD + HELD + NOT_HELD
+
+
+def test_the_end_of_a_cell_ends_no_cell_of_a_subshell(follows):
+    """A subshell runs its cells in a thread of its own, and uses the memory until they end."""
+    with ThreadPoolExecutor(1) as subshell:
+
+        def cell():
+            follows.shell.events.trigger("pre_execute")
+            subshell.submit(follows.shell.events.trigger, "pre_execute").result()
+
+        follows.kernel.handle("execute_request", cell, code="x")
+        assert follows.parking.why_not() == "a cell runs" and follows.story.count("end") == 1
+        subshell.submit(follows.shell.events.trigger, "post_execute").result()
+        assert follows.parking.why_not() != "a cell runs" and follows.story.count("end") == 2
+
+
+def test_a_click_in_a_subshell_ends_no_cell_of_the_main_thread(follows, monkeypatch):
+    """The console's callback begins before the cell, and ends while the cell runs."""
+    monkeypatch.setattr(messages, "is_for_console", lambda *_: threading.get_ident() != main)
+    main = threading.get_ident()
+    events = follows.shell.events
+    with ThreadPoolExecutor(1) as subshell:
+        subshell.submit(events.trigger, "pre_execute").result()
+        events.trigger("pre_execute")
+        subshell.submit(events.trigger, "post_execute").result()
+        assert follows.parking.why_not() == "a cell runs" and "end" not in follows.story
+        events.trigger("post_execute")
+        assert follows.story.count("end") == 1
 
 
 def test_a_message_during_a_cell_requests_nothing(follows):

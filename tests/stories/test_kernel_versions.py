@@ -108,10 +108,12 @@ def park(notebook, rt) -> None:
     assert places(rt)["a.ipynb"] == {HOST}, refusals[-3:]
 
 
-def request(client, kind: str, channel: str = "shell", **content) -> dict:
+def request(client, kind: str, channel: str = "shell", subshell: str = "", **content) -> dict:
     """Sends a message, and returns the content of its reply; empty for a comm's message, which has none."""
     sender = getattr(client, f"{channel}_channel")
     message = client.session.msg(kind, content)
+    if subshell:
+        message["header"]["subshell_id"] = subshell
     sender.send(message)
     if kind.startswith("comm_"):
         return {}
@@ -190,6 +192,26 @@ def test_a_cell_without_its_memory_is_refused(kernel):
         assert reply["content"]["status"] == "error"
     rt.evict("big")
     assert "[] 5000000.0" in notebook.run("print(story, float(x.sum()))")
+
+
+def test_the_memory_is_back_before_a_subshell_reads_it(kernel):
+    """A subshell handles its messages in a thread of its own, while the main thread waits."""
+    notebook, rt = kernel
+    client = notebook.client
+    features = request(client, "kernel_info_request").get("supported_features", ())
+    if "kernel subshells" not in features:
+        pytest.skip("this ipykernel has no subshells")
+    cell = {"code": "story.append(('cell', place()))", "silent": False, "store_history": False}
+    reads = {
+        "completion": ("complete_request", {"code": "probe.", "cursor_pos": 6}),
+        "cell": ("execute_request", {**cell, "user_expressions": {}}),
+    }
+    for noted, (kind, content) in reads.items():
+        park(notebook, rt)
+        subshell = request(client, "create_subshell_request", "control")["subshell_id"]
+        request(client, kind, subshell=subshell, **content)
+        request(client, "delete_subshell_request", "control", subshell_id=subshell)
+        assert f"[('{noted}', 'sim:0')]" in notebook.run("print(story); story.clear()")
 
 
 def test_the_debugger_starts_in_a_parked_kernel(kernel):
