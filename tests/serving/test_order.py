@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.serving.queue import order as ordering
 from gpu_runtime.serving.queue.order import (
     AGEING_SECONDS,
     MAX_LOADS,
@@ -85,6 +87,18 @@ def test_a_warm_model_starts_as_many_calls_as_it_can_run():
     engines = {"a": Engine(ModelState.WARM, active=1, concurrency=3), "b": WARM}
     waiting = [call(1), call(2), call(3), call(4, "b")]
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(1, 2, 4))
+
+
+def test_calls_of_which_none_can_start_are_not_sorted():
+    """Under overload most decisions are of this kind. To sort 256 waiting calls took 0.33 ms at each arrival."""
+    waiting = [call(1, "busy"), call(2, "loading")]
+    engines = {"busy": Engine(ModelState.WARM, 2, 2), "loading": LOADING, "idle": WARM}
+    with mock.patch.object(ordering, "order", wraps=order) as sorts:
+        assert next_steps(waiting, engines, 0.0) == NextSteps()
+        assert sorts.call_count == 0
+        assert next_steps([*waiting, call(3, "idle")], engines, 0.0) == NextSteps(start=(3,))
+        assert next_steps([*waiting, call(3, "new")], engines, 0.0) == NextSteps(load=("new",))
+        assert sorts.call_count == 2
 
 
 def test_a_cold_model_is_loaded_once_for_all_its_calls():

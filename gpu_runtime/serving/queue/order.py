@@ -102,8 +102,8 @@ def order(
 
     calls_before: Counter[tuple[Any, ...]] = Counter()
     keyed = []
-    for call in sorted(waiting, key=rank):
-        aged, cold, key = rank(call)
+    ranked = [(rank(call), call) for call in waiting]
+    for (aged, cold, key), call in sorted(ranked, key=lambda pair: pair[0]):
         place = aged, cold, call.client
         turn = turns.get(call.client, 0)
         keyed.append(((aged, cold, calls_before[place], turn, key), call))
@@ -119,7 +119,7 @@ def call_to_refuse(waiting: Iterable[Waiting], new: Waiting) -> Waiting:
     So a client with many calls causes a refusal only of its own calls.
     """
     everyone = [*waiting, new]
-    lowest = max(aged_class(call.importance, 0.0) for call in everyone)
+    lowest = aged_class(max(call.importance for call in everyone), 0.0)
     least = [call for call in everyone if aged_class(call.importance, 0.0) == lowest]
     counts = Counter(call.client for call in least)
     most = max(counts.values())
@@ -143,13 +143,18 @@ def next_steps(
 
     Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. Calls of the warm model
     with the same class start first, until the cold model's call has waited 30 s longer. So models change seldom.
+
+    If rule 3 applies to every call, the calls are not sorted: under overload, most decisions are of this kind.
     """
+    calls = list(waiting)
+    if all(_must_wait(engines.get(model, _UNKNOWN)) for model in {call.model for call in calls}):
+        return NextSteps()
     start: list[int] = []
     load: list[str] = []
     blocked = _blocked_by_started_calls(engines.values())
     running = {name: engine.active for name, engine in engines.items()}
     loading = sum(engine.state is ModelState.LOADING for engine in engines.values())
-    for call in order(waiting, engines, now, turns):
+    for call in order(calls, engines, now, turns):
         engine = engines.get(call.model, _UNKNOWN)
         if engine.state is ModelState.WARM:
             if call.model not in blocked and running[call.model] < engine.concurrency:  # 1
@@ -160,6 +165,13 @@ def next_steps(
         elif call.model not in load and loading + len(load) < MAX_LOADS:  # 2
             load.append(call.model)
     return NextSteps(tuple(start), tuple(load))
+
+
+def _must_wait(engine: Engine) -> bool:
+    """Whether every call of this model waits, because the model is being loaded or is busy."""
+    if engine.state is ModelState.WARM:
+        return engine.active >= engine.concurrency
+    return engine.state is ModelState.LOADING
 
 
 def _blocked_by_started_calls(engines: Iterable[Engine]) -> set[str]:
