@@ -7,13 +7,16 @@ marked block into one file there. `--remove` removes only this block.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 from .errors import GpuError
 from .facts import Outcome
 
 FILE = "ipython_kernel_config.py"  # read by kernels, not by IPython in a terminal
+TEXT: Any = {"encoding": "utf-8", "errors": "surrogateescape"}  # every byte of the file stays
 BEGIN, END = "# >>> gpu-console", "# <<< gpu-console"
 BLOCK = f"""{BEGIN}: written by `gpu autoload`, removed by `gpu autoload --remove`
 get_config().InteractiveShellApp.extensions.append("gpu")
@@ -26,12 +29,12 @@ def autoload(remove: bool = False, prefix: str = sys.prefix) -> Outcome:
 
     With `remove` the block is removed instead.
 
-    Raises GpuError if the file cannot be written.
+    Raises GpuError if the file cannot be written, or if the end of the block is missing in it.
     """
     path = Path(prefix) / "etc" / "ipython" / FILE
     try:
-        before = path.read_text() if path.exists() else ""
-        rest = _without_block(before)
+        before = path.read_text(**TEXT) if path.exists() else ""
+        rest = _without_block(before, path)
         after = rest if remove else rest + BLOCK
         if after != before:
             _write(path, after)
@@ -48,20 +51,35 @@ def autoload(remove: bool = False, prefix: str = sys.prefix) -> Outcome:
     return Outcome(verb="autoload", name="", done=True, because=because, bytes=0)
 
 
-def _without_block(text: str) -> str:
+def _without_block(text: str, path: Path) -> str:
     before, begin, marked = text.partition(BEGIN)
     if not begin:
         return text if not text or text.endswith("\n") else text + "\n"
-    _, _, after = marked.partition(END)
+    _, end, after = marked.partition(END)
+    if not end:  # the lines that follow may be the operator's
+        raise GpuError(
+            f"{path} has the line '{BEGIN}' and no line '{END}'.\n"
+            f"  Delete the lines of gpu-console in this file, and type the command again.",
+            path=str(path),
+        )
     return before + after.lstrip("\n")
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces the file in one step. A file that would be empty is removed."""
+    """Replaces the file in one step. A file that would be empty is removed.
+
+    The kernels of all users read a new file and its directory, even if the operator's umask is 077.
+    An existing file keeps its mode.
+    """
     if not text:
         path.unlink(missing_ok=True)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for directory in (path.parent.parent, path.parent):
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            directory.chmod(0o755)
+    path = path.resolve()  # a link stays a link
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
+    draft.write_text(text, **TEXT)
+    draft.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644)
     draft.replace(path)
