@@ -32,7 +32,8 @@ _CARD_SIZE = re.compile(r"\s*([0-9]{1,6})\s*G(?:i?B)?\s*\+?\s*", re.IGNORECASE)
 def preset(name: str) -> dict[str, str]:
     """The environment variables recommended for a card of the size `name`, such as 8GB.
 
-    Cards larger than 24GB have the variables of 24GB. Raises BadSetting if a size has no preset.
+    A card larger than 24 GB gets the variables of the preset 24GB. Raises BadSetting for any other
+    size without a preset.
     Source: Semantik, Recommended Configurations by VRAM Size.
 
     >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"], preset("80GB") == preset("24GB+")

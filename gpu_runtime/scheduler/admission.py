@@ -4,7 +4,7 @@ Pure. A book (all leases and requests of a host), a request and the world (devic
 A new book and a verdict come out. Nothing here reads a clock, a device, a setting or a ledger. So a
 decision can be made twice, or replayed in a test.
 
-The parts of the tree have modules of their own:
+Parts of the decision have modules of their own:
 
 - `capacity` computes the free bytes, and `queue` the order of the requests.
 - `evictable` decides which leases may be evicted, and `eviction` how room is made.

@@ -243,7 +243,7 @@ def _unloaded_for(
 ) -> shadows.Renewed:
     """Returns a function that chooses the leases to unload from host memory so that `lease` fits.
 
-    The parameter of that function is the free bytes of the host.
+    The returned function has one parameter, the number of free bytes in host memory.
 
     If `step` is None, the lease cannot be dropped, and other leases are unloaded only for a
     `person`. A lease that can be dropped displaces only leases that are worth less.

@@ -309,10 +309,11 @@ def _least_important_that_do(
 class _SmallestSet:
     """A search for the smallest set of leases that meets a need.
 
-    Of sets with equally many leases, the one with the fewest bytes is found. Sets of one lease are
-    tried first, then sets of two, and so on. Leases that free most are tried first. A branch ends
-    when even the largest remaining leases would not be enough. The result is exact, unless the
-    search takes more than MOST_LOOKS steps.
+    Of sets with equally many leases, the one with the fewest bytes is found. The search goes
+    through all sets of one lease, then through all sets of two, and so on. A set is built from the
+    lease that frees most to the lease that frees least. So a branch of the search ends as soon as
+    the largest remaining leases would not be enough. The result is exact, unless the search takes
+    more than MOST_LOOKS steps.
     """
 
     def __init__(self, able: Gains, need: Gain) -> None:

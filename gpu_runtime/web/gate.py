@@ -225,9 +225,9 @@ class Gate(ReversibleRouter):
         return self.connections.stranger(stream) if self.connections is not None else ""
 
     def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
-        """Whether `request` was sent by a page that may send requests, or by no page. Removes the origin headers.
+        """Whether `request` may be answered: no web page sent it, or a page whose origin is allowed.
 
-        Without the headers Bokeh does not check the origin again. Bokeh's own list of hosts has no SSH tunnels or
+        Removes the headers that name the origin. Without the headers Bokeh does not check the origin again. Bokeh's own list of hosts has no SSH tunnels or
         proxies. Sets `request.cors_origin` to the page's origin if only GPU_SERVE_CORS allows the page, else to "".
         """
         request.cors_origin = ""

@@ -34,9 +34,10 @@ class ModelProcess(RestartedEngine):
     title = "process"
 
     def __init__(self, backend: str, devices: str, probe: Probe, spec: ModelSpec) -> None:
-        """A process for the model of `spec`, which its `backend` loads there. `load` starts it.
+        """A process in which the backend named `backend` loads the model of `spec`.
 
-        `devices` is the setting GPU_DEVICES of `probe`.
+        The process starts when the method `load` is called. `devices` is the setting GPU_DEVICES of
+        `probe`.
         """
         super().__init__(spec)
         self._order = (backend, devices, tuple(device.id for device in probe.devices))

@@ -72,7 +72,7 @@ class RedisConnection:
         self._in_step = True  # whether no command is waiting for its answer
 
     def converse(self, talk: Callable[[Ask], T]) -> T:
-        """The result of `talk`, which sends commands on one connection by calling its argument.
+        """Calls `talk`, and returns its result. `talk` gets a function that sends one command.
 
         If the connection breaks, `talk` is called again from its start. So a command may be
         executed twice. Raises LedgerUnavailable, and anything that `talk` raises.

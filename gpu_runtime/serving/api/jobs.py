@@ -40,7 +40,7 @@ class Job:
 
     @staticmethod
     def of(row: dict[str, Any]) -> Job:
-        """The job that an earlier server wrote as `row`. A job that ran then has failed."""
+        """The job that an earlier server wrote as `row`. It has failed if it had not ended when the server ended."""
         job = Job(row["endpoint"], row["created"], row["client"])
         for name in _STORED:
             setattr(job, name, row[name])

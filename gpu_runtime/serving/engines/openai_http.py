@@ -53,7 +53,7 @@ class HttpAdapter:
     def __init__(
         self, name: str, handle: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None
     ) -> None:
-        """The adapter of the model `name`, called with the client `http`. For a cloud's model, `spec` is None.
+        """An adapter for the model `name`. It sends requests through the client `http`. A cloud's model has no `spec`.
 
         `handle` has `base_url`, `model` and `headers`. Two further attributes are optional: `starting` tells whether a
         call must wait, and `chat_template` is the template of the engine.

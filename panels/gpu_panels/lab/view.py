@@ -281,7 +281,7 @@ def _waiting(ticket: Ticket, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _epoch(stamp: float, snapshot: Snapshot) -> int | None:
-    """The time `stamp` of the snapshot's clock in epoch seconds; None if it is unknown."""
+    """Converts `stamp`, a time on the snapshot's clock, to epoch seconds. 0 stands for an unknown time: None."""
     return round(snapshot.wall - (snapshot.now - stamp)) if stamp else None
 
 
