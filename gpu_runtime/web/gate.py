@@ -227,8 +227,9 @@ class Gate(ReversibleRouter):
     def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
         """Whether `request` may be answered: no web page sent it, or a page whose origin is allowed.
 
-        Removes the headers that name the origin. Without the headers Bokeh does not check the origin again. Bokeh's own list of hosts has no SSH tunnels or
-        proxies. Sets `request.cors_origin` to the page's origin if only GPU_SERVE_CORS allows the page, else to "".
+        Removes the headers that name the origin. Without these headers Bokeh does not check the origin again; Bokeh's
+        own list of hosts has no SSH tunnels or proxies. Sets `request.cors_origin` to the page's origin if only
+        GPU_SERVE_CORS allows the page, else to "".
         """
         request.cors_origin = ""
         origins = []
