@@ -54,7 +54,7 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
     done = dict.fromkeys([*deeds, "interrupts", "looks"], 0)
     last: BaseException | None = None
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    while done["interrupts"] < wanted:
+    while done["interrupts"] < wanted or not all(map(done.get, deeds)):
         name = dice.choice(list(deeds))
         try:
             signal.setitimer(
