@@ -47,6 +47,7 @@ def test_a_governed_model_is_not_counted_again(started):
 held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a module, too
 
 
+@pytest.mark.thorough  # it searches all objects of the process five times
 def test_frozen_tensors_are_counted_until_they_are_released(started, monkeypatch):
     """Python does not list objects that gc.freeze() hid. In an earlier version the bytes of such
     tensors were missing in the lease.
