@@ -196,11 +196,11 @@ def test_a_card_that_does_not_come_to_rest_keeps_everything_as_it_is(kernel, mon
     """The wait for the card has a limit, and a second attempt does not start a second wait. Once
     the card has finished, the move works.
     """
-    monkeypatch.setattr(kernel_memory, "REST_SECONDS", 0.02)
     x = floats(4.0)
     act = kernel.park if away else kernel.unpark
     if not away:
         kernel.park()
+    monkeypatch.setattr(kernel_memory, "REST_SECONDS", 0.02)
     held, waits, real = simgpu.used_bytes(0), [], torch.simgpu.synchronize
     monkeypatch.setattr(torch.simgpu, "synchronize", lambda card: (waits.append(card), real(card)))
     with simgpu.stuck(0) as release:
