@@ -11,12 +11,12 @@ from __future__ import annotations
 import importlib
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from .. import threads
 from ..errors import ProbeFailed
 from ..facts import Device, Sample
 
@@ -290,7 +290,7 @@ class _DriverThread:
         self.pid = os.getpid()
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.since: float | None = None  # when the call in progress began
-        threading.Thread(target=self._work, name="gpu-driver", daemon=True).start()
+        threads.start(self._work)
 
     def _work(self) -> None:
         while True:

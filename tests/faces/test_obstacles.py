@@ -14,12 +14,16 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from gpu import obstacles
 from tornado.ioloop import IOLoop, PeriodicCallback
+
+import gpu_runtime
+from gpu_runtime.devices import drivers
 
 
 class Model:
@@ -214,3 +218,25 @@ def test_a_process_group_is_named(monkeypatch):
         monkeypatch.delitem(sys.modules, other, raising=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert obstacles.why_not_modules() == "a process group is open (torch.distributed)"
+
+
+def test_the_thread_that_calls_the_driver_keeps_no_kernel():
+    """`%gpu doctor` starts it, and a card's driver is called in it. It waits for its next call for ever."""
+    before = set(obstacles._threads())
+    made = drivers._DriverThread()
+    answer: queue.SimpleQueue[int] = queue.SimpleQueue()
+    made.calls.put(lambda: answer.put(7))
+    assert answer.get(timeout=10) == 7
+    assert why_not_threads_but(before, None) == ""
+
+
+def test_every_thread_of_ours_is_known_as_ours():
+    """A thread that is started in another way keeps a notebook's memory on the card."""
+    in_helpers = {"telemetry/sampler.py", "backends/llama_cpp/worker.py"}  # processes of their own
+    package = Path(gpu_runtime.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "threading.Thread(" in path.read_text()
+    }
+    assert found <= in_helpers
