@@ -140,7 +140,7 @@ class UnknownModel(GpuError, LookupError):
         name: str,
         known: tuple[str, ...] = (),
         *,
-        none: str = "No model is registered yet.",
+        none: str = "This process has registered no model.",
         advice: str = "",
     ) -> None:
         """`known` are the existing names. `none` is the sentence that is used if there are none.

@@ -231,7 +231,7 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
         return StillInUse(
             f"{lease.name} ({show_bytes(lease.bytes)}, {lease.where}) is in use by {holder} "
             f"for {show_seconds(since)}.\n"
-            "  It leaves when that cell ends. Watch:  %gpu status",
+            "  It can leave when that cell has ended: type it again then. Watch:  %gpu status",
             since_seconds=since,
             **facts,
         )
