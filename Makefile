@@ -27,8 +27,8 @@ STAMP := $(VENV)/.installed-$(FLAVOUR)
 # Without these plugins a process starts two seconds earlier.
 LEAN := -p no:nbval -p no:schemathesis -p no:xdist
 CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
-# These two folders take half of the time. Most of their tests need torch and transformers.
-MODELS := tests/backends tests/owner
+# These folders take half of the time. Most of their tests need torch and transformers.
+MODELS := tests/backends tests/owner tests/serving
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 

@@ -140,6 +140,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "shape", "eager"),
     [
@@ -175,6 +176,7 @@ def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager)
     assert estimate == pytest.approx(live.peak - cache, rel=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make",
     [

@@ -65,6 +65,7 @@ def real_bytes(path: Path) -> int:
     return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", list(GGML_QUANT_SIZES), ids=lambda kind: kind.name)
 def test_every_type_is_exact(tmp_path, kind):
     """The test covers all types of the `gguf` package. A type that is missing here would be

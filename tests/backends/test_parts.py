@@ -155,6 +155,7 @@ def test_a_model_in_parts_is_dropped_whole(backend):
     assert same(module, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["sim", "simgpu"])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 12))

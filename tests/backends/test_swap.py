@@ -168,6 +168,7 @@ def trained(module: nn.Module, optimizer: torch.optim.Optimizer, away: Callable[
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_training_with_a_live_graph_goes_on_after_each_journey(guards, probe, kind):
     """Weights, gradients, optimizer state and saved tensors are equal, to the bit, to those of a
@@ -248,6 +249,7 @@ def test_a_journey_stopped_at_any_line_is_complete_or_did_not_happen(guards, pro
 # -- drops and reloads -----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cards", ["guarded", "unguarded"])
 def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(
     request, probe, llama, cards
@@ -284,6 +286,7 @@ def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(
     assert calls == [1] and backend.droppable(again)
 
 
+@pytest.mark.thorough
 def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
     """The source has the same size, time of modification and inode as before. Only its bytes
     differ.
@@ -326,6 +329,7 @@ def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path
     assert not backend.droppable(model)
 
 
+@pytest.mark.thorough
 def test_the_end_of_the_interpreter_compares_no_weights(probe, llama, monkeypatch):
     """At the end of the process no weights are compared. For tens of gigabytes that would take
     seconds.

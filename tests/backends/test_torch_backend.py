@@ -419,6 +419,7 @@ def test_a_module_compiled_after_its_adoption_cannot_be_moved(backend):
         backend.move(model, CARD)
 
 
+@pytest.mark.thorough
 def test_the_refused_names_are_the_wrappers_real_names():
     """The backend refuses wrappers by name. This test notices if torch renames one of them."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

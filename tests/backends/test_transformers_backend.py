@@ -214,6 +214,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["card", "host"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, change, where):

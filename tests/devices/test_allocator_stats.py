@@ -263,6 +263,7 @@ def test_a_map_that_fits_is_unchanged():
     assert bounded([map, map]) == (map, map)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("segments", "blocks"), [(1, 100_000), (8192 // 8, 1), (100_000, 3)])
 def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
     """The whole map is written after each change, and every console reads it.

@@ -186,6 +186,7 @@ def test_any_words_in_a_notebook(box, rt, fresh_shell, words):
     require_decodable(rt)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "flag", ["", *(flag for one in verbs.CELL for flag in one.flags if one.is_option)]
 )

@@ -202,6 +202,7 @@ def test_an_entry_point_of_a_model_that_is_away_gives_what_a_plain_module_gives(
         assert same(ENTRIES[entry](module), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("away", ["offloaded", "dropped"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_that_are_registered_while_it_is_away_run(governed, away, hook):
