@@ -56,6 +56,19 @@ class SharedPages:
         while done < len(content):
             done += os.pwrite(self.file, content[done : done + (64 << 20)], at + done)
 
+    def seal(self) -> None:
+        """Ends the writing. A write after that is noticed; see `untouched`. Raises OSError."""
+        os.utime(self.file, ns=(0, 0))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing wrote the pages since `seal`: a write sets the file's time of change.
+
+        A write through a mapping does not set that time. So each mapping that can be written, which
+        only a process with a card has, counts as a write.
+        """
+        return os.fstat(self.file).st_mtime_ns == 0
+
     def read(self, at: int, size: int) -> bytes:
         """At most `size` bytes at the offset `at`. Raises OSError."""
         return os.pread(self.file, size, at)
@@ -81,6 +94,8 @@ class SharedPages:
         # raises an error. Without a card, the user can write the weights. MAP_PRIVATE then gives
         # this process its own copy of a written page.
         kind = mmap.MAP_SHARED if memory.pinned else mmap.MAP_PRIVATE
+        if memory.pinned:
+            os.utime(self.file)
         region = Region(self.file, self.size, flags=kind)
         region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
         region.pages = self

@@ -14,7 +14,12 @@ import msgspec
 import pytest
 import torch
 
-from gpu_runtime.backends.pytorch import shared_copies
+from gpu_runtime.backends.pytorch import (
+    fingerprint,
+    shared_copies,
+    storages,
+    transformers_backend,
+)
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices import shared_pages
 from gpu_runtime.devices.probe import open_probe
@@ -133,6 +138,133 @@ def test_torn_pages_are_not_used(llama, kind):
     same(content(other), before)
     assert other.shadow_bytes  # a private copy
     assert len(files()) == 1
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """The sizes of the storages whose digests the test has computed."""
+    sizes = []
+    real = transformers_backend.digest
+
+    def digest(content):
+        sizes.append(content.numel())
+        return real(content)
+
+    monkeypatch.setattr(transformers_backend, "digest", digest)
+    return sizes
+
+
+def test_pages_that_nobody_wrote_since_are_used_without_a_digest(llama, compared):
+    first, one = kernel(llama)
+    compared.clear()
+    second, other = kernel(llama)
+    assert compared == []
+    assert other.part is not None
+    same(content(one), content(other))
+    assert digests(other) == digests(one)
+    assert second.unchanged(other)
+    next(other.module.parameters()).data.view(-1)[0] += 1
+    assert not second.unchanged(other)
+
+
+def digests(model):
+    return {layout: digest.tolist() for layout, digest in model.given.items()}
+
+
+def test_without_a_copy_of_its_own_in_host_memory_the_weights_are_compared(llama, compared):
+    """The weights go from the pages to the card. What the process built itself is not in the pages."""
+    first, one = kernel(llama)
+    compared.clear()
+    second = TransformersBackend(open_probe("sim:1GiB,host:1GiB"))
+    other = second.load(one.spec, (Share(CARD, 0),), copies=ME)
+    assert sum(compared) == one.shadow_bytes
+    same(content(one), content(other))
+
+
+def test_a_storage_without_bytes_has_a_digest_too(llama):
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(0))])
+    [group] = storages.grouped(storages.slots(module))
+    stored = shared_copies._Stored(shared_copies._key(group.layout), 0, 0, b"", ())
+    pages = SharedPages.create(4096)
+    pages.seal()
+    copy = shared_copies.SharedCopy(pages, "files", (stored,))
+    copy.tensors([group], [group.bytes], open_probe("sim:1GiB,host:1GiB").place(HOST), None)
+    [found] = copy.proven([group]).values()
+    assert torch.equal(found, fingerprint.digest(group.bytes))
+
+
+@pytest.mark.parametrize("touch", ["same bytes", "card"])
+def test_pages_that_somebody_could_have_written_are_compared(llama, compared, touch):
+    """A write of the same bytes counts too, and so does a mapping that can be written."""
+    first, one = kernel(llama)
+    [pages] = mine()[:1]
+    if touch == "card":
+        host = open_probe("sim:1GiB,host:1GiB").place(HOST)
+        host.pinned = True
+        pages.blocks(host, [(0, 4096)])
+    else:
+        pages.write(0, memoryview(pages.read(0, 4096)))
+    compared.clear()
+    second, other = kernel(llama)
+    assert sum(compared) == other.shadow_bytes
+    assert len(files()) == 1
+    same(content(one), content(other))
+
+
+def test_a_write_during_the_second_load_is_noticed(llama, monkeypatch):
+    """The pages are torn after they were found and before their bytes are on the card."""
+    first, one = kernel(llama)
+    before = content(one)
+    real = shared_copies.SharedCopy.tensors
+
+    def tensors(self, *given):
+        if not self.is_new:
+            [stored, *_] = self.index.values()
+            self.pages.write(stored.at, memoryview(b"torn"))
+        return real(self, *given)
+
+    monkeypatch.setattr(shared_copies.SharedCopy, "tensors", tensors)
+    second, other = kernel(llama)
+    same(content(other), before)
+    assert other.part is None
+
+
+def test_a_buffer_that_is_built_with_other_bytes_is_not_replaced(llama, monkeypatch):
+    """The second process computes a buffer that no file has, in another way than the first one."""
+    first, one = kernel(llama)
+    real = transformers_backend.built_from
+
+    def built(*given):
+        module = real(*given)
+        module.model.rotary_emb.inv_freq.mul_(2)
+        return module
+
+    monkeypatch.setattr(transformers_backend, "built_from", built)
+    second, other = kernel(llama)
+    same(content(other), content(one))  # from the files
+    assert other.part is None
+
+
+def test_tied_weights_share_one_storage_in_the_second_process_too(llama, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_pretrained(llama, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
+    first, one = kernel(tmp_path / "tied")
+    second, other = kernel(tmp_path / "tied")
+    assert other.part is not None
+    same(content(one), content(other))
+    head, embeddings = other.module.lm_head.weight, other.module.model.embed_tokens.weight
+    assert head.untyped_storage()._cdata == embeddings.untyped_storage()._cdata
+    assert other.shadow_bytes == one.shadow_bytes
+
+
+def test_weights_that_another_version_of_transformers_built_are_another_model(llama, monkeypatch):
+    first, one = kernel(llama)
+    monkeypatch.setattr(shared_copies, "version", lambda name: "0.0")
+    second, other = kernel(llama)
+    assert len(files()) == 2
+    same(content(one), content(other))
 
 
 def stored_in(pages):

@@ -3,8 +3,9 @@
 Processes that load the same unchanged files share one copy.
 
 The pages hold a page of their own, the content of each storage, and an index with the digest of
-each storage. The first page is written last, so pages that were not completed are not used. The
-process that loads the model from the pages compares the digests of what it loaded.
+each storage. The first page is written last, so pages that were not completed are not used. If
+nothing wrote the pages since, their content needs no comparison. Otherwise the process that loads
+the model from the pages compares the digests of what it loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +24,7 @@ from ...devices.process_memory import Memory
 from ...devices.shared_pages import SharedPages, held_by
 from ..formats.safetensors import Checkpoint
 from . import storages as st
-from .fingerprint import WORDS
+from .fingerprint import WORDS, digest
 
 MAGIC = "gpu-console shared copy 1"
 PAGE_BYTES = 4096
@@ -58,8 +60,13 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 def content_id(checkpoint: Checkpoint, dtype: Any) -> str:
-    """Identifies the unchanged files of a model and the dtype to which their weights are converted."""
-    text = repr((checkpoint.stamps, str(dtype)))
+    """Identifies the unchanged files of a model and what their weights are converted to.
+
+    That depends on the dtype and on the version of transformers. The keys of the digests count too,
+    because other processes compare their digests with those in the index.
+    """
+    keys = digest(torch.ones(4, dtype=torch.uint8)).tolist()
+    text = repr((checkpoint.stamps, str(dtype), version("transformers"), keys))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -95,6 +102,7 @@ class SharedCopy:
         self.pages, self.content = pages, content
         self.index = {stored.layout: stored for stored in index}
         self.is_new = not index
+        self._adopted = False  # whether the model has the bytes of the pages, and no others
         self._places: dict[str, tuple[int, int]] = {}
         self._index_at = 0  # after all content, once that is written
         self._arrays: dict[str, Any] = {}  # by layout: the mapped bytes of complete pages
@@ -149,13 +157,18 @@ class SharedCopy:
         """The content of each of `going` in the shared pages, [nbytes] uint8.
 
         New pages get the content of `sources` first. `progress` is called as in `storages.copied`.
-        Raises OutOfMemory and OSError.
+        Raises OutOfMemory and OSError. Raises TornCopy if a source is not in the complete pages and
+        has other bytes than they have.
         """
         if self.is_new:
             self._write(going, sources, progress)
         self.map(host)
         found = [_tensor(self._arrays.get(_key(group.layout))) for group in going]
         self._arrays = {}  # the tensors hold them
+        for source, target in zip(sources, found, strict=True):
+            if source.data_ptr() != target.data_ptr() and not torch.equal(source, target):
+                raise TornCopy(self.content)
+        self._adopted = True
         return found
 
     def map(self, host: Memory) -> None:
@@ -215,12 +228,26 @@ class SharedCopy:
         self.pages.write(self._index_at, memoryview(content))
         first = _First(MAGIC, self._index_at, len(content), self.content)
         self.pages.write(0, memoryview(msgspec.msgpack.encode(first)))
+        self.pages.seal()
+
+    def proven(self, groups: Sequence[st.Group]) -> dict[Layout, Tensor]:
+        """The digests in the index for the storages `groups` of the model that got the pages' bytes.
+
+        The result is empty if the model may have other bytes. Then they have to be compared.
+        """
+        if self.is_new or not self._adopted or not self.pages.untouched:
+            return {}
+        rows = {group.layout: self.index[_key(group.layout)].digest for group in groups}
+        return {
+            layout: torch.tensor(memoryview(row).cast("q"), dtype=torch.int64).view(-1, 2)
+            for layout, row in rows.items()
+        }
 
     def require_same(self, given: Mapping[Layout, Tensor]) -> None:
         """Raises TornCopy if the digests `given` are not those in the index of complete pages."""
-        for layout, digest in given.items():
+        for layout, sums in given.items():
             stored = self.index.get(_key(layout))
-            if stored is None or stored.digest != digest.numpy().tobytes():
+            if stored is None or stored.digest != sums.numpy().tobytes():
                 raise TornCopy(self.content)
 
 
