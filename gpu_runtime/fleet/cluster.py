@@ -217,6 +217,13 @@ def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
         raise Gone(str(error).splitlines()[0]) from error
 
 
+def ended(references: Iterable[Any], seconds: float) -> list[Any]:
+    """The calls that have ended within `seconds`, with a result or with an error."""
+    pending = list(references)
+    ready, _ = ray().wait(pending, num_returns=len(pending), timeout=seconds)
+    return list(ready)
+
+
 def _cause(error: Any) -> BaseException:
     """The error that the call raised. An error of another package has the remote traceback as a
     note.

@@ -30,6 +30,11 @@ class FarRuntime:
         """The longest wait for the answer of `verb`, in seconds. None waits without limit."""
         return None
 
+    def _send(self, verb: str, args: Any, kwargs: Any) -> Any:
+        """Calls the `verb` on the host, and returns the reference of its result. Raises Gone."""
+        agent = self._fleet._agent(self.host)
+        return on(agent, "verb", "verbs", verb, args, kwargs, attribution.speaking_for())
+
     def require_cards(self, names: Iterable[str]) -> None:
         """Raises UnknownDevice if the host has no card of one of the `names`."""
         cards = [view.device.id for view in self.status().devices if not view.device.is_host]
@@ -44,10 +49,8 @@ class FarRuntime:
         def far(*args: Any, **kwargs: Any) -> Any:
             """Calls the verb on the host, and returns its result."""
             try:
-                agent = self._fleet._agent(self.host)
-                person = attribution.speaking_for()
-                call = on(agent, "verb", "verbs", verb, args, kwargs, person)
-                return cluster.answer(call, self._patience(verb))
+                patience = self._patience(verb)
+                return cluster.answer(self._send(verb, args, kwargs), patience)
             except (cluster.Gone, cluster.Unreachable) as error:
                 self._fleet._forget(self.host)
                 self._fleet._require_host(self.host)

@@ -49,6 +49,6 @@ def page_of(fleet: Any) -> Any:
         rt = hosts.runtime(query.get("host", ""))
         if rt is None:
             return pn.pane.HTML(elements.esc(rendering.NOTHING))
-        return console.page(visitor, poller.of(rt), HostChooser(rt.host))
+        return console.page(visitor, poller.of(rt, rt.last_status), HostChooser(rt.host))
 
     return page

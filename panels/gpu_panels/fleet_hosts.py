@@ -5,9 +5,10 @@ All sessions share the snapshots and the runtimes. Panel is not imported here.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,10 +16,15 @@ from msgspec.structs import replace
 
 from gpu_runtime.errors import FleetUnavailable, NodeLost
 from gpu_runtime.facts import Snapshot
+from gpu_runtime.fleet import cluster
 from gpu_runtime.fleet.far_runtime import FarRuntime
 
-READ_SECONDS = 1.0  # between two readings of all hosts
+log = logging.getLogger("gpu_runtime")
+
+READ_SECONDS = 1.0  # between two questions to all hosts
 HOSTS_A_SECOND = 20  # a larger fleet is read less often
+# A reader waits for so long after a question was sent. A later answer is found by a later reading.
+BRIEF_SECONDS = 0.2
 PATIENCE_SECONDS = 3.0  # a host that does not answer for so long is shown as silent
 # The poller calls these verbs. They must not block it, so they wait for a short time only.
 POLLED = ("status", "history", "catalog", "allocator_maps", "plan")
@@ -28,15 +34,25 @@ class Overview(NamedTuple):
     """The hosts of a fleet as they were read last."""
 
     hosts: tuple[Snapshot, ...] = ()  # by name; the last snapshot of a host that is silent
-    silent: Mapping[str, float] = MappingProxyType({})  # host -> since when, in epoch seconds
+    silent: Mapping[str, float] = MappingProxyType({})  # host -> its last answer, in epoch seconds
 
 
 class HostRuntime(FarRuntime):
-    """The runtime of one host, for the poller of the sessions that chose this host."""
+    """The runtime of one host, for the poller of the sessions that chose this host.
+
+    It has at most one unanswered question for the snapshot of its host. So a frozen host is asked
+    once, and its answer is found when the host runs again.
+    """
 
     def __init__(self, hosts: FleetHosts, host: str) -> None:
         super().__init__(hosts.fleet, host)
         self._hosts = hosts
+        self.seen: Snapshot | None = None  # the last answer
+        self.seen_at = 0.0  # in epoch seconds
+        self.alive = True  # whether the fleet lists the host
+        self.asked: Any = None  # the question that has no answer yet
+        self._asked_at = 0.0  # on the clock of the hosts
+        self._failed = False  # whether the last question ended with an error
 
     def reap(self) -> None:
         """Does nothing: the host's agent removes dead owners."""
@@ -46,11 +62,53 @@ class HostRuntime(FarRuntime):
         return self._hosts.read()
 
     def status(self) -> Snapshot:
-        """The snapshot of the host, as the console sees it. Raises FleetUnavailable."""
+        """A new snapshot of the host, as the console sees it. Raises FleetUnavailable."""
         try:
             return seen_from_outside(FarRuntime.__getattr__(self, "status")(), self.host)
-        except (NodeLost, FleetUnavailable):
+        except (NodeLost, cluster.Gone):
             raise self._silence() from None
+
+    def last_status(self) -> Snapshot:
+        """The last snapshot of the host, for the poller. Raises FleetUnavailable.
+
+        Waits for a new snapshot for BRIEF_SECONDS at most.
+        """
+        self._hosts.question([self])
+        if self.seen is None or self.is_silent():
+            raise self._silence()
+        return seen_from_outside(self.seen, self.host)
+
+    # -- the question; the caller has the lock of the hosts
+
+    def ask(self, now: float) -> None:
+        """Asks the host for its snapshot, unless the host is dead or an answer is outstanding."""
+        if self.alive and self.asked is None:
+            try:
+                self.asked, self._asked_at = self._send("status", (), {}), now
+            except cluster.Gone:
+                self._failed = True
+
+    def brief_left(self, now: float) -> float:
+        """The seconds for which a reader still waits for the answer."""
+        return self._asked_at + BRIEF_SECONDS - now
+
+    def take(self, now: float) -> None:
+        """Takes the answer, which has come. `now` is in epoch seconds."""
+        question, self.asked = self.asked, None
+        try:
+            self.seen, self.seen_at = replace(cluster.answer(question, 0.0), host=self.host), now
+            self._failed = False
+        except Exception as error:  # noqa: BLE001 - a host without an answer is silent
+            log.debug("%s does not answer: %s", self.host, error)
+            self._failed = True
+
+    def is_silent(self) -> bool:
+        """Whether the host is dead, or did not answer for PATIENCE_SECONDS."""
+        return not self.alive or self._failed or self._unanswered(PATIENCE_SECONDS)
+
+    def _unanswered(self, seconds: float) -> bool:
+        """Whether the host was asked at least `seconds` ago and has not answered."""
+        return self.asked is not None and self._hosts.clock() - self._asked_at >= seconds
 
     def _silence(self) -> FleetUnavailable:
         return FleetUnavailable(f"{self.host} does not answer.", why="silent")
@@ -58,7 +116,7 @@ class HostRuntime(FarRuntime):
     def _patience(self, verb: str) -> float | None:
         if verb not in POLLED:
             return None
-        if self.host in self._hosts.last.silent:
+        if self.is_silent() or self._unanswered(BRIEF_SECONDS):
             raise self._silence()
         return PATIENCE_SECONDS
 
@@ -89,42 +147,76 @@ class FleetHosts:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """Reads no host yet. `clock` and `wall` return seconds."""
-        self.fleet, self.last = fleet, Overview()
-        self._clock, self._wall = clock, wall
+        self.fleet, self.last, self.clock = fleet, Overview(), clock
+        self._wall = wall
         self._runtimes: dict[str, HostRuntime] = {}
+        self._listed: list[HostRuntime] = []  # by name
         self._next_read = 0.0
         self._lock = threading.Lock()
 
     def read(self) -> Overview:
-        """Every host, with its last figures if it is silent. The hosts are read once a second at most.
+        """Every host, with its last figures. The hosts are asked once a second at most.
 
-        A silent host is listed until it answers, or until it leaves the fleet.
+        Waits for BRIEF_SECONDS at most after a question, so a silent host delays no other host. It
+        is listed until it answers, or until it leaves the fleet.
         """
         with self._lock:
-            if self._clock() < self._next_read:
-                return self.last
-            found = {one.host: one for one in self.fleet.status(timeout=PATIENCE_SECONDS)}
-            pause = max(READ_SECONDS, len(found) / HOSTS_A_SECOND)
-            self._next_read = self._clock() + pause
-            known = {one.host: one for one in self.last.hosts}
-            left = set() if known.keys() <= found.keys() else known.keys() - self.fleet.joined()
-            now = self._wall()
-            silent = {
-                host: self.last.silent.get(host, now)
-                for host in sorted(known.keys() - found.keys() - left)
-            }
-            shown = known | found
-            hosts = tuple(shown[host] for host in sorted(shown.keys() - left))
-            self.last = Overview(hosts, silent)
+            if is_due := self.clock() >= self._next_read:
+                self._list()
+                pause = max(READ_SECONDS, len(self._listed) / HOSTS_A_SECOND)
+                self._next_read = self.clock() + pause
+        self.question(self._listed if is_due else ())
+        with self._lock:
+            hosts = tuple(rt.seen for rt in self._listed if rt.seen is not None)
+            silent = {rt.host: rt.seen_at for rt in self._listed if rt.is_silent()}
+            if [*map(id, hosts)] != [*map(id, self.last.hosts)] or silent != self.last.silent:
+                self.last = Overview(hosts, silent)
             return self.last
+
+    def question(self, asked: Iterable[HostRuntime]) -> None:
+        """Asks these hosts for their snapshots, and collects the answers of all hosts.
+
+        Waits for BRIEF_SECONDS at most after a question was sent.
+        """
+        with self._lock:
+            self._collect()
+            for rt in asked:
+                rt.ask(self.clock())
+            now = self.clock()
+            left = {rt.asked: rt.brief_left(now) for rt in asked if rt.asked is not None}
+        recent = {question: seconds for question, seconds in left.items() if seconds > 0}
+        if recent:
+            cluster.ended(recent, max(recent.values()))
+        with self._lock:
+            self._collect()
+
+    def _collect(self) -> None:
+        asked = {rt.asked: rt for rt in self._runtimes.values() if rt.asked is not None}
+        if asked:
+            for question in cluster.ended(asked, 0.0):
+                asked[question].take(self._wall())
+
+    def _list(self) -> None:
+        """Reads which hosts are alive, and drops the hosts that have left the fleet."""
+        alive = {*self.fleet.hosts()}
+        names = {rt.host for rt in self._listed}
+        if not names <= alive:
+            names &= self.fleet.joined()
+        self._listed = [self._runtime(name) for name in sorted(names | alive)]
+        for rt in self._runtimes.values():
+            rt.alive = rt.host in alive
+
+    def _runtime(self, host: str) -> HostRuntime:
+        return self._runtimes.setdefault(host, HostRuntime(self, host))
 
     def runtime(self, host: str) -> HostRuntime | None:
         """The runtime of `host`, or of the first host if the fleet knows no such host.
 
         The result is the same for each call. Without hosts it is None.
         """
-        names = [one.host for one in (self.last if self.last.hosts else self.read()).hosts]
+        if not self._listed:
+            self.read()
+        names = [rt.host for rt in self._listed]
         if not names:
             return None
-        chosen = host if host in names else names[0]
-        return self._runtimes.setdefault(chosen, HostRuntime(self, chosen))
+        return self._runtime(host if host in names else names[0])

@@ -68,13 +68,17 @@ class Poller:
     def __init__(
         self,
         rt: Any,
+        read: Callable[[], Snapshot] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         start: Callable[[Callable[[], None]], Any] = threads.start,
     ) -> None:
-        """`rt` is the runtime; `clock` and `wall` return seconds; `start` starts a thread."""
-        self.rt = rt
+        """`rt` is the runtime, and `read` returns its snapshot; the default is `rt.status`.
+
+        `clock` and `wall` return seconds; `start` starts a thread.
+        """
+        self.rt, self._read = rt, read or (lambda: rt.status())
         self.result = PollResult()
         # When a problem was first seen, in epoch seconds by its key; all sessions show the same time.
         self.first_seen: dict[str, float] = {}
@@ -151,7 +155,7 @@ class Poller:
         error = ""
         try:
             self._reap()
-            snapshot = self.rt.status()
+            snapshot = self._read()
         except Exception as failure:  # any error of the ledger is shown; the page must not fail
             snapshot, error = self.result.snapshot, _error_text(failure)
         has_new_value, fetch_error = self._fetch_due()
@@ -260,10 +264,10 @@ _pollers: weakref.WeakValueDictionary[int, Poller] = weakref.WeakValueDictionary
 _making = forks.freed(threading.Lock())
 
 
-def of(rt: Any) -> Poller:
-    """The one poller of the runtime `rt`."""
+def of(rt: Any, read: Callable[[], Snapshot] | None = None) -> Poller:
+    """The one poller of the runtime `rt`. Its first caller gives `read`; see `Poller`."""
     with _making:  # the key is id(rt); the poller holds the runtime, so the id stays unique
         found = _pollers.get(id(rt))
         if found is None or found.rt is not rt:
-            found = _pollers[id(rt)] = Poller(rt)
+            found = _pollers[id(rt)] = Poller(rt, read)
         return found

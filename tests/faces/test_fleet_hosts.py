@@ -9,8 +9,7 @@ import pytest
 from gpu_panels import fleet_hosts
 from gpu_panels.acting import attempt
 from gpu_panels.data.confirmations import propose
-from gpu_panels.fleet_hosts import FleetHosts, seen_from_outside
-from msgspec.structs import replace
+from gpu_panels.fleet_hosts import READ_SECONDS, FleetHosts, seen_from_outside
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import FleetUnavailable
@@ -20,20 +19,17 @@ from tests.clock import Clock
 
 
 class StandInFleet:
-    """A fleet of agents in this process. A call is carried out at once."""
+    """A fleet of agents in this process. A call is carried out at once, unless the host is frozen."""
 
     def __init__(self, **runtimes):
         self.agents = {name: HostAgent.__new__(HostAgent) for name in runtimes}
         for name, agent in self.agents.items():
             agent.rt = runtimes[name]
-        self.left = set()
-        self.readings = 0
+        self.left, self.frozen = set(), set()
+        self.sent = []  # the hosts of all calls
 
-    def status(self, *, timeout):
-        self.readings += 1
-        return tuple(
-            replace(agent.rt.status(), host=name) for name, agent in sorted(self.agents.items())
-        )
+    def hosts(self):
+        return tuple(sorted(self.agents))
 
     def joined(self):
         return {"box1", "box2"} - self.left
@@ -63,15 +59,51 @@ def boxes(tmp_path):
         rt.close()
 
 
+class Call:
+    """A call of an agent, as a reference of Ray: its result is there once the host is not frozen."""
+
+    def __init__(self, fleet, host, run):
+        self.fleet, self.host, self.run = fleet, host, run
+
+    @property
+    def ended(self):
+        return self.host not in self.fleet.frozen
+
+
 @pytest.fixture
-def fleet(boxes, monkeypatch):
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def fleet(boxes, monkeypatch, clock):
+    """The fleet of the boxes. A wait for a frozen host moves the `clock`."""
+    found = StandInFleet(**boxes)
+
     def on(agent, method, group, *args):
+        """Begins a call."""
+        [host] = [name for name, one in found.agents.items() if one is agent]
+        found.sent.append(host)
+        return Call(found, host, lambda: getattr(agent, method)(*args))
+
+    def ended(calls, seconds):
+        """Waits for all calls, as Ray does."""
+        calls = list(calls)
+        if not all(call.ended for call in calls):
+            clock.advance(seconds)
+        return [call for call in calls if call.ended]
+
+    def answer(call, timeout):
+        """The result of the call."""
+        if not ended([call], timeout):
+            raise far_runtime.cluster.Unreachable(call.host)
         # The agent is another process: it does not have the context of the caller.
-        return contextvars.Context().run(getattr(agent, method), *args)
+        return contextvars.Context().run(call.run)
 
     monkeypatch.setattr(far_runtime, "on", on)
-    monkeypatch.setattr(far_runtime.cluster, "answer", lambda value, timeout: value)
-    return StandInFleet(**boxes)
+    monkeypatch.setattr(far_runtime.cluster, "ended", ended)
+    monkeypatch.setattr(far_runtime.cluster, "answer", answer)
+    return found
 
 
 def where(rt):
@@ -114,50 +146,105 @@ def test_the_agent_is_named_in_the_figures_of_its_host(boxes):
     assert [lease.owner for lease in seen.leases()] == [own.owner.id]
 
 
-def test_a_host_that_is_gone_keeps_its_last_figures_and_says_since_when(fleet):
+def test_a_host_that_is_gone_keeps_its_last_figures_and_their_age(fleet, clock):
     """No request is sent to the host that is gone, so it does not delay the other hosts' figures."""
-    clock, wall = Clock(), Clock()
+    wall = Clock()
     hosts = FleetHosts(fleet, clock=clock, wall=wall)
     rt = hosts.runtime("box2")
-    before = hosts.last.hosts
+    before, answered_at = hosts.last.hosts, wall.now
     gone = fleet.agents.pop("box2")
-    wall.now = 100.0
-    for _ in range(2):  # the time is that of the first missing answer
-        clock.now += 10
+    fleet.sent.clear()
+    for _ in range(2):  # the time is that of the last answer
+        clock.advance(10)
+        wall.advance(10)
         found = hosts.read()
-        wall.now += 10
     assert [one.host for one in found.hosts] == ["box1", "box2"]
-    assert found.hosts[1] is before[1] and found.silent == {"box2": 100.0}
+    assert found.hosts[1] is before[1] and found.silent == {"box2": answered_at}
     with pytest.raises(FleetUnavailable, match="box2 does not answer"):
         rt.status()
+    assert {*fleet.sent} == {"box1"}
     fleet.agents["box2"] = gone
-    clock.now += 10
+    clock.advance(10)
     assert hosts.read().silent == {}
 
 
-def test_a_host_that_has_left_is_no_longer_listed(fleet):
-    clock = Clock()
+def test_a_frozen_host_delays_no_figure_of_another_host(fleet, boxes, clock):
+    """A host that is frozen does not even end a call. It is asked once, and it is awaited once, for
+    BRIEF_SECONDS. Its answer is found after it runs again.
+    """
+    wall = Clock()
+    hosts = FleetHosts(fleet, clock=clock, wall=wall)
+    before, answered_at = hosts.read().hosts, wall.now
+    fleet.frozen.add("box2")
+    fleet.sent.clear()
+    waited, seen = [], []
+    for _ in range(10):
+        clock.advance(READ_SECONDS)
+        wall.advance(READ_SECONDS)
+        began = clock.now
+        seen.append(hosts.read())
+        waited.append(clock.now - began)
+    assert waited == [pytest.approx(fleet_hosts.BRIEF_SECONDS)] + [0.0] * 9
+    assert fleet.sent.count("box2") == 1
+    assert len({id(one.hosts[0]) for one in seen}) == fleet.sent.count("box1") == 10
+    assert {id(one.hosts[1]) for one in seen} == {id(before[1])}
+    assert seen[0].silent == {} and seen[-1].silent == {"box2": answered_at}
+    fleet.frozen.clear()
+    found = hosts.read()
+    assert found.silent == {} and found.hosts[1] is not before[1]
+
+
+def test_the_page_of_a_frozen_host_waits_for_it_once(fleet, clock):
+    """The poller of that page also draws the bars of all hosts, so it must not wait either."""
+    rt = FleetHosts(fleet, clock=clock).runtime("box2")
+    last = rt.last_status()
+    fleet.frozen.add("box2")
+    began = clock.now
+    assert rt.last_status() == last == rt.last_status(), (
+        "the last figures, as long as it may only be slow"
+    )
+    with pytest.raises(FleetUnavailable, match="box2 does not answer"):
+        rt.history()
+    with pytest.raises(FleetUnavailable, match="box2 does not answer"):
+        rt.status()
+    assert clock.now - began == pytest.approx(fleet_hosts.BRIEF_SECONDS)
+    clock.advance(fleet_hosts.PATIENCE_SECONDS)
+    with pytest.raises(FleetUnavailable, match="box2 does not answer"):
+        rt.last_status()
+    assert fleet.sent.count("box2") == 3, "two answers, and one question that has none"
+    fleet.frozen.clear()
+    assert rt.last_status().host == "box2"
+
+
+def test_a_host_that_never_answered_has_a_page_and_no_figures(fleet, clock):
+    fleet.frozen.add("box2")
+    hosts = FleetHosts(fleet, clock=clock)
+    assert [one.host for one in hosts.read().hosts] == ["box1"]
+    with pytest.raises(FleetUnavailable, match="box2 does not answer"):
+        hosts.runtime("box2").last_status()
+
+
+def test_a_host_that_has_left_is_no_longer_listed(fleet, clock):
     hosts = FleetHosts(fleet, clock=clock)
     hosts.read()
     fleet.agents.pop("box2")
     fleet.left.add("box2")
-    clock.now += 10
+    clock.advance(10)
     assert [one.host for one in hosts.read().hosts] == ["box1"]
 
 
-def test_all_sessions_share_one_reading_a_second_and_one_runtime_a_host(fleet):
+def test_all_sessions_share_one_reading_a_second_and_one_runtime_a_host(fleet, clock):
     """A fleet of many hosts is read less often."""
-    clock = Clock()
     hosts = FleetHosts(fleet, clock=clock)
     assert hosts.runtime("box2") is hosts.runtime("box2")
     assert hosts.runtime("never heard of").host == "box1"
     hosts.read()
-    assert fleet.readings == 1
-    clock.now += fleet_hosts.READ_SECONDS
+    assert fleet.sent == ["box1", "box2"]
+    clock.advance(READ_SECONDS)
     hosts.read()
-    assert fleet.readings == 2
+    assert fleet.sent == ["box1", "box2"] * 2
 
 
 def test_a_fleet_without_hosts_has_no_runtime():
-    empty = SimpleNamespace(status=lambda timeout: ())
+    empty = SimpleNamespace(hosts=lambda: ())
     assert FleetHosts(empty).runtime("box1") is None
