@@ -103,16 +103,16 @@ class Use(Held):
 
 
 class Call(Use):
-    """The `with` block in which a call of the model itself runs."""
+    """The `with` block of one direct call of the model, such as `model(x)`."""
 
     __slots__ = ()
     is_call = True
 
 
 def call(session: Session, resident: Resident, restore: bool) -> Held:
-    """The `with` block in which the model is called by a reference that the user has kept.
+    """Returns the `with` block for a call of the model through a reference that the user has kept.
 
-    If `restore` is false and the model is not on its device, this raises NotResident.
+    Raises NotResident if `restore` is false and the model is not on its device.
     """
     if not restore and resident.place is not Place.HERE:
         raise NotResident(
@@ -184,8 +184,8 @@ def _obtain_governed(
                     raise failures.load_error(session, resident, step, error) from error.__cause__
                 failures.make_room(session, resident, step.shares)  # type: ignore[union-attr]
     finally:
-        # The key is released first. After that the monitor withdraws the ticket, even if this
-        # thread is interrupted again.
+        # The key is released first. Once the key is gone, the monitor withdraws the ticket, even if
+        # this thread is interrupted again.
         session.done_with(key.note)
         session.withdraw(key)
 
@@ -202,10 +202,10 @@ def grants(
     timeout: float | None,
     is_here: Callable[[], bool],
 ) -> Iterator[Grant]:
-    """Yields grants that have steps to perform. Ends without a grant once `is_here()` is true.
+    """Yields grants that have steps to perform. Ends as soon as `is_here()` returns true.
 
-    The caller performs the steps of each grant. If the caller takes the next item, the steps have
-    failed, and the request is decided again. Raises Busy, and the errors of `explain.refusal`.
+    The caller performs the steps of each grant. Taking a further item means that the steps failed:
+    the request is decided again. Raises Busy, and the errors of `explain.refusal`.
     """
     reported = False
     try:
@@ -230,7 +230,7 @@ def _verdicts(
     timeout: float | None,
     is_here: Callable[[], bool],
 ) -> Iterator[Grant | Wait]:
-    """Yields each grant that has steps, and each wait before the thread pauses for it."""
+    """Yields each Grant that has steps. Also yields each Wait, just before the thread pauses."""
     began = session.clock()
     deadline = None if timeout is None else began + timeout
     checked_for_dead = False
@@ -422,7 +422,7 @@ def _settle(session: Session, resident: Resident, because: str, **seconds: float
     lease = resident.lease
 
     def settle(book: Book, world: World) -> tuple[Book, bool]:
-        """The book with the measured lease, and whether the host has room for the shadow."""
+        """The book with the measured lease, and whether host memory has room for the shadow."""
         book = books.arrived(
             book,
             session.me,

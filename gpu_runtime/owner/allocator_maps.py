@@ -87,7 +87,8 @@ class Maps:
     def all(self, book: Book) -> tuple[AllocatorMap, ...]:
         """The maps of every owner in the book, in the book's order.
 
-        The maps of this process are made now; the others are the last published ones.
+        The maps of this process are made now. The maps of each other owner are those that the owner
+        published last.
         """
         me = self._ledger.owner.id
         published = self._ledger.maps() | {me: self.own()}

@@ -1,7 +1,7 @@
 """The load or the restore that runs now, for the front end that shows its progress.
 
-A front end registers with `Runtime.tell_waits`. If the caller passes its own progress function, the
-front end shows nothing.
+A front end registers with `Runtime.tell_waits`. If the code that requests the model passes its own
+progress function, the front end shows nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Arrival:
     """A load, or a restore from host memory. Its fields change until it has ended."""
 
     def __init__(self, name: str, verb: str, all_bytes: int, expected_seconds: float) -> None:
-        """The arrival of the model `name`, which needs `all_bytes`.
+        """The load or restore of the model `name`, which needs `all_bytes`.
 
-        `expected_seconds` is the time that the last such arrival took; 0 if unknown.
+        `expected_seconds` is the time that the model's last load or restore took; 0 if unknown.
         """
         self.name = name
         self.verb = verb

@@ -44,9 +44,10 @@ def backtest(
     """A table of the waiting that each choice of policy, engine, card and host memory would cause.
 
     The history is read from the CSV files `requests` and `models`. Without these files, it is the
-    journal of the last `days` days. `policy`, `engine`, `device` and `host` are words in a list, or
-    in one string with commas. `device` and `host` are sizes such as `80GB`, or percents of the
-    bytes of all models. The columns are the fields of `backtest.Row`. Raises BadSetting.
+    journal of the last `days` days. `policy`, `engine`, `device` and `host` are each a list of
+    words, or one string of words with commas. The words of `device` and `host` are sizes such as
+    `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
+    `backtest.Row`. Raises BadSetting.
     """
     from pandas import DataFrame
 

@@ -1,7 +1,7 @@
 """Blocks of the user's own code that lease memory: the lease, the cap on torch, the measured use.
 
-Only torch can measure the use, and only on a real card that this process uses. Otherwise the
-measured figures are unknown; they are never reported as zero.
+Only torch can measure the use, and only on a real card that this process uses. Without torch or
+such a card, the measured figures are unknown; they are never reported as zero.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .session import Session
 class LeasedBlock:
     """The object that `rt.lease` yields: the lease and its device, and later the measured use.
 
-    `peak_bytes` and `delta_bytes` are None while the block runs. They stay None if the use is
-    unknown.
+    `peak_bytes` and `delta_bytes` are None while the block runs. Both stay None if the use could
+    not be measured.
     """
 
     def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:
@@ -125,7 +125,10 @@ class _Block(Held):
 
 
 class RoomForProcess(Held):
-    """A `with` block that reserves room on one card for another process, which is about to use it."""
+    """A `with` block that reserves room on one card for another process.
+
+    The other process is about to use the room.
+    """
 
     __slots__ = ("_session", "_name", "_wanted")
 
@@ -158,8 +161,9 @@ def _lease_block(
 ) -> Lease:
     """Claims `size` bytes until the block of code ends, on one of `devices` if given.
 
-    `anchor` refers weakly to an object that lives as long as the block. For `unseen_seconds` the
-    bytes count as not measured yet. So no other request is granted them as free memory.
+    `anchor` refers weakly to an object that lives as long as the block. During the first
+    `unseen_seconds` the driver may still report the bytes as free. So the bytes count as not yet
+    measured, and no other request gets them.
     """
     wanted = Lease(session.me, name, kind="block", importance=importance, movable=False)
     rules = PlacementRules(devices, policy=session.settings.gpu_placement)

@@ -40,7 +40,7 @@ class CellRoom:
     def __init__(self, session: Session) -> None:
         """Keeps the peaks of the notebook of `session`: in a file, or only in memory.
 
-        The peaks are only in memory if the ledger is.
+        Without a directory of the ledger, there is no file.
         """
         self._session = session
         lasting = getattr(session.ledger, "directory", None) is not None
@@ -49,7 +49,10 @@ class CellRoom:
         self._block: str | None = None  # the name of the room of a kernel without a lease
 
     def wanted(self, text: str) -> Bytes:
-        """Bytes that the cell `text` took of each card at its last peak; empty if not known."""
+        """The bytes that the last run of the cell took of each card at its peak; empty if unknown.
+
+        `text` is the source of the cell.
+        """
         self._leased_bytes = self._session.blocks.leased_bytes
         key = cell_key(notebook_path(), text)
         if not key or not self._session.settings.enable_memory_governor:
@@ -64,7 +67,7 @@ class CellRoom:
         return peak
 
     def learn(self, text: str, peak: Bytes) -> None:
-        """Remembers the `peak` of the cell `text`, unless the cell itself leased memory."""
+        """Remembers the `peak` of the cell with the code `text`, unless the cell leased memory."""
         key = cell_key(notebook_path(), text)
         if not key or self._session.blocks.leased_bytes != self._leased_bytes:
             return
@@ -78,10 +81,11 @@ class CellRoom:
     # -- before a cell
 
     def request(self, resident: KernelResident | None, pin: AnchorRef, wanted: Bytes) -> None:
-        """Requests the bytes that the cell needs beyond what the kernel holds, and pins the kernel.
+        """Requests the bytes of `wanted` that the kernel does not hold yet, and pins the kernel.
 
-        Returns without the room when the time limit is over, or when the kernel's memory had to
-        leave meanwhile.
+        `wanted` has the bytes that the cell needs of each card; `pin` refers to the pin. Returns
+        without the room when the time limit is over, or when the kernel's memory had to leave
+        during the wait.
         """
         session = self._session
         if self._block is not None:  # a cell that runs another one has its room already
@@ -115,7 +119,10 @@ class CellRoom:
             self._note(resident, more)
 
     def _grants(self, name: str, key: Any, more: Bytes, resident: KernelResident | None) -> Any:
-        """Yields the lease on `more` once it is granted; nothing if the kernel must leave first."""
+        """Yields the lease on the bytes `more` of each card, once the lease is granted.
+
+        Yields nothing if the kernel's memory has left its card before the grant.
+        """
         session = self._session
         wanted = Lease(session.me, name, kind="block", movable=False)
         rules = replace(PlacementRules(devices=tuple(more)), **exactly(more))
@@ -142,7 +149,7 @@ class CellRoom:
         return WAIT_TURNS * self._session.settings.gpu_park_turn_seconds
 
     def _note(self, resident: KernelResident | None, more: Bytes) -> None:
-        """Writes the granted room into the journal, together with the kernel's grown lease."""
+        """Writes an event on the granted bytes `more` and the kernel's lease into the journal."""
         session = self._session
         size = sum(more.values())
         lease = resident.lease if resident else Lease(session.me, "kernel", kind="kernel")
@@ -150,7 +157,7 @@ class CellRoom:
         session.note(lease, "grown", "cell", because, size=size, device=next(iter(more)))
 
     def end(self, resident: KernelResident | None) -> bool:
-        """Ends the claims of the cell beyond the kernel's bytes. Returns whether there were any."""
+        """Ends what the cell claimed beyond the kernel's bytes. Returns whether it claimed any."""
         block, self._block = self._block, None
         if block is not None:
             self._session.blocks.pop(block, None)
@@ -174,9 +181,9 @@ class Freed(NamedTuple):
 
 
 def make_room(session: Session, error: BaseException) -> Freed:
-    """Evicts idle leases until the bytes that the out-of-memory `error` names fit.
+    """Evicts idle leases until there is room for the bytes that the out-of-memory `error` names.
 
-    Models of this process that left at the end of the cell's `with` block count too.
+    Models of this process that left at the end of the cell's `with` block count as freed memory.
     """
     gone: tuple[Lease, ...] = getattr(error, "left", ())
     wanted = bytes_wanted(error)

@@ -1,8 +1,8 @@
-"""Parks a process that cannot cooperate, by the driver's checkpoint calls. A person names its pid.
+"""Parks a process that cannot cooperate, by the driver's checkpoint calls. A person types the pid.
 
 Such a process has not loaded the extension, or another framework holds its memory. The driver
 copies its memory to RAM, and all its CUDA calls wait until the memory returns. No call is made
-automatically. A call that has begun is completed, because half done it leaves the process locked.
+automatically. A call that has begun is completed: a half-done call leaves the process locked.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ class Target(NamedTuple):
 
 
 def park(session: Session, who: str, checkpoint: bool, confirmed: bool) -> Outcome:
-    """Parks the notebook `who`, or with `checkpoint` any process. See Runtime.park.
+    """Parks the notebook `who`; if `checkpoint` is true, the process with the pid `who`.
 
-    Without `confirmed` no checkpoint is made, and the outcome says what can go wrong.
+    Without `confirmed` no checkpoint is made, and the outcome says what can go wrong. See
+    Runtime.park.
     """
     return _park(session, who, confirmed) if checkpoint else kernel.park(session, who)
 
 
 def unpark(session: Session, who: str, checkpoint: bool) -> Outcome:
-    """Brings back the notebook `who`; with `checkpoint`, any process. See Runtime.unpark."""
+    """Brings back the notebook `who`, or with `checkpoint` the process with the pid `who`."""
     return _unpark(session, who) if checkpoint else kernel.unpark(session, who)
 
 
@@ -155,7 +156,7 @@ def _target(session: Session, who: str) -> Target:
 
 
 def look(pid: int) -> Target | None:
-    """The process `pid` as the operating system shows it. None if it has ended or is hidden."""
+    """The process `pid` as the operating system shows it; None for an ended or hidden process."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
@@ -184,7 +185,7 @@ def _require_allowed(session: Session, target: Target) -> None:
 
 
 def _require_foreign(session: Session, target: Target) -> None:
-    """Raises GpuError if `target` has leases: it can move its memory itself, which is safer."""
+    """Raises GpuError if `target` has leases: such a process can move its memory itself, safely."""
     for section in session.ledger.read().sections.values():
         pid = target.pid
         if pid in section.engines:
@@ -287,7 +288,7 @@ def _why_not_running(state: str, target: Target) -> str:
 
 
 def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
-    """Sentences on what parking does and what is known to go wrong. The last has no full stop."""
+    """Sentences on what parking does and what can go wrong. The last sentence has no full stop."""
     size = show_bytes(sum(share.bytes for share in held))
     several = ""
     if target.threads > 1:
@@ -306,7 +307,7 @@ def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
 
 
 def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
-    """Locks the process and moves its memory to RAM; undoes the lock if that fails. Returns its bytes."""
+    """Locks the process, moves its memory to RAM, returns the bytes. A failure unlocks it again."""
     _call("lock", target, lock_seconds=LOCK_SECONDS)
     try:
         held = _held(session, target)  # measured again: under the lock it can take no more
@@ -321,7 +322,7 @@ def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
 
 
 def _unlocked(target: Target, error: GpuError) -> GpuError:
-    """Unlocks the process if it is still locked. Returns `error`, and adds what was undone."""
+    """Unlocks the process if it is still locked. Returns `error` with a note on what was undone."""
     if look(target.pid) is None:
         return error
     try:
@@ -337,7 +338,7 @@ def _unlocked(target: Target, error: GpuError) -> GpuError:
 
 
 def _restore(session: Session, target: Target, held: tuple[Share, ...]) -> None:
-    """Returns the bytes and lets the process run. The caller leases room for the bytes meanwhile."""
+    """Moves the bytes `held` back to the cards, for which the caller has leased room."""
     _call("restore", target, size=sum(share.bytes for share in held))
     _call("unlock", target)
     parked_processes.forget(target.pid, target.started)
@@ -365,7 +366,7 @@ def _call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0
 
 
 def _failed(action: str, target: Target, why: str) -> GpuError:
-    """The error for a call that the driver refused. It names the state of the process now."""
+    """The error for a call that the driver refused, with the process's present state."""
     now = look(target.pid)
     if now is None or now.started != target.started:
         threads_known = f", as driver 610.57 does to a process with {target.threads} threads"
@@ -403,7 +404,7 @@ def _seconds(size: int) -> float:
 
 
 def _noted(session: Session, target: Target) -> tuple[Share, ...]:
-    """The bytes that the parked process needs on each card. Raises GpuError if they are not known."""
+    """The bytes that the parked process needs on each card. Raises GpuError for unknown bytes."""
     note = parked_processes.noted(target.pid, target.started)
     ids = {device.key: device.id for device in session.probe.devices}
     if note is None or set(note.cards) - set(ids):

@@ -1,4 +1,7 @@
-"""The end of this process as an owner: frees its models, and removes its section of the book."""
+"""The end of this process as an owner: frees its models, and removes its section of the book.
+
+The book has all leases and requests of a host; a section is the part of one owner.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from .session import Session, log
 
 
 def close(session: Session) -> None:
-    """Frees all models of a closed session, and removes its section; see Runtime.close."""
+    """Frees all models of a closed session, and removes the owner's section of the book.
+
+    See Runtime.close.
+    """
     session.activity.watchers.discard(session.cell_began)
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))
@@ -41,7 +47,8 @@ def close(session: Session) -> None:
 def remembered_until_exit() -> weakref.WeakSet[Any]:
     """An empty set for the runtimes of this process.
 
-    The runtimes are closed when the process ends. A forked child does not close its parent's.
+    When the process ends, the runtimes in the set are closed. A forked child does not close the
+    runtimes of its parent.
     """
     runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -1,7 +1,7 @@
 """Finds the console's package through an entry point, since this folder must not import `panels`.
 
-A package with a console names a callable `console` in the entry-point group `gpu_runtime`. That
-callable takes the runtime and returns the object to show.
+A package with a console names a callable `console` in the entry-point group `gpu_runtime`. The
+callable `console` takes the runtime and returns the object to show.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def models(
 
     `sections` are the sections of the book by owner id. `me` is the id of this owner. `sizes` maps
     the names of models to bytes. `now` is in seconds of CLOCK_BOOTTIME. If an owner holds a model
-    of the catalogue (`catalogued`), the table has only that owner's row for it. Columns: MODELS.
+    of the catalogue (`catalogued`), the table has only that owner's row for the model. Columns:
+    MODELS.
     """
     held = {
         (section.owner.id, lease.name): (section.owner, lease)
@@ -174,9 +175,10 @@ def fragmentation(
     owner id. `views` are the devices. A process that publishes no map has a row in which the
     columns about its allocator are empty.
 
-    `fragmentation_bytes` are reserved and not allocated. Three columns describe these bytes. The
-    process itself can use `inactive_bytes` again. Other processes can use `releasable_bytes` after
-    `defrag`. `largest_free_bytes` is the largest single piece.
+    The column `fragmentation_bytes` has the bytes that an allocator reserved and did not allocate.
+    Three columns describe these bytes. The process itself can use `inactive_bytes` again. Other
+    processes can use `releasable_bytes` after `defrag`. `largest_free_bytes` is the largest single
+    piece.
     """
     cards = {view.device.id: view for view in views if not view.device.is_host}
     known: dict[tuple[str, str], AllocatorMap | None] = {
@@ -202,7 +204,10 @@ def fragmentation(
 
 
 def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
-    """The columns from allocated_bytes to largest_request_bytes. Without a map all values are None."""
+    """The values of one row, from the column allocated_bytes to largest_request_bytes.
+
+    All values are None if `map` is None.
+    """
     if map is None:
         return [None] * 10
     unused = map.reserved_bytes - map.allocated_bytes
@@ -224,7 +229,7 @@ def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
 def holders(found: Holdings) -> DataFrame:
     """A table of the names that hold device memory. Columns: HOLDERS.
 
-    The table's `attrs` have the other fields of `found`, which are sums.
+    The fields of `found` other than `holders` are sums; they are in the table's `attrs`.
     """
     rows = [[getattr(row, column) for column in HOLDERS] for row in found.holders]
     frame = _frame(rows, HOLDERS, {"bytes": "int64", "alone_bytes": "int64"})
@@ -236,8 +241,8 @@ def holders(found: Holdings) -> DataFrame:
 def _frame(rows: list[list[Any]], columns: list[str], types: Mapping[str, str]) -> DataFrame:
     import pandas
 
-    # pandas shows text unchanged, and other users write names into the book. So replace unprintable
-    # characters.
+    # Other users write names into the book, and pandas shows text unchanged. So unprintable
+    # characters are replaced.
     cells = []
     for row in rows:
         cells.append([lines(cell) if isinstance(cell, str) else cell for cell in row])

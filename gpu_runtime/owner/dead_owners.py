@@ -16,9 +16,9 @@ from .session import Session
 def reap_neighbours(session: Session, book: Book) -> int:
     """Removes dead owners from the book. Returns the number of removed owners.
 
-    Each call checks two owners: the next owner in the sorted list of owners, and another owner that
-    changes from call to call. So every owner is checked at each tick of the owner before it. (When
-    each of 64 owners checked all others, the checks used 7 % of a core.)
+    Each call checks two owners: the owner that follows this one in the sorted list of owners, and a
+    second owner that changes from call to call. So each owner's predecessor in the list checks the
+    owner at every tick. (When each of 64 owners checked all others, the checks used 7 % of a core.)
     """
     waiting = {ticket.owner for ticket in book.tickets}
     owners = sorted(book.sections.keys() | waiting | {session.me})

@@ -1,4 +1,4 @@
-"""`defrag`: this process frees its allocator's cache, and requests that others do the same."""
+"""`defrag`: this process frees its allocator's cache, and requests the same of other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def defrag(session: Session, process: str, timeout: str | float | None) -> Outco
     """Frees cached memory in `process`, or in all processes to which this user may send requests.
 
     `timeout` is the limit in seconds for all processes together. A process that has not answered
-    within that time frees its cache once its kernel runs again. Raises the errors of
+    within `timeout` frees its cache once its kernel runs again. Raises the errors of
     Runtime.defrag.
     """
     book = session.ledger.read()

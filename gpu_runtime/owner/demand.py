@@ -1,4 +1,4 @@
-"""Makes the request for a model of this process: its lease, and where it may be placed."""
+"""Makes the request for a model of this process: the wanted lease, and the rules for its cards."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
 
 
 def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
-    """The `rules` changed so that each card gives exactly its bytes in `cards`.
+    """Returns the `rules`, changed so that each card gives exactly the bytes that `cards` names.
 
-    Memory that left several cards for host memory returns in the same parts. With less than two
-    cards, or with unknown bytes, the rules are unchanged.
+    `cards` maps ids of cards to bytes. Memory that left several cards for host memory returns in
+    the same parts. With less than two cards, or with unknown bytes, the rules are unchanged.
     """
     if len(cards) < 2 or not all(cards.values()):
         return rules
@@ -77,7 +77,7 @@ def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
     """Ids of the cards on which the model may be placed. Empty means any card.
 
     The model's own list overrides the card that INFERENCE_GPU_INDEX names. Memory that a live
-    autograd graph holds returns only to its own card.
+    autograd graph holds returns only to the card that it left.
     """
     if bound := resident.must_return_to():
         return tuple(bound)

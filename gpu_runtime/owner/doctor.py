@@ -1,7 +1,7 @@
 """A report to paste into an issue: versions, drivers, devices, ledger, settings, refusals.
 
 The report contains no secrets. Each chapter is gathered separately. If a chapter fails, the report
-shows its error instead, because users need the report most when something fails.
+shows the error in place of the chapter, because users need the report most when something fails.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class Report(Value):
 
 
 def report(session: Session | None, error: GpuError | None = None) -> Report:
-    """The report of `gpu doctor`. Without `session`, `error` says why the runtime does not open."""
+    """The report of `gpu doctor`.
+
+    If the runtime does not open, `session` is None and `error` says why.
+    """
     chapters = [_chapter("versions", _versions), _chapter("drivers", _drivers)]
     if error is not None:
         lines = tuple(("", line.strip()) for line in str(error).splitlines())

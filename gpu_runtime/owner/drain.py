@@ -1,4 +1,4 @@
-"""`drain`: marks a card in the book, so that every owner moves its idle models off it."""
+"""`drain`: marks a card in the book, so that every owner moves its idle models off the card."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def _card(name: str, book: Book, world: World) -> Device:
 
 
 def _wait_until_left(session: Session, device: Device, timeout: float) -> list[tuple[Lease, str]]:
-    """Waits until all leases that may leave have left, at most `timeout` seconds.
+    """Waits at most `timeout` seconds until all leases that may leave have left the device.
 
-    Returns the leases that are still on the card, each with the reason.
+    Returns the leases that are still on the device, each with the reason.
     """
     deadline = session.clock() + timeout
     while True:

@@ -1,4 +1,7 @@
-"""The subject of a dry run (`plan`): a model, a size, or a source that is not registered."""
+"""The subject of a dry run (`plan`): a model, a size, or a source that is not registered.
+
+A dry run decides a request without carrying it out.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Subject(NamedTuple):
 
 
 def size_in(words: str | int) -> int | None:
-    """The bytes that `words` name; None if they name no size. Raises BadSize for zero or less."""
+    """The bytes that `words` name; None if `words` are no size. Raises BadSize for zero or less."""
     if isinstance(words, str) and _PARAMETERS.fullmatch(words.strip()):
         return None
     try:
@@ -52,7 +55,7 @@ def size_in(words: str | int) -> int | None:
 
 
 def is_placed(given: dict[str, Any]) -> bool:
-    """Whether the `given` options say where a size should be placed. `%gpu` has no such options."""
+    """Whether the `given` options say where to place the bytes. `%gpu` has no such options."""
     return any(name in given for name in PLACED)
 
 
@@ -77,7 +80,10 @@ def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
 
 
 def of_described(model: Described, session: Session) -> Subject:
-    """The request for a `model` of `load`. Raises UnknownSize, BadSetting, LoadFailed."""
+    """The request for a model as `load` would register it.
+
+    Raises UnknownSize, BadSetting, LoadFailed.
+    """
     found = of_resident(model.resident, session)
     return found._replace(obstacle=model.obstacle) if model.obstacle else found
 
@@ -109,7 +115,7 @@ def of_lease(
     """The request for a model of another owner, with the size that the owner measured.
 
     `given` are the options of the dry run. If the model is not loaded, the request has the size and
-    the importance that the owner `declared`. Raises UnknownSize if there is no such size.
+    the importance that the owner `declared`. Raises UnknownSize if no size is known.
     """
     size = lease.bytes
     source = "measured"

@@ -1,8 +1,8 @@
 """Handles the failures of a model: memory runs out, an engine ends, or a driver fails.
 
 The lease of a lost model ends, and the book records why, before any caller gets the error. The next
-use loads the model again. If the driver no longer serves this process, this process can load no
-model, and every use raises ProcessLost.
+use of the model loads it again. If the driver no longer serves this process, this process can load
+no model, and every use raises ProcessLost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAVE_SECONDS = 5.0  # time for another owner to evict an idle model after an ou
 
 
 def record_loss(session: Session, resident: Resident, kind: str, because: str) -> None:
-    """Writes into the book that this model is lost, and ends the model's lease.
+    """Writes into the book that the model is lost, and ends its lease.
 
     Never raises GpuError. If the book cannot be written, the monitor publishes the loss later.
     """
@@ -154,9 +154,9 @@ def out_of_memory(
     device: str = "",
     declared_bytes: int | None = None,
 ) -> OutOfMemory:
-    """The readable report of an out-of-memory error, with the current figures.
+    """The readable report of the out-of-memory `error`, with the current figures.
 
-    If the error occurred during a load, `loading` is the model and `device` is its device.
+    If the error occurred during a load, `loading` is the model's name and `device` its device.
     `declared_bytes` is the size that the model declared, if it declared one.
     """
     world = session.world()
@@ -178,8 +178,9 @@ def load_error(
 ) -> BaseException:
     """The error to raise for a failed load.
 
-    An error of this package or an interrupt is returned unchanged. An out-of-memory error becomes
-    its readable report. Any other error becomes a LoadFailed with the model's name.
+    An error of this package or an interrupt is returned unchanged. For an out-of-memory error, the
+    result is a readable report. For any other error, the result is a LoadFailed with the model's
+    name.
     """
     name = resident.spec.name
     if is_out_of_memory(error):
@@ -204,7 +205,7 @@ def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ..
     """After an out-of-memory error in a block: evicts this process's idle models and frees the
     cache.
 
-    Returns the leases that left, with the values that they had before.
+    Returns the leases that left, with the values that the leases had before the eviction.
     """
     left: list[Lease] = []
     traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
@@ -225,8 +226,8 @@ def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ..
 def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:
     """After an out-of-memory error during a load: evicts all idle models on the cards of `shares`.
 
-    The book showed room and the card had none, so the figures are wrong. Other owners are requested
-    to evict their models, if a request of this importance may do so.
+    The book showed room and the card had none, so the figures are wrong. Models of other owners are
+    recalled if a request with the importance of `resident` may recall them.
     """
     cards = {share.device for share in shares}
     because = f"the device ran out of memory while {resident.spec.name} was loaded."
@@ -246,7 +247,7 @@ def _may_be_evicted_for(session: Session, resident: Resident, lease: Lease, worl
 
 
 def evict_anywhere(session: Session, lease: Lease, because: str) -> bool:
-    """Evicts a model of this process, or requests it of the model's owner. Returns whether it left."""
+    """Evicts the model of `lease`, or requests this of its owner. Returns whether it has left."""
     try:
         if lease.owner != session.me:
             target = LeaseId(lease.owner, lease.name)

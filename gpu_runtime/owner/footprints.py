@@ -1,7 +1,7 @@
 """The size of a model of this process, from what its source shows and from measurements.
 
-`estimation/footprint.py` computes the estimate. The backends and the file of measurements supply
-its inputs.
+`estimation/footprint.py` computes the estimate. The inputs of the estimate come from the backends
+and from the file of measurements.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Sizing:
     def footprint(self, resident: Resident, places: tuple[str, ...] = ()) -> Footprint:
         """The bytes that the model needs on a device: measured if it is loaded, else estimated.
 
-        `places` are ids of the cards on which it may be placed; empty means any card. Raises
+        `places` are ids of the cards on which the model may be placed; empty means any card. Raises
         UnknownSize, NotAModel, LoadFailed, BadSetting.
         """
         spec = resident.spec
@@ -99,7 +99,8 @@ class Sizing:
     def saw(self, resident: Resident, *, alone: bool) -> None:
         """Remembers the peak of a model that was used, if the peak is higher than before.
 
-        torch's peak counts only if `alone` is true: no other model was used since the last tick.
+        `alone` is true if no other model was used since the last tick. torch's peak counts only
+        then, because torch has one peak for all models.
         """
         shares = resident.backend.measure(resident.handle) if resident.handle is not None else ()
         size = sum(share.bytes for share in shares)
@@ -131,7 +132,7 @@ class Sizing:
         self._contexts = contexts
 
     def _peak(self, shares: Shares) -> int | None:
-        """The bytes of `shares` plus the most that torch held beyond its present use.
+        """The bytes of `shares`, plus the most that torch has held beyond the bytes it holds now.
 
         None if torch's peak on one of the devices is not known.
         """
@@ -150,11 +151,11 @@ class Sizing:
             return Evidence(why_unknown=str(error))
 
     def _context(self, places: tuple[str, ...], own: bool = False) -> int:
-        """Bytes of the CUDA context that a first use of these cards adds to the model.
+        """Bytes of the CUDA context that a first use of the cards `places` adds to the model.
 
         The result is zero if this process has a context on any of the cards, since the model may be
-        placed on that card. The context of a second card counts as residue (memory of the process
-        beyond its leases) once it exists. With `own`, the model runs in an engine, which always
+        placed on the card with the context. A context that exists counts as residue (memory of the
+        process beyond its leases). If `own` is true, the model runs in an engine, which always
         makes its own context.
         """
         cards: list[Device] = []

@@ -1,8 +1,8 @@
 """A call of a governed module pins its model while the call runs, and restores it first if needed.
 
-Calls of the module's parts do the same, and so do methods that read or replace all weights. Without
-that, a copy or a file of a model that is away would contain no weights. A governed module is a
-torch module whose memory this package manages. A resident is the object for one such model.
+Calls of the module's parts do the same. Methods that read or replace all weights also do the same:
+a copy or a file of a model that is away would else contain no weights. A governed module is a torch
+module whose memory this package manages. A resident is the object for one managed model.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _loading = threading.local()  # the model that this thread loads for a change of
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     """Makes calls of the module `value`, and of its parts, pin `resident`.
 
-    If the model is `dropped`, its tensors hold no bytes. Then an access to a tensor also restores
-    the model.
+    `dropped` is true if the model's tensors hold no bytes. An access to a tensor of such a model
+    also restores the model.
 
     The module gets a subclass of its class. An attribute on the instance would be simpler. But a
-    deep copy would have that attribute too, and would call the original's weights. A part that
-    another resident already governs stays with that resident.
+    deep copy of the module would copy the attribute, and a call of the copy would use the
+    original's weights. A part that another resident already governs stays with that resident.
     """
     if hasattr(value, "_calls_under"):  # our own proxies pin the model themselves
         value._calls_under = resident.calling
@@ -85,7 +85,10 @@ def _govern(module: Any, resident: Governed, dropped: bool) -> None:
 
 
 def release_calls(value: Any) -> None:
-    """Gives the module `value` and its parts their own classes back. A proxy of ours stops pinning."""
+    """Gives the module `value` and its parts their own classes back.
+
+    If `value` is a proxy of this package, calls of the proxy no longer pin the model.
+    """
     if hasattr(value, "_calls_under"):
         value._calls_under = contextlib.nullcontext
         return
@@ -124,8 +127,8 @@ def _governed_class(base: type) -> type:
         **_named_like(base),
         "zero_grad": _clearing(base.zero_grad),  # type: ignore[attr-defined]
     }
-    # Both `__call__` and `forward` are wrapped. Hooks that move inputs to the model's card first
-    # check where the model is.
+    # Both `__call__` and `forward` are wrapped. Hooks run between the two, and hooks that move
+    # inputs to the model's card check where the model is.
     for name in _CALLS:
         original = getattr(base, name, None)
         if callable(original):
@@ -141,7 +144,7 @@ def _governed_class(base: type) -> type:
 def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[..., Any]:
     """A method that runs `original` while the model is on its device.
 
-    With `noted`, the result is passed to `forwarded`, which detects training.
+    If `noted` is true, the result is passed to the resident's `forwarded`, which detects training.
     """
 
     @functools.wraps(original)
@@ -164,10 +167,11 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
 
 @functools.cache
 def _dropped_class(base: type) -> type:
-    """The governed class of `base` for a module without bytes. It is slow: it checks each access.
+    """The subclass of `base` for a module whose tensors hold no bytes.
 
-    On simulated cards the tensors of such a module would read as zeros. On real cards a read raises
-    an error; see `backends/pytorch/swap.py`.
+    The class is slow, because each access to a tensor runs a check. Without the check, the tensors
+    of such a module would read as zeros on simulated cards. On real cards a read raises an error;
+    see `backends/pytorch/swap.py`.
     """
     governed: Any = _governed_class(base)
 
@@ -209,8 +213,8 @@ def _load_for_read(module: Any) -> None:
 def _load_for_change(module: Any, name: str) -> None:
     """Loads the dropped model of `module` before its tensor or part `name` is replaced or deleted.
 
-    A load fills the tensors that the module had when it was dropped. After the change, the load
-    would find no tensor for the source's bytes.
+    A load fills the tensors that the module had when its bytes were dropped. After a replacement or
+    deletion, the load would find no tensor for the source's bytes.
     """
     has = module.__dict__
     kinds = ("_parameters", "_buffers", "_modules")
@@ -256,7 +260,7 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_as_base(self: Any, protocol: int) -> Any:
-    """Pickles and copies the module as the class that the user wrote."""
+    """What pickle and copy store: the module as an object of the class that the user wrote."""
     kind = type(self)
     # A library may have derived the object's class from the governed class, as parametrizations do.
     governed: Any = next(base for base in kind.__mro__ if "_gpu_base" in vars(base))
@@ -269,7 +273,7 @@ def _reduce_as_base(self: Any, protocol: int) -> Any:
 
 
 def _copy_as_base(self: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of the module, as the class that the user wrote."""
+    """A deep copy of the module, as an object of the class that the user wrote."""
     own = getattr(type(self)._gpu_base, "__deepcopy__", None)
     if own is not None:
         return own(self, memo)

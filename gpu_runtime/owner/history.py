@@ -16,7 +16,7 @@ def recorded_events(
     actions: Collection[str] = (),
     since: float = 0.0,
 ) -> tuple[Event, ...]:
-    """Events of the journal, and the book's events that the journal lacks; the newest is last.
+    """Events of the journal, and events of the book that the journal lacks; the newest is last.
 
     `limit` is the largest number of events. `model` and `actions` select events; empty selects all.
     `since` is in epoch seconds.

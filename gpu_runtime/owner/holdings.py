@@ -1,7 +1,7 @@
-"""`who` lists the names of this process that hold its device memory. `free` releases that memory.
+"""`who` lists the names of this process that hold its device memory. `free` releases such memory.
 
 Nothing is moved or deleted without a request. `free` without a name releases outputs, the last
-error's variables, garbage and caches. torch is used only if the user has imported it.
+error's variables, garbage and caches. torch is used only if the user has imported torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_REFERRERS = 8  # storages without a name whose referrer is looked for
 
 
 class _Storage(NamedTuple):
-    """The device and size of a storage that was found. It keeps no reference to the storage."""
+    """The device and size of a torch storage. This object keeps no reference to the storage."""
 
     device: str
     bytes: int
@@ -122,7 +122,10 @@ def _summed(
     whole: bool,
     seconds: float,
 ) -> Holdings:
-    """The result of `who`: the rows, sorted by the bytes that each would free alone, and sums."""
+    """The result of `who`: the sorted rows, and sums.
+
+    The rows are sorted by the bytes that deleting only the row's name would free.
+    """
     known_bytes = sum(storages[key].bytes for key in explained) + of_others
     graph_bytes = sum(storages[key].bytes for key in saved)
     found_bytes = sum(one.bytes for one in storages.values())
@@ -150,7 +153,7 @@ def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:
 
 
 def _found(session: Session, limit: Any) -> Any:
-    """The result of the search, without the models that are away from their devices."""
+    """The result of the search for storages, without models that are away from their devices."""
     from ..backends.pytorch.search import counted_on, search
 
     memories = [session.probe.place(device.id) for device in session.probe.devices]
@@ -203,7 +206,7 @@ def _row(reached: _Reached, storages: Mapping[int, _Storage]) -> Holder:
 
 
 def _devices(ids: Iterable[str]) -> str:
-    """The ids of devices as one word, such as `cuda:0,1`."""
+    """The device `ids` as one word, such as `cuda:0,1`."""
     first, *others = sorted(set(ids)) or [""]
     numbers = [id.partition(":")[2] for id in others]
     return ",".join([first, *numbers])
@@ -213,7 +216,10 @@ def _devices(ids: Iterable[str]) -> str:
 
 
 def _on_devices(session: Session) -> list[Resident]:
-    """The governed models on a device, without the kernel's own lease, which other rows explain."""
+    """The governed models that are on a device, without the kernel's own lease.
+
+    Other rows of the table explain the memory of the kernel's lease.
+    """
     found: list[Resident] = []
     for resident in list(session.residents.values()):
         is_here = resident.place is Place.HERE or resident.lease.in_parts
@@ -223,7 +229,10 @@ def _on_devices(session: Session) -> list[Resident]:
 
 
 def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> Holder:
-    """The row of a governed model. All its bytes leave with `%gpu evict`, whatever refers to them."""
+    """The row of a governed model.
+
+    `%gpu evict` moves all bytes of the model, whatever names refer to them.
+    """
     name = resident.spec.name
     shares = [share for share in resident.lease.shares if share.device != HOST]
     held = sum(share.bytes for share in shares) if size is None else size
@@ -387,7 +396,7 @@ def _keys_of(resident: Resident) -> frozenset[int]:
 
 
 def _listed(names: list[str]) -> str:
-    """Names as a list for people, such as `a, b and c`. Of more than six names, five are shown."""
+    """The `names` as text such as `a, b and c`. Of more than six names, five are shown."""
     if len(names) > 6:
         names = [*names[:5], f"{len(names) - 5} more"]
     *first, last = names

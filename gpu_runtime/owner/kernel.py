@@ -42,7 +42,7 @@ class Kernel:
     """The kernel of this process. Its front end calls `begin` before each cell, and `end` after it."""
 
     def __init__(self, session: Session, stillness: Stillness) -> None:
-        """`stillness` tells whether code runs now that may use the kernel's memory."""
+        """`stillness` tells whether any code that may use the kernel's memory runs now."""
         self._session = session
         self._stillness = stillness
         self._room = CellRoom(session)
@@ -60,7 +60,7 @@ class Kernel:
 
     @property
     def refused(self) -> str:
-        """Why this thread's next cell must not run: its memory is away."""
+        """Why this thread's next cell must not run. Empty if the cell may run."""
         return str(getattr(self._here, "refused", ""))
 
     @property
@@ -74,12 +74,12 @@ class Kernel:
     def begin(self, text: str = "", outermost: bool = True) -> str:
         """Called before the cell `text`: brings the kernel's memory back and pins it for the cell.
 
-        `outermost` is false for a cell that another cell runs. At an outermost cell, remaining pins
-        belong to cells whose end was interrupted.
+        `outermost` is false for a cell that another cell runs. Pins that remain at an outermost
+        cell belong to earlier cells whose end was interrupted.
 
-        Also requests, for a bounded time, room for this cell's last peak. Returns a sentence if
-        memory returned, else an empty text. Afterwards, `refused` is the reason why the cell must
-        not run, or empty if it may run.
+        Also requests, for a bounded time, room for the cell's last peak. Returns a sentence if
+        memory returned, else an empty text. After the call, `self.refused` is the reason why the
+        cell must not run, or empty.
         """
         self._here.refused = ""
         if outermost:
@@ -110,14 +110,14 @@ class Kernel:
         return news
 
     def _before(self, text: str) -> Bytes:
-        """The bytes that the cell `text` took the last time. Its peak is measured from now on."""
+        """The bytes that the cell `text` took the last time. Starts to measure the cell's peak."""
         self._cell = text
         if self._handle is not None:
             self._session.backend(NAME).watch_peaks(self._handle)  # type: ignore[attr-defined]
         return self._room.wanted(text)
 
     def _obtain(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
-        """Pins the kernel, with room for `wanted` if possible. Returns the news for the user."""
+        """Pins the kernel, with room for `wanted` if possible. Returns a sentence for the user."""
         if resident.place is Place.HERE:
             self._room.request(resident, pin, wanted)
         if resident.enter(pin):
@@ -150,7 +150,7 @@ class Kernel:
         self._turn_began = self._session.clock()
 
     def _who_had_the_card(self, resident: KernelResident, since: float) -> str:
-        """The title of the largest lease of others that used the cards after `since`; else ""."""
+        """The title of the largest lease of other owners used on the cards after `since`, or ""."""
         book, me = self._session.ledger.read(), self._session.me
         cards = set(resident.must_return_to())
         found = [
@@ -188,7 +188,7 @@ class Kernel:
             threads.start(lambda: self.park_quietly("It was parked by hand."))
 
     def _learn(self, text: str) -> None:
-        """Remembers the bytes that the cell `text` took at its peak, unless a count must tell them."""
+        """Remembers the peak bytes of the cell `text`, unless only a count can tell them."""
         if text and self._handle is not None:
             backend: Any = self._session.backend(NAME)
             peak = backend.peaks(self._handle, counted=not self._uncounted)
@@ -198,8 +198,8 @@ class Kernel:
     def _yield_turn(self, resident: KernelResident) -> None:
         """Leaves the card before a cell if another process waits and this kernel's turn is over.
 
-        A turn is the time for which a kernel may keep a card that others need. It matters with Run
-        All: there the next cell follows at once, so the kernel is never idle.
+        A turn is the time for which a kernel may keep a card that others need. Turns matter with
+        Run All: each cell follows the last at once, so the kernel is never idle.
         """
         session = self._session
         if resident.place is not Place.HERE or resident.pins or not self._is_needed(resident):
@@ -235,7 +235,7 @@ class Kernel:
         """Counts the kernel's memory, unless the last count was so slow that users would notice.
 
         On a simulated card a count searches all objects: 40 ms for 170,000. Between cells, counting
-        takes at most a twentieth of the time. A skipped count is made when the kernel is `idle`.
+        takes at most a twentieth of the time. If `idle` is true, the count is never skipped.
         """
         clock = self._session.clock
         began = clock()
@@ -304,8 +304,8 @@ class Kernel:
     def make_room(self, error: BaseException) -> str:
         """After a cell with the out-of-memory `error`: collects garbage and evicts idle leases.
 
-        Plain code makes no request before it takes memory. Returns a sentence for the user, which
-        is empty if `error` is another error. The cell is not run again.
+        Plain code makes no request before it takes memory. Returns a sentence for the user, or an
+        empty text if `error` is no out-of-memory error. The cell is not run again.
         """
         if not is_out_of_memory(error):
             return ""
@@ -321,8 +321,8 @@ class Kernel:
     def make_room_to_retry(self, error: BaseException) -> str:
         """Makes room after the out-of-memory `error` of a cell that the user allows to run again.
 
-        Returns a sentence if a lease left. Returns an empty text if none left, or for another
-        error.
+        Returns a sentence if a lease left. Returns an empty text if no lease left, or if `error` is
+        no out-of-memory error.
         """
         if not is_out_of_memory(error):
             return ""
@@ -348,7 +348,7 @@ class Kernel:
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
     def exempt(self, never: bool) -> Outcome:
-        """Allows parking this kernel; or forbids it if `never`, after its memory has returned."""
+        """Allows parking this kernel; if `never`, brings back its memory and forbids parking."""
         resident = self.resident
         if never and resident is not None and resident.place is not Place.HERE:
             operations.preload(self._session, self._id())
@@ -375,13 +375,13 @@ class Kernel:
 
 
 def attach(session: Session, stillness: Stillness) -> Kernel:
-    """Creates the kernel of this process. Its front end reports each cell to it."""
+    """Creates the kernel of this process. The front end reports each cell to the kernel."""
     session.kernel = Kernel(session, stillness)
     return session.kernel
 
 
 def look_after(session: Session) -> None:
-    """Makes a skipped count, and parks a kernel that was idle for the time in the settings."""
+    """Makes a skipped count. Parks the kernel if it was idle for the time in the settings."""
     settings, kernel = session.settings, session.kernel
     if kernel is None:
         return
@@ -398,7 +398,7 @@ def look_after(session: Session) -> None:
 
 
 def _relieve(session: Session, resident: KernelResident | None) -> None:
-    """Parks the kernel if its card holds more than its limit and the decision chooses this kernel."""
+    """Parks the kernel if its card is over the limit and the scheduler chooses this kernel."""
     if resident is None or resident.pins or resident.place is not Place.HERE:
         return
     cards = {share.device for share in resident.lease.shares}

@@ -1,8 +1,9 @@
 """The memory of a notebook's kernel for a message that may read it although no cell runs.
 
-Completion, inspection and a debugger's view of variables read tensors. The memory returns for them by the
-same request as for a cell, but the wait is short: such a message has no line in the notebook that shows a
-wait. If the memory does not return, the message is handled without it, and each access to it raises.
+Completion, inspection and a debugger's view of variables read tensors. For such a message, the
+memory returns by the same request as for a cell. But the wait is short, because the message has no
+line in the notebook that shows a wait. If the memory does not return, the message is handled
+without the memory, and each access to the memory raises.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def bring_back(
 ) -> None:
     """Brings the kernel's memory onto its cards, and pins it with `anchor`.
 
-    Just after the bytes have left, the thread that moved them still runs for a moment, and prevents
-    their return. So the return is tried again for two seconds. Each wait for room takes at most
-    `timeout` seconds; None means no limit. Raises the errors of `acquire.obtain`.
+    Just after the bytes have left, the thread that moved the bytes still runs for a moment, and
+    prevents their return. So the return is tried again for two seconds. Each wait for room takes at
+    most `timeout` seconds; None means no limit. Raises the errors of `acquire.obtain`.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -44,7 +45,7 @@ class Reading:
     """Brings the memory of one kernel back for messages that may read it."""
 
     def __init__(self, session: Session, returned: Callable[[], None]) -> None:
-        """For the kernel of `session`. `returned` is called when the memory came back."""
+        """Serves the kernel of `session`. Calls `returned` each time when memory has come back."""
         self._session = session
         self._returned = returned
         self._again_at = 0.0

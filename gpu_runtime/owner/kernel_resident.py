@@ -1,7 +1,7 @@
 """The lease of a kernel, handled as a model that leaves its cards and returns to them as a whole.
 
-A cell can need more memory than the kernel holds. The kernel's lease then claims more than the
-bytes that the kernel holds, as the lease of a model with working memory does.
+A cell can need more memory than the kernel holds. In this case the kernel's lease claims more bytes
+than the kernel holds, as the lease of a model with working memory does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Bytes = Mapping[str, int]  # by the id of a card
 class KernelResident(Resident):
     """The memory of a kernel, handled as a model that leaves and returns as a whole.
 
-    Unlike a model, the kernel may be used while its bytes are copied out. The exchange of pointers
-    that follows is made only if the kernel was not used meanwhile.
+    Unlike a model, the kernel may be used while its bytes are copied to host memory. After the
+    copy, the tensors' pointers are exchanged, but only if the kernel was not used during the copy.
     """
 
     _moving = False
@@ -49,9 +49,9 @@ class KernelResident(Resident):
     # -- leaving and returning
 
     def begin_moving(self) -> bool:
-        """Marks the kernel as moving.
+        """Marks the kernel as moving, and returns True.
 
-        Returns False if a cell runs, or if the kernel moves already or holds nothing.
+        Returns False if a cell runs, if the kernel moves already, or if it holds nothing.
         """
         with self.gate:
             if self.pins or self.handle is None or self._moving:
@@ -60,7 +60,7 @@ class KernelResident(Resident):
         return True
 
     def swapped(self) -> None:
-        """Called when the bytes have left or returned, and the lease does not show that yet."""
+        """Called when the bytes have left or returned, and the lease does not yet show the move."""
         with self.gate:
             self.place = Place.MOVING
 
@@ -69,10 +69,10 @@ class KernelResident(Resident):
         self._moving = False
 
     def settle_at(self, lease: Lease, anchor: Any = None) -> None:
-        """Records the `lease` after a move, with what the running cell has claimed on its device.
+        """Records the `lease` after a move of the kernel's bytes.
 
-        If the bytes left the device, the claim of the cell ends. `anchor` pins the kernel for the
-        caller.
+        If the bytes are on the device, the recorded lease includes the claims of the running cell.
+        If the bytes left the device, the claims end. `anchor` pins the kernel for the caller.
         """
         if lease.on_device:
             lease = claiming(lease, self.claims)
@@ -82,7 +82,7 @@ class KernelResident(Resident):
         self._moving = False
 
     def carry(self, step: Any, shadow: bool = False) -> Shares:
-        """Performs the step. Raises StillInUse if the kernel is in use, or was used meanwhile."""
+        """Performs the step. Raises StillInUse if the kernel is in use, or was used during it."""
         try:
             return super().carry(step)
         except NotStill as error:
@@ -91,8 +91,9 @@ class KernelResident(Resident):
     def remeasure(self) -> bool:
         """Measures the kernel again. Returns whether its lease has changed.
 
-        The bytes that a running cell has claimed stay claimed. If the bytes move meanwhile, the lease
-        stays unchanged, because the move measures the kernel.
+        The bytes that a running cell has claimed stay claimed. If a move of the kernel's bytes
+        begins during the measurement, the lease stays unchanged, because the move measures the
+        kernel.
         """
         handle = self.handle
         if handle is None:
@@ -110,17 +111,20 @@ class KernelResident(Resident):
     # -- what a cell claims
 
     def claim(self, claims: Bytes) -> None:
-        """From now on the lease claims, and returns to, at least the bytes `claims` of each card."""
+        """Sets the least bytes of each card that the lease claims from now on, also on a return."""
         self.claims = dict(claims)
         if self.place is not Place.AWAY:
             self.lease = claiming(self.lease, self.claims)
 
     def must_return_to(self) -> dict[str, int]:
-        """The bytes that the kernel needs on each card for its return; empty if none are away."""
+        """The bytes that the kernel needs on each card to return; empty unless they are away."""
         return self._claimed() if self.place is Place.AWAY else {}
 
     def _claimed(self) -> dict[str, int]:
-        """The bytes that the kernel claims on each card where it is, or to which it will return."""
+        """The bytes that the kernel claims on each card.
+
+        If the kernel's bytes are away, the cards are those to which the bytes will return.
+        """
         if self.place is Place.AWAY:
             claimed = dict(self.backend.must_return_to(self.handle))
         else:
@@ -147,7 +151,10 @@ def exactly(claims: Bytes) -> dict[str, Any]:
 
 
 def claiming(lease: Lease, claims: Bytes) -> Lease:
-    """The `lease` with its own bytes, claiming at least the bytes `claims` of each card."""
+    """The `lease`, changed to claim at least the bytes `claims` of each card.
+
+    The bytes that the lease really holds stay in its field `filled`.
+    """
     own = lease.filled or lease.shares
     held = {share.device: share.bytes for share in own}
     claimed = dict(held)
@@ -173,8 +180,8 @@ def governed_keys(session: Session) -> set[int]:
 def governed_shares(session: Session) -> Iterator[Share]:
     """The bytes of those models of this process whose tensors torch allocated in this process.
 
-    A model that was not used since the monitor measured it is not measured again: its lease has its bytes.
-    20 models of 20 tensors each take 3 ms to measure.
+    A model that was not used since its last measurement is not measured again: the lease has its
+    bytes. 20 models of 20 tensors each take 3 ms to measure.
     """
     for resident in list(session.residents.values()):
         if resident.lease.in_parts and resident.handle is not None:

@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Key:
     """The name of a decision in progress. The session knows the key while this object lives.
 
-    A KeyboardInterrupt can arrive before a function's first line. The traceback then keeps the
-    frame, and with it the key, alive. So release the key with one C call:
+    A KeyboardInterrupt can arrive before a function's first line. In this case the traceback keeps
+    the frame alive, and the frame keeps the key alive. So release the key with one C call:
     `session.done_with(key.note)`.
     """
 
@@ -32,7 +32,7 @@ class Key:
 
 
 class Keys:
-    """The keys of one owner. The monitor withdraws tickets whose key is not among them."""
+    """The keys of one owner. The monitor withdraws each ticket whose key is not known here."""
 
     def __init__(self, owner: str) -> None:
         """`owner` is the owner's id in the book."""
@@ -62,7 +62,7 @@ class Keys:
     def uninterrupted(self, key: Key, work: Callable[[], T]) -> T:
         """Runs `work` in a thread that gets no interrupts. The key stays known until `work` ends.
 
-        If the caller was interrupted before the work started, its key is gone and the work is
+        If the caller was interrupted before the work started, `key` is gone and the work is
         skipped.
         """
         wanted = key.note

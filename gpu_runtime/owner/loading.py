@@ -1,7 +1,7 @@
 """`load` registers a model if it is new, and loads it. `plan` computes the plan for the same load.
 
-Both take the keywords of `register` and the options of backends, and describe the model with the same
-functions. So a plan and the load that follows cannot differ.
+`load` and `plan` take the keywords of `register` and the options of backends. Both describe the
+model with the same functions. So a plan and the load that follows cannot differ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def load(
     progress: Progress | None,
     timeout: str | float | None,
 ) -> Outcome:
-    """Registers the model with `register` if it is new, and loads it; see Runtime.load."""
+    """Registers the model with the function `register` if it is new, and loads it.
+
+    See Runtime.load.
+    """
     is_new = name not in registry.known_names(session)
     if source is None and is_new and is_source(name):
         source = name
@@ -153,9 +156,9 @@ def _revised(session: Session, known: Resident, given: Given) -> ModelSpec:
 
 
 def split(given: Given) -> tuple[Given, Given]:
-    """Two dictionaries from `given`: the keywords of `register`, converted, and all other options.
+    """Two dictionaries made from `given`: the keywords of `register`, and the backend's options.
 
-    The other options are the backend's.
+    The values of the keywords are converted. Every name that is no keyword is a backend's option.
     """
     wishes: Given = {}
     options: Given = {}
@@ -169,7 +172,7 @@ def split(given: Given) -> tuple[Given, Given]:
 
 
 def command(name: str, source: Any, given: Given) -> str:
-    """What to type to load what was planned: words after `%gpu`, or a call in Python.
+    """What to type to load the planned model: words after `%gpu`, or a call in Python.
 
     >>> command("models/writer", None, {"context_length": 256}), command("qwen", None, {})
     ('load models/writer --context 256', 'preload qwen')

@@ -45,7 +45,7 @@ WHERE = {Place.AWAY: HOST, Place.GONE: "disk", Place.MOVING: "moving"}
 
 
 class _Guess(NamedTuple):
-    """A model that was loaded ahead of its use, and was not used since."""
+    """A model that was loaded ahead of its use, and was not used since the load."""
 
     cell: str
     uses: int  # the number of uses of the model before
@@ -75,7 +75,7 @@ class LookAhead:
     # -- the thread
 
     def wake(self) -> None:
-        """Called when the cells have changed. Starts the thread if it does not run."""
+        """Called when the cells have changed. Starts the loading thread if it does not run yet."""
         if not self._active or self._session.closed or self._session.guest:
             return
         with self._lock:
@@ -139,7 +139,7 @@ class LookAhead:
         return upcoming.cells(names, lambda value: values.get(id(value), ""))
 
     def follow(self, cells: tuple[CellModels, ...]) -> list[str]:
-        """Counts which earlier loads were useful, and gives the eviction policy the next uses.
+        """Counts which loads ahead were useful. Tells the eviction policy the next uses of models.
 
         Returns the models of waiting `cells` that may still be loaded ahead.
         """
@@ -170,7 +170,7 @@ class LookAhead:
     def requested(self, name: str) -> None:
         """Called when the model `name` is requested while it is on its device.
 
-        If the model was loaded ahead, that load is counted as used.
+        If the model was loaded ahead of its use, the load is counted as useful.
         """
         with self._lock:
             if self._guesses.pop(name, None):
@@ -186,7 +186,7 @@ class LookAhead:
     # -- one load
 
     def load_next(self, cells: tuple[CellModels, ...]) -> bool:
-        """Loads the next model that a waiting cell uses. Returns False if it may not be loaded now."""
+        """Loads the next model that a waiting cell uses. Returns False if none may be loaded."""
         running = [cell for cell in cells if cell.running]
         needed = {name for cell in running for name in cell.uses}
         missing = sorted(name for name in needed if not self._is_here(name))
@@ -213,7 +213,10 @@ class LookAhead:
         return False
 
     def _load(self, resident: Resident, cell: str, uses: dict[str, int], spared: set[str]) -> bool:
-        """Loads one model if it may be loaded now. Returns whether it was. Raises load errors."""
+        """Loads one model if it may be loaded now. Returns whether the model was loaded.
+
+        Raises the errors of a load.
+        """
         session, name = self._session, resident.spec.name
         key = session.new_key(f"load {name} ahead")
         wanted = Request(
@@ -252,7 +255,7 @@ class LookAhead:
         session = self._session
 
         def deciding(book: Book, world: World) -> tuple[Book, Grant | Wait]:
-            """The decision for `book` and `world`."""
+            """Calls `decide` for `book` and `world`."""
             return decide(book, world=world)
 
         book, world = session.look()
@@ -280,7 +283,7 @@ class LookAhead:
     def _stage(self, resident: Resident) -> bool:
         """Reads the files of a model for which there is no room yet.
 
-        Each model is read once. Returns whether any bytes were read.
+        The files of each model are read once. Returns whether any bytes were read.
         """
         session, name = self._session, resident.spec.name
         if name in self._staged or resident.place is not Place.GONE:
@@ -316,7 +319,10 @@ class LookAhead:
 
 
 def _first_uses(cells: tuple[CellModels, ...]) -> list[tuple[str, str, bool]]:
-    """Each model that a cell uses, with the first such cell and whether that cell is running."""
+    """Each model that a cell uses, with the first cell that uses it.
+
+    The third value of a row is whether this first cell is running.
+    """
     found: dict[str, tuple[str, str, bool]] = {}
     for cell in cells:
         for name in cell.uses:
@@ -325,5 +331,8 @@ def _first_uses(cells: tuple[CellModels, ...]) -> list[tuple[str, str, bool]]:
 
 
 def _waiting(cells: tuple[CellModels, ...]) -> list[tuple[str, str]]:
-    """The models that waiting cells use and the running cell does not, each with its first cell."""
+    """The models that waiting cells use and the running cell does not.
+
+    Each model comes with the first cell that uses it.
+    """
     return [(name, cell) for name, cell, running in _first_uses(cells) if not running]

@@ -44,13 +44,13 @@ RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long t
 def tick(session: Session, notebook: str = "") -> float:
     """Runs one round of the monitor. Returns the seconds until the next round is due.
 
-    `notebook` is the notebook's path, if the front end has published it by now.
+    `notebook` is the path of this process's notebook; empty while the front end has not told it.
     """
     session.notebook = notebook or session.notebook
     keep_helpers_alive(session)
     book = session.ledger.read()
-    # An order is a request of another owner. It stays noted while its ticket is in the book, so
-    # that it does not run twice.
+    # An order is a request of another owner. While its ticket is in the book, the order stays
+    # noted, so that it is not carried out twice.
     session.orders.intersection_update([ticket.key for ticket in book.tickets])
     if book.tickets:  # first: another process waits
         _start_orders(session)
@@ -80,7 +80,8 @@ def tick(session: Session, notebook: str = "") -> float:
 def keep_helpers_alive(session: Session) -> None:
     """Restarts the host's helper process if it has ended.
 
-    On simulated cards, only a runtime that has run for RECORD_AFTER_SECONDS restarts it.
+    On simulated cards, a runtime restarts the helper only after it has run for RECORD_AFTER_SECONDS
+    itself.
     """
     session.probe.look_after()
     lived = time.monotonic() - session.opened_at
@@ -94,8 +95,7 @@ def keep_helpers_alive(session: Session) -> None:
 def rest(session: Session, seconds: float) -> None:
     """Sleeps until the next tick is due, or until a notification comes.
 
-    The sleep also ends when a model of this process that another owner waits for is no longer in
-    use.
+    The sleep also ends when a use of a model ends on a device for which another owner waits.
     """
     watched = _needed_by_others(session)
     until = time.monotonic() + seconds
@@ -107,9 +107,9 @@ def rest(session: Session, seconds: float) -> None:
 
 
 def _needed_by_others(session: Session) -> list[Resident]:
-    """The models in use on devices for which another owner waits.
+    """The models of this process that are in use on devices for which another owner waits.
 
-    The end of such a use is published at once.
+    When the use of such a model ends, the end is published at once.
     """
     used = [resident for resident in list(session.residents.values()) if resident.pins]
     if not used:
@@ -127,14 +127,15 @@ def _needed_by_others(session: Session) -> list[Resident]:
 
 
 def _doze(session: Session, owners: int) -> float:
-    """The seconds to sleep while no owner requests anything. They are longer with many owners.
+    """The seconds to sleep while no owner requests anything; more seconds with many owners.
 
-    Other owners also watch for dead processes, and a use or a notification ends the sleep.
+    A long sleep is harmless: other owners also watch for dead processes, and a use or a
+    notification ends the sleep.
     """
     seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / LOOKS_PER_SECOND))
     session.dozing = seconds > POLL_SECONDS
-    # Check again after the flag is set. A use between the two checks has either seen the flag, or
-    # is noticed by this check.
+    # Check for uses again after the flag is set. A use that began after the first check has either
+    # seen the flag, or is noticed by this second check.
     if session.dozing and session.in_use():
         session.dozing = False
         return POLL_SECONDS
@@ -176,7 +177,10 @@ def vacate(session: Session) -> None:
 
 
 def log_overstays(session: Session) -> None:
-    """Logs once for each block of this process that is held longer than the operator's cap allows."""
+    """Logs each leased block of this process that lasts longer than the operator's cap allows.
+
+    Each block is logged once.
+    """
     cap = session.rules.cap
     if not session.blocks or cap is None or cap.longest_lease_seconds is None:
         return
@@ -193,9 +197,9 @@ def log_overstays(session: Session) -> None:
 
 
 def remeasure(session: Session) -> None:
-    """Measures the models again that were used since the last tick.
+    """Measures again the models that were used since the last tick.
 
-    Training adds gradients and optimizer state, for example.
+    A use can change a model's size: for example, training adds gradients and optimizer state.
     """
     residents = list(session.residents.values())
     used = [
@@ -264,12 +268,15 @@ def _log_pressure(session: Session) -> None:
 
 
 def obey(session: Session) -> tuple[Order, ...]:
-    """Evicts models that other owners have recalled. Returns their requests for other work."""
+    """Evicts models that other owners have recalled.
+
+    Returns the orders: the requests of other owners for work other than an eviction.
+    """
 
     def decision(
         book: Book, world: World
     ) -> tuple[Book, tuple[tuple[Move | Drop | Shed, ...], tuple[Order, ...]]]:
-        """The book with the recalled leases leaving, then the steps and the orders."""
+        """The book with the recalled leases marked as leaving, and the steps and the orders."""
         askers = permissions.askers(session, book)
         rank = session.rank
         after, steps, orders = recall.obey(book, session.me, world, key.text, askers, rank)
@@ -294,7 +301,7 @@ def _start_orders(session: Session) -> None:
 
 
 def carry_out_order(session: Session, order: Order) -> None:
-    """Does what another owner requested, and writes the answer into the book."""
+    """Does what another owner requested in `order`, and writes the answer into the book."""
     if session.closed:
         return
     try:

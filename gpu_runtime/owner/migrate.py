@@ -16,9 +16,9 @@ from .session import Key, Session
 
 
 def cards(session: Session, name: str, wanted: str | Iterable[str]) -> tuple[str, ...]:
-    """The ids, as the book has them, of the cards that `wanted` names by id or UUID.
+    """The ids in the book of the cards that `wanted` names by id or UUID.
 
-    Raises UnknownDevice, BadSetting.
+    `name` is the model to move, for the messages. Raises UnknownDevice, BadSetting.
     """
     book = session.read_book()
     devices = (*book.devices, *session.world().devices)
@@ -41,7 +41,7 @@ def cards(session: Session, name: str, wanted: str | Iterable[str]) -> tuple[str
 def _rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> PlacementRules:
     """Placement rules that allow exactly the cards `wanted`.
 
-    Raises DoesNotFit if the model cannot be split, or may not be placed there.
+    Raises DoesNotFit if the model cannot be split, or may not be placed on these cards.
     """
     name, own = resident.spec.name, demand.placement(session, resident)
     size = resident.lease.bytes
@@ -71,10 +71,10 @@ def _rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> Pla
 
 
 def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: str = "") -> Outcome:
-    """Moves a model of this process to the cards `wanted`. `by` is the requester, if it is another.
+    """Moves a model of this process to the cards `wanted`.
 
-    Raises NotResident, StillInUse, and DoesNotFit if the cards have no room. After an error nothing
-    has changed.
+    `by` is the person who requested the move, if it is not this process's user. Raises NotResident,
+    StillInUse, and DoesNotFit if the cards have no room. After an error nothing has changed.
     """
     name, began = resident.spec.name, session.clock()
     rules = _rules(session, resident, wanted)
@@ -113,7 +113,7 @@ def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: s
 def _reserve(
     session: Session, resident: Resident, rules: PlacementRules, key: Key, by: str
 ) -> Move | None:
-    """The step to perform, with its room reserved. None if the model is on the cards already."""
+    """Reserves room for the move and returns the step. None if the model is on the cards now."""
     if resident.place not in (Place.HERE, Place.MOVING):
         name = resident.spec.name
         raise NotResident(
@@ -126,7 +126,10 @@ def _reserve(
     because = f"as {by} requested" if by else "by hand"
 
     def decided(book: Book, world: World) -> tuple[Book, Move | GpuError | None]:
-        """The book with the model moving, and the step; or the unchanged book and an error."""
+        """Returns the book with the model marked as moving, and the step to perform.
+
+        If the move is refused, returns the unchanged book and an error.
+        """
         after, step = migration.move(
             book, session.me, name, footprint, rules, world, key.text, because
         )
@@ -159,7 +162,7 @@ def _refused(book: Book, me: str, resident: Resident, refusal: Refuse, world: Wo
 
 
 def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
-    """A command that evicts the first idle lease in the way, or an empty text if no lease is idle."""
+    """The command that evicts the first idle lease of the refusal's holders, or an empty text."""
     found = (book.find(id) for id in refusal.holders)
     idle = [lease for lease in found if lease and _may_be_evicted(lease)]
     if not idle:

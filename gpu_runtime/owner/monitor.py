@@ -1,7 +1,7 @@
 """The monitor thread. Each runtime has one daemon thread that calls the tick.
 
-The thread decides nothing. If the devices cannot be measured, it retries less often and logs the
-reason. No error ends the thread or the kernel.
+The thread decides nothing. If the devices cannot be measured, the thread retries less often and
+logs the reason. No error ends the thread or the kernel.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MOST_REST_SECONDS = 300.0
 
 
 class Breaker:
-    """Stops measuring for 30 s after 5 failures in a row, then tries once.
+    """Stops measuring for 30 s after 5 failures in a row. After the pause, tries once.
 
-    Each further failure doubles that pause, up to 300 s.
+    Each further failure doubles the pause, up to 300 s.
     """
 
     def __init__(self) -> None:
@@ -58,19 +58,18 @@ class Breaker:
         self.__init__()  # type: ignore[misc]
 
     def trouble(self) -> str:
-        """The reason why the devices cannot be measured; empty while they can be measured."""
+        """The reason why the devices cannot be measured; empty if measuring works."""
         if not self.open:
             return ""
         return f"the devices have not answered {self.failures} times in a row ({self.why})"
 
 
 class _Promptly:
-    """While a thread is inside the block, threads that run Python yield the GIL after 0.5 ms, not
-    5.
+    """A `with` block during which threads that run Python yield the GIL after 0.5 ms, not 5.
 
     A recall makes about sixty system calls, and each of them releases the GIL. While the main
-    thread ran a pure-Python loop, the recall took 400 ms in all. Runtimes share this object. If
-    other code has changed the switch interval meanwhile, the new interval stays.
+    thread ran a pure-Python loop, the recall took 400 ms in all. All runtimes of a process share
+    this object. If other code changes the switch interval during the block, the new interval stays.
     """
 
     SECONDS = 0.0005
@@ -95,7 +94,7 @@ class _Promptly:
                 sys.setswitchinterval(self._usual)
 
     def forget(self) -> None:
-        """Resets the object in a forked child: the threads inside the block are the parent's."""
+        """Resets the object in a forked child, where the parent's threads do not exist."""
         if self._inside:
             sys.setswitchinterval(self._usual)
         self._lock, self._inside = threading.Lock(), 0
@@ -109,7 +108,7 @@ class Monitor:
     """Calls `tick` about once a second, and at each notification, until it is stopped."""
 
     def __init__(self, tick: Callable[[], float], wait: Callable[[float], object]) -> None:
-        """`tick` returns the seconds until the next round. `wait(seconds)` sleeps for that time."""
+        """`tick` returns the seconds until the next round. `wait(seconds)` sleeps."""
         self._tick, self._wait = tick, wait
         self._stopping = threading.Event()
         self._running: threads.Running | None = None
@@ -119,7 +118,7 @@ class Monitor:
         self._running = threads.start(self._run)
 
     def stop(self, ring: Callable[[], None]) -> None:
-        """Ends the thread and waits for its end at most 5 s. `ring` wakes the thread."""
+        """Ends the thread; waits at most 5 s for its end. `ring` wakes the sleeping thread."""
         self._stopping.set()
         ring()
         if self._running and self._running.ident != threading.get_ident():

@@ -26,7 +26,7 @@ def evict(
     wait: bool = True,
     drop: bool = False,
 ) -> Outcome:
-    """Evicts a model, all that a notebook holds, or all idle models; see Runtime.evict."""
+    """Evicts a model, all leases of a notebook, or all idle models; see Runtime.evict."""
     evict_one = partial(operations.evict, session, timeout=timeout, wait=wait, drop=drop)
     if name == ALL_IDLE:
         targets = _idle(session, drop)
@@ -59,7 +59,7 @@ def _is_notebook(session: Session, name: str | LeaseId) -> bool:
 
 
 def _idle(session: Session, drop: bool) -> list[LeaseId]:
-    """The idle models on cards that may be evicted; with `drop`, those in host memory too."""
+    """The idle models on cards that may be evicted. `drop` adds the models in host memory."""
     book, world = session.look()
     found = []
     for lease in book.leases():
@@ -70,9 +70,10 @@ def _idle(session: Session, drop: bool) -> list[LeaseId]:
 
 
 def held_by(session: Session, notebook: str) -> list[LeaseId]:
-    """The leases on a device of the notebook with this file name or path.
+    """The leases that the notebook with the file name or path `notebook` has on devices.
 
-    Raises GpuError with the notebooks that hold memory, AmbiguousName for several notebooks.
+    Raises GpuError if there are none; the message lists the notebooks that hold memory. Raises
+    AmbiguousName if several notebooks have the name.
     """
     sections = session.ledger.read().sections.values()
     found: list[Section] = []

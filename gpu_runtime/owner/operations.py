@@ -144,7 +144,7 @@ def evict(
 
 
 def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
-    """With the verb "pin", keeps a model on its device. With "unpin", lets it be evicted again."""
+    """The verb "pin" keeps a model on its device. The verb "unpin" allows its eviction again."""
     target = registry.resolve(session, name, loadable=True)
     if target.owner != session.me:
         return ask_owner(session, verb, target, ASK_SECONDS)
@@ -187,9 +187,9 @@ def ask_owner(
 ) -> Outcome:
     """Requests `verb` from the owner of `target`, and returns the outcome.
 
-    With `must`, a refusal or a time-out raises NotAllowed, StillInUse, Busy or GpuError. Without
-    `must`, the function returns an Outcome that is not done. A request that this user may not make
-    always raises NotAllowed.
+    If `must` is true, a refusal or a time-out raises NotAllowed, StillInUse, Busy or GpuError. If
+    `must` is false, the function returns an Outcome that is not done. A request that this user may
+    not make always raises NotAllowed.
     """
     book = session.ledger.read()
     owner = book.owner(target.owner)

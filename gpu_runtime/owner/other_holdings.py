@@ -1,8 +1,8 @@
-"""`who` of another process: that process lists what its variables hold, and this process reads it.
+"""`who` of another process: the other process lists its variables, and this one reads the list.
 
 The request is a ticket, like every request to another process. The list is not in the book, which
 everybody reads, but in a file beside the book. The answering process searches in a separate thread
-while no cell runs. It moves nothing, so memory that was moved to RAM stays there.
+while no cell runs. The search moves no memory: memory that was moved to RAM stays in RAM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HIDDEN = "Names are shown to {user} only (GPU_WHO_NAMES)."
 
 
 def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Holdings:
-    """The memory that another `process` holds, by name.
+    """The device memory that another `process` holds, listed by the names of its variables.
 
     `process` is a notebook's file name, a process id or an owner's id. Waits `seconds` at most.
     Raises GpuError, NotAllowed, Busy.
@@ -74,7 +74,7 @@ def _require_running(session: Session, book: Book, id: str) -> None:
 
 
 def _found(book: Book, process: str) -> str:
-    """The id of the owner that `process` names. Raises GpuError with the existing processes."""
+    """The id of the owner that `process` names. Raises GpuError for an unknown `process`."""
     owners = [section.owner for section in book.sections.values()]
     found = [owner.id for owner in owners if process in owner.names]
     if len(found) == 1:
@@ -105,7 +105,7 @@ def answer(session: Session, order: Order) -> Outcome:
 
 
 def _listed(session: Session) -> Holdings:
-    """What this process holds: by variable in a kernel that runs no cell, otherwise by lease."""
+    """What this process holds. A kernel that runs no cell is listed by variable, else by lease."""
     activity = session.activity
     if not activity.state.idle_since:
         return replace(holdings.of_leases(session), note=BUSY if activity.running else SCRIPT)
@@ -129,14 +129,17 @@ def _listed(session: Session) -> Holdings:
 
 
 def _why_not_parked(kernel: Resident) -> str:
-    """The reason why an idle kernel cannot be parked now, or an empty text if it can."""
+    """The reason why an idle kernel cannot be parked now; empty if the kernel can be parked."""
     if not kernel.lease.movable:
         return "parking is turned off for it (GPU_PARK=never)"
     return kernel.handle.stillness.why_not()
 
 
 def _without_names(found: Holdings, user: str) -> Holdings:
-    """The table without the names that the user chose. The book already shows the names of models."""
+    """The table `found` without the names of variables, for another user who reads it.
+
+    The names of models stay, because the book shows them to every user.
+    """
     rows = []
     for row in found.holders:
         if row.kind != MODEL:
@@ -147,7 +150,7 @@ def _without_names(found: Holdings, user: str) -> Holdings:
 
 
 def _shortened(found: Holdings) -> Holdings:
-    """The first rows of the table, with the number and the bytes of the rows that are left out."""
+    """The first rows of the table `found`, and the number and bytes of the omitted rows."""
     rows = [
         replace(row, name=row.name[:MOST_LETTERS], what=row.what[:MOST_LETTERS])
         for row in found.holders[:MOST_ROWS]

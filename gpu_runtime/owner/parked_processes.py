@@ -1,8 +1,8 @@
 """Notes on the processes that the driver parked: the bytes of each process on each card.
 
 A process is parked if the driver has moved its device memory to RAM. The driver does not report how
-much memory a parked process needs for its return. So each process has a file in a directory of this
-user, for this boot of the machine.
+much memory a parked process needs for its return. So each parked process has a file in a directory
+of this user. The file is valid until the machine boots again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ParkedProcess(Value):
 
 
 def note(process: ParkedProcess) -> None:
-    """Stores the note on `process`. Raises GpuError if that fails: its return needs the note."""
+    """Stores the note on `process`. Raises GpuError on failure: unparking needs the note."""
     path = _path(process.pid, process.started)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

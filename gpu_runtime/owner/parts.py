@@ -1,4 +1,4 @@
-"""The sizes of the pieces of models that leave in parts, and the time that their return takes."""
+"""For models that can leave a card in parts: the size of a part, and the time of a return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..facts import HOST, Lease, ModelSpec
 
 
 def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) -> int:
-    """Bytes of the largest piece of the model `handle` that can leave its card without the others.
+    """Bytes of the largest piece of the model `handle` that can leave its card without the rest.
 
     The result is 0 if the model cannot leave in parts.
 
@@ -25,8 +25,8 @@ def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) ->
 def restore_seconds(before: Lease, seconds: float) -> float:
     """Seconds that a restore of the whole lease takes, if its last restore took `seconds`.
 
-    `before` is the lease before that restore. A part takes less time than the whole. So after the
-    restore of a part, the earlier time stays.
+    `before` is the lease before the last restore. A part takes less time than the whole. So if the
+    last restore returned only a part, the result is the time that `before` already has.
     """
     if not before.in_parts:
         return seconds
@@ -34,6 +34,6 @@ def restore_seconds(before: Lease, seconds: float) -> float:
 
 
 def shared_part(handle: Any) -> dict[str, Any]:
-    """The fields of a lease for the pages in host memory that the model shares with other processes."""
+    """The lease fields on the pages in host memory that the model shares with other processes."""
     part = getattr(handle, "part", None)
     return part.claim if part is not None else {"copy": "", "copy_bytes": 0, "copied_bytes": 0}

@@ -16,7 +16,7 @@ from .session import Session
 def asker(session: Session, user: str) -> Asker:
     """What `user` may request of this process.
 
-    The result follows the configuration at the time of that user's first request.
+    The result follows the configuration at the time when `user` made the first request.
     """
     known = session.users.get(user)
     if known is None:
@@ -33,9 +33,9 @@ def asker(session: Session, user: str) -> Asker:
 
 
 def askers(session: Session, book: Book) -> dict[str, Asker]:
-    """Maps the key of each ticket with a request to this owner to the user who wrote the ticket.
+    """Maps ticket keys to users: for each request to this owner, the user who wrote the ticket.
 
-    A ticket is left out if the ledger cannot prove that its owner wrote it.
+    A ticket is left out if the ledger cannot prove that the ticket's owner wrote it.
     """
     found = {}
     for ticket in book.tickets:
@@ -49,7 +49,7 @@ def askers(session: Session, book: Book) -> dict[str, Asker]:
 
 
 def proven_sections(session: Session, book: Book) -> dict[str, Section]:
-    """The sections of the book by owner id. A user name that the ledger cannot prove is marked."""
+    """The sections of the book by owner id, with a mark on each user name that is not proven."""
     sections = {}
     for id, section in book.sections.items():
         user = section.owner.user
@@ -60,9 +60,9 @@ def proven_sections(session: Session, book: Book) -> dict[str, Section]:
 
 
 def refusal_of_request(session: Session, verb: str, owner: Owner | None, name: str) -> str:
-    """The reason why this user may not request `verb` of that `owner`; empty if it is allowed.
+    """The reason why this user may not request `verb` of `owner`; empty if the request is allowed.
 
-    The owner would give the same answer.
+    A request that is refused here would be refused by the owner as well.
     """
     mine = session.owner.user
     if verb == "evict" or owner is None:
@@ -73,9 +73,9 @@ def refusal_of_request(session: Session, verb: str, owner: Owner | None, name: s
 
 
 def refusal_of_drain(session: Session, book: Book) -> str:
-    """The reason why this user may not drain a card, or an empty text if it is allowed.
+    """The reason why this user may not drain a card; empty if the user may drain it.
 
-    Operators may drain a card. So may a user who does not share the cards with other users.
+    Operators may drain a card. A user who does not share the cards with other users may do so too.
     """
     mine = session.owner.user
     users = {section.owner.user for section in book.sections.values()}
@@ -93,7 +93,7 @@ def is_shared(session: Session) -> bool:
 
 
 def require_within_cap(session: Session, name: str, importance: int, keep: bool) -> None:
-    """Raises NotAllowed if the operator's cap forbids this user to hold such a model."""
+    """Raises NotAllowed if the operator's cap forbids a model with this importance and `keep`."""
     if because := quotas.forbidden(name, importance, keep, session.rules.cap):
         raise NotAllowed(
             f"{because}.\n  The operator can change it.",

@@ -1,10 +1,10 @@
 """Pins: weak references that keep a model on its device while a block of code uses it.
 
 A pin must end with its `with` block. The stop button can interrupt `__exit__` before its first
-line, so a release in Python code might never run. So a pin is not a counter. It lasts as long as a
-small object, the anchor, to which only the interpreter's stack refers while the block runs. When
-the block ends in any way, the anchor is deleted. The callback of a weak reference then removes the
-pin from the set of pins. This callback is C code, which no signal handler can interrupt.
+line, so a release in Python code might never run. So a pin is not a counter. The pin lasts as long
+as a small object, the anchor, to which only the interpreter's stack refers while the block runs.
+However the block ends, the anchor is deleted. The callback of a weak reference to the anchor
+removes the pin from the set of pins. The callback is C code, which no signal handler can interrupt.
 
 The anchor is the bound method that the interpreter finds as `__exit__`. Its function is `_leave`.
 Its `__self__` is a list of three: the thread's identifier, the `Held`, and a weak reference to the
@@ -12,8 +12,8 @@ anchor.
 
 No frame of this package binds an anchor to a name while an error can be raised. A traceback keeps
 its frames alive, and the frames of their callers, with all local variables. For the same reason no
-frame raises an error that one of its names refers to. Such an error and its traceback form a cycle,
-which stays until the next garbage collection.
+frame raises an error that a local variable of the frame refers to. Such an error and its traceback
+form a cycle, which stays until the next garbage collection.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def thread_of(pin: AnchorRef) -> int:
 
 
 def called_by(pin: AnchorRef) -> int:
-    """The thread that runs the call of the model that `pin` stands for; 0 if it stands for no call."""
+    """The identifier of the thread whose call of a model set `pin`; 0 if no call did."""
     entry: list[Any] = getattr(pin(), "__self__", [0])
     held = entry[1] if len(entry) > 1 else None
     return entry[0] if isinstance(held, Held) and held.is_call else 0
 
 
 def new_anchor() -> Anchor:
-    """An anchor without a block. The pin ends when nothing refers to the anchor any more.
+    """Returns an anchor without a block, for a pin that belongs to the calling thread.
 
-    The pin belongs to the calling thread.
+    The pin ends when nothing refers to the anchor any more.
     """
     return MethodType(_leave, [get_ident()])
 
@@ -54,9 +54,10 @@ def new_anchor() -> Anchor:
 class _Leave:
     """`__exit__` of a `Held`: each lookup on an object returns a new anchor.
 
-    The interpreter looks `__exit__` up before it calls `__enter__`. It keeps the result on its
-    stack and drops it when the block has ended, also after an interrupt at any instruction.
-    `contextlib.ExitStack` looks `__exit__` up on the class instead, and gets a plain function.
+    The interpreter looks `__exit__` up before it calls `__enter__`. The interpreter keeps the
+    anchor on its stack and drops the anchor when the block has ended, also after an interrupt at
+    any instruction. `contextlib.ExitStack` looks `__exit__` up on the class instead, and gets a
+    plain function.
     """
 
     def __get__(self, held: Held | None, kind: type | None = None) -> Any:
@@ -91,8 +92,8 @@ def _leave_by_hand(held: Held, kind: Any, error: Any, trace: Any) -> None:
 class Held:
     """A `with` block that holds something for exactly as long as it runs, also when interrupted.
 
-    Users and `contextlib.ExitStack` may also call `__enter__` and `__exit__` directly. Then the
-    hold ends with the call of `__exit__`, or when this object is deleted.
+    Users and `contextlib.ExitStack` may also call `__enter__` and `__exit__` directly. In this case
+    the hold ends with the call of `__exit__`, or when this object is deleted.
     """
 
     __slots__ = ("_anchor", "_kept")
@@ -109,10 +110,10 @@ class Held:
         raise NotImplementedError
 
     def _release(self, anchor: AnchorRef) -> None:
-        """Ends the hold of `anchor`, although the anchor still exists. `_finish` is called next."""
+        """Ends the hold of `anchor` while the anchor still exists. `_finish` is called next."""
 
     def _finish(self, error: BaseException | None) -> None:
-        """Does optional work at the end of the block. It may be skipped after an interrupt."""
+        """Does optional work at the end of the block. After an interrupt, it may not be called."""
 
     def _typed(self) -> tuple[str, str]:
         """The text of this call, and a name for its value, such as `rt.use('qwen')` and `model`."""
@@ -123,7 +124,10 @@ class Held:
         return f"<a block that is not entered; write:  with {call} as {value}: …>"
 
     def __getattr__(self, name: str) -> Any:
-        """Raises NeedsWith for an attribute of the value, AttributeError for a private name."""
+        """Raises AttributeError for a private `name`, and NeedsWith for any other `name`.
+
+        Only the value that the `with` block yields has such attributes.
+        """
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise NeedsWith(*self._typed(), name)

@@ -1,7 +1,7 @@
 """The current state of the processes in the book: running, idle, stopped, silent or ended.
 
 The state is checked whenever a status is read. The book alone would show a killed process as a
-living holder until another owner has removed it.
+living holder until another owner has removed the process from the book.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def presence(section: Section, sight: Sight, silent_since: float | None = None) 
 
 
 def _last_sign(section: Section) -> float:
-    """The newest time that the process has written into its section; 0 if it has written none."""
+    """The newest time stamp in the section, which its process has written; 0 if there is none."""
     stamps = [section.busy_since, section.idle_since]
     for lease in section.leases:
         stamps += [lease.last_used, lease.settled_at, lease.pinned_since]
@@ -66,7 +66,7 @@ def _last_sign(section: Section) -> float:
 
 
 def explained(session: Session, wait: Wait) -> Wait:
-    """`wait`, with a sentence for each blocking process that is stopped or has crashed."""
+    """Returns `wait` with a sentence for each blocking process that is stopped or has crashed."""
     leases = (*wait.blockers, *wait.asked)
     in_the_way = {id.partition("/")[0] for id in leases} - {session.me}
     if not in_the_way:

@@ -59,7 +59,7 @@ def specified(
     devices: str | tuple[str, ...],
     options: dict[str, Any],
 ) -> tuple[ModelSpec, Any]:
-    """The specification that `register` makes from its arguments, and the factory or None."""
+    """The specification of the model that `register` got as arguments, and its factory or None."""
     chosen = backend_for(source, backend)
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     spec = ModelSpec(
@@ -98,7 +98,7 @@ def register(
 
 
 def _with_defaults(session: Session, backend: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, completed with the settings that apply to that backend."""
+    """Returns the `options`, completed with the settings that apply to `backend`."""
     settings = session.settings
     if settings.inference_gpu_layers is not None and backend in LAYERED:
         options.setdefault("gpu_layers", settings.inference_gpu_layers)
@@ -115,9 +115,9 @@ def adoption_options(
     quantization: str,
     devices: str | tuple[str, ...],
 ) -> dict[str, Any]:
-    """The `options` of `register` that `adopt` accepts as well. Raises BadSetting for any other.
+    """Those `options` of `register` that `adopt` accepts too. Raises BadSetting for other options.
 
-    A module is governed as it is and where it is. So the other arguments must have their defaults.
+    A module is governed as it is and where it is. So all other arguments must have their defaults.
     """
     for name, value in options.items():
         if name != "optimizer":
@@ -208,7 +208,7 @@ def _install_adopted(session: Session, resident: Resident, module: Any, optimize
 
 
 def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
-    """A resident for a model that is not loaded. It is not yet among the session's residents.
+    """A resident for a model that is not loaded. The caller adds it to the session's residents.
 
     `origin` is the factory with which the model was registered, or None.
     """
@@ -256,7 +256,10 @@ def forget(session: Session, name: str) -> None:
 
 
 def find(session: Session, name: str) -> Resident:
-    """The model `name`, here or in the catalogue. Raises UnknownModel, CatalogUnavailable."""
+    """The model `name` of this process or of the catalogue.
+
+    Raises UnknownModel, CatalogUnavailable.
+    """
     resident = session.residents.get(name) or by_key(session, name)
     if resident is not None and resident.catalogued and resident.place is Place.GONE:
         _refresh(session, resident)
@@ -270,7 +273,7 @@ def find(session: Session, name: str) -> Resident:
 
 
 def from_catalogue(session: Session, name: str) -> Resident | None:
-    """A new resident, not yet in the session, for the catalogue's model `name`; or None."""
+    """A new resident for the catalogue's model `name`, not yet in the session. None if unknown."""
     spec = session.catalogue.spec(name)
     if spec is None:
         return None
@@ -280,7 +283,7 @@ def from_catalogue(session: Session, name: str) -> Resident | None:
 
 
 def _refresh(session: Session, resident: Resident) -> None:
-    """Updates an unloaded model from the catalogue, or removes it if it is gone there."""
+    """Updates an unloaded model from the catalogue, or removes a model that left the catalogue."""
     spec = session.catalogue.spec(resident.spec.name)
     if spec == resident.catalogued:
         return
@@ -306,7 +309,7 @@ def known_names(session: Session) -> tuple[str, ...]:
 
 
 def by_key(session: Session, name: str) -> Resident | None:
-    """The model of this process with that name or that `type:name:quantization`; None if unknown."""
+    """The model of this process with this name or key `type:name:quantization`; None if unknown."""
     for resident in list(session.residents.values()):
         if name in (resident.spec.name, resident.spec.key):
             return resident
@@ -314,11 +317,11 @@ def by_key(session: Session, name: str) -> Resident | None:
 
 
 def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
-    """The lease that `name` refers to: this process's own, else the only lease with that name.
+    """The lease that `name` refers to: a lease of this process, else the only lease of that name.
 
-    `name` may name a process, as in `qwen@4121`, or be an exact LeaseId. With `loadable`, models
-    that an owner has registered and not loaded are found too. Raises UnknownModel, AmbiguousName,
-    NotLoaded.
+    `name` may include a process, as in `qwen@4121`, or be an exact LeaseId. If `loadable` is true,
+    models that an owner has registered and not loaded are found too. Raises UnknownModel,
+    AmbiguousName, NotLoaded.
     """
     if isinstance(name, LeaseId):
         return _exact(session, name)
@@ -345,8 +348,8 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
 def split_address(name: str) -> tuple[str, str]:
     """The model's name and the process of an address such as `qwen@4121` or `qwen@train.ipynb`.
 
-    The process is empty if `name` has none. An owner's id, as in `qwen@4121.88.1`, selects one of
-    several runtimes in a process.
+    The process is empty if `name` contains no process. An owner's id, as in `qwen@4121.88.1`,
+    selects one of several runtimes in a process.
     """
     bare, at, process = name.rpartition("@")
     is_id = process.replace(".", "").isdigit()
@@ -355,7 +358,7 @@ def split_address(name: str) -> tuple[str, str]:
 
 
 def _exact(session: Session, id: LeaseId) -> LeaseId:
-    """Returns `id`. Raises UnknownModel if its owner has gone, or has no such model."""
+    """Returns `id`. Raises UnknownModel if its owner has ended, or has no model of this name."""
     if id.owner == session.me and by_key(session, id.name):
         return id
     section = session.ledger.read().sections.get(id.owner)
@@ -410,7 +413,7 @@ def _all_addresses(session: Session, book: Book) -> tuple[str, ...]:
 
 
 def in_use_error(session: Session, resident: Resident) -> GpuError:
-    """The error for a model that is in use. It names the process that uses the model."""
+    """The error for a model that is in use. The message names the process that uses the model."""
     book, world = session.look()
     lease = book.lease(session.me, resident.spec.name) or resident.lease
     return explain.still_here(book, session.me, lease, "in use", world)

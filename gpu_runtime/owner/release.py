@@ -1,4 +1,4 @@
-"""Moves or drops a model of this process: for an eviction, or for a step that was decided.
+"""Moves or drops a model of this process, for an eviction or for a step that the book has decided.
 
 A shadow is a copy in host memory of a model that is on a card.
 """
@@ -38,10 +38,10 @@ def evict(
 ) -> Move | Drop | None:
     """Evicts a model of this process now.
 
-    Returns the step that was taken, or None if the model is on no device. With `drop`, the model is
-    unloaded although host memory has room. `by` is the person who requested it. `kept` are the ids
-    of leases whose owners do not free the leases' shadows. Raises StillInUse, DoesNotFit, and the
-    errors of the move.
+    Returns the step that was taken, or None if the model is on no device. If `drop` is true, the
+    model is unloaded although host memory has room. `by` is the person who requested the eviction.
+    `kept` are the ids of leases whose owners do not free the leases' shadows. Raises StillInUse,
+    DoesNotFit, and the errors of the move.
     """
     away = resident.place is Place.AWAY and not resident.lease.in_parts
     if resident.handle is None or (away and not drop):
@@ -80,7 +80,11 @@ def _leave(
     drop: bool,
     kept: frozenset[str],
 ) -> tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError]:
-    """The book with the model leaving, and the step; or the unchanged book and an error."""
+    """Returns the book with the model marked as leaving, and the step to perform.
+
+    If host memory needs shadows freed first, the second value is the steps that free them. If the
+    eviction is refused, returns the unchanged book and an error.
+    """
     name = resident.spec.name
     lease = book.lease(session.me, name)
     if lease is None:
@@ -101,8 +105,7 @@ def _leave(
 
 
 def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
-    """Frees shadows of this process, and requests that other processes free their shadows, as in
-    `steps`.
+    """Frees the shadows that `steps` name. Requests other processes to free their own shadows.
 
     Returns the ids of the leases whose shadows were not freed in time.
     """
@@ -132,8 +135,8 @@ def _only_copy(lease: Lease) -> DoesNotFit:
 def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bool:
     """Performs a step for a model of this process, in a thread that an interrupt cannot stop.
 
-    Returns False if the model is in use or its bytes have changed. Nothing was moved then. Raises
-    the errors of the move.
+    Returns False, without a move, if the model is in use or its bytes have changed. Raises the
+    errors of the move.
     """
     failure = session.uninterrupted(key, lambda: _leave_now(session, step, key, by))
     try:
@@ -147,8 +150,8 @@ def carry_out(session: Session, step: Move | Drop, key: Key, by: str = "") -> bo
 def step_aside(session: Session, step: Step, key: Key, by: str = "") -> bool:
     """Moves or drops a model of this process for another request. Returns False if the model stays.
 
-    A failed move is logged here and not raised, because it does not concern the requester. If the
-    rules allow it, the model is dropped instead.
+    A failed move is logged here and not raised, because the error does not concern the requester.
+    If a move fails and the rules allow a drop, the model is dropped instead.
     """
     if isinstance(step, Shed):
         own_shadows.obey(session, step)
@@ -166,7 +169,7 @@ def try_again_now(resident: Resident) -> None:
 def _leave_now(
     session: Session, step: Move | Drop, key: Key, by: str, *, may_drop: bool = False
 ) -> Exception | None:
-    """Performs a step for a model of this process. Returns None, or the error if the model stays."""
+    """Performs a step for a model of this process. Returns the error of a failed step, or None."""
     name = step.lease.partition("/")[2]
     resident = session.residents.get(name)
     if resident is None or not resident.begin_moving():
@@ -203,7 +206,7 @@ def _leave_now(
 
 
 def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move | Drop, Shares]:
-    """Performs the step. Returns the step that was taken, and the shares measured afterwards."""
+    """Performs the step. Returns the performed step, and the shares measured afterwards."""
     try:
         return step, resident.carry(step)
     except Exception as error:
@@ -222,8 +225,8 @@ def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move 
 def _stays(session: Session, resident: Resident, error: BaseException) -> str:
     """Records that a step failed. Returns the sentence for the book.
 
-    After the second and each further failure in a row, the sentence is empty. Each of them doubles
-    the pause before the model is chosen again. `Stays` is not counted as a failure.
+    From the second failure in a row on, the sentence is empty, and each failure doubles the pause
+    before the model is chosen again. An error `Stays` is not counted as a failure.
     """
     name = resident.spec.name
     resident.lease = replace(resident.lease, droppable=resident.droppable())

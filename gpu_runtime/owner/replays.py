@@ -17,10 +17,10 @@ MOST = 20  # at most so many recorded decisions on a model are decided again
 def admitted(
     session: Session, request: Request, compared: tuple[Candidate, ...]
 ) -> Grant | Wait | Refuse:
-    """Decides the request in one transaction, with the memory measured now, and records the
-    decision.
+    """Decides the request in one transaction, and records the decision. Memory is measured first.
 
-    `compared` are the ways to make room that were compared before; see `explain.with_runners_up`.
+    `compared` are the ways to make room that the caller has compared already; see
+    `explain.with_runners_up`.
     """
     in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)
 
@@ -38,7 +38,7 @@ def admitted(
 
 
 def again(session: Session, name: str) -> tuple[Replayed, ...]:
-    """The recorded decisions on the model `name`, each decided again, the newest first.
+    """Decides the recorded decisions on the model `name` again. The newest decision is first.
 
     `name` may also be the number of a single decision in the journal.
     """

@@ -27,8 +27,8 @@ def request(
 ) -> Verdict:
     """Requests `verb` from the owner of the lease `target`. Returns the last verdict.
 
-    The call takes at most `timeout` seconds. Without `wait`, the request stays in the book until it
-    is answered; see `follow_up`.
+    The call takes at most `timeout` seconds. If `wait` is false, the call returns at once, and the
+    request stays in the book until the owner answers; see `follow_up`.
     """
     began = session.clock()
     deadline = None if timeout is None else began + timeout
@@ -68,9 +68,9 @@ def request(
 
 
 def _prevented_by_caller(session: Session, target: LeaseId) -> str:
-    """Why `target` cannot return while the calling thread keeps what it has pinned; empty if it can.
+    """Why `target` cannot return while the calling thread keeps its pins; empty if it can return.
 
-    A cell that waits for such a return would wait for its own end.
+    A cell that waits for a return which its own pins prevent would wait for its own end.
     """
     pinned = held_by(list(session.residents.values()), threading.get_ident())
     if not pinned:
@@ -104,7 +104,7 @@ def _prevented(session: Session, target: LeaseId, book: Book, need: str, own: in
 
 
 def follow_up(session: Session) -> None:
-    """Removes answered requests without a waiting caller, so that they are not obeyed again."""
+    """Removes answered requests for which no caller waits, so that no owner obeys them twice."""
     for key, ask in list(session.standing.items()):
         if not isinstance(_ask_once(session, ask), Wait):
             session.standing.pop(key, None)
@@ -119,10 +119,9 @@ def decline(session: Session, verb: str, target: LeaseId, because: str) -> None:
 
 
 def note_action(session: Session, verb: str, name: str, because: str, size: int = 0) -> None:
-    """Journals what this process did to its own model, if another person caused it without a
-    ticket.
+    """Journals an action of this process on its own model that another person has caused.
 
-    `size` is in bytes.
+    Does nothing if this process's own user has caused the action. `size` is in bytes.
     """
     by = person(session)
     if not by:
@@ -145,8 +144,8 @@ def person(session: Session) -> str:
 def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
     """Waits until a notification comes, an owner dies, or a blocking model of this process is free.
 
-    Returns at the latest after POLL_SECONDS, at the verdict's `retry_at`, or at `deadline`
-    (seconds of the session's clock).
+    Returns at the latest after POLL_SECONDS, at the verdict's `retry_at`, or at `deadline`. Both
+    times are in seconds of the session's clock.
     """
     now = session.clock()
     until = now + POLL_SECONDS

@@ -51,11 +51,11 @@ _HERE = Place.HERE  # every use reads it: this name takes 10 ns, `Place.HERE` ta
 
 
 class Stays(Exception):
-    """A step must not be taken: the weights exist only here, or the model is in use or has grown."""
+    """A model must stay: its weights exist nowhere else, or it is in use, or it has grown."""
 
 
 def _ignore_loss(kind: str, because: str) -> None:
-    """Does nothing. It is the value of `report_loss` until the registry sets another function."""
+    """Does nothing. The value of `report_loss` until the registry sets another function."""
 
 
 def _nothing() -> None:
@@ -114,7 +114,7 @@ class Resident:
     def pieces(self) -> tuple[int, ...]:
         """Relative sizes of the pieces into which the model may be divided.
 
-        A model with one piece must stay whole. An empty tuple means that it may be divided
+        A model with one piece must stay whole. An empty tuple means that the model may be divided
         anywhere.
         """
         if self._pieces is None:
@@ -156,15 +156,15 @@ class Resident:
             model.training.forwarded(result)
 
     def in_use(self) -> bool:
-        """Whether the model may not be moved now: a block or a graph pins it, or it is in training."""
+        """Whether a block of code, an autograd graph or training forbids to move the model now."""
         return bool(self.training.pinned()) or self.kept_by_training()
 
     def kept_by_training(self) -> bool:
-        """Whether training keeps the model on its device, also if no block or graph pins it."""
+        """Whether training keeps the model on its device, even without any pin."""
         return self.lease.all_on_device and self.training.holds(self.handle)
 
     def called_by(self, thread: int) -> bool:
-        """Whether the thread with the identifier `thread` calls the model, or moves or loads it."""
+        """Whether the thread with the identifier `thread` calls, moves or loads the model now."""
         return self._worker == thread or any(called_by(pin) == thread for pin in self.pins.copy())
 
     def is_dropped(self) -> bool:
@@ -180,13 +180,12 @@ class Resident:
         return Declared(self.spec.size or 0, self.spec.importance)
 
     def truth(self) -> Lease | None:
-        """The lease as this process knows it, with pins and last use.
+        """The current lease of the model, with its pins and last use.
 
         None if the model is not loaded.
 
         The end of a pin leaves no time stamp. So a pin that ended since the last call counts as use
-        until now, which is an upper bound. An importance that was passed to `use()` ends with the
-        block.
+        until now, which is an upper bound. An importance passed to `use()` ends with its block.
         """
         if self.handle is None:
             return None
@@ -216,14 +215,14 @@ class Resident:
         self.recent_uses = merged_uses((self.recent_uses, recent), self._wall())
 
     def _used_since(self) -> float:
-        """The time when the current use began; NEVER (0) if that is not known."""
+        """The time when the current use began; NEVER (0) if the time is not known."""
         return self.pinned_since if self.pins else self.training.kernel.state.busy_since
 
     def must_return_to(self) -> dict[str, int]:
-        """Maps each device to which the model, now in host memory, can return to its bytes there.
+        """Maps devices to bytes: what a model in host memory needs on each device to return.
 
-        A value of 0 means that the number of bytes on that device is not fixed. The result is empty
-        if the model can return to any device, or if it is not in host memory.
+        The value is 0 for a device on which the bytes are not fixed. The result is empty if the
+        model can return to any device, or if the model is not in host memory.
         """
         if self.handle is None or self.place is not Place.AWAY:
             return {}
@@ -233,7 +232,7 @@ class Resident:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the lock `work`. This thread's calls of the model then count as part of the move."""
+        """Holds the lock `work`. Calls of the model by the holding thread belong to the move."""
         with self.work:
             self._worker = threading.get_ident()
             try:
@@ -263,7 +262,7 @@ class Resident:
                 raise
 
     def install(self, handle: Any, lease: Lease, anchor: AnchorRef | None) -> None:
-        """Makes the loaded `handle` the model that `use` yields. `anchor`, if given, pins the model."""
+        """Makes the loaded `handle` the model that `use` yields, pinned by `anchor` if given."""
         value = self.backend.value(handle)
         pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
@@ -289,7 +288,7 @@ class Resident:
         return getattr(self.handle, "pids", ())
 
     def _lost(self, of: Callable[[], Any], kind: str, because: str) -> None:
-        """Releases the model after its engine ended. `of` is a weak reference to its handle.
+        """Releases the model after its engine ended. `of` refers weakly to the model's handle.
 
         The book shows the loss before any caller of the model gets the error.
         """
@@ -301,7 +300,7 @@ class Resident:
         self.report_loss(kind, because)
 
     def lose(self) -> None:
-        """Releases a model that is gone or unusable. A kept reference works again after a reload."""
+        """Releases a gone or unusable model. References to it work again after the next load."""
         self._drop()
 
     def begin_moving(self) -> bool:
@@ -316,7 +315,7 @@ class Resident:
         return True
 
     def await_move(self) -> None:
-        """Waits until the model is not being moved. Only a module in training is waited for."""
+        """Waits for the end of a move of a module in training. Returns at once for all others."""
         while True:
             with self.gate:
                 handle: Any = self.handle if self.place is Place.MOVING else None
@@ -333,7 +332,7 @@ class Resident:
     def carry(self, step: Move | Drop, shadow: bool = False) -> Shares:
         """Performs the step and returns the shares that are measured afterwards.
 
-        With `shadow`, the copy in host memory of a model that returns to its card stays there.
+        If `shadow` is true, a model that returns to its card keeps its copy in host memory.
 
         If a drop would lose weights that exist nowhere else, this raises Stays and drops nothing.
         """
@@ -365,10 +364,10 @@ class Resident:
     def postpones_measuring(self) -> bool:
         """Whether a backward pass may be running now.
 
-        The next optimizer step then measures the model.
+        If one may run, the model is not measured before the next optimizer step.
 
         The autograd engine replaces gradients without holding the interpreter's lock. A thread that
-        reads a gradient at that moment crashes the process.
+        reads a gradient during a replacement crashes the process.
         """
         return self.training.postpones_measuring(self.handle)
 
@@ -403,7 +402,7 @@ class Resident:
             self.remeasure()
 
     def forget(self) -> None:
-        """Frees the model's bytes for good. Bytes without a source stay with the user's object."""
+        """Frees the model's bytes for good. Bytes without a source stay in the user's object."""
         with self.work:
             if self.handle is not None:
                 self._drop()
@@ -439,8 +438,8 @@ def _weakly(value: Any) -> Callable[[], Any]:
 def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     """Ids of the leases that `thread` pins, as `owner/name`.
 
-    A module in training that only the running cell keeps on its device counts too. It can leave
-    when the cell has ended.
+    A module in training that only the running cell keeps on its device counts too. Such a module
+    can leave when the cell has ended.
     """
     return tuple(
         r.lease.id

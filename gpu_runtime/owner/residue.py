@@ -15,8 +15,8 @@ def residue(
     """Maps each device to the bytes beyond the leases: context, reserved cache, the user's tensors.
 
     `used` maps devices to the bytes that the driver counts for this process. `contexts` maps
-    devices to the bytes outside torch's allocator. A block of code adds no residue: its lease
-    already covers the memory that the code allocates.
+    devices to the bytes outside torch's allocator. A leased block of code adds no residue: the
+    lease of the block already covers the memory that the code allocates.
     """
     leased: dict[str, int] = {}
     outside_torch = dict(contexts)  # a CUDA context is never part of a lease

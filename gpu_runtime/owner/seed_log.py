@@ -1,6 +1,6 @@
 """Log lines whose exact text must not change, because operators search logs for them.
 
-They come from the Semantik governor, a memory manager whose features this project carries over.
+The lines come from the Semantik governor, a memory manager whose features this project continues.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request
 
 
 class _Renamed(Exception):
-    """The book names devices of this process differently: `names` maps our names to the book's."""
+    """The book has other names for devices of this process.
+
+    `names` maps this process's names to the book's names.
+    """
 
     def __init__(self, names: dict[str, str]) -> None:
         super().__init__(names)
@@ -131,7 +134,7 @@ class Session:
 
     @property
     def owner(self) -> Owner:
-        """This owner, with the notebook's path if it is known by now."""
+        """This owner, with the notebook's path if the path is known."""
         owner = self.ledger.owner
         return replace(owner, notebook=self.notebook) if self.notebook else owner
 
@@ -186,14 +189,14 @@ class Session:
         return bool(self.blocks) or any(resident.handle is not None for resident in residents)
 
     def in_use(self) -> bool:
-        """Whether a model is pinned, a block runs or a cell runs. Changes will then follow soon."""
+        """Whether a model is in use, or a block of code or a cell runs: changes follow soon."""
         busy = self.blocks or self.activity.running
         return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
 
     def world(self, fresh: bool = False) -> World:
-        """The devices as they were measured last, or as they are measured now if `fresh`.
+        """The devices as measured last. If `fresh` is true, they are measured now.
 
-        If the driver does not answer, the device counts as unmeasured, not as free.
+        If the driver does not answer, the devices count as unmeasured, not as free.
         """
         now = self.clock()
         try:
@@ -213,11 +216,11 @@ class Session:
         fresh: bool = False,
         in_full: Callable[[list[Event], T], list[Event]] | None = None,
     ) -> T:
-        """Runs `decision` in one transaction, after this owner's part of the book is updated.
+        """Updates this owner's part of the book and runs `decision`, in one transaction.
 
-        Then notifies the owners that the write concerns and journals the events. `fresh` measures
-        the devices first. `in_full(events, answer)` adds details that only the journal keeps.
-        Raises LedgerUnavailable.
+        After the transaction, notifies the owners that the write concerns and journals the events.
+        If `fresh` is true, the devices are measured first. `in_full(events, answer)` adds details
+        that only the journal keeps. Raises LedgerUnavailable.
         """
         try:
             return self._decide(decision, self.world(fresh), in_full)
@@ -252,9 +255,10 @@ class Session:
         self.decide(lambda book, world: (book, None))
 
     def announce(self, name: str) -> None:
-        """Publishes that this process can load the model `name`; the first time also this owner.
+        """Publishes that this process can load the model `name`.
 
-        If the ledger cannot be written now, the monitor publishes the name later.
+        The first call also publishes this owner. If the ledger cannot be written now, the monitor
+        publishes the name later.
         """
         if not self.settings.enable_memory_governor:
             return
@@ -267,7 +271,7 @@ class Session:
             log.debug("announced later: %s", error)
 
     def publish_names(self) -> None:
-        """Publishes which models this process can load, if their names have changed."""
+        """Publishes the names of the models that this process can load, if they have changed."""
         if not self.settings.enable_memory_governor:
             return
         try:
@@ -298,7 +302,7 @@ class Session:
     def withdraw(self, key: Key) -> None:
         """Removes this process's ticket for `key`, if there is one. Never raises GpuError.
 
-        A ticket that stays behind is withdrawn at the monitor's next tick.
+        If the removal fails, the monitor withdraws the ticket at its next tick.
         """
         try:
             if self.ledger.read().ticket(key.text):
@@ -316,7 +320,7 @@ class Session:
     # -- reading
 
     def read_book(self) -> Book:
-        """The book. Our devices take the book's names, if no memory of this process is on them."""
+        """Reads the book. Gives this process's devices the book's names, if they hold no memory."""
         book = self.ledger.read()
         try:
             self._require_equal_names(book)
@@ -342,8 +346,8 @@ class Session:
     def _require_equal_names(self, book: Book) -> None:
         """Raises _Renamed if the book uses another name for a device of this process.
 
-        That happens if two processes that see different cards open the ledger at the same moment,
-        or if another owner has made a new book.
+        The names differ if two processes that see different cards open the ledger at the same
+        moment, or if another owner has made a new book.
         """
         if book.devices is not self._named:
             if other := device_names.names(self.probe.devices, book):
@@ -415,7 +419,7 @@ class Session:
     # -- the monitor
 
     def start_monitor(self) -> None:
-        """Starts the monitor with the first model or lease. A process that only reads needs none."""
+        """Starts the monitor, at the first model or lease. A process that only reads needs none."""
         if not self.settings.enable_memory_governor:
             return
         with self.lock:

@@ -27,9 +27,9 @@ def wanted(session: Session, resident: Resident) -> bool:
 def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
     """Reserves host memory for the shadow of a model that is loaded onto `shares`.
 
-    Returns the options with which the backend keeps the shadow, or none if the host has no room. If
-    another process loads the same files now, this function waits for that load, so that the files
-    are read once.
+    Returns the options with which the backend keeps the shadow, or no options if the host has no
+    room. If another process loads the same files now, this function first waits for the end of the
+    other load, so that the files are read once.
     """
     if not wanted(session, resident):
         return {}
@@ -64,7 +64,7 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
 
 
 def _copies(session: Session, book: Book, files: str) -> Copies:
-    """The shared pages with these `files`: the id of each, and the pids of its holders."""
+    """The shared pages that hold the content of `files`: ids, each with the pids of its holders."""
     found: Copies = {}
     for section in _near(session, book):
         for lease in section.leases:
@@ -74,9 +74,9 @@ def _copies(session: Session, book: Book, files: str) -> Copies:
 
 
 def _near(session: Session, book: Book) -> list[Section]:
-    """The book's sections of this user's processes that are on this host and in its namespaces.
+    """The sections of this user's processes that run on this host and in the same namespaces.
 
-    In this process, a pid of such a section means the same process.
+    A pid that such a section names is the same process for this process too.
     """
     me, found = session.ledger.owner, []
     for section in book.sections.values():
@@ -104,7 +104,7 @@ def _loader(session: Session, book: Book, files: str) -> Owner | None:
 
 
 def _waits(session: Session, loader: Owner) -> bool:
-    """Waits a moment for the load of the process `loader`. False if that process is stopped."""
+    """Waits a moment for the load of the process `loader`. Returns False if `loader` is stopped."""
     sights = session.ledger.sights(session.ledger.read(), {loader.id})
     if sights.get(loader.id) in (Sight.STOPPED, Sight.DUMPING):
         return False
@@ -114,7 +114,10 @@ def _waits(session: Session, loader: Owner) -> bool:
 
 
 def free(resident: Resident) -> bool:
-    """Frees the copy of the model in host memory. False if there is none, or the model moves."""
+    """Frees the copy of the model in host memory.
+
+    Returns False if there is no copy, or if the model is being moved.
+    """
     with resident.work:
         if resident.place is Place.MOVING or not resident.shadow_bytes:
             return False

@@ -95,12 +95,15 @@ def snapshot(session: Session) -> Snapshot:
 
 
 def _quarantined(book: Book) -> tuple[Quarantined, ...]:
-    """The owners whose sections cannot be read, with the bytes that they are known to hold."""
+    """The owners whose sections cannot be read, with the bytes that each is known to hold."""
     return tuple(replace(it, entry=b"", content=b"") for it in book.quarantined.values())
 
 
 def _declared(session: Session) -> dict[str, dict[str, Declared]]:
-    """Maps owner ids to the models that the owner can load. This process's models are current."""
+    """Maps each owner id to the models that the owner can load.
+
+    For this process, the models are the current ones; for other owners, the published ones.
+    """
     own = {name: one.declared() for name, one in list(session.residents.items())}
     names = session.ledger.names()
     return names | {session.me: own} if own else names
@@ -135,9 +138,9 @@ def other_hosts(session: Session) -> tuple[Snapshot, ...]:
 
 
 def _of_page(session: Session, page: HostPage) -> Snapshot:
-    """A snapshot of another host, made from its page, which is its book as stored in the ledger.
+    """A snapshot of another host, made from `page`, the host's book as stored in the ledger.
 
-    The times in the page are of that host's clock. So the newest time in the page is used as now.
+    The times in `page` are of the other host's clock. So the newest time in `page` is used as now.
     """
     book = page.book or Book()
     stamps = [0.0]
@@ -223,7 +226,7 @@ def catalog(session: Session) -> DataFrame:
 
 
 def who(session: Session, process: str = "") -> DataFrame:
-    """A table of the names in this process, or in `process`, that hold its device memory."""
+    """A table of the names that hold device memory in `process`, or in this process if empty."""
     from . import dataframes, holdings, other_holdings
 
     if session.guest and not process:
@@ -268,7 +271,7 @@ def allocator_maps(session: Session) -> tuple[AllocatorMap, ...]:
 
 
 def history(session: Session, found: Snapshot, seconds: str | float, points: int) -> History:
-    """The past use of the devices of a snapshot; see Runtime.history."""
+    """The past use of the devices of the snapshot `found`; see Runtime.history."""
     if points < 1:
         raise BadSetting("points", points, "a number of moments, 1 or more")
     span = parse_seconds(seconds)
@@ -281,7 +284,7 @@ def history(session: Session, found: Snapshot, seconds: str | float, points: int
 def why(session: Session, name: str) -> tuple[Event, ...]:
     """The last decisions on a model, or on the memory of the notebook `name`, the newest first.
 
-    Raises UnknownModel if there is no decision on that name and no model has it.
+    Raises UnknownModel if there is no decision on `name` and no model has this name.
     """
     bare = name.partition("@")[0]
     resident = registry.by_key(session, bare)
@@ -303,9 +306,9 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
 
 
 def replays(session: Session, name: str) -> tuple[Replayed, ...]:
-    """The recorded decisions on a model, each decided again; see Runtime.why.
+    """Decides the recorded decisions on the model `name` again; see Runtime.why.
 
-    Raises UnknownModel if there is none and no model has that name.
+    Raises UnknownModel if no decision is recorded and no model has this name.
     """
     bare = name.partition("@")[0]
     resident = registry.by_key(session, bare)
@@ -325,7 +328,7 @@ def plan(
     given: dict[str, Any],
     timeout: float | None,
 ) -> Plan:
-    """A dry run of a request, which changes nothing; see Runtime.plan."""
+    """The result of a dry run, which changes nothing; see Runtime.plan."""
     subject = _subject(session, name_or_size, source, given)
     book = session.read_book()
     world = session.world()
@@ -348,7 +351,7 @@ def plan(
 def _subject(
     session: Session, words: str | int, source: Any, given: dict[str, Any]
 ) -> dry_run.Subject:
-    """What `words` name: a model of this process, a size, another owner's model, or a source."""
+    """The subject that `words` name: a model of any owner, a size of bytes, or a source."""
     name = str(words)
     described = loading.described(session, name, source, given)
     if described is not None:

@@ -1,9 +1,9 @@
 """Keeps a module in training on its device between its calls.
 
-This is needed because `backward` and `step` do not call the module. A module is in training if it
-was adopted with its optimizer, or while it has gradients or a graph. In a kernel such a module is
-in use while a cell runs. Elsewhere it is in use from a `forward` with gradients enabled until
-`step`, `zero_grad` or the end of the graph.
+`backward` and `step` do not call the module, so a pin during calls alone would not keep it there. A
+module is in training if it was adopted with its optimizer, or while it has gradients or a graph. In
+a kernel, a module in training is in use while a cell runs. In a script, it is in use from a
+`forward` with gradients enabled until `step`, `zero_grad` or the end of the graph.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Training:
     def forwarded(self, result: Any) -> None:
         """Notes the autograd graphs in the `result` of a `forward`.
 
-        Outside a cell they pin the model.
+        If no cell runs, the graphs pin the model.
         """
         torch = sys.modules["torch"]
         if not torch.is_grad_enabled():
@@ -73,7 +73,7 @@ class Training:
         self._graph_pins.discard(pin)
 
     def stepped(self) -> None:
-        """Releases the pins of `forwarded`: the optimizer stepped or gradients were cleared."""
+        """Ends the pins that `forwarded` set. Called after a step or a clearing of gradients."""
         self._awaits_step = False
         for pin in tuple(self._graph_pins):
             self._ended(pin)
@@ -87,10 +87,9 @@ class Training:
         return not self.kernel.running and self.kernel.state.idle_since == NEVER
 
     def postpones_measuring(self, handle: Any) -> bool:
-        """Whether the thread that trains the model of `handle` measures the model, at its next
-        step.
+        """Whether only the thread that trains the model may measure the model, at its next step.
 
-        Another thread could read gradients while they are made or cleared. That ended in a
+        Any other thread could read gradients while they are made or cleared. Such a read ended in a
         segmentation fault.
         """
         trains = getattr(handle, "optimizer", None) is not None
@@ -110,7 +109,7 @@ class Training:
         return self.blocks() if self._waived else len(self.pins)
 
     def holds(self, handle: Any) -> bool:
-        """Whether training keeps the model of `handle` on its device, also if no pin does."""
+        """Whether training keeps the model of `handle` on its device, even without any pin."""
         if not hasattr(handle, "moves_in_training"):
             return False
         if self.kernel.running and not self._waived:
@@ -122,9 +121,9 @@ class Training:
 
     @contextlib.contextmanager
     def waived(self) -> Iterator[None]:
-        """Inside the block, training does not keep the model on its device.
+        """A `with` block during which training does not keep the model on its device.
 
-        Use it where the thread that trains the model evicts it.
+        The thread that trains the model uses this block when it evicts the model.
         """
         # Another thread could move the model during the main thread's backward pass.
         self._waived = threading.current_thread() is threading.main_thread()
@@ -166,10 +165,10 @@ class Stepping(Protocol):
 
 
 class _Arguments(tuple):
-    """The arguments of `step`, with the blocks in which the step runs.
+    """The arguments of `step`, with the `with` blocks that pin the models during the step.
 
-    torch keeps the arguments in the frame of the step. So the blocks end with that frame, however
-    it ends.
+    torch keeps the arguments in the frame of the step. So the blocks end when the frame ends,
+    whether it returns or raises.
     """
 
     blocks: list[Held]
@@ -209,8 +208,8 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
 def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
     """From now on, `optimizer.zero_grad` releases the pins that a `forward` of `model` took.
 
-    The model is pinned while its gradients are cleared. Without that pin, the monitor measured the
-    model at that moment, and the process ended with a segmentation fault.
+    The model is pinned while its gradients are cleared. Without this pin, the monitor measured the
+    model during the clearing, and the process ended with a segmentation fault.
     """
     original = optimizer.zero_grad
     of = weakref.ref(model)
@@ -227,5 +226,5 @@ def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
         return result
 
     # The method is set on the instance, as torch's schedulers do with `step`. A pickle of the
-    # optimizer does not contain it.
+    # optimizer does not contain this method.
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)

@@ -1,9 +1,8 @@
-"""Owners that nothing proves alive or dead. A person who knows that such an owner ended can remove
-it.
+"""Owners that nothing proves alive or dead. A person who knows that one has ended can remove it.
 
 The lock file of such an owner is missing or was replaced, and its process runs in another container
-or is hidden. No process removes such an owner automatically, because its memory may be in use.
-Messages call these processes lost. Owners that are proven dead are removed by
+or is hidden. No process removes such an owner automatically, because the owner's memory may be in
+use. Messages call these processes lost. Owners that are proven dead are removed by
 `dead_owners.reap_neighbours` with `scheduler/transitions.reap`.
 """
 
@@ -19,12 +18,12 @@ from .session import Session
 
 
 def evict(session: Session, process: str, *, force: bool) -> Outcome:
-    """Lists what the lost process holds; with `force`, ends its leases and reports the freed bytes.
+    """Lists what the lost process holds. With `force`, ends its leases and reports the freed bytes.
 
     `process` is the pid of the lost process, as text; a leading `@` is ignored.
 
-    Raises GpuError if no lost process has that pid. Raises NotAllowed, only with `force`, if this
-    user neither runs that process nor is an operator.
+    Raises GpuError if no lost process has this pid. With `force`, raises NotAllowed if this user
+    neither runs the lost process nor is an operator.
     """
     book = session.ledger.read()
     lost = _lost(session, book, process)
@@ -49,12 +48,12 @@ def evict(session: Session, process: str, *, force: bool) -> Outcome:
 
 
 def _without(session: Session, book: Book, ids: list[str], world: World, said_by: str) -> Book:
-    """The book without the owners `ids`. An owner that was proven alive meanwhile stays."""
+    """The book without the owners `ids`. An owner that by now is proven alive stays in the book."""
     return books.reap(book, session.ledger.dead(book).intersection(ids), world, said_by)
 
 
 def _lost(session: Session, book: Book, process: str) -> list[Section]:
-    """The sections of the lost `process`. Raises GpuError if no lost process has that pid."""
+    """The sections of the lost process with the pid `process`. Raises GpuError if there is none."""
     unknown = session.ledger.unknown(book)
     sections = [section for id, section in book.sections.items() if id in unknown]
     pid = process.removeprefix("@")

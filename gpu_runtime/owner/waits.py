@@ -1,4 +1,4 @@
-"""Ends a wait for memory: a wait of this process at once, another process's by a request to it.
+"""Ends a wait for memory. To end a wait of another process, sends a request to that process.
 
 The waiting thread raises WaitEnded when it decides next, and withdraws its ticket itself.
 """
@@ -24,7 +24,7 @@ def cancel(session: Session, name: str | LeaseId, timeout: str | float | None) -
 
 
 def obey(session: Session, order: Order) -> Outcome:
-    """Ends the waits that the `order` of another owner names, if they began before the order."""
+    """Ends the waits that another owner's `order` names, if the waits began before the order."""
     ticket = session.ledger.read().ticket(order.key)
     if ticket is None:
         raise GpuError("the request was withdrawn", name=order.name)
@@ -32,9 +32,9 @@ def obey(session: Session, order: Order) -> Outcome:
 
 
 def end(session: Session, name: str, by: str, before: float | None = None) -> Outcome:
-    """Ends this process's waits for `name`; with `before`, only those that began until that time.
+    """Ends this process's waits for `name`. With `before`, only waits that began by that time.
 
-    `by` is the person or the process that ends them. The waiting threads raise WaitEnded.
+    `by` is the person or the process that ends the waits. The waiting threads raise WaitEnded.
     """
     ended = 0
     for ticket in _uses(session, session.me):
@@ -47,14 +47,17 @@ def end(session: Session, name: str, by: str, before: float | None = None) -> Ou
 
 
 def _uses(session: Session, owner: str = "") -> list[Ticket]:
-    """The requests that wait for memory, of all processes or of one `owner`."""
+    """The requests that wait for memory: of the owner with the id `owner`, or of all if empty."""
     tickets = session.ledger.read().tickets
     found = [one for one in tickets if one.verb == "use"]
     return [one for one in found if not owner or one.owner == owner]
 
 
 def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
-    """The id of the owner that waits for `name`, with the name. Raises GpuError, AmbiguousName."""
+    """Finds the wait for `name`: the waiting owner's id and the name of what it waits for.
+
+    Raises GpuError, AmbiguousName.
+    """
     if isinstance(name, LeaseId):
         return name
     bare, process = registry.split_address(name)
