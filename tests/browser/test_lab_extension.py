@@ -26,6 +26,8 @@ pytestmark = [
 
 DEVICES = "sim:24GiB,host:64GiB"
 LOAD = "%load_ext gpu\n%gpu load {} --backend fake --size {}"
+HOLD = 'import time\nwith rt.use("qwen"):\n    while True:\n        time.sleep(0.1)'
+WAIT = '%load_ext gpu\nrt.register("giant", backend="fake", size="20GiB")\nwith rt.use("giant"):\n    pass'
 SECOND = "import os\nos.environ['GPU_LEDGER'] = 'sqlite://{}'\n" + LOAD.format("bge", "3GiB")
 
 
@@ -38,7 +40,8 @@ def home(tmp_path_factory):
 def port(home):
     """The port of a JupyterLab with the extension, as it is after an installation."""
     notebooks = {
-        "train.ipynb": [LOAD.format("qwen", "14GiB")],
+        "train.ipynb": [LOAD.format("qwen", "14GiB"), HOLD],
+        "wait.ipynb": [WAIT],
         "other.ipynb": [SECOND.format(home / "second")],
     }
     with serving_lab(home, notebooks, GPU_DEVICES=DEVICES) as port:
@@ -90,13 +93,43 @@ def test_evict_from_the_panel_asks_first_and_then_evicts(train):
     status(train, "GPU0 0/22 GiB")
 
 
+def open_and_run(notebook, path, text):
+    """Opens the notebook `path` in the same page, and runs its cell that contains `text`."""
+    notebook.command("docmanager:open", {"path": path})
+    cell = notebook.page.locator(".jp-Notebook:visible .jp-CodeCell", has_text=text)
+    cell.locator(".cm-content").click()
+    notebook.page.wait_for_selector("text=/Python 3 .* Idle/")
+    notebook.page.keyboard.press("Shift+Enter")
+    return cell
+
+
+def test_end_wait_ends_the_cell_of_another_notebook_with_an_error_that_names_the_person(train):
+    """Before that the queue shows what waits, since when, and why. Interrupt ends the holder's cell."""
+    page = train.page
+    page.locator(".jp-CodeCell", has_text="while True").locator(".cm-content").click()
+    page.keyboard.press("Shift+Enter")
+    page.locator(".gpu-panel").get_by_text("in use").wait_for()
+    cell = open_and_run(train, "wait.ipynb", "giant")
+    status(train, "GPU0 14/22 GiB · 1 waiting")
+    panel = page.get_by_role("region", name="GPU memory")
+    panel.get_by_text("wait.ipynb · qwen").wait_for()
+    panel.get_by_role("button", name="End wait of giant: wait.ipynb").click()
+    page.locator(".jp-Dialog").get_by_text("Its cell stops with an error").wait_for()
+    page.locator(".jp-Dialog").get_by_role("button", name="End wait").click()
+    panel.get_by_text("✓ End wait of giant:").wait_for()
+    cell.locator(".jp-OutputArea-output", has_text="JupyterLab").first.wait_for()
+    assert "ended the wait for giant" in cell.locator(".jp-OutputArea-output").last.inner_text()
+    panel.get_by_role("button", name="Interrupt kernel: train.ipynb").click()
+    page.locator(".jp-Dialog").get_by_role("button", name="Interrupt").click()
+    panel.get_by_text("✓ Interrupt train.ipynb:").wait_for()
+    panel.get_by_role("button", name="Evict qwen: train.ipynb").click()
+    page.get_by_role("button", name="Evict, freeing 14.0 GiB").click()
+    status(train, "GPU0 0/22 GiB")
+
+
 def test_a_notebook_with_another_ledger_is_followed_and_says_so(train):
     """The tile's console would show the first ledger, where nothing of this notebook is."""
-    train.command("docmanager:open", {"path": "other.ipynb"})
-    cell = train.page.locator(".jp-Notebook:visible .jp-CodeCell", has_text="bge")
-    cell.locator(".cm-content").click()
-    train.page.wait_for_selector("text=/Python 3 .* Idle/")
-    train.page.keyboard.press("Shift+Enter")
+    open_and_run(train, "other.ipynb", "bge")
     status(train, "GPU0 3/22 GiB · 2 ledgers are active")
     train.page.locator(".gpu-panel").get_by_text("The GPU console shows sqlite").wait_for()
     train.command("docmanager:open", {"path": "train.ipynb"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import pytest
 from gpu_panels import lab
@@ -13,7 +14,7 @@ from gpu_panels.lab.view import LabKernel
 
 import gpu_runtime
 from gpu_runtime import watching
-from gpu_runtime.errors import GpuError
+from gpu_runtime.errors import GpuError, WaitEnded
 from gpu_runtime.ledgers import in_use
 from tests.clock import Clock
 
@@ -88,6 +89,35 @@ def test_an_action_that_the_panel_does_not_offer_is_refused(reader):
             reader.ask(key, verb, row["id"])
     with pytest.raises(GpuError, match="no longer shown"):
         reader.ask("unknown", "evict", row["id"])
+
+
+def test_a_wait_is_ended_from_the_panel(reader, rt, clock):
+    """The dialog names the waiting process. The waiting call gets an error with the person's name."""
+    rt.register("llama", backend="fake", size="20GiB")
+    errors, begun = [], threading.Event()
+    rt.tell_waits(lambda name, wait: begun.set())
+
+    def wait():
+        try:
+            with rt.use("llama", timeout=60):
+                pass
+        except WaitEnded as error:
+            errors.append(error)
+
+    with rt.use("qwen"):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert begun.wait(30)
+        clock.now += 1.0
+        found = plain(reader.status([KERNEL]))
+        [row] = found["waiting"]
+        asked = reader.ask(found["ledger"]["key"], "cancel", row["id"])
+        assert asked["title"] == "End the wait for llama?" and asked["process"]
+        assert reader.act(asked["question"])["done"]
+        waiting.join(30)
+    assert ", JupyterLab (" in errors[0].by
+    refused = reader.ask(found["ledger"]["key"], "cancel", row["id"])["refused"]
+    assert refused == "This request no longer waits. Nothing was done."
 
 
 def test_a_process_that_has_ended_gets_no_question(reader):

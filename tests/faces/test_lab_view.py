@@ -60,6 +60,19 @@ def test_waiting_requests_are_counted_and_listed():
     [row] = found["waiting"]
     assert (row["name"], row["holder"], row["need"]) == ("llama", "analysis.ipynb", "8.0 GiB")
     assert row["since"] == WALL - 7 and found["problems"] == []
+    assert row["actions"] == [{"verb": "cancel", "label": "End wait", "why_not": ""}]
+
+
+def test_the_wait_of_a_stopped_process_cannot_be_ended_and_says_so():
+    asleep = replace(ticket(), refreshed=NOW - 60)
+    [row] = shown(snapshot(lease("qwen", 14), tickets=[asleep]))["waiting"]
+    assert row["actions"][0]["why_not"].startswith("Its process is stopped")
+
+
+def test_a_waiting_notebook_of_this_server_can_be_opened():
+    mine = replace(ticket(), owner=ME.id)
+    [row] = shown(snapshot(lease("qwen", 14), tickets=[mine]))["waiting"]
+    assert row["path"] == "notes/train.ipynb"
 
 
 def test_another_ledger_is_mentioned_where_the_tile_shows_it():
@@ -82,9 +95,31 @@ def test_a_stopped_process_with_memory_is_a_problem():
     world = snapshot(lease("qwen", 14))
     stopped = {ME.id: Presence(ProcessState.STOPPED)}
     found = shown(replace(world, presences=stopped))
-    assert found["problems"][0].startswith("train.ipynb (pid 4000) is stopped and holds 14.0 GiB.")
+    [problem] = found["problems"]
+    assert problem["text"].startswith("train.ipynb (pid 4000) is stopped and holds 14.0 GiB.")
+    assert problem["since"] == WALL, "the time of the first snapshot with it"
     assert found["status"].endswith("1 problem") and found["groups"][0]["trouble"] == "stopped"
     assert shown(replace(snapshot(), presences=stopped))["problems"] == []
+
+
+def test_a_problem_keeps_its_begin_and_has_the_buttons_that_may_help():
+    """A long wait can be ended, and the pinned model that blocks it can be unpinned."""
+    world = snapshot(lease("qwen", 14, keep=True), tickets=[ticket(waited=400.0)])
+    [problem] = shown(world)["problems"]
+    assert problem["since"] == WALL - 400
+    assert [(one["verb"], one["target"], one["label"]) for one in problem["actions"]] == [
+        ("unpin", f"{ME.id}/qwen", "Unpin qwen"),
+        ("cancel", "k", "End wait"),
+    ]
+    stopped = replace(
+        snapshot(lease("qwen", 14)), presences={ME.id: Presence(ProcessState.STOPPED)}
+    )
+    first_seen: dict[str, float] = {}
+    found = [
+        shown(replace(stopped, wall=WALL + later), first_seen=first_seen)["problems"][0]["since"]
+        for later in (0.0, 60.0)
+    ]
+    assert found == [WALL, WALL]
 
 
 # -- the side panel
@@ -123,16 +158,21 @@ def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():
         lease("used", 3, pins=1, pinned_since=NOW - 40),
         lease("kernel", 2, kind="kernel"),
         lease("away", 1, HOST),
+        lease("kept", 0.5, keep=True),
     )
     rows = shown(world)["groups"][0]["rows"]
     assert [(row["name"], [tuple(one.values()) for one in row["actions"]]) for row in rows] == [
         ("idle", [("evict", "Evict", "")]),
         ("used", [("evict", "Evict", "In use by train.ipynb (pid 4000)")]),
         ("its own code", [("park", "Park", "")]),
+        (
+            "kept",
+            [("evict", "Evict", "It is pinned; unpin it first"), ("unpin", "Unpin", "")],
+        ),
         ("away", [("restore", "Restore", "")]),
     ]
-    assert [row["variables"] for row in rows] == [False, False, True, False]
-    assert rows[3]["where"] == "RAM"
+    assert [row["variables"] for row in rows] == [False, False, True, False, False]
+    assert rows[4]["where"] == "RAM" and rows[3]["state"] == "pinned"
 
 
 def test_a_quiet_box_has_the_same_values_a_second_later():

@@ -330,8 +330,10 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     if proposal.verb in ON_CARDS:
         return _card_difference(proposal, snapshot)
     if proposal.waiting:
-        waits = _ticket(proposal.waiting, snapshot) is not None
-        return "" if waits else f"Nothing waits for {name} any more."
+        if _ticket(proposal.waiting, snapshot) is not None:
+            return ""
+        gone = f"Nothing waits for {name} any more."
+        return gone if proposal.name else "This request no longer waits."
     section = snapshot.sections.get(proposal.owner)
     if section is None:
         had_process = bool(proposal.pid)

@@ -64,9 +64,8 @@ def _waiting_row(
     need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
     need_bytes = sum(share.bytes for share in ticket.need)
     because = clean(ticket.because) or "free memory"
-    unrefreshed, why_not = snapshot.now - ticket.refreshed, ""
+    unrefreshed = snapshot.now - ticket.refreshed
     if unrefreshed > ASLEEP_SECONDS:
-        why_not = "Its process is stopped, and cannot end its wait"
         stopped = f"Its process has been stopped for {lasting(unrefreshed)}"
         because = f"{stopped}; other requests overtake it. {because}"
     elif silent:
@@ -80,7 +79,14 @@ def _waiting_row(
         importance_cell(ticket.importance),
         Cell(because, kind="prose alarm" if silent else "prose"),
     )
-    return Row(ticket.key, cells, (Button("cancel", VERBS["cancel"], why_not),))
+    return Row(ticket.key, cells, (end_wait(ticket, snapshot),))
+
+
+def end_wait(ticket: Ticket, snapshot: Snapshot) -> Button:
+    """The button that ends the wait of `ticket`. For a stopped process it says why the wait cannot end."""
+    is_asleep = snapshot.now - ticket.refreshed > ASLEEP_SECONDS
+    why_not = "Its process is stopped, and cannot end its wait" if is_asleep else ""
+    return Button("cancel", VERBS["cancel"], why_not)
 
 
 def _asked_row(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:

@@ -53,6 +53,7 @@ class _Read:
         self.lock = threading.Lock()
         self.snapshot: Snapshot | None = None
         self.read_at = self.reaped_at = float("-inf")
+        self.first_seen: dict[str, float] = {}  # problem -> epoch seconds
         self.answers: dict[Any, Answer] = {}  # of the last snapshot only
 
 
@@ -93,7 +94,7 @@ class Reader:
         known = read.answers.get(version)
         if known is not None:
             return known
-        plain = view.shown(snapshot, kernels, self._name(read), others, tile)
+        plain = view.shown(snapshot, kernels, self._name(read), others, tile, read.first_seen)
         body = json.dumps(plain).encode()
         answer = Answer(body, hashlib.sha1(body, usedforsecurity=False).hexdigest())
         read.answers[version] = answer
@@ -200,20 +201,22 @@ class Reader:
     # -- actions
 
     def ask(self, ledger: str, verb: str, target: str) -> dict[str, Any]:
-        """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`) of the ledger with the key
-        `ledger`.
+        """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`), or to cancel on the waiting
+        request with the key `target`. `ledger` is the key of the ledger.
 
         The dialog's `question` is a number for `act`. If the verb is not possible any more,
         `refused` has the reason. Raises GpuError for an unknown ledger or verb.
         """
+        from ..acting import asked_process
+
         read = self._known(ledger)
         snapshot = self._snapshot(read)
         if verb not in (*view.PANEL_VERBS, "interrupt"):
             raise GpuError(f"{verb} is no action of this panel")
         section = snapshot.sections.get(target.partition("/")[0])
-        if section is None:
+        if section is None and verb != "cancel":  # the target of `cancel` has no owner
             return {"refused": "The process has ended. Nothing was done."}
-        if verb == "interrupt":
+        if section is not None and verb == "interrupt":
             return view.question_interrupt(section, snapshot)
         proposal = propose(verb, target, snapshot)
         difference = changed(proposal, snapshot)
@@ -226,7 +229,8 @@ class Reader:
             while len(self._questions) > MOST_QUESTIONS:
                 self._questions.popitem(last=False)
         lines = [line for line in text.lines if line]
-        return {**text._asdict(), "lines": lines, "question": number}
+        process = asked_process(proposal, snapshot)
+        return {**text._asdict(), "lines": lines, "question": number, "process": process}
 
     def act(self, number: str) -> dict[str, Any]:
         """Carries out the action of the question `number` once. Returns a sentence on the result.

@@ -18,20 +18,23 @@ from gpu_runtime.facts import (
     Snapshot,
     Ticket,
     lease_state,
-    problems,
 )
 from gpu_runtime.rendering.views import RESIDUE, cards, clean, fill, strangers_bytes
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
-from ..data.cells import Button
+from ..data.cells import Button, Row
+from ..data.confirmations import ticket_title
 from ..data.lease_rows import kernel_buttons, kernel_state
 from ..data.model_rows import buttons as model_buttons
 from ..data.model_rows import model_kind
 from ..data.names import KERNEL, notebook_name
+from ..data.problem_rows import pressed, problem_rows
+from ..data.queue_rows import end_wait
 from ..data.row_parts import place
 
 MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
-PANEL_VERBS = ("evict", "restore", "park", "unpark")
+ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")
+PANEL_VERBS = (*ROW_VERBS, "pin", "cancel")  # a problem may offer Pin
 
 
 class LabKernel(NamedTuple):
@@ -55,14 +58,18 @@ def shown(
     ledger: LedgerName,
     others: Sequence[LedgerName] = (),
     tile: LedgerName | None = None,
+    first_seen: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """The content of the status bar and of the side panel for `snapshot`.
 
     `kernels` are the kernels of this server. `ledger` is the ledger of the snapshot, and `others` are the
     other active ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`.
+    `first_seen` is kept for each ledger, and maps its problems to epoch seconds, as for `problem_rows`.
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
-    found = [clean(problem) for problem in problems(snapshot)]
+    found = [
+        _problem(row) for row in problem_rows(snapshot, {} if first_seen is None else first_seen)
+    ]
     is_tile_elsewhere = tile is not None and tile.key != ledger.key
     several = f"{len(others) + 1} ledgers are active" if is_tile_elsewhere and others else ""
     waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
@@ -82,7 +89,7 @@ def shown(
         "problems": found,
         "devices": [_device(view) for view in snapshot.devices],
         "groups": groups(snapshot, by_pid),
-        "waiting": [_waiting(ticket, snapshot) for ticket in waiting],
+        "waiting": [_waiting(ticket, snapshot, by_pid) for ticket in waiting],
     }
 
 
@@ -131,6 +138,16 @@ def _rounded(value: float) -> str:
 
 
 # -- the side panel
+
+
+def _problem(row: Row) -> dict[str, Any]:
+    """What is wrong, since when, and the buttons that may help."""
+    text, since, _ = row.cells
+    actions = []
+    for button in row.buttons:
+        verb, target = pressed(button.verb)
+        actions.append({"verb": verb, "target": target, "label": button.label})
+    return {"text": text.text, "since": round(since.value or 0), "actions": actions}
 
 
 def groups(snapshot: Snapshot, kernels: Mapping[int, LabKernel]) -> list[dict[str, Any]]:
@@ -206,10 +223,12 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
         "hint": "" if is_kernel else model_kind(lease),
         "where": "RAM" if lease.on_host else place(lease).replace("GPU: ", "GPU"),
         "bytes": show_bytes(lease.bytes),
-        "state": "" if is_idle else words,
+        "state": ", ".join(
+            filter(None, ("pinned" if lease.keep else "", "" if is_idle else words))
+        ),
         "idle": _epoch(lease.last_used, snapshot) if is_idle else None,
         "variables": is_kernel,
-        "actions": [_action(button) for button in buttons if button.verb in PANEL_VERBS],
+        "actions": [_action(button) for button in buttons if button.verb in ROW_VERBS],
     }
 
 
@@ -269,10 +288,17 @@ def _device(view: DeviceView) -> dict[str, Any]:
     }
 
 
-def _waiting(ticket: Ticket, snapshot: Snapshot) -> dict[str, Any]:
+def _waiting(
+    ticket: Ticket, snapshot: Snapshot, kernels: Mapping[int, LabKernel]
+) -> dict[str, Any]:
+    """A waiting request, with the path of its notebook if the notebook is one of this server."""
     section = snapshot.sections.get(ticket.owner)
+    kernel = kernels.get(section.owner.pid) if section else None
     return {
-        "name": clean(ticket.name),
+        "id": ticket.key,
+        "name": ticket_title(ticket, snapshot),
+        "path": kernel.path if kernel else "",
+        "actions": [_action(end_wait(ticket, snapshot))],
         "holder": notebook_name(section) if section else "",
         "need": show_bytes(sum(share.bytes for share in ticket.need)),
         "since": _epoch(ticket.arrived, snapshot),

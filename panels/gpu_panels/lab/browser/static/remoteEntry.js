@@ -80,6 +80,10 @@
     return `${Math.floor(seconds / 86400)} d`
   }
 
+  function clock(since) {
+    return new Date(1000 * since).toLocaleTimeString([], {hour: '2-digit', minute: '2-digit', hourCycle: 'h23'})
+  }
+
   // A text with a duration, which `tick` keeps up to date.
   function lasting(words, since) {
     const made = make('span', {'data-since': since, 'data-words': words}, `${words} ${duration(since)}`)
@@ -169,15 +173,22 @@
       const found = this.answer
       const alarm = words => make('p', {class: 'gpu-alarm'}, words)
       if (!found) return [make('div', {class: 'gpu-block'}, this.error ? alarm(this.error) : 'Reading …')]
-      const problems = [...(this.error ? [this.error] : []), ...found.problems]
+      const problems = [...(this.error ? [alarm(this.error)] : []), ...found.problems.map(one => this.problem(one))]
       return [
-        problems.length ? make('section', {class: 'gpu-block', 'aria-label': 'Problems'}, ...problems.map(alarm)) : null,
+        problems.length ? make('section', {class: 'gpu-block', 'aria-label': 'Problems'}, ...problems) : null,
         this.cards(found),
         found.waiting.length ? this.queue(found) : null,
         ...found.groups.map(group => this.group(group)),
         found.groups.length ? null : make('div', {class: 'gpu-block'}, make('p', {}, 'No process holds GPU memory.'),
           make('p', {class: 'gpu-soft'}, 'To load a model in a notebook: %gpu load NAME PATH')),
       ].filter(Boolean)
+    }
+
+    problem(found) {
+      const buttons = found.actions.map(({verb, target, label}) => this.button(`problem ${target} ${verb}`, label,
+        `${label}: ${found.text}`, () => this.act(verb, target, label)))
+      return make('div', {class: 'gpu-alarm'}, make('p', {}, found.text), make('div', {class: 'gpu-soft'}, lasting(`since ${clock(found.since)},`, found.since)),
+        buttons.length ? make('div', {class: 'gpu-buttons'}, ...buttons) : null)
     }
 
     cards(found) {
@@ -197,8 +208,15 @@
       const rows = found.waiting.map(one => make('div', {class: 'gpu-row'},
         make('div', {class: 'gpu-line'}, make('span', {}, one.name), make('span', {class: 'gpu-soft'}, lasting('for', one.since)),
           make('span', {class: 'gpu-size'}, one.need)),
-        make('div', {class: 'gpu-soft'}, separated([one.holder, one.because]).join(''))))
+        make('div', {class: 'gpu-soft'}, separated([one.holder, one.because]).join('')), this.waitButtons(one)))
       return make('section', {class: 'gpu-block'}, make('h2', {}, 'Waiting'), ...rows)
+    }
+
+    waitButtons(one) {
+      const buttons = one.actions.map(action => this.button(`${one.id} ${action.verb}`, action.label, `${action.label} of ${one.name}: ${one.holder}`,
+        () => this.act(action.verb, one.id, `${action.label} of ${one.name}`), action.why_not))
+      if (one.path) buttons.push(this.button(`${one.id} open`, 'Open notebook', `Open notebook: ${one.holder}`, () => this.does.open(one.path)))
+      return make('div', {class: 'gpu-buttons'}, ...buttons)
     }
 
     group(group) {
@@ -217,7 +235,8 @@
 
     row(group, row) {
       const buttons = row.actions.map(action => this.button(`${row.id} ${action.verb}`, action.label,
-        `${action.label} ${row.name}: ${group.title}`, () => this.act(action, row, group), action.why_not))
+        `${action.label} ${row.name}: ${group.title}`, () => this.act(action.verb, row.id,
+          `${action.label} ${row.variables ? group.title : row.name}`), action.why_not))
       const known = this.variables.get(row.id)
       if (row.variables) {
         const made = this.button(`${row.id} variables`, 'Variables', `Variables of ${group.title}`, () => this.toggle(row, group))
@@ -258,10 +277,9 @@
       this.draw()
     }
 
-    async act(action, row, group) {
-      const of = row.variables ? group.title : row.name
-      await this.asked(action.verb, row.id, `${action.label} ${of}`, async (question, report) => {
-        report('waiting', `waiting for ${group.title}`)
+    async act(verb, target, title) {
+      await this.asked(verb, target, title, async (question, report) => {
+        report('waiting', `waiting for ${question.process}`)
         const {done, because} = (await this.does.request('act', {question: question.question})).answer
         report(done ? 'done' : 'failed', because)
       })
@@ -373,7 +391,7 @@
       text.textContent = answer ? answer.status : 'GPU ?'
       status.classList.toggle('gpu-off', Boolean(error))
       status.classList.toggle('gpu-problem', problems.length > 0)
-      const lines = answer ? [...answer.devices.map(card => `${card.title}: ${card.fill}`), ...problems, `Ledger: ${answer.ledger.title}`] : []
+      const lines = answer ? [...answer.devices.map(card => `${card.title}: ${card.fill}`), ...problems.map(one => one.text), `Ledger: ${answer.ledger.title}`] : []
       status.title = [error, ...lines].filter(Boolean).join('\n')
       status.setAttribute('aria-label', `GPU memory: ${text.textContent}`)
       item.show()
