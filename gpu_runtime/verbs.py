@@ -183,7 +183,7 @@ _TABLE = (
     ),
     Verb(
         "park",
-        "moves what a notebook's own code holds to RAM, until its next cell",
+        "moves what a notebook's own code holds to RAM, until a cell needs it",
         lambda rt, args: rt.park(args.who or "", **given(args, "checkpoint", "yes")),
         (WHO, BY_DRIVER, switch("--yes", "with --checkpoint: its hazards are known to you")),
     ),

@@ -19,13 +19,14 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Stillness, is_out_of_memory
 from ..errors import CannotGovern, GpuError, WaitEnded
-from ..facts import LeaseId, Outcome, Shares, lease_title
+from ..facts import LeaseId, Outcome, Shares
 from ..scheduler import relief
 from ..units import MIB, show_bytes, show_seconds
 from . import kernel_names, operations, release
 from .cell_room import CellRoom, forget_frames, make_room
 from .kernel_reading import Reading, bring_back
 from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
+from .kernel_return import Return
 from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place
 from .session import Session, log
@@ -68,6 +69,11 @@ class Kernel:
         """The resident of the kernel's lease; None while the kernel holds too little for a lease."""
         found = self._session.residents.get(NAME)
         return found if isinstance(found, KernelResident) else None
+
+    @property
+    def away(self) -> bool:
+        """Whether the kernel's memory is parked in host memory."""
+        return (found := self.resident) is not None and found.place is Place.AWAY
 
     # -- cells
 
@@ -125,9 +131,7 @@ class Kernel:
         return self._return(resident, pin, wanted)
 
     def _return(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
-        session = self._session
-        since, began = resident.lease.away_since, session.clock()
-        who = self._who_had_the_card(resident, since) if since else ""
+        session, returning = self._session, Return(self._session, resident)
         resident.claim(wanted)
         timeout = self._room.patience_seconds if wanted else None
         try:
@@ -138,34 +142,10 @@ class Kernel:
             resident.claim({})  # it returns without the room
             bring_back(session, resident, pin)
         self._begin_turn()
-        now = self._turn_began
-        if not since:
-            return ""
-        size = show_bytes(resident.lease.own_bytes)
-        away = show_seconds(began - since)
-        other = f"{who} had the card for {away}" if who else f"it was away for {away}"
-        return f"{size} came back from RAM in {show_seconds(now - began)}; {other}."
+        return returning.news()
 
     def _begin_turn(self) -> None:
         self._turn_began = self._session.clock()
-
-    def _who_had_the_card(self, resident: KernelResident, since: float) -> str:
-        """The title of the largest lease of other owners used on the cards after `since`, or ""."""
-        book, me = self._session.ledger.read(), self._session.me
-        cards = set(resident.must_return_to())
-        found = [
-            lease
-            for lease in book.leases()
-            if lease.owner != me
-            and (lease.pins or lease.last_used >= since)
-            and any(share.device in cards for share in (*lease.shares, *lease.target))
-        ]
-        if not found:
-            return ""
-        largest = max(found, key=lambda lease: lease.bytes)
-        owner = book.owner(largest.owner)
-        named = owner is not None and owner.notebook  # its file, whatever it used the card for
-        return lease_title(replace(largest, kind=NAME) if named else largest, owner)
 
     def end(self, text: str = "") -> None:
         """Called after the cell `text`: ends the cell's pin, and counts the kernel's memory."""

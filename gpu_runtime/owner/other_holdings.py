@@ -8,6 +8,7 @@ while no cell runs. The search moves no memory: memory that was moved to RAM sta
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -42,7 +43,7 @@ def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Hold
     id = _found(book, process)
     if id == session.me:
         in_cell = threading.current_thread() is threading.main_thread()
-        return holdings.who(session) if in_cell else _listed(session)
+        return own(session) if in_cell else _listed(session)
     label = book.sections[id].owner.label
     _require_running(session, book, id)
     try:
@@ -109,12 +110,19 @@ def _listed(session: Session) -> Holdings:
     activity = session.activity
     if not activity.state.idle_since:
         return replace(holdings.of_leases(session), note=BUSY if activity.running else SCRIPT)
-    found = holdings.who(session, stop=lambda: activity.running)
+    found = own(session, stop=lambda: activity.running)
     kernel = session.residents.get("kernel")
-    if kernel is None:
+    if kernel is None or kernel.place is not Place.HERE:
         return found
-    if kernel.place is Place.HERE:
-        return replace(found, stays=_why_not_parked(kernel))
+    return replace(found, stays=_why_not_parked(kernel))
+
+
+def own(session: Session, stop: Callable[[], bool] | None = None) -> Holdings:
+    """What this process holds, by name, also while its kernel is parked. `stop` ends the search."""
+    found = holdings.who(session, stop=stop)
+    kernel = session.residents.get("kernel")
+    if kernel is None or kernel.place is Place.HERE:
+        return found
     rows = []
     for row in found.holders:
         rows.append(row if row.kind == MODEL else replace(row, device=HOST))

@@ -227,11 +227,11 @@ def catalog(session: Session) -> DataFrame:
 
 def who(session: Session, process: str = "") -> DataFrame:
     """A table of the names that hold device memory in `process`, or in this process if empty."""
-    from . import dataframes, holdings, other_holdings
+    from . import dataframes, other_holdings
 
     if session.guest and not process:
         raise GpuError("a command holds no memory. Name a notebook or a process:  gpu who NOTEBOOK")
-    found = other_holdings.who(session, process) if process else holdings.who(session)
+    found = other_holdings.who(session, process) if process else other_holdings.own(session)
     return dataframes.holders(found)
 
 

@@ -102,7 +102,7 @@ def sentences(sums: Mapping[str, Any]) -> list[str]:
         lines.append(f"It cannot be parked now: {clean(sums['stays'])}.")
     if sums["parked_bytes"]:
         parked = show_bytes(sums["parked_bytes"])
-        lines.append(f"{parked} of it is parked in RAM, until its next cell.")
+        lines.append(f"{parked} of it is parked in RAM, until a cell needs it.")
     if sums["left_out"]:
         size = show_bytes(sums["left_out_bytes"])
         lines.append(f"{sums['left_out']} more rows are not listed; they reach {size}.")

@@ -117,7 +117,7 @@ def is_kernel_task(task: asyncio.Task[Any]) -> bool:
 def _is_kernels(*values: Any) -> bool:
     """Whether all functions among the `values` belong to the kernel's own packages."""
     functions = (function for value in values for function in _functions(value))
-    return all(_package(function) in CALLBACK_PACKAGES for function in functions)
+    return all(package(function) in CALLBACK_PACKAGES for function in functions)
 
 
 def _functions(value: Any) -> Iterator[Any]:
@@ -134,7 +134,8 @@ def _functions(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _package(function: Any) -> str:
+def package(function: Any) -> str:
+    """The name of the package in which `function` is defined."""
     if isinstance(function, MethodType):
         function = function.__func__
     of_type = isinstance(function, BuiltinMethodType) and function.__self__ is not None

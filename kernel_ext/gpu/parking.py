@@ -27,7 +27,7 @@ from gpu_runtime.notebook import notebook_path
 from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB
 
-from . import messages, obstacles
+from . import messages, obstacles, quiet_cells
 
 LOOP_SECONDS = 10.0  # the longest wait until the kernel's loop begins the exchange
 UNDISTURBED_SECONDS = 60.0  # the switch interval meanwhile: no other thread gets the interpreter
@@ -141,8 +141,13 @@ class Parking:
         """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
         self._mark += 1
         kind, content = messages.current(self._kernel)
-        self._here.for_console = messages.is_for_console(self._kernel, kind, content)
-        if self._here.for_console:
+        self._here.touches_nothing = messages.is_for_console(self._kernel, kind, content) or (
+            self._lease is not None
+            and self._lease.away
+            and not self._cells
+            and quiet_cells.touches_nothing(self._shell, content)
+        )
+        if self._here.touches_nothing:
             return
         thread = threading.get_ident()
         self._cells_of[thread] = self._cells_of.get(thread, 0) + 1
@@ -161,8 +166,8 @@ class Parking:
     def after(self) -> None:
         """Called after a cell, a silent request or a comm callback. Counts the bytes that the kernel holds."""
         self._mark += 1
-        if self._here.for_console:
-            self._here.for_console = False
+        if self._here.touches_nothing:
+            self._here.touches_nothing = False
             return
         thread = threading.get_ident()
         if self._cells_of.get(thread, 0) > 1:
@@ -212,7 +217,9 @@ class Parking:
     @property
     def refused(self) -> str:
         """The reason why the cell must not run, or "" if the cell may run."""
-        return self._lease.refused if self._lease is not None else ""
+        if self._lease is None or self._here.touches_nothing:
+            return ""
+        return self._lease.refused
 
     # -- the protocol Stillness
 
@@ -278,7 +285,9 @@ class _Here(threading.local):
     """What this thread handles now. Subshells handle messages beside the main thread."""
 
     cells_before = 0  # the number of its cells that ran when its current message arrived
-    for_console = False  # whether the callback that runs belongs to our console
+    touches_nothing = (
+        False  # whether what runs touches no object of the user's, and needs no memory
+    )
 
 
 class _Refusing(ast.NodeTransformer):

@@ -28,7 +28,7 @@ class Lease:
 
     def __init__(self) -> None:
         self.story: list[str] = []
-        self.reading, self.refused = self, ""
+        self.reading, self.refused, self.away = self, "", False
         self.raises: type[BaseException] | None = None
 
     def hold(self):
@@ -249,6 +249,21 @@ def test_a_click_on_our_own_console_does_not_bring_the_memory_back(follows, pack
     follows.story.clear()
     follows.kernel.handle("comm_open", target_name="page")
     assert ("back" in follows.story) is bool(cells)
+
+
+@pytest.mark.parametrize(("away", "cells"), [(True, []), (False, ["cell 1+1", "end"])])
+def test_a_cell_of_constants_leaves_a_parked_kernel_parked(follows, away, cells):
+    """It also runs after a refused cell. A kernel on its card is in use while any cell runs."""
+    follows.lease.away, follows.lease.refused = away, "no room"
+
+    def call():
+        follows.shell.events.trigger("pre_execute")
+        assert bool(follows.parking.refused) is not away
+        follows.shell.events.trigger("post_execute")
+        assert follows.parking.refused == "no room"
+
+    follows.kernel.handle("execute_request", call, code="1+1")
+    assert follows.story == ["hook", "handled", *cells, "hook after"]
 
 
 def test_a_task_that_ipykernel_wraps_is_the_kernels_and_the_users_task_is_not():

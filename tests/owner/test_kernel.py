@@ -5,6 +5,7 @@ values.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from gpu_runtime import GpuError, StillInUse
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
-from gpu_runtime.units import MIB
+from gpu_runtime.units import MIB, show_seconds
 
 from .conftest import claims, fakes
 from .kernels import FLOATS, Quiet, cell, own
@@ -631,6 +632,28 @@ def test_the_line_of_a_return_names_the_other_notebook(started, runtime, shared_
     rt.park()
     clock.advance(60)
     assert cell(kernel).endswith("; it was away for 60 s.")
+    del kept
+
+
+def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, clock, monkeypatch):
+    """A notebook that waited 71 s for another one was told that the move took 71 s."""
+    rt, kernel = started(clock=clock)
+    kept = torch.zeros(16 * FLOATS)
+    cell(kernel)
+    rt.park()
+    clock.advance(9)
+    obtain = kernel_reading.acquire.obtain
+
+    def waits(*args, **options):
+        clock.advance(71)
+        obtain(*args, **options)
+
+    monkeypatch.setattr(kernel_reading.acquire, "obtain", waits)
+    found = re.fullmatch(
+        r"16.0 MiB came back from RAM: waited 71 s for space, moved in (.*); it was away for 80 s.",
+        cell(kernel),
+    )
+    assert found and found[1] == show_seconds(kernel.resident.lease.restore_seconds)
     del kept
 
 

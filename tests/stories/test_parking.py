@@ -195,7 +195,7 @@ def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
 
 def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
     """The user stops the wait. IPython would run the cell although the hook was interrupted, so the
-    extension must refuse it.
+    extension must refuse it. A cell that touches no object of the user's runs at once meanwhile.
     """
     parked = two[0]
     parked.run("import torch; x = torch.ones(7_500_000); ran = False")
@@ -203,6 +203,8 @@ def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
     rt.register("big", backend="fake", size="37MiB", importance="urgent")
     with rt.use("big", timeout=60):
         assert places(rt)["one.ipynb"] == {HOST}
+        assert "big" in parked.run("%gpu leases") and "in RAM" in parked.run("%gpu who")
+        assert parked.run("1 + 1") == "2" and places(rt)["one.ipynb"] == {HOST}
         message = parked.client.execute("ran = True")
         until(lambda: bool(rt.status().tickets), 15)
         parked.manager.interrupt_kernel()

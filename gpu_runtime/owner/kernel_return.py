@@ -1,0 +1,60 @@
+"""The line in a notebook after its memory has come back from host memory."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..facts import lease_title
+from ..units import show_bytes, show_seconds
+from .kernel_resident import NAME, KernelResident
+from .session import Session
+
+LEAST_WAIT_SECONDS = 0.1  # a shorter wait for space is not mentioned
+
+
+class Return:
+    """One return of a kernel's memory, from the request until the memory is on its cards."""
+
+    def __init__(self, session: Session, resident: KernelResident) -> None:
+        """Call this before the return of `resident` is requested."""
+        self._session, self._resident = session, resident
+        self._began = session.clock()
+        self._away_since = resident.lease.away_since
+        self._other = self._who_had_the_cards()
+
+    def news(self) -> str:
+        """The sentence for the user, after the return. Empty if the memory was not away.
+
+        The wait for space and the move are told apart: only the move depends on this notebook.
+        """
+        if not self._away_since:
+            return ""
+        lease, now = self._resident.lease, self._session.clock()
+        moved_seconds = lease.restore_seconds
+        waited_seconds = now - self._began - moved_seconds
+        size, moved = show_bytes(lease.own_bytes), show_seconds(moved_seconds)
+        came = f"{size} came back from RAM in {moved}"
+        if waited_seconds >= LEAST_WAIT_SECONDS:
+            waited = show_seconds(waited_seconds)
+            came = f"{size} came back from RAM: waited {waited} for space, moved in {moved}"
+        away = show_seconds(self._began + max(0.0, waited_seconds) - self._away_since)
+        other = f"{self._other} had the card" if self._other else "it was away"
+        return f"{came}; {other} for {away}."
+
+    def _who_had_the_cards(self) -> str:
+        """The title of the largest lease of others that used the cards meanwhile; else ""."""
+        book, me = self._session.ledger.read(), self._session.me
+        cards = set(self._resident.must_return_to())
+        found = [
+            lease
+            for lease in book.leases()
+            if lease.owner != me
+            and (lease.pins or lease.last_used >= self._away_since)
+            and any(share.device in cards for share in (*lease.shares, *lease.target))
+        ]
+        if not found:
+            return ""
+        largest = max(found, key=lambda lease: lease.bytes)
+        owner = book.owner(largest.owner)
+        named = owner is not None and owner.notebook  # its file, whatever it used the card for
+        return lease_title(replace(largest, kind=NAME) if named else largest, owner)
