@@ -829,8 +829,22 @@ FAULTS = [
     Fault(
         "shadows: torn pages are used",
         "backends/pytorch/shared_copies",
-        "if stored is None or stored.digest != digest.numpy().tobytes():",
+        "if stored is None or stored.digest != sums.numpy().tobytes():",
         "if stored is None:",
+        SHARED,
+    ),
+    Fault(
+        "shadows: pages that were written are not compared",
+        "devices/shared_pages",
+        "return os.fstat(self.file).st_mtime_ns == 0",
+        "return True",
+        SHARED,
+    ),
+    Fault(
+        "shadows: what a process built itself is not compared",
+        "backends/pytorch/shared_copies",
+        "if source.data_ptr() != target.data_ptr() and not torch.equal(source, target):",
+        "if False:",
         SHARED,
     ),
     Fault(

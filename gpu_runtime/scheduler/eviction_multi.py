@@ -145,6 +145,7 @@ class _Room:
         self.cap_owners = context.cap_owners
         self.own_left = context.own_left_later
         self.owner = None if self.own_left is None else owner  # the owner that has a limit
+        self.limited = bool(self.cap_left) or self.owner is not None
         self.own_need = 0  # bytes that the new model claims of `own_left`
         self.missing = -sum(self.free.values())  # above 0: the cards together have too few bytes
 
@@ -168,32 +169,40 @@ class _Room:
                 return True
         return False
 
-    def let_go(self, *leases: Lease, times: int = 1) -> int:
-        """Counts the `leases` as evicted, and returns the bytes that the cards gain.
+    def let_go(self, lease: Lease, times: int = 1) -> int:
+        """Counts the `lease` as evicted, and returns the bytes that the cards gain.
 
-        With `times=-1`, the leases are counted as back on their cards. If a lease has a target,
-        only the bytes in the target are evicted.
+        With `times=-1`, the lease is counted as back on its cards. If the lease has a target, only
+        the bytes in the target are evicted.
         """
         free, gained = self.free, 0
-        for lease in leases:
-            for share in lease.freed_by(lease.target) if lease.target else lease.shares:
-                device, size = share.device, times * share.bytes
-                if device in free:
-                    free[device] += size
-                    gained += size
-                    if self.cap_left and lease.owner in self.cap_owners:
-                        self.cap_left[device] += size
-            if self.own_left is not None and lease.owner == self.owner:
-                self.own_left += times * freed_bytes(lease)
+        for share in lease.freed_by(lease.target) if lease.target else lease.shares:
+            device = share.device
+            if device in free:
+                size = times * share.bytes
+                free[device] += size
+                gained += size
         self.missing -= gained
+        if self.limited:
+            self._raise_limits(lease, times)
         return gained
+
+    def _raise_limits(self, lease: Lease, times: int) -> None:
+        """Adds the bytes that the `lease` leaves to what the caps of owners leave."""
+        if self.cap_left and lease.owner in self.cap_owners:
+            for share in lease.freed_by(lease.target) if lease.target else lease.shares:
+                if share.device in self.free:
+                    self.cap_left[share.device] += times * share.bytes
+        if self.own_left is not None and lease.owner == self.owner:
+            self.own_left += times * freed_bytes(lease)
 
     @contextmanager
     def without(self, leases: Sequence[Lease] = ()) -> Iterator[None]:
         """Counts the `leases` as evicted inside the `with` block; then the room is as before."""
         before = self.free, self.cap_left, self.own_left, self.missing
         self.free, self.cap_left = dict(self.free), dict(self.cap_left)
-        self.let_go(*leases)
+        for lease in leases:
+            self.let_go(lease)
         yield
         self.free, self.cap_left, self.own_left, self.missing = before
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from ..facts import Footprint
@@ -23,8 +24,13 @@ def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
         part, rest = divmod(size, count)
         larger, smaller = (part + 1,), (part,)
         return larger * rest + smaller * (count - rest)
+    return _equal_pieces(footprint.pieces, size, count)
+
+
+@lru_cache(32)  # one decision needs the parts of each number of cards several times
+def _equal_pieces(pieces: tuple[int, ...], size: int, count: int) -> tuple[int, ...] | None:
     ideal = [size * (index + 1) / count for index in range(count)]
-    return _cut(running_sums(footprint), ideal, [size] * count)
+    return _cut(_sums(pieces, size), ideal, [size] * count)
 
 
 def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...] | None:
@@ -75,14 +81,19 @@ def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int,
     return _cut(sums, ideal, free) or _cut(sums, until, free)
 
 
-def running_sums(footprint: Footprint) -> list[int]:
+def running_sums(footprint: Footprint) -> Sequence[int]:
     """The bytes up to each boundary between pieces, scaled to the total `footprint.bytes`."""
-    sums = list(accumulate(footprint.pieces))
+    return _sums(footprint.pieces, footprint.bytes)
+
+
+@lru_cache(8)
+def _sums(pieces: tuple[int, ...], size: int) -> tuple[int, ...]:
+    sums = tuple(accumulate(pieces))
     total = sums[-1]
-    if total == footprint.bytes:
+    if total == size:
         return sums
     # The measured size of the model differs from the sum of its pieces.
-    return [until * footprint.bytes // total for until in sums]
+    return tuple([until * size // total for until in sums])
 
 
 def can_cut(sums: Sequence[int], free: Sequence[int]) -> bool:

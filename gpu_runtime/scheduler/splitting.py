@@ -199,9 +199,14 @@ def _fitting_balanced(
         return _never_holds
     # Any card may get the largest part, so every card must have room for it.
     part = _with_overhead(max(equal), rules)
+    if any([_held_to(part, card, rules) < part for card in cards]):
+        return _never_holds
 
     def holds(room: Room) -> bool:
-        return all([_held_to(room[card], card, rules) >= part for card in cards])
+        for card in cards:  # a plain loop, because one plan calls this some hundred times
+            if room[card] < part:
+                return False
+        return True
 
     return holds
 
@@ -229,7 +234,7 @@ def _fitting_proportional(
     rules: PlacementRules,
 ) -> Holds:
     size = footprint.bytes
-    sums = running_sums(footprint) if footprint.pieces else []
+    sums = running_sums(footprint) if footprint.pieces else ()
     plain = not (rules.card_bytes or rules.overhead)
     margin = rules.margin_bytes
 
