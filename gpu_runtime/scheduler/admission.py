@@ -62,7 +62,7 @@ from .transitions import note
 
 
 def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Book, Verdict]:
-    """The new `book`, and the verdict: the `request` gets room, must wait, or is refused for good.
+    """Decides the `request`. Returns the new book, and the verdict: a Grant, a Wait or a Refuse.
 
     1. The lease is settled here already → Grant, no steps
     2. The lease is arriving on its device or leaving it → Wait
@@ -74,8 +74,8 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     7. Otherwise → Wait behind the elders
 
     A Grant is a reservation: the lease is in the book and pinned, and its bytes count from now on.
-    Call `publish` first: the owner's section must be in the book. `rank` is the policy that orders
-    the evictions.
+    The caller publishes the owner's section of the book first. `rank` is the policy that orders the
+    evictions.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
     if unreceived := _unreceived(book, request, lease):
@@ -130,10 +130,10 @@ def _unreceived(
     request: Request,
     lease: Lease | None,
 ) -> Verdict | None:
-    """The verdict that an earlier call wrote for this request's key; None if there is none.
+    """The verdict that an earlier call wrote for this request's key; None if there is no verdict.
 
-    The caller may not have received that verdict: the call was interrupted, or the ledger's reply
-    was lost.
+    The caller may not have received the earlier verdict: the call was interrupted, or the ledger's
+    reply was lost.
     """
     if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
         return Grant(lease, (_arrival(lease),), "granted before")
@@ -177,7 +177,7 @@ def _never_alone(
     world: World,
     out: Mapping[str, str],
 ) -> dict[str, Refuse]:
-    """The cards that can never take the request alone, each with the refusal."""
+    """The cards that can never hold the whole request alone, each with the refusal."""
     never = drained_cards(request, world, out)
     never |= quotas.capped_cards(book, request, world)
     never |= hopeless_cards(book, request, world)
@@ -192,7 +192,7 @@ def _evict(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> tuple[Book, Verdict] | None:
-    """The book and the Wait while idle leases leave; None if evictions cannot make the room.
+    """Evicts idle leases: returns the book and a Wait; None if evictions cannot make the room.
 
     A ticket is the entry of a waiting request. Nothing is evicted if the page has no room for the
     request's ticket, or if an earlier ticket already makes room for the same model.
@@ -216,7 +216,7 @@ def _take_free_room(
     chosen: Candidate,
     candidates: tuple[Candidate, ...],
 ) -> tuple[Book, Verdict]:
-    """The book and the Grant on the free bytes of `chosen`; a Wait or a refusal if the page is full."""
+    """Grants the free bytes of `chosen`. If the page is full, the verdict is a Wait or a Refuse."""
     if needs_entry(book, request):
         return _free_an_entry(book, request, world, rank, context, chosen)
     return _grant(book, request, world, context, chosen, candidates)
@@ -230,7 +230,7 @@ def _free_an_entry(
     context: Context,
     chosen: Candidate,
 ) -> tuple[Book, Verdict]:
-    """The book, with the Wait while an idle lease leaves the full page; else with the refusal."""
+    """Returns a Wait while an idle lease leaves the full page; a Refuse if no lease can leave."""
     freeing = None
     if not request.wait or not full_for_waiting(book, request):
         freeing = free_an_entry(book, request, world, rank, context)
@@ -262,7 +262,7 @@ def _cycle_to_break(
     world: World,
     verdict: Verdict,
 ) -> tuple[Ticket, ...]:
-    """The deadlocked tickets, if this request is the youngest of them; otherwise an empty tuple."""
+    """The deadlocked tickets if this request is the youngest among them, else an empty tuple."""
     if not request.wait or not isinstance(verdict, Wait):
         return ()
     cycle = deadlocked(book, world)
@@ -365,7 +365,7 @@ def _enqueue(
     wait: Wait,
     need: Shares,
 ) -> tuple[Book, Verdict]:
-    """The book with the request's ticket, and the Wait. `need` is the room for which it waits."""
+    """The book with the request's ticket, and the Wait. The request waits for the room `need`."""
     if not request.wait:
         return book, wait
     if full_for_waiting(book, request):
@@ -401,7 +401,7 @@ def _ticket(
 ) -> Ticket:
     """The ticket of a waiting request; `old` is the earlier ticket of the same request, if any.
 
-    `need` is the room for which the request waits. `seconds` is how long its load will take.
+    `need` is the room for which the request waits. `seconds` is how long the load will take.
     """
     now = world.now
     recalls = (wait.asked, wait.shadows)

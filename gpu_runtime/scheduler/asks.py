@@ -3,7 +3,8 @@
 The book is all leases and requests of a host. A ticket is the entry of one request in the book.
 
 Pure. Every owner follows the same rules: a model in use is never moved, and a kept model is never
-evicted. `recall` has the other side: what an owner does on request.
+evicted. This module has the requester's side. The module `recall` has the side of the owner that
+receives a request.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Ask(Value):
 
 
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
-    """The book with the request `asked` on a ticket, and the state of that request.
+    """Returns the book with the request `asked` on a ticket, and the state of the request.
 
     The state is Grant (done), Wait (under way) or Refuse. A call with the same key returns the
     current state, so the requester repeats the call until the request is done.
@@ -91,7 +92,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
 
 
 def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
-    """The book with an event for the failed request `asked`; `because` is the reason."""
+    """The book with an event on the failed request `asked`; `because` says why it failed."""
     return _log(book, asked, world, "declined", because)
 
 
@@ -212,7 +213,7 @@ def _result_of_cancel(book: Book, asked: Ask, section: Section, name: str) -> Ve
 
 
 def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
-    """Why the lease cannot be moved or evicted, even for a person; None if it can be."""
+    """Why the lease cannot be moved or evicted, even for a person; None if nothing prevents it."""
     why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
     holding = f"{lease_title(lease, owner)} ({bytes_label(lease)})"
     holders = (lease.id,)
@@ -262,7 +263,7 @@ def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
 
 
 def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """The owner's models to drop from host memory, so that `lease` fits there.
+    """The models of the lease's owner to drop from host memory, so that `lease` fits into it.
 
     `lease` itself cannot be dropped.
     """

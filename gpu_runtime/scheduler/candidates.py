@@ -56,7 +56,10 @@ def candidates_for(
     context: Context,
     out: Mapping[str, str],
 ) -> tuple[Candidate, ...]:
-    """The cards, or sets of cards, that the request may use now: best first, drained last."""
+    """The cards, or sets of cards, that the request may use now.
+
+    The best candidate is first. Drained cards are last.
+    """
     rules, free = request.placement, context.free()
     if out:
         free = {device: size for device, size in free.items() if device not in out}
@@ -79,10 +82,10 @@ def _splits_within(
     limits: Mapping[str, int],
     found: tuple[Candidate, ...],
 ) -> tuple[Candidate, ...]:
-    """The candidates on one card, and the divisions on measured cards within the owner's own limit.
+    """Returns the single cards among the candidates `found`, and the possible divisions over cards.
 
-    If the best single card has room, or the model may not be divided, only single cards are
-    returned.
+    A division uses only measured cards, and stays within the owner's own memory limit. If the best
+    single card has room, or the model may not be divided, only single cards are returned.
     """
     rules = request.placement
     alone = tuple([candidate for candidate in found if len(candidate.shares) == 1])
@@ -108,9 +111,9 @@ def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candi
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """The candidates. If one has no room, its reason also names the bytes reserved for elders.
+    """The candidates, with the bytes reserved for elders added to the reasons.
 
-    An elder is a request ahead in the queue.
+    An elder is a request ahead in the queue. Only a candidate without room has a reason.
     """
     if not context.blocking_elders:
         return candidates
@@ -126,7 +129,7 @@ def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple
 def without_hopeless(
     candidates: tuple[Candidate, ...], never: Container[str]
 ) -> tuple[Candidate, ...]:
-    """The candidates without the single cards that can never take the request."""
+    """The candidates, less the single cards that can never hold the request."""
     found = []
     for candidate in candidates:
         if len(candidate.shares) > 1 or candidate.shares[0].device not in never:

@@ -1,8 +1,8 @@
 """Free bytes that a grant may spend on each device.
 
 Pure. The smaller of two numbers counts: the bytes that the book (all leases and requests of a host)
-has not promised, and the bytes that the driver measured as free. `queue` decides which request may
-spend the free bytes first.
+has not promised, and the bytes that the driver measured as free. The module `queue` decides which
+request may spend the free bytes first.
 
 A sample is one measurement of a device. A ghost is the memory that a dead process held and that the
 driver may not have freed yet.
@@ -34,9 +34,10 @@ def limit_of(
 def room(book: Book, world: World) -> dict[str, int]:
     """Bytes that a grant may spend on each device of the `world`; negative in an overdraft.
 
-    The room is the smaller of two numbers: the limit less the claims in the `book`, and the
-    measured free bytes less the reserve and less the bytes that the sample cannot have counted. A
-    simulated device has no sample, so only the first number counts.
+    The room is the smaller of two numbers. The first is the device's limit less the claims in the
+    `book`. The second is the measured free bytes, less the reserve, and less the claimed bytes that
+    the measurement cannot have counted. A simulated device has no measurement, so only the first
+    number counts.
     """
     return room_and_blind(book, world)[0]
 
@@ -111,10 +112,10 @@ def _left_of_one_memory(
     claims: Bytes,
     unseen: Bytes,
 ) -> int:
-    """Bytes left of the memory that the host and some cards share.
+    """Bytes left of one memory that the host and the cards `shared` use together.
 
-    This is the largest of the devices' budgets less all claims on these devices, or the measured
-    free bytes if they are fewer.
+    The result is the largest of the devices' budgets, less all claims on these devices. If the
+    measured free bytes are fewer, the result is the measured free bytes.
     """
     largest_budget = max(limit_of(book, world, id) for id in shared)
     left = largest_budget - sum(claims.get(id, 0) for id in shared)
@@ -130,11 +131,11 @@ def _left_of_one_memory(
 
 
 def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Bytes, Bytes]:
-    """Bytes claimed on each device, and the part of them that its sample cannot have counted.
+    """Bytes claimed on each device, and claimed bytes that the device's sample cannot have counted.
 
     `taken_at` is the time at which each device was sampled. A sample cannot have counted leases
-    that settled after it. Nor does it count leases that are still arriving: their bytes may appear
-    at any moment.
+    that settled later. The bytes of leases that are still arriving are not counted either, because
+    these bytes may appear at any moment.
     """
     claims = book.claims()
     unseen: Bytes = {}
@@ -175,10 +176,10 @@ def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> N
 
 
 def freed_since(book: Book, world: World) -> dict[str, int]:
-    """Bytes of each measured device that leases freed after the sample, or dead processes held.
+    """Bytes that leases freed on each device after its sample, plus bytes of dead processes.
 
-    The sample does not yet show these bytes as free, so no grant spends them. They will be free
-    soon, so no other lease is evicted in their place. `book` holds the events and the dead
+    The sample does not yet show these bytes as free, so no grant spends them. The bytes will be
+    free soon, so no other lease is evicted to replace them. `book` holds the events and the dead
     processes' bytes, `world` the samples.
     """
     freed: Bytes = {}
@@ -196,7 +197,7 @@ def freed_since(book: Book, world: World) -> dict[str, int]:
 
 
 def _freed_by(event: Event, device: str) -> int:
-    """Bytes that this `event` freed on the given `device`; 0 if it freed none."""
+    """Bytes that this `event` freed on the given `device`; 0 if the event freed no bytes."""
     if event.action not in FREEING:
         return 0
     shares = event.shares or (Share(event.device, event.bytes),)

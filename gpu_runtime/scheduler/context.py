@@ -21,7 +21,7 @@ class Context(NamedTuple):
     """The inputs of one decision: free bytes now and later, requests ahead, and limits.
 
     An elder is a request ahead in the queue. A lease is in parts if some of its bytes are on a card
-    and the others in host memory.
+    and the rest in host memory.
     """
 
     leases: tuple[Lease, ...]
@@ -40,8 +40,8 @@ class Context(NamedTuple):
     cap_left: Bytes  # bytes left under the operator's cap on this user; empty: no cap
     cap_left_later: Bytes
     cap_owners: frozenset[str]  # ids of all processes that this cap counts together
-    # Card -> the bytes that the requested lease has on it, if the lease is in parts and may return
-    # to that card. These bytes need no free room.
+    # Maps a card to the bytes that the requested lease has on this card, if the lease is in parts
+    # and may return to the card. These bytes need no free room.
     held: Bytes = {}
 
     @classmethod
@@ -86,7 +86,7 @@ class Context(NamedTuple):
     def free(self) -> dict[str, int]:
         """Bytes that the request may use on each card, without the bytes promised to elders.
 
-        The bytes that the requested lease has on a card count too.
+        Bytes that the requested lease has on a card already are part of the result.
         """
         free = {}
         for id, size in self.room_now.items():
@@ -109,9 +109,9 @@ class Context(NamedTuple):
 
 
 def _twin(ahead: Iterable[Ticket], request: Request) -> Ticket | None:
-    """The earlier ticket of this process for the model of the `request`; None if there is none.
+    """The earlier ticket of the same process for the same model as `request`, or None.
 
-    Room for one model is made only once.
+    Room for one model is made only once, so only the earlier request makes room.
     """
     wanted = request.lease
     for ticket in ahead:
@@ -129,8 +129,8 @@ def _later(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """The room after all decided steps; and for each device the name of a lease that leaves it.
 
-    `returning` is the id of the requested lease if the lease is in parts. Its bytes do not count as
-    free.
+    `returning` is the id of the requested lease if the lease is in parts. The bytes of this lease
+    do not count as free.
     """
     room = dict(room_now)
     leaving: dict[str, str] = {}
@@ -158,7 +158,7 @@ def _later(
 
 
 def _held(book: Book, request: Request) -> dict[str, int]:
-    """Card -> bytes of the requested lease on it, if the lease is in parts on one card."""
+    """Maps the card to the bytes that the requested lease has on it, if the lease is in parts."""
     lease = book.lease(request.lease.owner, request.lease.name)
     rules = request.placement
     if lease is None or not lease.in_parts or rules.layout != "single" or rules.factor:
@@ -171,7 +171,7 @@ def _left_of_own_limit(
     request: Request,
     world: World,
 ) -> tuple[int | None, int | None]:
-    """Bytes left under INFERENCE_MEMORY_LIMIT_GB: now, and once leaving models have left.
+    """Bytes left under INFERENCE_MEMORY_LIMIT_GB: now, and once the leaving models have left.
 
     Both are None if no limit is set, or if the request is not for a model.
     """
@@ -194,7 +194,10 @@ def _silent(
     leases: Iterable[Lease],
     world: World,
 ) -> frozenset[str]:
-    """Ids of the leases that are still idle `answer_seconds` after this ticket recalled them."""
+    """Ids of the leases that have not left although this `ticket` recalled them.
+
+    The owner has had `answer_seconds` to answer, and the lease is idle.
+    """
     if ticket is None or not ticket.recalls or not _answers_are_late(ticket, world):
         return frozenset()
     silent = []
@@ -211,7 +214,10 @@ def _silent_shadows(
     leases: Iterable[Lease],
     world: World,
 ) -> frozenset[str]:
-    """Ids of the leases that still have their shadow `answer_seconds` after the ticket recalled it."""
+    """Ids of the leases that still have a shadow although this `ticket` recalled the shadow.
+
+    The owner has had `answer_seconds` to free the shadow.
+    """
     if ticket is None or not ticket.shadows or not _answers_are_late(ticket, world):
         return frozenset()
     late = [lease.id for lease in leases if lease.shadow_bytes and lease.id in ticket.shadows]

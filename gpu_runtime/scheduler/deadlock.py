@@ -20,9 +20,10 @@ def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
     several ways, so a cycle in the wait-for graph proves nothing. The test is a reduction instead:
 
     1. A thread that waits for nothing will finish and release its leases.
-    2. Grant every request that then fits. Its thread will finish too. Repeat.
-    3. The remaining requests are deadlocked, unless their thread holds nothing that another could
-       use.
+    2. Grant every request that fits into the released memory. The thread of each granted request
+       will finish too. Repeat this step.
+    3. The remaining requests are deadlocked. A request whose thread holds nothing that another
+       request could use is left out.
 
     Source: Holt 1972, Some Deadlock Properties of Computer Systems, ACM Computing Surveys 4(3).
     """
@@ -65,11 +66,11 @@ def _fits(
     limits: dict[str, int],
     stays: dict[str, int],
 ) -> bool:
-    """Whether the `ticket` fits on the cards that it allows, beside the bytes that stay there.
+    """Whether the `ticket` fits on its allowed cards, beside the bytes that stay on the cards.
 
     A ticket records neither the safety margin nor the pieces of the model. So the answer may be too
-    optimistic for a model on several cards. In that case, the request waits although it could be
-    refused.
+    optimistic for a model on several cards. A too optimistic answer has one effect: the request
+    waits although it could be refused.
     """
     size = sum(share.bytes for share in ticket.need)
     cards = _allowed_cards(ticket, limits)
@@ -88,7 +89,7 @@ def _fits(
 
 
 def _fits_in_equal_shares(size: int, free: list[int]) -> bool:
-    """Whether `size` fits on some number of cards that each take an equal share of it."""
+    """Whether `size` bytes, divided equally over some of the cards, fit into their free bytes."""
     largest_first = sorted(free, reverse=True)
     for count, smallest in enumerate(largest_first, start=1):
         if size <= count * smallest:
@@ -105,7 +106,10 @@ def _blocking_others(
     stuck: list[Ticket],
     limits: dict[str, int],
 ) -> tuple[Ticket, ...]:
-    """The stuck requests whose threads hold bytes on a card that another of them could use."""
+    """The requests in `stuck` whose threads block another request in `stuck`.
+
+    A thread blocks another request if it holds bytes on a card that the request could use.
+    """
     while True:
         blocking = [ticket for ticket in stuck if _blocks_another(book, ticket, stuck, limits)]
         if len(blocking) == len(stuck):

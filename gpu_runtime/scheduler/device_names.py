@@ -15,10 +15,11 @@ from ..facts import Book, Device
 
 
 def names(mine: Iterable[Device], book: Book) -> dict[str, str]:
-    """Maps this process's name of a card to the book's name, for each card where they differ.
+    """Maps this process's name of a card to the book's name, for each card where the two differ.
 
     `mine` are the devices of this process. A card that the `book` does not contain keeps its name
-    if no other card has that name. If another card has it, the new card gets the next free number.
+    if no other card has this name. If another card has the name, the new card gets the next free
+    number.
     """
     known = {device.uuid: device.id for device in book.devices if _is_card(device)}
     cards = [device for device in mine if _is_card(device) and not device.simulated]
@@ -41,7 +42,7 @@ def _is_card(device: Device) -> bool:
 
 
 def _next(id: str, taken: set[str]) -> str:
-    """The next free name: `cuda:2` if cuda:0 and cuda:1 are taken.
+    """The next free name after `id`, such as `cuda:2` if cuda:0 and cuda:1 are taken.
 
     The name of a part of a divided card may have several numbers; only the last number is raised.
     """

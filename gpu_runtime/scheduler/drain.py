@@ -1,9 +1,9 @@
 """Cards that an operator has drained: they take no new leases, and their idle models leave.
 
 Pure. The mark of a drained card is stored in the book (all leases and requests of a host) under the
-card's UUID. The mark belongs to no owner, so the drain continues after the terminal in which it was
-typed is closed. The runtime checks whether a user may drain a card. Each owner moves its own
-tensors.
+card's UUID. The mark belongs to no owner. So the drain continues after the terminal in which the
+operator typed the command is closed. The runtime checks whether a user may drain a card. Each owner
+moves its own tensors.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from .transitions import note
 
 
 def drain(book: Book, device: Device, by: str, world: World) -> Book:
-    """The book in which `device` is drained; the same book if it already is.
+    """The book with `device` marked as drained; the same book if `device` is drained already.
 
-    `by` is the user who drains it.
+    `by` is the user who drains the device.
     """
     if device.key in book.drained:
         return book
@@ -53,7 +53,7 @@ def drain(book: Book, device: Device, by: str, world: World) -> Book:
 
 
 def undrain(book: Book, device: Device, by: str, world: World) -> Book:
-    """The book in which `device` takes leases again; the same book if it already does.
+    """The book without the mark that `device` is drained; the same book if there is no mark.
 
     `by` is the user who ends the drain.
     """
@@ -70,7 +70,7 @@ def _noted(book: Book, world: World, device: Device, action: str, because: str, 
 
 
 def drained(book: Book, world: World) -> dict[str, str]:
-    """Drained card of `world` -> a sentence that names the user who drained it, and when."""
+    """Maps each drained card of `world` to a sentence on who drained the card, and when."""
     sentences = {}
     for device in world.devices if book.drained else ():
         mark = book.drained.get(device.key)
@@ -111,10 +111,10 @@ def vacate(
     world: World,
     key: str,
 ) -> tuple[Book, tuple[Step, ...]]:
-    """The book with the idle models of `owner` leaving drained cards, and the steps for that.
+    """The book in which idle models of `owner` leave drained cards, and the steps that move them.
 
-    A model in use leaves once it is idle, and a kept model once it is unpinned. `key` is stored in
-    the leaving leases; it identifies this decision.
+    A model in use leaves once it is idle, and a kept model once it is unpinned. `key` identifies
+    this decision and is stored in the leaving leases.
     """
     cards = drained(book, world)
     section = book.sections.get(owner)
@@ -179,10 +179,10 @@ def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
 
 
 def _those_that_need_the_host_first(leases: Iterable[Lease]) -> list[Lease]:
-    """The `leases`, ordered. Those that cannot be dropped are first: they need host memory."""
+    """The `leases` in order. Leases that cannot be dropped are first, as they need host memory."""
     return sorted(leases, key=lambda lease: lease.droppable)
 
 
 def _on(leases: Iterable[Lease], cards: Mapping[str, str]) -> list[Lease]:
-    """The leases that claim memory on any of the cards."""
+    """The leases that claim memory on any of the cards; `cards` has the ids of cards as keys."""
     return [lease for lease in leases if any(share.device in cards for share in lease.claims())]

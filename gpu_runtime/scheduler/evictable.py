@@ -1,8 +1,8 @@
-"""Which leases may be evicted, and to where.
+"""Decides which leases may be evicted, and whether a lease is offloaded or dropped.
 
-Pure. A lease is offloaded to host memory while the host has room. Without room it is dropped, if
-its source can load it again. Weights that exist nowhere else are never dropped. A shadow is an
-unchanged copy in host memory of a model that is on a card.
+Pure. A lease is offloaded to host memory while the host has room. Without room the lease is
+dropped, if its source can load the weights again. Weights that exist nowhere else are never
+dropped. A shadow is an unchanged copy in host memory of a model that is on a card.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ MOST_TRIED = 12  # up to this many leases, every combination is tried; with more
 
 
 def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
-    """Why this `lease` may not be evicted now; empty if it may. A lease in use always stays.
+    """Why this `lease` may not be evicted now; empty if the lease may be evicted.
 
-    `asker` is the id of the owner that needs the room, and `importance` is the importance of its
-    request. The grace period and `keep_alive` are measured at `world.now`.
+    A lease in use always stays. `asker` is the id of the owner that needs the room, and
+    `importance` is the importance of the asker's request. The grace period and `keep_alive` are
+    measured at `world.now`.
     """
     if lease.pins:
         return "in use"
@@ -59,12 +60,12 @@ def eviction_step(
 ) -> Move | Drop | None:
     """The step that evicts this `lease`: a Move to the host, or a Drop if it cannot be moved.
 
-    The result is None if neither is possible: weights that exist nowhere else are never dropped.
-    `host_room` is the host's free bytes; bytes that are in the lease's shadow need none of them.
-    `part` is the number of bytes that a Move moves; with 0, it moves all bytes of the lease. A Drop
-    always drops all bytes. With `drop`, a Drop is preferred even if the host has room. `because` (a
-    sentence) and `reason` (a word) are put into the step. `world` holds the devices and the offload
-    setting.
+    The result is None if neither step is possible: weights that exist nowhere else are never
+    dropped. `host_room` is the host's free bytes; bytes that are in the lease's shadow already need
+    no free bytes. `part` is the number of bytes that a Move moves; 0 stands for all bytes of the
+    lease. A Drop always drops all bytes. If `drop` is true, a Drop is preferred even if the host
+    has room. `because` (a sentence) and `reason` (a word) are put into the step. `world` holds the
+    devices and the offload setting.
     """
     size = min(part, lease.card_bytes) if part else lease.card_bytes
     target = (Share(HOST, size),)
@@ -78,7 +79,7 @@ def eviction_step(
 
 
 def copied_bytes(lease: Lease, step: Move | Drop | Shed | None) -> int:
-    """The bytes of host memory that `step` takes beyond the shadow of `lease`; 0 unless a Move."""
+    """The bytes of host memory that a Move takes beyond the lease's shadow; 0 for other steps."""
     if not isinstance(step, Move):
         return 0
     if lease.shadow_bytes:
@@ -95,7 +96,10 @@ def can_move(lease: Lease, world: World) -> bool:
 
 
 def _uses_host_memory(lease: Lease, world: World) -> bool:
-    """Whether the lease is on a card that uses the host's memory, so an offload frees nothing."""
+    """Whether the lease is on a card whose memory is the host's memory.
+
+    An offload from such a card frees nothing.
+    """
     for device in world.devices:
         if device.unified:  # a plain loop: every decision runs this for every lease
             return any(share.device == device.id for share in lease.shares)
@@ -108,10 +112,10 @@ def permanent_reason_to_stay(
     *,
     held: Sequence[str] = (),
 ) -> str:
-    """Why this `lease` never leaves its device, however long a request waits; empty if it may.
+    """Why this `lease` never leaves its device, however long a request waits.
 
-    `held` are the ids of the leases that the requesting thread itself pins. `world` holds the
-    host's limit.
+    The result is empty if the lease may leave at some time. `held` are the ids of the leases that
+    the requesting thread itself pins. `world` holds the host's limit.
     """
     if lease.id in held:
         return "is held by the block that makes the request"
@@ -131,9 +135,9 @@ def permanent_reason_to_stay(
 
 
 def needs_host_room(lease: Lease) -> str:
-    """Why this `lease`, which has no source, cannot leave its card.
+    """Why this `lease`, whose weights exist nowhere else, cannot leave its card.
 
-    Either the host has no room, or the notebook whose memory it is does not allow moves.
+    Either the host has no room, or the lease is a notebook's memory that may not be moved.
     """
     if lease.kind == "kernel" and not lease.movable:
         return EXEMPT
@@ -145,9 +149,9 @@ def mark_leaving(
     step: Move | Drop,
     key: str,
 ) -> Book:
-    """The `book` with the step's lease marked as leaving.
+    """The `book` with the lease of the `step` marked as leaving.
 
-    The lease's bytes count on both devices until the `step` is done. `key` identifies the decision.
+    The lease's bytes count on both devices until the step is done. `key` identifies the decision.
     """
     lease = book.find(step.lease)
     assert lease is not None, f"{step.lease} is to leave, but is not in the book"
@@ -192,11 +196,12 @@ def warm(
     owner: str = "",
     wanted: str = "",
 ) -> list[Lease]:
-    """Leases of the `book` in host memory that may be unloaded now; only those of `owner` if given.
+    """Leases of the `book` in host memory that may be unloaded now.
 
-    A lease in parts (partly on a card, partly in host memory) counts as being in host memory. If it
-    is unloaded, its bytes on the card are freed too. `asker`, `importance` and `world` are as in
-    `reason_to_stay`. The lease with the id `wanted` stays, because it is about to return to a card.
+    If `owner` is given, only leases of this owner are returned. A lease in parts (partly on a card,
+    partly in host memory) counts as being in host memory. If such a lease is unloaded, its bytes on
+    the card are freed too. `asker`, `importance` and `world` are as in `reason_to_stay`. The lease
+    with the id `wanted` stays, because it is about to return to a card.
     """
     found = []
     for lease in book.leases():
@@ -220,9 +225,9 @@ def warm_pool_victims(
     owner: str = "",
     wanted: str = "",
 ) -> tuple[Lease, ...] | None:
-    """Leases to unload from host memory to free `shortage` bytes there; None if they are too few.
+    """Leases to unload so that `shortage` bytes of host memory come free; None if they cannot.
 
-    The other parameters are those of `warm`. `rank` is the policy that orders the victims.
+    `rank` is the policy that orders the victims. All other parameters are as in `warm`.
     """
     if shortage <= 0:
         return ()
@@ -242,12 +247,11 @@ def worth_less(
     owner: str = "",
     wanted: str = "",
 ) -> tuple[Lease, ...]:
-    """Leases in host memory to unload so that `lease` fits there; empty if they are worth more than
-    `lease`.
+    """Leases to unload from host memory so that `lease` fits into it.
 
     By importance and `rank`, each returned lease is worth less in host memory than `lease` would
-    be. If `lease` has a target, only the bytes in the target must fit. `host_room` is in bytes. The
-    other parameters are those of `warm`.
+    be. If such leases cannot make the room, the result is empty. If `lease` has a target, only the
+    bytes in the target must fit. `host_room` is in bytes. All other parameters are as in `warm`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)

@@ -35,9 +35,9 @@ Enough = Callable[[Bytes, Iterable[Lease], PartsRoom | None], tuple[Lease, ...] 
 
 
 class Way(NamedTuple):
-    """A way to make room: the leases that leave the card, and those that first leave host memory.
+    """A way to make room: leases that leave the card, and leases that first leave host memory.
 
-    If only some pieces of a lease leave the card, its `target` has the bytes of these pieces.
+    If only some pieces of a lease leave the card, the lease's `target` has the bytes of the pieces.
     """
 
     candidate: Candidate
@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """A way with its cost. Ways are compared by cost.
+    """A way to make room, with its cost. Ways are compared by cost.
 
     The last number of each cost is the way's position in the search, so no two costs are equal.
     """
@@ -68,11 +68,11 @@ def cheapest_way(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> Way | None:
-    """The way that makes room for the `request` at the least cost; None if there is no such way.
+    """The way that makes room for the `request` at the least cost; None if no way makes the room.
 
     `candidates` are cards that may hold the request alone. `context` and `world` are the inputs of
     this decision, and `rank` is the eviction policy. Leases of owners that do not answer are
-    recalled only if the other leases cannot make the room.
+    recalled only if all other leases together cannot make the room.
     """
     rank = with_uses_of_equal_models(rank, context.leases)
     if context.silent:
@@ -140,7 +140,7 @@ def _cheapest(
 
 
 def _warm_pool_bytes(book: Book, request: Request, world: World) -> int:
-    """The bytes in host memory of the evicted models that may be unloaded for the `request`."""
+    """Counts the bytes of models in host memory that may be unloaded for the `request`."""
     wanted = request.lease
     pool = warm(
         book,
@@ -161,10 +161,10 @@ def _leaving_the_host(
     shadowed: list[Lease],
     host_room: int,
 ) -> tuple[tuple[Lease, ...], tuple[Lease, ...]]:
-    """The leases that make room in host memory for those `leaving` a card.
+    """The leases that make room in host memory for the leases `leaving` a card.
 
-    The first tuple has the leases whose shadows are freed, chosen from `shadowed`. The second one
-    has the leases that are unloaded from host memory, which has `host_room` free bytes.
+    Returns two tuples: leases whose shadows are freed, chosen from `shadowed`, and leases that are
+    unloaded from host memory. Host memory has `host_room` free bytes.
     """
     wanted = request.lease
     going = {lease.id for lease in leaving}
@@ -200,8 +200,8 @@ def _evictable(
 ) -> list[Lease]:
     """Leases that may leave now and that no elder (a request ahead in the queue) has recalled.
 
-    A lease in parts stays if this request, or an elder, waits for the lease's other bytes. The loop
-    is plain because it runs often.
+    A lease in parts (partly on a card, partly in host memory) stays if this request or an elder
+    waits for its return. The loop is plain because it runs often.
     """
     asker, importance = request.lease.owner, request.lease.importance
     recalled = context.recalled
@@ -235,13 +235,13 @@ def _priced(
     world: World,
     rank: Policy,
 ) -> _Priced:
-    """The way with its cost.
+    """The way to make room for `candidate` by evicting the leases `leaving`, with its cost.
 
-    The importance of the evicted leases is compared first, on whatever card they are. Then follow
-    the seconds of loading them again, the number of cards, and the number of leases. With the
-    placement policy `fewest-evictions`, the number of leases is compared before the seconds. Then
-    follows the rank that the eviction policy gives. `order`, the way's position in the search,
-    decides between ways that are equal in all of these.
+    Costs are compared in this order: the highest importance of an evicted lease, the seconds of
+    loading the leases again, the number of cards, the number of leases, and the rank that the
+    eviction policy gives. With the placement policy `fewest-evictions`, the number of leases is
+    compared before the seconds. `order`, the way's position in the search, decides between ways
+    that are equal in all of these.
     """
     most_important, highest_rank = _most_precious(leaving, world, rank)
     seconds = sum([_seconds_to_return(lease) for lease in leaving])
@@ -257,7 +257,7 @@ def _priced(
 
 
 def _seconds_to_return(lease: Lease) -> float:
-    """Seconds that a return of this lease takes.
+    """Seconds that the return of this lease to its card takes after an eviction.
 
     If the lease has a target, only the bytes in the target leave and return.
     """
@@ -270,10 +270,9 @@ def _most_precious(
     world: World,
     rank: Policy,
 ) -> tuple[float, float]:
-    """How important the last lease to leave is, and its rank.
+    """The importance and the rank of the last lease in `leaving`, which is worth most.
 
-    The leases are in order, so the last lease is worth most. A larger number means a higher worth
-    in both.
+    The leases are in the order of their worth. In both numbers, a larger number means more worth.
     """
     if not leaving:
         return -(10**9), 0.0
@@ -349,7 +348,7 @@ def _victims(
     enough: Enough,
     host: PartsRoom | None,
 ) -> tuple[Lease, ...] | None:
-    """The `idle` leases to evict so that the bytes in `need` are free; None if they are not enough.
+    """The `idle` leases to evict so that the bytes in `need` are free; None if all are not enough.
 
     Weights that exist nowhere else leave only if the host can hold them.
     """
@@ -377,9 +376,9 @@ def _victims_under_cap(
     enough: Enough,
     host: PartsRoom | None,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict for the share `wanted`; None if they cannot free the bytes in `need`.
+    """The leases to evict for the share `wanted`; None if the bytes in `need` cannot be freed.
 
-    To get below the operator's cap on a user, that user's own leases are evicted first.
+    If the request exceeds the operator's cap on its user, the user's own leases are evicted first.
     """
     allowed = context.cap_left_later.get(wanted.device, wanted.bytes)
     over_cap = {wanted.device: wanted.bytes - allowed}

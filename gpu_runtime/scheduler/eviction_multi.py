@@ -1,8 +1,8 @@
-"""How room is made on several cards at once: which cards are used, and which leases are evicted.
+"""Makes room on several cards at once: chooses the cards, and the leases to evict.
 
 Pure. A lease may have bytes on several of the cards, and free bytes on one card may replace missing
-bytes on another. So leases are marked as victims one by one, in order, until the model fits. Then
-every victim that is not needed is taken off the list again.
+bytes on another card. So leases are marked as victims one by one, in order, until the model fits.
+Finally, every victim that is not needed is taken off the list again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def multi_card_ways(
     limits: Bytes,
     host: PartsRoom | None = None,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """The divisions of the `request` over cards on which room can be made, each with the leases to
-    evict.
+    """Yields each possible division of the `request` over cards, with the leases to evict for it.
 
     `idle` are the leases that may leave, in order. `context` holds the free bytes. `host_bytes` is
     the host memory available for weights that exist nowhere else. `limits` are the budgets of the
@@ -58,7 +57,7 @@ def multi_card_ways(
 
 
 def _enough(room: _Room, holds: Callable[[Bytes], bool]) -> Callable[[], bool]:
-    """A function without parameters that returns whether the `room` is enough when it is called."""
+    """Returns a function without parameters. The function returns whether `room` is enough now."""
 
     def enough() -> bool:
         if room.missing > 0 or room.above_own_limit:
@@ -75,7 +74,7 @@ def _victims_within_host(
     host_bytes: int,
     rules: PlacementRules,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict; None if they cannot make the room.
+    """The leases in `idle` to evict; None if all of `idle` cannot make the room.
 
     Weights that exist nowhere else leave only if the host can hold them.
     """
@@ -88,7 +87,7 @@ def _victims_within_host(
 
 
 def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
-    """The pool without the leases that exist nowhere else and for which the host has no room."""
+    """The `pool`, less the leases that can neither be dropped nor fit into `host_bytes`."""
     precious = [lease for lease in pool if not lease.droppable]
     saved = largest_fitting_set(precious, host_bytes)
     return [lease for lease in pool if lease.droppable or lease in saved]
@@ -102,9 +101,9 @@ def _sets(
 ) -> list[tuple[str, ...]]:
     """Sets of cards on which room may be made.
 
-    With up to FEW_CARDS cards, every set of a possible size is tried. With more cards, there are
-    two sets for each number of cards: the first cards in order that could be emptied enough, and
-    the cards with the most free bytes now.
+    With up to FEW_CARDS cards, every set of a possible size is returned. With more cards, two sets
+    are returned for each number of cards: the first cards in order that could be emptied enough,
+    and the cards with the most free bytes now.
     """
     rules = request.placement
     cards = []
@@ -150,7 +149,7 @@ class _Room:
         self.missing = -sum(self.free.values())  # above 0: the cards together have too few bytes
 
     def usable(self) -> Bytes:
-        """Bytes on each card, no more than the operator's cap leaves. Callers do not change them."""
+        """The usable bytes of each card, within the operator's cap. Callers must not change it."""
         if not self.cap_left:
             return self.free
         return {card: min(size, self.cap_left[card]) for card, size in self.free.items()}
@@ -172,7 +171,7 @@ class _Room:
     def let_go(self, lease: Lease, times: int = 1) -> int:
         """Counts the `lease` as evicted, and returns the bytes that the cards gain.
 
-        With `times=-1`, the lease is counted as back on its cards. If the lease has a target, only
+        If `times` is -1, the lease is counted as back on its cards. If the lease has a target, only
         the bytes in the target are evicted.
         """
         free, gained = self.free, 0
@@ -188,7 +187,7 @@ class _Room:
         return gained
 
     def _raise_limits(self, lease: Lease, times: int) -> None:
-        """Adds the bytes that the `lease` leaves to what the caps of owners leave."""
+        """Adds the bytes of the evicted `lease` to the bytes that the caps of owners leave."""
         if self.cap_left and lease.owner in self.cap_owners:
             for share in lease.freed_by(lease.target) if lease.target else lease.shares:
                 if share.device in self.free:
@@ -198,7 +197,7 @@ class _Room:
 
     @contextmanager
     def without(self, leases: Sequence[Lease] = ()) -> Iterator[None]:
-        """Counts the `leases` as evicted inside the `with` block; then the room is as before."""
+        """A `with` block that counts the `leases` as evicted. Its end restores the room."""
         before = self.free, self.cap_left, self.own_left, self.missing
         self.free, self.cap_left = dict(self.free), dict(self.cap_left)
         for lease in leases:
@@ -214,7 +213,7 @@ def _victims(
     *,
     fewest: bool,
 ) -> tuple[Lease, ...] | None:
-    """The leases of the pool to evict, without needless ones; None if the whole pool is not enough.
+    """The leases of `pool` to evict, and no needless lease; None if the whole pool is not enough.
 
     The `room` is the same before and after the call.
     """
@@ -236,9 +235,10 @@ def _first_enough(
     room: _Room,
     enough: Callable[[], bool],
 ) -> tuple[Lease, ...] | None:
-    """The first leases that make the `room` enough, without needless ones; else None.
+    """The first leases of `order` that make the `room` enough, and no needless lease among them.
 
-    The bytes of these leases are free in the room afterwards.
+    None if all leases are not enough. After the call, the bytes of the returned leases are free in
+    the room.
     """
     gone: list[tuple[Lease, int]] = []
     for lease in order:
@@ -264,9 +264,10 @@ def _first_enough(
 def _without_needless_pieces(
     chosen: tuple[Lease, ...], room: _Room, enough: Callable[[], bool], host: PartsRoom
 ) -> tuple[Lease, ...]:
-    """The `chosen` leases. If only some pieces of a lease must leave, its target has their bytes.
+    """The `chosen` leases, each with as few leaving pieces as possible.
 
-    The `room` is the same before and after the call.
+    If only some pieces of a lease must leave, the lease's target has the bytes of these pieces. The
+    `room` is the same before and after the call.
     """
     host_bytes = host.free - precious_bytes(chosen)
     leaving = list(chosen)
@@ -305,9 +306,9 @@ def _fewer(
     enough: Callable[[], bool],
     than: int,
 ) -> tuple[Lease, ...] | None:
-    """A set of fewer than `than` leases that is enough.
+    """A set of fewer than `than` leases that makes the `room` enough.
 
-    The result is None if there is none, or if more than MOST_SETS sets would have to be tried.
+    The result is None if no set is enough, or if more than MOST_SETS sets would have to be tried.
     """
     tried = 0
     for count in range(1, than):

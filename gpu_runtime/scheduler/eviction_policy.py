@@ -1,6 +1,6 @@
 """The eviction policies. A policy gives each lease a number; the lowest number leaves first.
 
-Pure. Importance is always compared before that number.
+Pure. The importance of leases is always compared before the policy's number.
 
 To add a policy, write a function here and add it to POLICIES. Then add its name to the setting
 `gpu_policy`, and to the words for that setting in `_WORDS`, both in `gpu_runtime/settings.py`.
@@ -24,16 +24,19 @@ HOST_BYTES_PER_SECOND = 10 * GB  # of a restore that was never measured
 
 
 def lru(lease: Lease, world: World) -> float:
-    """When the `lease` was last used: the least recently used leaves first. `world` is not read."""
+    """The time of the last use of `lease`, so that the least recently used lease leaves first.
+
+    `world` is not read.
+    """
     return lease.last_used
 
 
 def cost_aware(lease: Lease, world: World) -> float:
-    """The cost of evicting this `lease`; the cheapest leaves first.
+    """The cost of evicting this `lease`; the lease with the lowest cost leaves first.
 
-    The score is the seconds of loading the lease again, divided by the GiB that it frees. The score
-    is also divided by 1 + the seconds of idle time at `world.now`: a model that was idle for an
-    hour is unlikely to be used in the next minute.
+    The cost is the seconds of loading the lease again, divided by the GiB that an eviction frees.
+    The cost is also divided by 1 + the seconds of idle time at `world.now`: a model that was idle
+    for an hour is unlikely to be used in the next minute.
 
     Source: GreedyDual-Size-Frequency, Cherkasova 1998 (HPL-98-69R1), with idle time instead of
     frequency.
@@ -44,12 +47,12 @@ def cost_aware(lease: Lease, world: World) -> float:
 
 
 def keep_score(lease: Lease, world: World) -> float:
-    """The waiting time that keeping this `lease` saves for each GB; the lowest leaves first.
+    """The waiting time that keeping this `lease` saves for each GB.
 
-    The sum of 1 / (age + 20 s) over the lease's last 32 uses estimates how soon it is used again.
-    The sum is multiplied by the seconds that the next use would wait after an eviction, and divided
-    by the lease's size in GB. `world` holds the time, and the limit that says whether host memory
-    could hold the lease.
+    The lease with the lowest number leaves first. The sum of 1 / (age + 20 s) over the lease's last
+    32 uses estimates how soon the lease is used again. The sum is multiplied by the seconds that
+    the next use would wait after an eviction, and divided by the lease's size in GB. `world` holds
+    the time, and the limit that says whether host memory could hold the lease.
 
     Source: hyperbolic caching, Blankstein et al. 2017 (USENIX ATC), with the cost and size of
     GreedyDual-Size, Cao and Irani 1997.
@@ -72,12 +75,12 @@ def keep_score(lease: Lease, world: World) -> float:
 
 
 def seconds_to_load(lease: Lease, size: int) -> float:
-    """Seconds that loading the `size` bytes of this `lease` takes: measured, or else estimated."""
+    """Seconds that loading `size` bytes of this `lease` takes, estimated if not measured."""
     return max(lease.reload_seconds or size / DISK_BYTES_PER_SECOND, LEAST_SECONDS)
 
 
 def seconds_to_restore(lease: Lease, size: int) -> float:
-    """Seconds that restoring `size` bytes from host memory takes: measured, else estimated."""
+    """Seconds that restoring `size` bytes from host memory takes, estimated if not measured."""
     measured = lease.restore_seconds or size / HOST_BYTES_PER_SECOND
     return max(min(measured, seconds_to_load(lease, size)), LEAST_SECONDS)
 
@@ -85,7 +88,8 @@ def seconds_to_restore(lease: Lease, size: int) -> float:
 def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:
     """The policy `rank`, changed so that a use of a model counts for all `leases` of equal models.
 
-    If three notebooks use a model, all their uses count for it, whichever of them has loaded it.
+    If three notebooks use a model, all their uses count for the model, in whichever notebook it is
+    loaded.
     """
     uses: dict[str, list[str]] = {}
     for lease in leases:

@@ -1,9 +1,10 @@
-"""The verdict on a request for which leases are evicted: this owner's steps, recalls, sentences.
+"""Makes the verdict on a request for which leases are evicted.
 
-Pure. A recall is a request to another owner to evict its lease. Bytes are free only after the
-evicted lease has left. So a request that makes room waits, and its ticket keeps its place in the
-queue. `evictable` decides which leases may be evicted. A shadow is an unchanged copy in host memory
-of a model that is on a card.
+The verdict has the steps of this owner, the recalls of other owners' leases, and sentences. Pure. A
+recall is a request to another owner to evict its lease. Bytes are free only after the evicted lease
+has left. So a request that makes room waits, and its ticket keeps its place in the queue.
+`evictable` decides which leases may be evicted. A shadow is an unchanged copy in host memory of a
+model that is on a card.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def make_room(
 ) -> tuple[Book, Wait]:
     """The `book` with this owner's victims marked as leaving, and a Wait with steps and recalls.
 
-    `way` is the result of `cheapest_way`. `request`, `world`, `rank` and `context` are those of the
-    same decision. Other owners see the recall on the ticket of the request.
+    `way` is the result of `cheapest_way`, which was called with the same `request`, `world`, `rank`
+    and `context`. Other owners see the recall on the ticket of the request.
     """
     shares = way.candidate.shares
     cards = [share.device for share in shares]
@@ -85,9 +86,10 @@ def _wait_for_what_left(
     cards: list[str],
     head: str,
 ) -> Wait:
-    """The Wait if no further lease needs to leave.
+    """The Wait of a request for which no further lease needs to leave.
 
-    The missing bytes are leaving, or belong to a dead process, or are free but not yet measured.
+    Leases that leave now free the missing bytes, or the bytes belong to a dead process, or the
+    bytes are free but not yet measured as free.
     """
     for card in cards:
         if card in context.leaving:
@@ -132,7 +134,7 @@ class _Eviction:
         self.sentences: list[str] = []
 
     def free_shadow(self, lease: Lease) -> None:
-        """Frees the shadow of a `lease`, or recalls it from its owner."""
+        """Frees the shadow of a `lease` of this owner, or recalls the shadow from another owner."""
         self.spared.add(lease.id)
         self.freed_soon += lease.shadow_bytes
         copy = f"the copy of {lease.name} in host memory"
@@ -145,11 +147,11 @@ class _Eviction:
         self.sentences.append(f"{copy[0].upper()}{copy[1:]} is freed.")
 
     def _title(self, lease: Lease) -> str:
-        """The name of `lease` for people. For a kernel's own memory it is the name of the notebook."""
+        """The name of `lease` for people; the notebook's name for a kernel's own memory."""
         return lease_title(lease, self.book.owner(lease.owner))
 
     def unload_from_warm_pool(self, lease: Lease) -> None:
-        """Drops a `lease` in host memory, or recalls it from its owner."""
+        """Drops a `lease` of this owner in host memory, or recalls a lease of another owner."""
         if lease.owner != self.request.lease.owner:
             self.recalled.append(lease.id)
             self.recalled_bytes.append(0)
@@ -164,7 +166,7 @@ class _Eviction:
         self.sentences.append(f"{self._title(lease)} is unloaded from the warm pool.")
 
     def evict(self, lease: Lease) -> None:
-        """Moves or drops a `lease` on a device, or recalls it from its owner."""
+        """Moves or drops a `lease` of this owner on a device, or recalls another owner's lease."""
         name, title = self._title(self.request.lease), self._title(lease)
         size = show_bytes(self.request.footprint.bytes)
         idle = show_seconds(lease.idle_seconds(self.world.now))
@@ -191,7 +193,8 @@ class _Eviction:
     def _free_host_memory(self, lease: Lease) -> bool:
         """Frees shadows, and unloads leases that are worth less in host memory than this `lease`.
 
-        Returns False, and frees nothing, if `lease` would not fit in host memory even then.
+        If all of these together would not make enough room for `lease`, returns False and frees
+        nothing.
         """
         reach = self.host_room + self.freed_soon
         part = lease.leaving_bytes if lease.target else 0

@@ -50,7 +50,7 @@ SMALLEST_STRANGER = 64 * MIB  # less unleased memory than this is not reported
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the text of `error`, shortened; its class name if it has no text."""
+    """The first line of the text of `error`, shortened; the class name of an error without text."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]
 
@@ -67,7 +67,7 @@ def with_runners_up(
     """The `events`, with the alternatives added to the event that records `verdict`.
 
     `rules` are the placement rules of the request. `room_made` are the ways to make room that were
-    compared before this grant; it is empty if there was room.
+    compared before this grant. `room_made` is empty if there was room without evictions.
     """
     action = _ACTIONS[type(verdict)]
     found = []
@@ -84,7 +84,7 @@ _ACTIONS = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
 def alternatives(
     verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()
 ) -> tuple[str, ...]:
-    """The places considered for `verdict` but not chosen, each in a sentence with the reason.
+    """The places that were considered and not chosen, each in a sentence with the reason.
 
     The place closest to being chosen is first. `rules` and `room_made` are as in `with_runners_up`.
     """
@@ -192,9 +192,10 @@ def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
 
 
 def wait_ended(name: str, by: str, because: str, waited_seconds: float) -> WaitEnded:
-    """The error for a request for `name` whose wait `by`, a person or a process, has ended.
+    """The error for a request for `name` after a person or a process has ended its wait.
 
-    `because` is what the request waited for, as a sentence; it may be empty.
+    `by` names this person or process. `because` is what the request waited for, as a sentence; it
+    may be empty.
     """
     what = "this notebook's own memory" if name == "kernel" else name.partition("#")[0]
     reason = f": {because.rstrip('.')}" if because else ""
@@ -221,8 +222,8 @@ def _pids(book: Book, lease_ids: Iterable[str]) -> str:
 def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> GpuError:
     """The error for a request to move or evict `lease`, which may not leave now.
 
-    `why` is the reason that `reason_to_stay` returned. `me` is the id of the requesting owner.
-    `book` gives the holder's name, and `world` the time.
+    `why` is the result of `reason_to_stay`. `me` is the id of the requesting owner. `book` gives
+    the name of the lease's owner, and `world` the time.
     """
     holder = _holder(book, me, lease)
     facts: dict[str, Any] = dict(name=lease.name, lease=lease.id, owner=holder)

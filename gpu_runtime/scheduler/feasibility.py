@@ -41,7 +41,7 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse]) -> Refuse | None:
-    """Why the `request` can never fit, even after all possible evictions; None if it can fit.
+    """Why the `request` can never fit, even after all possible evictions; None for a possible fit.
 
     `book` and `world` hold the leases and devices. `never` is the result of `hopeless_cards`: each
     card that can never hold the request alone, with the refusal.
@@ -92,8 +92,8 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
     """Cards of the `world` that can never hold the `request` alone, each with the refusal.
 
     Three kinds of leases of the `book` cannot leave: kept leases, leases that the requesting thread
-    itself pins, and weights that exist nowhere else and do not fit into host memory. If there are
-    several leases of the third kind, the host may have room for some of them.
+    itself pins, and leases whose weights exist nowhere else and do not fit into host memory. The
+    host may have room for some of several leases of the third kind.
     """
     stuck = stuck_leases(book, request, world)
     rules = request.placement
@@ -119,7 +119,7 @@ def _above_card_bytes(
     card: Device,
     size: int,
 ) -> Refuse:
-    """The refusal if the rules allow less of this card than the request needs."""
+    """The refusal of a request that needs more of this card than its rules allow."""
     most = request.placement.card_bytes.get(card.id, 0)
     name = request.lease.name
     return Refuse(
@@ -136,7 +136,7 @@ def _above_limit(
     size: int,
     limit: int,
 ) -> Refuse:
-    """The refusal if the budget of this card is too small."""
+    """The refusal of a request that needs more than the budget of this card."""
     return Refuse(
         f"{request.lease.name} needs {show_bytes(size)} on one device; the largest budget is "
         f"{show_bytes(limit)} ({card.id})",
@@ -153,7 +153,7 @@ def _beside_stuck(
     limit: int,
     all_stuck: Stuck,
 ) -> Refuse | None:
-    """The refusal if leases that cannot leave this card use too much of it; otherwise None."""
+    """The refusal if leases that cannot leave this card use too much of the card, else None."""
     stuck = all_stuck.leases.get(card.id, [])
     precious = all_stuck.precious.get(card.id, [])
     left = limit - sum(lease.bytes_on(card.id) for lease, _ in stuck)
@@ -171,9 +171,9 @@ def _beside_stuck(
 
 
 def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
-    """Bytes that the leases in `remain` could free on the card if pieces of them left for the host.
+    """Bytes of the card that the leases in `remain` could free by moving pieces to host memory.
 
-    `host_bytes` is the host memory for this. The leases in `saved` take their part of it first.
+    `host_bytes` is the usable host memory, of which the leases in `saved` take their bytes first.
     """
     left = host_bytes - sum(lease.card_bytes for lease in saved)
     freed = 0
@@ -210,7 +210,7 @@ def _stuck_refusal(
 
 
 def best_division(book: Book, request: Request, world: World) -> Candidate | Refuse:
-    """The division of the `request` after all possible evictions, or the refusal if there is none.
+    """The best division of the `request` after all possible evictions, or the refusal.
 
     `book` and `world` hold the leases and devices. Drained cards are left out.
     """
@@ -249,7 +249,7 @@ def _held_up(
     room: Bytes,
     stuck: Stuck,
 ) -> Refuse:
-    """The refusal that names the leases that cannot leave and that use too much of the cards."""
+    """The refusal because of leases that cannot leave and use too much of the cards."""
     name, size = request.lease.name, request.footprint.bytes
     holders: dict[str, tuple[Lease, str]] = {}
     for card in limits:
@@ -276,7 +276,7 @@ def _too_small(
     *,
     capped: bool,
 ) -> Refuse:
-    """The refusal that says that the cards' budgets, or the operator's cap, are too small."""
+    """The refusal because the cards' budgets, or the operator's cap, are too small."""
     footprint, rules, cap = request.footprint, request.placement, world.rules.cap
     name, size = request.lease.name, footprint.bytes
     by_cap = capped and any(divisions(footprint, limits, rules, limits))
@@ -293,7 +293,7 @@ def _too_small(
 
 
 def _heads_rule(footprint: Footprint, rules: PlacementRules) -> str:
-    """The rule on attention heads, as the rest of a sentence; empty if the rule does not apply."""
+    """The rule on attention heads, as the end of a sentence; empty if the rule does not apply."""
     if rules.layout != "balanced":
         return ""
     if footprint.heads:
@@ -309,7 +309,7 @@ def _margin_rule(
     room: Bytes,
     limits: Bytes,
 ) -> str:
-    """The driver's margin, as the rest of a sentence.
+    """The driver's margin, as the end of a sentence.
 
     The result is empty unless the model would fit without the margin.
     """
@@ -338,8 +338,9 @@ def _holders_in_words(stuck: Iterable[tuple[Lease, str]], titles: Mapping[str, s
 def _kind(stuck: Sequence[Lease], request: Request) -> str:
     """The kind of the refusal, which selects the advice to the user.
 
-    A "nested" lease is held by the requesting block of code itself. A "kept" lease can be unpinned.
-    A "precious" lease has weights that exist nowhere else, and needs more host memory.
+    The kind is "nested" if the requesting block of code itself holds the lease in the way. It is
+    "kept" if a user can unpin the lease. It is "precious" if the lease has weights that exist
+    nowhere else, so that more host memory would help.
     """
     if any(lease.id in request.held for lease in stuck):
         return "nested"
@@ -358,7 +359,7 @@ def _card_bytes(lease: Lease) -> int:
 
 
 def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Refuse | None:
-    """The refusal if the new model and the leases that stay exceed INFERENCE_MEMORY_LIMIT_GB."""
+    """The refusal if the new model and the staying leases exceed INFERENCE_MEMORY_LIMIT_GB."""
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":
         return None
@@ -387,7 +388,7 @@ def _beside_what_remains(
     left: int,
     mine: list[Lease],
 ) -> bool:
-    """Whether the request fits beside leases that stay, on the cards and in the owner's limit.
+    """Whether the request fits beside the leases that stay: on the cards and in the owner's limit.
 
     `left` is the bytes left of the owner's limit, and `mine` are the owner's leases.
     """

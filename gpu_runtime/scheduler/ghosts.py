@@ -14,8 +14,8 @@ from ..facts import Book, Ghost, Quarantined, Sample, Section, World
 def measure(book: Book, world: World) -> Book:
     """The book with the newer samples of `world`, and without ghosts whose memory has been freed.
 
-    A sample in the book is replaced only once it is older than half of `stale_seconds`. Otherwise
-    every kernel would write the book every second.
+    A sample in the book is replaced only once it is older than half of `stale_seconds`. If every
+    new sample were written, every kernel would write the book every second.
     """
     fresh = _fresh_samples(book, world)
     if book.ghosts:
@@ -37,7 +37,7 @@ def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
 
 
 def _proofs(book: Book, world: World) -> dict[str, Sample]:
-    """Samples that show that a ghost's process is gone. They replace older samples in the book."""
+    """Samples that show the end of a ghost's process. The caller puts them into the book."""
     proofs = {}
     for ghost in book.ghosts:
         sample = world.samples.get(ghost.device)
@@ -52,8 +52,8 @@ def _proofs(book: Book, world: World) -> dict[str, Sample]:
 def _without_ended(book: Book) -> Book:
     """The book without the ghosts whose process the samples no longer show.
 
-    A ghost also ends if its pid now belongs to a living owner: the process that had the pid before
-    has ended.
+    A ghost also ends if its pid now belongs to a living owner. The new owner of the pid proves that
+    the ghost's process has ended.
     """
     alive = {section.owner.pid for section in book.sections.values()}
     alive |= {unread.owner.pid for unread in book.quarantined.values()}
@@ -73,7 +73,10 @@ def _real_cards(book: Book, world: World) -> set[str]:
 
 
 def ghosts_of_unread(book: Book, unread: Quarantined, world: World) -> list[Ghost]:
-    """A ghost for each real card on which the dead owner of an unreadable part claimed memory."""
+    """A ghost for each real card on which a dead owner held memory.
+
+    `unread` is the owner's part of the book, which cannot be read.
+    """
     owner = unread.owner
     found = []
     for device in sorted(_real_cards(book, world) & unread.held.keys()):

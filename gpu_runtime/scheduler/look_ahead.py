@@ -1,7 +1,7 @@
-"""Decides whether a model may be loaded before the cell that uses it has begun.
+"""Decides whether a model may be loaded before the cell that uses the model has begun.
 
 Pure. Such a load is a guess: the cell may never use the model. The load spends free memory, or the
-memory of an idle model of the same process that is used later or never. It never waits, and it
+memory of an idle model of the same process that is used later or never. The load never waits, and
 never makes another process evict anything. While any request waits, no model is loaded ahead.
 """
 
@@ -27,13 +27,13 @@ from ..facts import (
 from .admission import admit
 from .evictable import mark_leaving
 
-# This number is added to the rank of a model that a waiting cell uses. It is far above the ranks of
-# every policy.
+# The rank of a model that a waiting cell uses is this number, less the model's place in the order
+# of use. The number is far above the ranks of every policy.
 _SCHEDULED = 1e15
 
 
 def next_uses(cells: Sequence[CellModels]) -> dict[str, int]:
-    """Model name -> the number of models that are used before it.
+    """Maps the name of each model to the number of models that are used before this model.
 
     `cells` are the running cell and the waiting cells, in order.
     """
@@ -45,7 +45,7 @@ def next_uses(cells: Sequence[CellModels]) -> dict[str, int]:
 
 
 def with_next_uses(rank: Policy, owner: str, uses: Mapping[str, int]) -> Policy:
-    """The policy `rank`, changed so that the models of `owner` that are used next leave last.
+    """The policy `rank`, changed so that models of `owner` that are used soon leave last.
 
     `uses` is the result of `next_uses`. The model that is used soonest leaves after all others.
     """
@@ -53,7 +53,7 @@ def with_next_uses(rank: Policy, owner: str, uses: Mapping[str, int]) -> Policy:
         return rank
 
     def hinted(lease: Lease, world: World) -> float:
-        """The rank of `lease` in this `world`: the sooner its model is used, the higher."""
+        """The rank of `lease` in this `world`. It is higher the sooner the model is used."""
         if lease.owner == owner and lease.name in uses:
             return _SCHEDULED - uses[lease.name]
         return rank(lease, world)
@@ -72,13 +72,13 @@ def load_ahead(
 ) -> tuple[Book, Grant | Wait]:
     """A Grant if the model may be loaded ahead now, else a Wait; and the new `book`.
 
-    The steps of a Wait evict idle models of the same process; after them the caller calls this
-    function again. A Wait without steps means that the model is not loaded ahead now. No ticket is
-    written in any case.
+    The steps of a Wait evict idle models of the same process. After these steps, the caller calls
+    this function again. A Wait without steps means that the model is not loaded ahead now. No
+    ticket is written in any case.
 
     `uses` is the result of `next_uses`. `spared` are the models that stay because the running cell
     names them. `cell`, such as "cell 7", is the first cell that uses the model. `world` and `rank`
-    are those of `admit`.
+    are as in `admit`.
     """
     if book.tickets:
         return book, Wait("a request waits, and comes first")
@@ -101,7 +101,7 @@ def load_ahead(
 def _granted(
     book: Book, request: Request, world: World, rank: Policy, because: str
 ) -> tuple[Book, Grant | Wait]:
-    """The book with the grant, and the grant itself; both name `because` as the reason."""
+    """The book with the grant, and the Grant. Both give `because` as the reason of the load."""
     after, verdict = admit(book, request, world, rank)
     if not isinstance(verdict, Grant):
         return book, Wait(verdict.because)
@@ -115,7 +115,7 @@ def _granted(
 def _guarded(
     book: Book, request: Request, uses: Mapping[str, int], spared: Collection[str]
 ) -> Book:
-    """The book in which every model whose memory a load ahead may not use is marked as in use."""
+    """The book in which each model that may not leave for a load ahead is marked as in use."""
     owner, own_use = request.lease.owner, uses.get(request.lease.name, len(uses))
 
     def may_leave(lease: Lease) -> bool:

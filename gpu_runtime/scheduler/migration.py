@@ -1,8 +1,8 @@
 """Moves a model from its cards to other cards on request, without a stay in host memory.
 
-Pure. A move spends only free bytes; nothing is evicted for it. Until the move is done, the bytes on
-the old cards and the bytes reserved on the new cards both count in full. A card that is both old
-and new therefore counts twice.
+Pure. A move spends only free bytes; nothing is evicted for a move. Until the move is done, the
+bytes on the old cards and the bytes reserved on the new cards both count in full. On a card that is
+both old and new, the model's bytes therefore count twice.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def move(
 ) -> tuple[Book, Move | Refuse | None]:
     """The book with the lease moving to the cards of `rules`, and the step for the move.
 
-    `owner` and `name` identify the lease; `footprint` is the model's. `key` is stored in the lease,
-    and identifies this decision. `because` ends the sentence of the step.
+    `owner` and `name` identify the lease. `footprint` is the size of the model. `key` identifies
+    this decision and is stored in the lease. `because` ends the sentence of the step.
 
     The step is None if the lease is on exactly these cards already. A Refuse leaves the book
-    unchanged. It has one of these reasons:
+    unchanged. A Refuse has one of these reasons:
 
     - The lease is on no card or in parts, in use, kept, a block of code, or cannot be moved.
     - A card has no room, is drained, capped, or cannot be measured.
-    - The model cannot be divided in that way.
+    - The model cannot be divided over exactly these cards.
     """
     lease = book.lease(owner, name)
     if lease is None or not lease.all_on_device:

@@ -38,7 +38,7 @@ def wait_for_obstacles(
 ) -> Wait:
     """A Wait that names the leases in the way on the nearest card, the first of the `candidates`.
 
-    Its field `retry_at` is the time at which a lease on any of the `candidates` may become
+    The Wait's field `retry_at` is the time at which a lease on any of the `candidates` may become
     evictable without an event. `book`, `request`, `world` and `context` are the inputs of this
     decision.
     """
@@ -73,9 +73,10 @@ def wait_for_obstacles(
 
 
 def _unreadable(book: Book, shares: Shares) -> str:
-    """The sentence about an owner on these cards whose part of the book cannot be read; else empty.
+    """A sentence on an owner whose part of the book cannot be read, and whose bytes are in the way.
 
-    The bytes of such an owner cannot be recalled.
+    The bytes of such an owner cannot be recalled. The sentence is empty if no such owner has bytes
+    on the cards of `shares`.
     """
     for unread in book.quarantined.values():
         if any(unread.held.get(share.device) for share in shares):
@@ -144,7 +145,7 @@ def _leases_in_the_way(
 
 
 def reserved_for_elders(context: Context, shares: Shares) -> str:
-    """The sentence about free bytes that are reserved for elders; empty if none are reserved.
+    """A sentence on free bytes that are reserved for elders; empty if no bytes are reserved.
 
     `shares` name the cards. `context` holds the elders (requests ahead in the queue) and the room.
     """
@@ -183,7 +184,7 @@ def _ahead_in_words(ahead: int) -> str:
 
 
 def _shortened(sentences: list[str]) -> str:
-    """The first MOST_TOLD sentences: on a crowded card, sixty leases may be in the way."""
+    """The first MOST_TOLD sentences, since on a crowded card sixty leases may be in the way."""
     more = len(sentences) - MOST_TOLD
     if more >= 2:
         sentences = [*sentences[:MOST_TOLD], f"and {more} more"]
@@ -209,7 +210,10 @@ def _in_words(
     world: World,
     context: Context,
 ) -> str:
-    """Why this lease is in the way, as the rest of a sentence. `why` is from `reason_to_stay`."""
+    """Why this lease is in the way, as the end of a sentence.
+
+    `why` is the result of `reason_to_stay`.
+    """
     in_use = _in_use_words(lease, why)
     if in_use:
         return in_use + _by(book, lease, wanted.owner, world)
@@ -236,7 +240,7 @@ def _in_words(
 
 
 def _in_use_words(lease: Lease, why: str) -> str:
-    """How the lease is used now, as the rest of a sentence; empty if the lease is idle."""
+    """How the lease is used now, as the end of a sentence; empty if the lease is idle."""
     if lease.phase is Phase.ARRIVING and lease.kind == "model":
         return "is being loaded"
     return {"in use": "is in use", "a block of code": "is held by running code"}.get(why, "")
@@ -248,7 +252,7 @@ def _by(
     asker: str,
     world: World,
 ) -> str:
-    """The other process that uses the lease, and for how long; empty if the requester holds it."""
+    """Which other process uses the lease, and for how long; empty if the asker holds the lease."""
     owner = book.owner(lease.owner)
     if owner is None or lease.owner == asker:
         return ""
@@ -259,7 +263,7 @@ def _by(
 
 
 def _outside_memory(shares: Shares, context: Context) -> str:
-    """The sentence if memory outside the leases is the reason to wait."""
+    """The sentence for a request that waits because of memory outside the leases."""
     has = "has" if len(shares) == 1 else "have"
     free = sum(max(0, context.room_now.get(share.device, 0)) for share in shares)
     need = sum(share.bytes for share in shares)

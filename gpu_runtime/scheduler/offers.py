@@ -14,15 +14,15 @@ from .drain import drained
 from .evictable import reason_to_stay
 
 MOST_PLANNED = 8  # hosts that make a plan for one decision
-# Two loads that differ by less than the larger of these two values count as equally long, because
-# two measurements of the same load differ that much.
+# Two load times count as equal if they differ by less than the larger of these two values, because
+# two measurements of the same load differ by as much.
 CLOSE_SECONDS, CLOSE_FRACTION = 0.5, 0.1
 
 
 def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
     """The offer of the `host` that made this `plan`.
 
-    `users` is the number of blocks of code that use the model on that host.
+    `users` is the number of blocks of code that use the model on this host.
 
     A plan with an obstacle, such as a missing engine, is an offer of the level `never`.
     """
@@ -47,12 +47,12 @@ def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
 def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     """The `offers`, the best first.
 
-    The effort (the offer's level) is compared first, in the order of PlanLevel. Of equal efforts,
-    the host with fewer users of the model is first. Then follow the importance of the victims, the
-    seconds, the best fit (the fewest bytes left), and the name.
+    Offers are compared by effort (the offer's level, in the order of PlanLevel), then by the number
+    of users of the model on the host. Further criteria are the importance of the victims, the
+    seconds, the best fit (the fewest bytes left), and the name of the host.
 
-    Seconds count as equal if they are close to the fewest seconds of the offers that are left. So
-    small differences between two measurements do not change the order.
+    Seconds count as equal if they are close to the fewest seconds of all offers that are not ranked
+    yet. So small differences between two measurements do not change the order.
     """
     listed = sorted(offers, key=lambda offer: (_effort(offer), offer.seconds))
     found: list[Offer] = []
@@ -105,10 +105,9 @@ def room_of(
 def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str, ...]:
     """The names of the `most` hosts that are worth a plan, the likeliest first.
 
-    Hosts that have the model on a device come first, then hosts that have it in host memory. Then
-    follow hosts with free room, the best fit first. Next are hosts that would have to evict; those
-    with the least important idle models are first. Last are hosts that are too small or drained, so
-    that a refusal can name them.
+    The order is: hosts with the model on a device, hosts with the model in host memory, hosts with
+    free room (the best fit first), and hosts that would have to evict (the least important idle
+    models first). Last are hosts that are too small or drained, so that a refusal can name them.
     """
     return tuple(room.host for room in sorted(rooms, key=_promise)[:most])
 
@@ -138,10 +137,10 @@ def _most(room: HostRoom, sizes: Iterable[int]) -> int:
 
 
 def largest_first(sizes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    """The names of models in the order in which they are placed: the largest first, then by name.
+    """The names of models in the order of their placement: the largest first, then by name.
 
-    `sizes` has the bytes of each model. A large model fits only where small ones have not been
-    placed yet.
+    `sizes` has the bytes of each model. Large models are placed first, because the placement of
+    small models leaves too little room for large ones.
 
     >>> largest_first([("a", 1), ("b", 2), ("c", 2)])
     ('b', 'c', 'a')

@@ -1,8 +1,8 @@
-"""Makes room for one more lease in the book's page: entries are evicted as bytes are.
+"""Makes room for one more lease in the book's page, by evicting an idle lease.
 
-Pure. The page is the stored form of the book. It has a limited number of entries, which are leases
-and requests. RESERVED entries are reserved for requests that wait, and as many for requests to
-owners. So a full page can always be emptied.
+Pure. The page is the stored form of the book. The page has a limited number of entries, which are
+leases and requests. RESERVED entries are reserved for requests that wait, and as many entries for
+requests to owners. So a full page can always be emptied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def free_an_entry(
     rank: Policy,
     context: Context,
 ) -> tuple[Book, Wait] | None:
-    """The book and the Wait while an idle lease leaves the page; None if no lease may leave.
+    """The book, and the Wait while an idle lease leaves the page; None if no lease may leave.
 
     The lease is unloaded, because an offloaded lease keeps its entry. The rules are the same as for
     an eviction that frees bytes. `context` and `world` are the inputs of this decision. `rank` is
@@ -82,9 +82,9 @@ def _leaving(book: Book, request: Request, context: Context) -> Lease | None:
 
 
 def _victim(request: Request, world: World, rank: Policy, context: Context) -> Lease | None:
-    """The idle lease that leaves first; None if none may leave.
+    """The idle lease that leaves first; None if no lease may leave.
 
-    Of leases with equal importance, those in host memory leave before the others.
+    Of leases with equal importance, leases in host memory leave first.
     """
     asker, importance = request.lease.owner, request.lease.importance
     idle = []

@@ -14,7 +14,7 @@ from ..facts import Footprint
 
 
 def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
-    """Equal parts of the model; None if it has too few pieces for `count` cards.
+    """Equal parts of the model for `count` cards; None if the model has too few pieces.
 
     The parts differ by a byte at most. If the model can be cut only between pieces, each cut is at
     the nearest piece boundary.
@@ -55,7 +55,8 @@ def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int,
 def _move_excess(parts: list[int], free: Sequence[int]) -> None:
     """Moves bytes from parts that are too large for their card to cards that have room.
 
-    After rounding, a part may be one byte too large; then another card has a byte to spare.
+    After rounding, a part may be one byte too large. In this case another card has room for the
+    byte.
     """
     over = 0
     for index, most in enumerate(free):
@@ -69,7 +70,7 @@ def _move_excess(parts: list[int], free: Sequence[int]) -> None:
 
 
 def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:
-    """Parts of whole pieces in proportion to the free bytes of each card; None if they do not fit.
+    """Parts of whole pieces in proportion to the free bytes of each card; None if nothing fits.
 
     If proportional parts are not possible, each card is filled in order.
     """
@@ -97,7 +98,7 @@ def _sums(pieces: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 def can_cut(sums: Sequence[int], free: Sequence[int]) -> bool:
-    """Whether every card has free bytes, and `pieces_in_proportion` finds parts."""
+    """Whether every card has free bytes, and `pieces_in_proportion` would find parts."""
     reached, every_card = _filled(sums, free)
     if reached < len(sums):
         return False
@@ -106,7 +107,7 @@ def can_cut(sums: Sequence[int], free: Sequence[int]) -> bool:
 
 
 def _filled(sums: Sequence[int], free: Sequence[int]) -> tuple[int, bool]:
-    """How many pieces fit if each card is filled in order, and whether every card has a piece."""
+    """Fills each card in order. Returns how many pieces fit, and whether every card got a piece."""
     reached = taken = 0
     every_card = True
     for size in free:
@@ -168,7 +169,10 @@ def _nearest(
     low: int,
     high: int,
 ) -> int:
-    """The boundary from `low` to `high` nearest to `ideal`; the lower one if two are equal."""
+    """The index from `low` to `high` whose running sum is nearest to `ideal`.
+
+    If two running sums are equally near, the lower index is returned.
+    """
     first_above = bisect_left(sums, ideal) + 1
     end = min(max(first_above, low), high)
     if end == low:

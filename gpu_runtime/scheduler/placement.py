@@ -1,7 +1,8 @@
-"""Finds the device for a model from the free bytes of each. One card is preferred to several.
+"""Finds the device for a model from the devices' free bytes. One card is preferred to several.
 
-Pure. A candidate that does not fit is returned with the reason. `plan` shows it, and `eviction`
-tries to make room on it. `splitting` decides how a model is divided over several cards.
+Pure. A candidate that does not fit is returned with the reason. `plan` shows such a candidate, and
+`eviction` tries to make room on its card. `splitting` decides how a model is divided over several
+cards.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def check_policy(name: str) -> str:
-    """The `name`, which must be a placement policy. Raises BadSetting for any other name."""
+    """Returns `name` if it is the name of a placement policy. Raises BadSetting for other names."""
     if name not in PLACEMENTS:
         raise BadSetting("GPU_PLACEMENT", name, f"one of {', '.join(PLACEMENTS)}")
     return name
 
 
 def check_layout(name: str) -> str:
-    """The `name`, which must be a layout. Raises BadSetting for any other name."""
+    """Returns `name` if it is the name of a layout. Raises BadSetting for other names."""
     if name not in LAYOUTS:
         raise BadSetting("layout", name, f"one of {', '.join(LAYOUTS)}")
     return name
@@ -42,14 +43,14 @@ def place(
     rules: PlacementRules,
     limits: Bytes | None = None,
 ) -> tuple[Candidate, ...]:
-    """The candidates for the `footprint`. Those that fit come before those that do not.
+    """The candidates for the `footprint`: first candidates that fit, then candidates that do not.
 
     Each group starts with its best candidate. Several cards are tried only if no single card has
     the room.
 
-    `room` is the bytes that may be granted, by device id. Its order decides between equal devices.
-    `limits` are the devices' budgets, which are the size of a whole card; without them, `room` is
-    used. The `rules` name the policy, the layout and the allowed devices.
+    `room` is the bytes that may be granted, by device id. The order of `room` decides between equal
+    devices. `limits` are the devices' budgets, which are the size of a whole card; without
+    `limits`, `room` is used. The `rules` name the policy, the layout and the allowed devices.
     """
     limits = room if limits is None else limits
     alone = on_one_card(footprint, room, rules, limits) if may_use_one_card(rules) else ()
@@ -91,7 +92,7 @@ def _claiming_more(
     rules: PlacementRules,
     limits: Bytes,
 ) -> tuple[Candidate, ...]:
-    """The candidates of `on_one_card` if a card's bytes are limited, or claims exceed the model."""
+    """The candidates of `on_one_card` for rules that limit a card's bytes, or claim extra bytes."""
     found = []
     for device in allowed:
         limit = limits.get(device, 0)
@@ -138,8 +139,8 @@ def claim(
 
     A result above `limit` means that the model cannot fit. Without a factor in the `rules`, the
     claim is the estimate, in which the KV cache and the rest are named parts. With a factor, NDIF's
-    rule applies. The claim is then the weights times the factor, if that is less than the given
-    fraction of the card. Otherwise the claim is the whole card.
+    rule applies: the claim is the weights times the factor. If this product is at least the
+    fraction of the card that `rules` name, the claim is the whole card.
 
     >>> rules = PlacementRules(factor=3.0, largest_fraction=0.8)
     >>> [claim(Footprint.of(size), rules, 80) for size in (10, 21, 22, 90)]
@@ -181,10 +182,10 @@ def runners_up(
     taken: Shares,
     rules: PlacementRules,
 ) -> tuple[Candidate, ...]:
-    """The `considered` candidates: the chosen one first, then the others, each with the reason.
+    """The `considered` candidates: the chosen candidate first, then all others with a reason.
 
     The reason is a sentence on why the candidate was not chosen. `taken` are the chosen shares.
-    `rules` are the rules by which they were chosen.
+    `rules` are the rules of the choice.
     """
     listed = list(considered)
     cards = _cards(taken)
@@ -224,7 +225,7 @@ def _why_not(
 
 
 def _why_not_evict(other: Candidate, chosen: Candidate) -> str:
-    """Why the chosen candidate is better than another that evicts leases."""
+    """Why `chosen` is better than the candidate `other`, which evicts leases."""
     names = ", ".join(id.partition("/")[2] for id in other.victims)
     head = f"{names} would be evicted"
     if not chosen.victims:

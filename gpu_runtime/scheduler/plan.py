@@ -1,6 +1,6 @@
-"""A dry run of admission: it shows what a request would get now. The caller's book is unchanged.
+"""A dry run of admission shows what a request would get now. The caller's book is unchanged.
 
-Pure. It calls `admit` repeatedly, as if every step succeeded at once.
+Pure. The dry run calls `admit` repeatedly, as if every step succeeded at once.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _with_effort(
 ) -> Plan:
     """The plan with its level, its seconds, its victims, and the bytes that stay free.
 
-    `evictions` are the steps of other leases, which come first. `before` is the caller's book, and
-    `after` the book with all steps and the grant.
+    `evictions` are the steps that evict other leases before the grant. `before` is the caller's
+    book, and `after` the book with all steps and the grant.
     """
     leaving = [step for step in evictions if not isinstance(step, Shed)]
     victims = tuple(dict.fromkeys(step.lease for step in leaving))
@@ -156,7 +156,7 @@ def _level(grant: Grant, evicts: bool) -> PlanLevel:
 
 
 def _own_seconds(grant: Grant) -> tuple[float, bool]:
-    """Seconds that the model's load or restore takes, and whether they were measured."""
+    """Seconds that the model's load or restore takes, and whether these seconds were measured."""
     if not grant.steps:
         return 0.0, True
     lease, step = grant.lease, grant.steps[0]
@@ -177,7 +177,7 @@ def _steps_of_others(
     verdict: Wait,
     world: World,
 ) -> list[Step]:
-    """The steps of other owners: they evict the leases and free the shadows that `verdict` names."""
+    """The steps of other owners that evict the leases, and free the shadows, of `verdict`."""
     host_room = room(book, world).get(HOST, 0)
     parts = dict(zip(verdict.asked, verdict.asked_bytes, strict=False))
     leases = [lease for id in verdict.asked if (lease := book.find(id))]
@@ -203,7 +203,8 @@ def _as_if_measured(
 ) -> World:
     """The `world` with samples that show the bytes freed by the finished `step` as free.
 
-    A sample is one measurement of a device. The result stands for a measurement after the step.
+    A sample is one measurement of a device. The changed samples are what a measurement after the
+    step would show.
     """
     source = getattr(step, "source", ())
     samples = dict(world.samples)
@@ -220,6 +221,6 @@ def _as_if_measured(
 
 
 def _sentences(reasons: list[str]) -> list[str]:
-    """The reasons as sentences, without repetitions."""
+    """The `reasons` as sentences, without repetitions."""
     distinct = dict.fromkeys(reasons)
     return [reason if reason.endswith(".") else reason + "." for reason in distinct]

@@ -1,4 +1,4 @@
-"""How full a device is, in four levels, and which idle models each level evicts.
+"""Computes how full a device is, in four levels, and which idle models each level evicts.
 
 Pure. The levels and their table are those of the Semantik governor. `relief.py` decides when the
 table is applied (`GPU_RELIEF`).
@@ -59,7 +59,7 @@ def pressure(claimed: int, limit: int, used: int | None, total: int) -> float:
 
 
 def sample_of(device: Device, book: Book, world: World) -> Sample | None:
-    """The newer of two measurements of `device`: this owner's in `world`, and the book's.
+    """The newer measurement of `device`: this owner's, in `world`, or the measurement in the book.
 
     The result is None for a simulated device, which nothing measures.
     """
@@ -73,7 +73,7 @@ def sample_of(device: Device, book: Book, world: World) -> Sample | None:
 def used_bytes(device: Device, sample: Sample | None, claimed: Mapping[str, int]) -> int | None:
     """Bytes in use on `device` as measured by `sample`; None if the driver gives no number.
 
-    For a simulated device, the result is the bytes `claimed` on it (device id -> bytes).
+    `claimed` maps device ids to bytes. For a simulated device, the result is the claimed bytes.
     """
     if device.simulated:
         return claimed.get(device.id, 0)

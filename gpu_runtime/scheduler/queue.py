@@ -1,8 +1,8 @@
 """The order in which waiting requests are served. A ticket is the book's entry of such a request.
 
 Pure. The queue is ordered by importance. Among requests of equal importance, the load that serves
-most waiting users per second is first. A request that has waited for 120 s is before all such
-loads, in order of arrival. Waiting moves a request forward in the queue. It never changes which
+most waiting users per second is first. Requests that have waited for 120 s are before these loads,
+in order of arrival. A long wait moves a request forward in the queue. The wait never changes which
 leases the request may evict.
 """
 
@@ -13,8 +13,8 @@ from bisect import bisect_left
 from ..facts import HOST, IMPORTANCE, Book, Request, Ticket, World
 from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
-# The fields: importance; 0 after `patience_seconds` of waiting, else 1; negative users per second;
-# arrival; key.
+# The fields of a position: the importance; 0 after `patience_seconds` of waiting, else 1; the
+# negative users per second; the time of arrival; the key.
 _Position = tuple[int, int, float, float, str]
 _CLASSES = sorted(IMPORTANCE.values())
 
@@ -26,8 +26,8 @@ def aged(
 ) -> int:
     """The importance that a request has in the queue: one class higher for each 30 s of waiting.
 
-    `importance` is the request's own; lower numbers are more important. `waited_seconds` is the
-    time since the request arrived.
+    `importance` is the request's own importance; lower numbers are more important. `waited_seconds`
+    is the time since the request arrived.
 
     >>> from gpu_runtime.facts import Rules
     >>> aged(20, 65.0, World(0, 0, (), {}, rules=Rules()))
@@ -120,8 +120,9 @@ def _position(
 ) -> _Position:
     """The sort key of a request; requests with lower keys are served earlier.
 
-    Within a class of importance, the load that serves most waiting `users` for each of its
-    `seconds` is first. A request that has waited for `patience_seconds` is before all such loads.
+    Within a class of importance, the load that serves most waiting `users` per second is first;
+    `seconds` is how long the load takes. A request that has waited for `patience_seconds` is before
+    all requests of its class that have waited less.
     """
     waited_seconds = world.now - arrived
     if waited_seconds >= world.rules.ageing_seconds:
@@ -134,7 +135,7 @@ def _position(
 
 
 def awake(ticket: Ticket, world: World) -> bool:
-    """Whether the process still refreshes this `ticket`, so that it would take freed room."""
+    """Whether the requesting process still refreshes this `ticket`, and so would use freed room."""
     return world.now - ticket.refreshed <= world.rules.refresh_seconds
 
 
@@ -146,9 +147,9 @@ def may_pass(
 ) -> bool:
     """Whether the `request` may take room before this `elder`, a request ahead in the queue.
 
-    It may in two cases, because the elder cannot use the room now. Either a model in use has
-    blocked the elder for less than 30 s, or the requesting thread itself holds leases on a card
-    that the elder needs.
+    In two cases the elder cannot use the room now, so the request may take it. Either a model in
+    use has blocked the elder for less than 30 s, or the requesting thread itself holds leases on a
+    card that the elder needs.
     """
     blocked_since = elder.blocked_since
     if blocked_since and world.now - blocked_since < world.rules.passing_seconds:

@@ -1,7 +1,7 @@
 """The operator's caps on a user: bytes on each card, importance, pinning, time of a code block.
 
 Pure. Every process checks its own requests against the cap of its own user. The memory of all
-processes of that user is added up. A block of code that is held for too long is not ended, because
+processes of the user is added up. A block of code that is held for too long is not ended, because
 its memory is in use. Until the block ends, the user is granted nothing new.
 """
 
@@ -28,7 +28,7 @@ from .placement import claim
 
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:
-    """The refusal of `request` by the user's cap, whatever the card; None if there is none.
+    """The refusal of `request` by the user's cap, whatever the card; None if the cap allows it.
 
     The cap on bytes is not checked here; see `capped_cards`.
     """
@@ -49,7 +49,7 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
 
 
 def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
-    """Why `cap` forbids its user to hold the model `name` like this; empty if it is allowed.
+    """Why `cap` forbids the model `name` with this `importance` and `keep`; empty if allowed.
 
     `importance` is a number; lower is more important. `keep` is True if the model would be pinned
     to its device.
@@ -98,7 +98,7 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
 
 
 def at_most(book: Book, world: World) -> dict[str, int]:
-    """Bytes that the user may take on each card, once the user's leases that can leave have left.
+    """Bytes that the user may take on each card, once all leases of the user that can leave left.
 
     The result is empty if the user has no cap.
     """
@@ -131,7 +131,7 @@ def left(book: Book, world: World, *, leaving: bool = True) -> dict[str, int]:
 
 
 def _left_beside(leases: Iterable[Lease], world: World) -> dict[str, int]:
-    """For each card, the byte cap less the bytes of these leases; empty without a byte cap."""
+    """Maps each card to the byte cap less the bytes of these `leases`; empty without a byte cap."""
     cap = world.rules.cap
     if cap is None or cap.bytes_per_device is None:
         return {}
@@ -172,7 +172,7 @@ def overstay(book: Book, lease: Lease, world: World) -> str:
 
 
 def _longest(cap: Cap) -> str:
-    """The longest time that a block may be held, and where the cap is set."""
+    """The longest time that a block of code may be held, and where the cap is set, as text."""
     return f"{show_seconds(cap.longest_lease_seconds or 0)} ({cap.named('longest_lease')})"
 
 

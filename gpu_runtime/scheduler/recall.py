@@ -1,9 +1,9 @@
-"""What an owner does for requests of other owners: it evicts recalled models and carries out
-orders.
+"""An owner's side of requests: evicts models that other owners recall, and carries out orders.
 
-Pure. `asks` has the requester's side: it writes the request on a ticket (an entry in the book) and
-reads the answer. Every owner follows the same rules: a model in use is never moved, and a kept
-model is never evicted. A shadow is an unchanged copy in host memory of a model that is on a card.
+Pure. The module `asks` has the requester's side: it writes the request on a ticket (an entry in the
+book) and reads the answer. Every owner follows the same rules: a model in use is never moved, and a
+kept model is never evicted. A shadow is an unchanged copy in host memory of a model that is on a
+card.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ def obey(
     askers: Mapping[str, Asker] | None = None,
     rank: Policy = lru,
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...], tuple[Order, ...]]:
-    """The book with the recalled leases of `owner` leaving, the steps for them, and the orders.
+    """The book in which recalled leases of `owner` leave, the steps of the leases, and the orders.
 
     A recalled lease leaves if its grace period is over and the rules allow its eviction for a
-    request with the ticket's importance. If not, the lease stays, and its pins in the book show the
-    requester the reason. `key` is stored in the leaving leases. `rank` decides which leases in host
-    memory are worth less than the recalled ones.
+    request with the ticket's importance. A lease that may not leave stays, and its pins in the book
+    show the requester the reason. `key` is stored in the leaving leases. `rank` decides which
+    leases in host memory are worth less than a recalled lease.
 
-    `askers` maps the key of a ticket to the user who wrote the ticket; with None, all tickets are
-    trusted. A ticket whose key is missing in `askers` was forged, and is ignored. A user without
-    the right to command this owner can only have idle models evicted.
+    `askers` maps the key of a ticket to the user who wrote the ticket. If `askers` is None, all
+    tickets are trusted. A ticket whose key is missing in `askers` was forged, and is ignored. A
+    user without the right to command this owner can only have idle models evicted.
     """
     steps: list[Move | Drop | Shed] = []
     orders: list[Order] = []
@@ -137,7 +137,7 @@ def _order(book: Book, owner: str, ticket: Ticket, asker: Asker) -> Order:
 def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
     """The sentence that `user` may not request `verb` from `owner`, another user's process.
 
-    `name` is the model; it is empty for a request that concerns the whole process.
+    `name` is the name of the model. It is empty if the request concerns the whole process.
     """
     what = f"{verb} {name}".rstrip()
     if verb in ("who", "cancel"):
@@ -169,7 +169,8 @@ def _steps_for(
 ) -> tuple[Move | Drop | Shed, ...]:
     """The steps that evict this lease for the ticket; empty if the lease stays.
 
-    If host memory is full, the steps unload other leases from there, and the lease follows later.
+    If host memory is full, the steps unload other leases from host memory. This lease is moved by a
+    later call.
     """
     person = ticket.verb == "evict"
     # A person's "evict" also applies within the grace period. A program's request does not.
@@ -212,14 +213,14 @@ def _steps_for(
 
 
 def _names_of_asker(book: Book, ticket: Ticket, asker: Asker) -> tuple[str, str]:
-    """The requester's name as sentences show it, and as steps record it (the step's `by`)."""
+    """The requester's name in two forms: for sentences, and for the field `by` of a step."""
     owner = book.owner(ticket.owner)
     shown = attributed(ticket.said_by, owner.label if owner else "another process")
     return shown, attributed(ticket.said_by, process_of(asker.user, owner))
 
 
 def _unload_from_host(lease: Lease, ticket: Ticket, who: str, by: str) -> tuple[Drop, ...]:
-    """The step that unloads an evicted lease from host memory; empty if it stays there.
+    """The step that unloads an evicted lease from host memory; empty if the lease stays.
 
     A person unloads the lease only with `--drop`. A program unloads any lease that has a source.
     """
@@ -266,7 +267,7 @@ def _unloaded_for(
 
 
 def _shed_for(book: Book, lease: Lease, ticket: Ticket, asker: Asker) -> list[Shed]:
-    """The step that frees the shadow of this lease for the ticket; empty if it has none."""
+    """The step that frees the shadow of this lease for the ticket; empty without a shadow."""
     if not lease.shadow_bytes:
         return []
     who, by = _names_of_asker(book, ticket, asker)
@@ -284,8 +285,8 @@ def answer(
 ) -> Book:
     """The book with the answer of `owner` to `order`: an event with the key of the request.
 
-    `action` is the event's action ("failed" for a refusal), and `because` its sentence. `size` is
-    the number of bytes that were freed or taken. The event also names the requester.
+    `action` is the event's action ("failed" for a refusal), and `because` is the event's sentence.
+    `size` is the number of bytes that were freed or taken. The event also names the requester.
     """
     lease = book.lease(owner, order.name) or Lease(owner, order.name)
     return note(

@@ -36,21 +36,21 @@ KERNEL_IDLE_SECONDS = 1.0  # a kernel whose last cell ended this long ago may le
 def relieve(
     book: Book, owner: str, world: World, rank: Policy, key: str
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...]]:
-    """The book with the idle models of `owner` leaving its overfull devices, and the steps.
+    """The book in which idle models of `owner` leave overfull devices, and the steps.
 
-    For the host, only the measured memory counts, because idle models may fill the budget there.
-    The host's shadows are freed first. A model in host memory is dropped, if its source can load it
-    again.
+    For the host, only the measured memory counts, because idle models may fill the host's budget.
+    If the host is overfull, shadows are freed first. A model in host memory is dropped, if the
+    model's source can load it again.
 
     `rank` orders the leases of equal importance, the lowest first. `key` is stored in the leaving
     leases.
 
     `world.rules.relief` is one of these:
 
-    - `always`: every model leaves that has been idle for as long as the table in `pressure` says.
+    - `always`: a model leaves once it has been idle for the time in the table of `pressure`.
     - `auto`: models leave only while requests wait, or while memory outside the leases grows on the
       card. Eviction stops once the level has fallen; bytes that are already leaving count as gone.
-      At every level, models are offloaded to the host if it has room.
+      At every level, models are offloaded if host memory has room.
     - `never`: nothing leaves.
     """
     rules = world.rules
@@ -85,12 +85,12 @@ def relieve(
 def park_kernels(
     book: Book, owner: str, world: World, rank: Policy, key: str
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...]]:
-    """The book with the kernel of `owner` leaving an overfull card, and the step for this.
+    """The book in which the kernel of `owner` leaves an overfull card, and the step that moves it.
 
-    The kernel is the lease on the memory of a notebook's own code. That code takes memory without a
-    request to the ledger. So a card may hold more than its limit, until idle kernels have left. As
-    many kernels leave as needed, in the order of `rank`, but each owner evicts only its own kernel.
-    `key` is stored in the leaving lease.
+    The kernel is the lease on the memory of a notebook's own code. A notebook's code takes memory
+    without a request to the ledger. So a card may hold more than its limit, until idle kernels have
+    left. As many kernels leave as needed, in the order of `rank`, but each owner evicts only its
+    own kernel. `key` is stored in the leaving lease.
     """
     if world.rules.relief == "never" or owner not in book.sections:
         return book, ()
@@ -119,7 +119,7 @@ def park_kernels(
 
 
 def overfull(book: Book, owner: str, cards: Iterable[str]) -> bool:
-    """Whether one of these `cards` holds more than its limit, and not all of it belongs to `owner`.
+    """Whether one of these `cards` holds more than its limit, and not only memory of `owner`.
 
     Bytes that are already leaving the card do not count.
     """
@@ -192,14 +192,17 @@ def _shed_first(
     rank: Policy,
     because: str,
 ) -> tuple[Shed, ...]:
-    """Steps that free the owner's shadows; empty if the lease still could not move to the host."""
+    """Steps that free shadows of the lease's owner, so that the lease fits on the host.
+
+    The result is empty if `step` is a Move already, or if freeing all shadows is not enough.
+    """
     if isinstance(step, Move):
         return ()
     return shadows.steps_for(book, lease, host_room, world, rank, because, "memory_pressure")
 
 
 def _without_claims(view: DeviceView, world: World) -> DeviceView:
-    """The view of the host with the level of its measured memory alone; LOW if it is not measured."""
+    """The view of the host with the level of the measured memory alone; LOW if not measured."""
     used, total = view.measured_bytes or 0, view.device.total_bytes
     full = 0.0 if view.device.simulated or not total else used / total
     return replace(view, claimed_bytes=0, pressure=full, level=level(full, world.rules))
@@ -208,7 +211,7 @@ def _without_claims(view: DeviceView, world: World) -> DeviceView:
 def _shadows_to_free(
     book: Book, owner: str, view: DeviceView, freed: int, world: World, rank: Policy
 ) -> list[Shed]:
-    """The steps that free shadows of this `owner` until the host is not at the level HIGH."""
+    """The steps that free shadows of this `owner` until the host is below the level HIGH."""
     if view.level not in (Level.HIGH, Level.CRITICAL):
         return []
     excess = (view.measured_bytes or 0) - freed - world.rules.high * view.device.total_bytes
@@ -250,7 +253,7 @@ def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
 
 
 def _helps(book: Book, view: DeviceView) -> bool:
-    """Whether free room on this card is needed: a request waits, or unleased memory grows there."""
+    """Whether room on this card is needed: a request waits for it, or unleased memory grows."""
     for ticket in book.tickets:
         if ticket.verb == "use" and any(share.device == view.device.id for share in ticket.need):
             return True
@@ -260,7 +263,10 @@ def _helps(book: Book, view: DeviceView) -> bool:
 
 
 def _level_now(view: DeviceView, freed: int, world: World) -> Level:
-    """The level to act on: with `always`, the view's; else the level without the `freed` bytes."""
+    """The level of pressure to act on, computed without the `freed` bytes.
+
+    With the setting `always`, the result is the level in `view`, which counts the `freed` bytes.
+    """
     if world.rules.relief == "always":
         return view.level
     return level(_pressure_after(view, freed), world.rules)

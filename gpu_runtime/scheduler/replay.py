@@ -1,4 +1,4 @@
-"""Decides a recorded decision again. Pure: the record has everything that the scheduler reads."""
+"""Makes a recorded decision again. Pure: the record has everything that the scheduler reads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from .eviction_policy import policy
 
 
 def is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
-    """Whether `verdict` differs from the earlier decision on `request`, so that it is worth a
-    record.
+    """Whether `verdict` differs from the earlier verdict on `request` and should be recorded.
 
-    `book` is the book before the decision, and `after` the book after it. A request that waits is
-    decided again whenever the book changes, mostly with the same result.
+    `book` is the book before the decision, and `after` the book after the decision. A request that
+    waits is decided again whenever the book changes, mostly with the same result.
     """
     if after.seq > book.seq:  # a new event: the request was granted or refused, or begins to wait
         return True
@@ -34,7 +33,10 @@ def is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
 def recorded(
     book: Book, request: Request, world: World, verdict: Verdict, rule: str, version: str
 ) -> Decided:
-    """The record of a decision, without the fields that no decision reads. `rule` names the policy."""
+    """The record of a decision. Fields that no decision reads are left out.
+
+    `rule` is the name of the eviction policy.
+    """
     sections = {id: _bare(section) for id, section in book.sections.items()}
     bare = replace(book, sections=sections, events=(), counts={})
     plain = replace(verdict, considered=())
@@ -46,7 +48,7 @@ def _bare(section: Section) -> Section:
 
 
 def replayed(decided: Decided, version: str) -> Replayed:
-    """The result of deciding `decided` again. `version` is the version of the running scheduler."""
+    """Makes the decision `decided` again. `version` is the version of the running scheduler."""
     book, request, world = decided.book, decided.request, decided.world
     _, verdict = admit(book, request, world, policy(decided.policy))
     verdict = replace(verdict, considered=())
@@ -69,7 +71,7 @@ def _sentence(verdict: Verdict) -> str:
 
 
 def _parts(verdict: Verdict) -> dict[str, str]:
-    """The parts of `verdict` that decide what happens, as text."""
+    """The parts of `verdict` that determine what happens, as texts by name."""
     parts = {"verdict": verdict_kind(verdict)}
     parts["steps"] = ", ".join(_step(step) for step in getattr(verdict, "steps", ()))
     if isinstance(verdict, Wait):

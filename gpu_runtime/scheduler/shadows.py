@@ -1,7 +1,7 @@
 """Shadows: unchanged copies in host memory of models that are on a card.
 
-Pure. A model with a shadow is evicted without a copy. A shadow never displaces a lease, and shadows
-are the first memory of the host to be freed.
+Pure. The eviction of a model with a shadow copies nothing. A shadow never displaces a lease.
+Shadows are the first memory of the host that is freed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Renewed = Callable[[int], tuple[Lease, ...]]  # host room in bytes -> leases to 
 
 
 def held(book: Book, *, owner: str = "", spared: Collection[str] = ()) -> list[Lease]:
-    """The leases of the `book` whose shadows may be freed now; only those of `owner` if given.
+    """The leases of the `book` whose shadows may be freed now.
 
-    A shadow may also be freed while its model is in use. The leases with the ids `spared` are left
-    out.
+    If `owner` is given, only leases of this owner are returned. A shadow may also be freed while
+    its model is in use. The leases with the ids `spared` are left out.
     """
     found = []
     for lease in book.leases():
@@ -41,9 +41,9 @@ def total(leases: Iterable[Lease]) -> int:
 def enough(leases: Iterable[Lease], shortage: int, world: World, rank: Policy) -> list[Lease]:
     """The leases whose shadows are freed to get `shortage` bytes; all `leases` if all are too few.
 
-    The shadows of leases in use are freed first. Then follow the other leases in the reverse of the
-    order in which they would leave their cards, by importance and `rank`. A lease that leaves early
-    keeps its shadow, because the shadow saves the copy to host memory.
+    The shadows of leases in use are freed first. The shadows of idle leases follow, in the reverse
+    of the order (importance, then `rank`) in which the leases would leave their cards. So a lease
+    that leaves early keeps its shadow, because the shadow saves the copy to host memory.
     """
 
     def key(lease: Lease) -> tuple[bool, int, float, str]:
@@ -74,11 +74,11 @@ def room_for(
     spared: Collection[str] = (),
     renewed: Renewed = lambda host_room: (),
 ) -> tuple[list[Lease], tuple[Lease, ...]] | None:
-    """The leases whose shadows are freed, and those that are unloaded, so that `lease` fits on the host.
+    """The leases whose shadows are freed, and the leases that are unloaded, to make `lease` fit.
 
-    The result is None if `lease` fits as it is, or does not fit even afterwards. `host_room` is in
-    bytes. `renewed` gives the leases to unload if the shadows are too few. The other parameters are
-    those of `held` and `enough`.
+    The room is made in host memory. The result is None if `lease` fits as it is, or if the room
+    cannot be made. `host_room` is in bytes. `renewed` returns the leases to unload if the shadows
+    are too few. All other parameters are as in `held` and `enough`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
@@ -94,7 +94,7 @@ def room_for(
 
 
 def shed(lease: Lease, because: str, reason: str = "request", by: str = "") -> Shed:
-    """The step that frees the shadow of `lease`. The other arguments are those of the step."""
+    """The step that frees the shadow of `lease`. All other arguments are fields of the step."""
     return Shed(lease.id, (Share(HOST, lease.shadow_bytes),), because, reason, by)
 
 
@@ -107,10 +107,10 @@ def steps_for(
     because: str,
     reason: str,
 ) -> tuple[Shed, ...]:
-    """The steps by which the owner of `lease` frees its own shadows so that `lease` fits on the host.
+    """The steps that free shadows of the lease's owner so that `lease` fits into host memory.
 
-    The result is empty if freeing them is not needed, or not enough. `because` and `reason` are put
-    into the steps.
+    The result is empty if no shadow needs to be freed, or if freeing all shadows is not enough.
+    `because` and `reason` are put into the steps.
     """
     found = room_for(book, lease, host_room, world, rank, owner=lease.owner)
     return tuple([shed(other, because, reason) for other in found[0]]) if found else ()
@@ -124,9 +124,9 @@ def reserve(
 ) -> tuple[Book, bool]:
     """The book with `size` bytes of the host reserved for the shadow of a lease that is arriving.
 
-    The shadow will be in the shared pages `copy` if they are given. `shared` bytes of these pages
-    exist; they are counted already, by the other leases on them. Returns False, and the same book,
-    if the host has no room or if a request waits for its memory.
+    If `copy`, the id of shared pages, is given, the shadow will be in these pages. `shared` bytes
+    of the pages exist and are counted already, by other leases that share them. Also returns True.
+    Returns the same book and False if the host has no room, or if a request waits for host memory.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.phase is not Phase.ARRIVING or lease.shares or size <= 0:
@@ -150,9 +150,9 @@ def _largest(book: Book, copy: str) -> int:
 
 
 def kept(book: Book, owner: str, name: str, world: World) -> tuple[Book, bool]:
-    """The book with the settled lease and its shadow; without the shadow if the host has no room.
+    """The book with the settled lease and its shadow, and whether the lease keeps the shadow.
 
-    Also returns whether the lease has a shadow now.
+    If the host has no room, the lease loses the shadow.
     """
     lease = book.lease(owner, name)
     if lease is None or not lease.shadow_bytes:

@@ -6,8 +6,8 @@ Pure. Each layout divides in its own way:
 - `proportional` makes each part proportional to the card's room.
 - `whole` claims all bytes of each card.
 
-Cards are claimed in the order of their index. `eviction_multi` decides which cards are emptied for
-a model.
+Cards are claimed in the order of their index. The module `eviction_multi` decides which cards are
+emptied for a model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def divisions(
     rules: PlacementRules,
     limits: Room,
 ) -> Iterator[Candidate]:
-    """Yields the candidates of `split`, computing each of them only when it is needed."""
+    """Yields the candidates that `split` returns. Each candidate is computed when it is needed."""
     for parts in sets_that_fit(footprint, room, rules, limits):
         yield _divided(room, parts, rules, limits)
 
@@ -58,7 +58,7 @@ def sets_that_fit(
     rules: PlacementRules,
     limits: Room,
 ) -> Iterator[dict[str, int]]:
-    """The sets of cards of `split`, with the bytes of the model that each card takes."""
+    """Yields the sets of cards that `split` tries and that fit, as card -> bytes of the model."""
     cards = [card for card in room if not rules.devices or card in rules.devices]
     most = min(rules.most_cards or len(cards), len(cards))
     for count in range(max(2, rules.least_cards), most + 1):
@@ -75,7 +75,7 @@ def _first_that_fits(
     rules: PlacementRules,
     limits: Room,
 ) -> dict[str, int] | None:
-    """The parts on the first of these `sets` of cards that can hold the model; else None."""
+    """The parts of the model on the first of the `sets` of cards that can hold it; else None."""
     for cards in sets:
         parts = _parts(footprint, {card: room[card] for card in cards}, rules, limits)
         if parts is not None:
@@ -154,7 +154,7 @@ def fitting(
     rules: PlacementRules,
     limits: Room,
 ) -> Holds:
-    """A function that takes the room and returns whether the `footprint` fits over these `cards`.
+    """Returns a function. It takes the room, and returns whether the `footprint` fits over `cards`.
 
     Every card must get a part, as in `divide`. If a card without a part were accepted,
     `eviction_multi` would evict nothing from that card, and the model could still not be placed.
@@ -218,8 +218,8 @@ def _share_heads_equally(
 ) -> bool:
     """Whether `count` cards can hold equal numbers of attention heads, as tensor parallelism needs.
 
-    If the number of heads is unknown, only a power of two is likely to divide it. Another number
-    of cards is then used only if the user named exactly that number.
+    If the number of heads is unknown, only a power of two is likely to divide it. So any other
+    number of cards is used only if the user named exactly this number.
     """
     if footprint.heads:
         return footprint.heads % count == 0
@@ -239,7 +239,7 @@ def _fitting_proportional(
     margin = rules.margin_bytes
 
     def holds(room: Room) -> bool:
-        """Whether the cards can hold their parts. One plan calls this some hundred times."""
+        """Whether each card can hold its part. One plan calls this function some hundred times."""
         if plain:
             spend = [room[card] - margin for card in cards]
         else:
@@ -332,7 +332,7 @@ def _to_give(
     rules: PlacementRules,
     limits: Room,
 ) -> dict[str, int]:
-    """Bytes that each card can give to a model over `count` cards; 0 if its part does not fit."""
+    """Bytes that each card can give to a model over `count` cards; 0 if the part does not fit."""
     if rules.layout == "whole":
         return {card: limits[card] if room[card] >= limits[card] else 0 for card in cards}
     if rules.layout != "balanced":
@@ -376,7 +376,7 @@ def _held_to(
     card: str,
     rules: PlacementRules,
 ) -> int:
-    """The free bytes on a card, or fewer if the rules limit the model's bytes there."""
+    """The free bytes of a card, or fewer if the rules limit the model's bytes on this card."""
     return min(free, rules.card_bytes.get(card, 0)) if rules.card_bytes else free
 
 

@@ -18,7 +18,7 @@ MOST_TRIED = 8  # up to this many precious leases, every combination is tried
 
 
 class Stuck(NamedTuple):
-    """Leases that cannot leave their card, and those that may have to stay."""
+    """Leases that cannot leave their card, and leases that may have to stay."""
 
     leases: dict[str, list[tuple[Lease, str]]]  # card -> leases that cannot leave, with the reason
     precious: dict[str, list[Lease]]  # card -> leases that can only go to the host, if it has room
@@ -80,9 +80,9 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
 
 
 def _host_bytes_to_be_had(book: Book, world: World) -> int:
-    """Bytes of host memory that are free once every lease that can be loaded again has left it.
+    """Bytes of host memory that are free once every lease that can be loaded again is unloaded.
 
-    Only leases whose weights exist nowhere else, and leases marked `keep`, stay there.
+    Only leases whose weights exist nowhere else, and leases marked `keep`, stay in host memory.
     """
     taken = 0
     for lease in book.leases():

@@ -1,4 +1,4 @@
-"""Computes how much of each card torch may use in this process without touching others' leases.
+"""Computes how much of each card torch may use in this process, beside other owners' leases.
 
 Pure. A lease covers weights. Code may also use unclaimed memory, for activations and caches. If the
 code uses more than its fraction, torch raises its own out-of-memory error in this process, and no
@@ -28,9 +28,9 @@ def bounds(
     which torch does not count (`contexts`: card -> bytes). The bound is never below the owner's own
     leases on the card.
 
-    A card that is missing in the result has no bound. There are three reasons: the owner has
-    nothing there, one of the owner's models is split over this card and others, or a block of code
-    sets its own bound (`open_cards`).
+    A card that is missing in the result has no bound, for one of three reasons: the owner has
+    nothing on the card, one of the owner's models is split over this card and other cards, or a
+    block of code sets its own bound (`open_cards`).
     """
     section = book.sections.get(owner)
     if section is None:

@@ -43,7 +43,7 @@ COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 
 
 class Truth(Value):
-    """What an owner knows about itself. The owner's section of the book is rewritten from this."""
+    """The facts of an owner about itself, from which its section of the book is rewritten."""
 
     owner: Owner
     leases: tuple[Lease, ...] = ()  # its leases with their current pins and last use
@@ -68,9 +68,9 @@ def note(
     answers: str = "",
     seconds: float = 0.0,
 ) -> Book:
-    """The book with one more event about `lease`. Its owner's counter for `action` is raised by 1.
+    """The book with one more event about `lease`. Also counts `action` for the lease's owner.
 
-    `reason` is one word, and `because` the sentence. `size` is in bytes. `device` defaults to the
+    `reason` is one word, and `because` a sentence. `size` is in bytes. `device` defaults to the
     lease's first device. `by` is the requester, and `answers` the key of an answered ticket.
     `seconds` is the duration of a load.
     """
@@ -159,14 +159,14 @@ def arrived(
 
 
 def _how_it_arrived(before: Lease) -> str:
-    """The action word for an arrival. It depends on where the lease was before."""
+    """The action word for the event of an arrival. `before` is the lease before the arrival."""
     if before.on_host or before.in_parts:
         return "restored"
     return "moved" if before.on_device else "loaded"
 
 
 def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by: str = "") -> Book:
-    """The book after `step`: the lease is on `shares`, or is removed, or has no shadow any more.
+    """The book after `step`: the lease is on `shares`, or was removed, or has lost its shadow.
 
     `by` names the requester. A second call changes nothing, so that it is safe to report a step
     again after the first reply was lost.
@@ -205,9 +205,10 @@ def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by:
 
 
 def shadow_freed(book: Book, lease_id: str) -> Book:
-    """The book after the shadow of the lease `lease_id` was freed; the same book if it has none.
+    """The book after the shadow of the lease `lease_id` was freed; the same book without a shadow.
 
-    The shadow of a lease that is leaving stays, because it becomes the lease's share on the host.
+    The shadow of a lease that is leaving stays, because the shadow becomes the lease's share on the
+    host.
     """
     lease = book.find(lease_id)
     if lease is None or not lease.shadow_bytes or lease.phase is Phase.LEAVING:
@@ -216,7 +217,7 @@ def shadow_freed(book: Book, lease_id: str) -> Book:
 
 
 def perform(book: Book, step: Step, world: World) -> Book:
-    """The book as if `step` had succeeded. Plans use it."""
+    """The book as if `step` had succeeded. Dry runs use this function."""
     owner, _, name = step.lease.partition("/")
     if isinstance(step, (Drop, Shed)):
         return left(book, step, (), world)
@@ -236,11 +237,11 @@ def abandon(
     world: World,
     because: str = "",
 ) -> Book:
-    """The book as it was before the decision `key` about the lease `name` of `owner`.
+    """The book without the decision `key` about the lease `name` of `owner`.
 
-    A lease that was loading is removed. A lease that was being restored is where it was. A lease
-    that was leaving stays. `because` is the sentence of the event; if it is empty, no event
-    is noted.
+    A lease that was loading is removed. A lease that was being restored is back where it was. A
+    lease that was leaving stays. `because` is the sentence of the event; if `because` is empty, no
+    event is noted.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.key != key or lease.phase is Phase.SETTLED:
@@ -274,8 +275,8 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
     """The book with this owner's section rewritten from `truth`; the same book if nothing changed.
 
     A lease that is arriving or leaving has the key of its decision. The lease is not changed if the
-    owner knows that key. If the owner does not know the key, an interrupt left the lease behind.
-    Then the decision is withdrawn, and everything that it had reserved is released.
+    owner knows this key. If the owner does not know the key, an interrupt left the lease behind. In
+    this case the decision is withdrawn, and everything that it had reserved is released.
     """
     me = truth.owner.id
     if me not in book.sections:
@@ -301,7 +302,7 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
 
 
 def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:
-    """The owner's leases, in the order of its section.
+    """The leases of the owner of `section`, in the order of the section.
 
     Leases that are arriving or leaving keep the shares and the phase that the book has.
     """
@@ -320,7 +321,7 @@ def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:
 
 
 def _under_way(moving: Lease, known: Lease) -> Lease:
-    """The lease as it is in the book, with the pins and the last use that its owner knows."""
+    """The book's lease `moving`, with the pins and the last use that the owner's `known` has."""
     born_with = moving.pins if moving.phase is Phase.ARRIVING else 0
     return replace(
         moving,
@@ -351,7 +352,7 @@ def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
 
 
 def resign(book: Book, owner: str) -> Book:
-    """The book without `owner`, which is closing and has released everything."""
+    """The book without `owner`. The owner is closing and has released everything."""
     section = book.sections.get(owner)
     if owner not in book.owner_ids():
         return book
@@ -370,7 +371,8 @@ def resign(book: Book, owner: str) -> Book:
 def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Book:
     """The book without the owners `dead`, whose death is proven, with an event for each lease.
 
-    `said_by` is the person who declared that these processes have ended, if nothing else proves it.
+    `said_by` is the person who declared that these processes have ended, if nothing else proves
+    their end.
 
     The dead owners' memory on real cards stays claimed by ghosts until a sample shows that the
     driver has freed it. A ghost stands for the memory that a dead process held; a sample is one

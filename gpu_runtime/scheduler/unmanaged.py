@@ -1,4 +1,4 @@
-"""Memory on the cards that no lease covers: how much it is, and which processes may hold it.
+"""Memory on the cards that no lease covers: the number of bytes, and their possible holders.
 
 Pure. The number is the measured use less the leases in the book and less the residue, which is the
 memory of known processes beyond their leases. A process without leases is visible only here. A
@@ -59,8 +59,8 @@ def strangers(
     """Processes that the driver lists on real cards of `world`, but that are no owner in `book`.
 
     The largest process is first. `people` maps pid -> (user, command), as far as known. In a
-    container, the driver's pids differ from those in the book. So an owner may be listed here under
-    a pid that the book does not know.
+    container, the driver's pids differ from the pids in the book. So an owner may be listed here
+    under a pid that the book does not know.
     """
     ours = _pids(book)
     found = []

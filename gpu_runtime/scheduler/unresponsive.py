@@ -13,10 +13,10 @@ _USUAL = Rules()
 
 
 def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
-    """Each owner in `seen` that does not respond, with the request; the longest silent first.
+    """Each owner in `seen` that does not respond, with the request. The longest silence is first.
 
     An owner has responded if it has published that the model is in use, has begun the work, or
-    waits for room to restore the model. `rules` holds the times that are allowed.
+    waits for room to restore the model. `rules` has the longest times that count as a response.
     """
     found = []
     for ticket in seen.tickets:
@@ -31,7 +31,7 @@ def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
 
 
 def _since(ticket: Ticket) -> float:
-    """When the request was made. For a `use`, it is when the current recalls were made."""
+    """The time of the request. For a `use`, the time at which the current recalls were made."""
     if ticket.verb == "use":
         return ticket.recalled_since or ticket.arrived
     return ticket.arrived

@@ -33,9 +33,10 @@ def victims(
 ) -> tuple[Lease, ...] | None:
     """The leases to evict to free `need` bytes on each device; None if all together are not enough.
 
-    The least important of the `idle` leases are chosen first. Of equally important leases, those
-    with the lowest `rank` in this `world` are first. Then every lease that is not needed is removed
-    from the set. A key `owner:ID` in `need` stands for all cards on which this owner has leases.
+    The least important of the `idle` leases are chosen first. Of equally important leases, the
+    lease with the lowest `rank` in this `world` is first. Finally, every lease that is not needed
+    is removed from the set. A key `owner:ID` in `need` stands for all cards on which this owner has
+    leases.
     """
     return victims_in_order(need, eviction_order(idle, world, rank))
 
@@ -61,12 +62,12 @@ def victims_in_order(
 ) -> tuple[Lease, ...] | None:
     """The same as `victims`, for leases that are already in order.
 
-    No lease is evicted if the leases before it are enough. Then leases that are not needed are
-    spared, so that as many seconds of loading again as possible are saved, then as many bytes.
-    `need` is bytes by device, or by `owner:ID`. `ordered` is the result of `eviction_order`.
+    Leases are taken in order until they are enough. Leases that are not needed are spared again:
+    the spared set saves most seconds of loading, and of equally good sets most bytes. `need` is
+    bytes by device, or by `owner:ID`. `ordered` is the result of `eviction_order`.
 
-    If `host`, the host memory for parts of leases, is given, a lease may leave in part; see
-    `_without_needless_pieces`.
+    `host` is the host memory for parts of leases. If `host` is given, a lease may leave in part;
+    see `_without_needless_pieces`.
     """
     missing = _missing(need)
     if not missing:
@@ -88,7 +89,8 @@ def victims_in_order(
 def _first_enough(missing: Gain, ordered: Iterable[Lease]) -> list[tuple[Lease, Gain]] | None:
     """The first leases that free all missing bytes; None if all leases are not enough.
 
-    The bytes of these leases are subtracted from `missing`. A negative number there is the surplus.
+    The bytes of these leases are subtracted from `missing`. A negative number in `missing` is the
+    surplus.
     """
     owners = _owners(missing)
     chosen: list[tuple[Lease, Gain]] = []
@@ -124,10 +126,10 @@ def _fits_in(gain: Gain, surplus: Gain) -> bool:
 
 
 def _spared(chosen: Gains, surplus: Gain) -> set[int]:
-    """Indices of the leases that need not leave: the set that costs most to load again.
+    """Indices of the leases that need not leave: of all such sets, the costliest to load again.
 
-    If two sets are equal, the set with the later leases is returned, because later leases are worth
-    more.
+    If two sets cost the same, the set with the later leases is returned, because later leases are
+    worth more.
     """
     last_first = range(len(chosen) - 1, -1, -1)
     if len(surplus) == 1:  # one device, which is the usual case
@@ -187,17 +189,17 @@ class PartsRoom(NamedTuple):
     """The bytes of host memory that parts of leases may take."""
 
     free: int
-    # The bytes for weights that exist nowhere else. To make room for such weights, other leases are
-    # unloaded from host memory.
+    # The bytes of host memory for weights that exist nowhere else. To make room for such weights,
+    # other leases are unloaded from host memory.
     most: int
 
 
 def _without_needless_pieces(chosen: Gains, surplus: Gain, host: PartsRoom) -> tuple[Lease, ...]:
     """The `chosen` leases, without the leases and the pieces of leases that need not leave.
 
-    The last leases are worth most, so they are spared first. If only some pieces of a lease leave,
-    its `target` has the bytes of these pieces. A lease leaves as a whole if host memory cannot take
-    the pieces.
+    The last leases are worth most, so the last leases are spared first. If only some pieces of a
+    lease leave, the lease's `target` has the bytes of these pieces. A lease leaves as a whole if
+    host memory cannot take the pieces.
     """
     precious = sum([lease.offload_bytes for lease, _ in chosen if not lease.droppable])
     free, most = host.free - precious, host.most - precious
@@ -236,7 +238,7 @@ def precious_bytes(leases: Iterable[Lease]) -> int:
 
 
 def freed_bytes(leaving: Lease) -> int:
-    """The bytes of cards that the lease `leaving` frees; with a target, only the target's bytes."""
+    """The bytes of cards that the lease `leaving` frees: the bytes of its target, or all bytes."""
     freed = leaving.freed_by(leaving.target)
     return sum([share.bytes for share in freed if share.device != HOST])
 
@@ -266,12 +268,13 @@ def part_of(lease: Lease, need: int) -> Lease:
 def fewest_victims(
     need: Mapping[str, int], ordered: Iterable[Lease], host: PartsRoom | None = None
 ) -> tuple[Lease, ...] | None:
-    """The smallest set of leases that makes the room; None if no set does.
+    """The smallest set of leases that makes the room; None if all leases are not enough.
 
-    If several sets have that size, the set with the fewest bytes is returned. No important lease is
-    evicted if less important leases are enough. `need` is bytes by device, or by `owner:ID`. The
-    order of `ordered` only decides between sets that are otherwise equal. If `host`, the host
-    memory for parts of leases, is given, a lease of the set may leave in part.
+    If several sets have the same size, the set with the fewest bytes is returned. No important
+    lease is evicted if less important leases are enough. `need` is bytes by device, or by
+    `owner:ID`. The order of `ordered` only decides between sets that are equal in size and bytes.
+    `host` is the host memory for parts of leases. If `host` is given, a lease of the set may leave
+    in part.
     """
     missing = _missing(need)
     if not missing:
@@ -289,7 +292,7 @@ def fewest_victims(
 def _least_important_that_do(
     need: Gain, ordered: Iterable[Lease]
 ) -> list[tuple[Lease, Gain]] | None:
-    """The leases of the least important classes that together meet the need; else None."""
+    """The leases of the least important classes that are needed to meet the need; else None."""
     owners = _owners(need)
     able: list[tuple[Lease, Gain]] = []
     missing = dict(need)
@@ -326,7 +329,7 @@ class _SmallestSet:
             self.sums[place] = list(accumulate(freed, initial=0))
 
     def find(self) -> tuple[Lease, ...]:
-        """The smallest set. If the search takes too long: the largest leases that are enough."""
+        """The smallest set. If the search takes too long, the largest leases that are enough."""
         for count in range(1, len(self.able) + 1):
             self._try_from(0, count, self.need, 0, ())
             if self.best is not None:
@@ -344,7 +347,10 @@ class _SmallestSet:
         size: int,
         taken: tuple[Lease, ...],
     ) -> None:
-        """Tries all sets of `count` leases from `start` on; those `taken` have `size` bytes."""
+        """Adds each set of `count` leases from index `start` on to the leases already `taken`.
+
+        `left` is the need that remains. `size` is the bytes of the taken leases.
+        """
         self.looks += 1
         if self.looks > MOST_LOOKS:
             return
@@ -384,8 +390,8 @@ class _SmallestSet:
         left: Mapping[str, int],
     ) -> bool:
         """Whether no `count` leases from `start` on can free the bytes that are still missing."""
-        # With one place, the leases are sorted by their gain there. So the next leases are the
-        # largest.
+        # With one place, the leases are sorted by their gain in this place. So the next leases are
+        # the largest.
         one_place = len(self.need) == 1
         for place, missing in left.items():
             sums = self.sums[place]
