@@ -51,7 +51,7 @@ from .context import Context
 from .deadlock import deadlocked
 from .drain import drained
 from .drain import refusals as drained_cards
-from .evictable import unfinished_steps
+from .evictable import leaves_in_words, unfinished_steps
 from .eviction import cheapest_way
 from .eviction_verdict import make_room
 from .feasibility import hopeless, hopeless_cards
@@ -152,8 +152,9 @@ def _here_already(book: Book, request: Request, lease: Lease) -> tuple[Book, Ver
 def _wait_for_arrival_or_end(
     book: Book, request: Request, world: World, lease: Lease
 ) -> tuple[Book, Verdict]:
-    going = "arriving" if lease.phase is Phase.ARRIVING else "being evicted"
-    return _enqueue(book, request, world, Wait(f"{lease.name} is {going}"), ())
+    going = "is arriving" if lease.phase is Phase.ARRIVING else leaves_in_words(lease)
+    title = lease_title(lease, book.owner(lease.owner))
+    return _enqueue(book, request, world, Wait(f"{title} {going}"), ())
 
 
 def _as_measured(request: Request, lease: Lease) -> Request:

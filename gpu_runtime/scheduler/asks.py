@@ -39,6 +39,7 @@ from .evictable import (
     needs_host_room,
     reason_to_stay,
     warm_pool_victims,
+    why_not_moved,
 )
 from .eviction_policy import lru
 from .transitions import note
@@ -234,24 +235,13 @@ def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> R
     if why == MOVE_FAILED:
         wait = show_seconds(max(1.0, lease.moves_again_at - world.now))
         because = (
-            f"{holding} could not be moved{_why_not_moved(book, lease)}. Request it again in {wait}"
+            f"{holding} could not be moved{why_not_moved(book, lease)}. Request it again in {wait}"
         )
         return Refuse(because, kind="failed", holders=holders)
     if not why and not _can_leave_for_a_person(book, lease, world):
         because = f"{holding} {needs_host_room(lease)}"
         return Refuse(because, kind="stays", holders=holders)
     return None
-
-
-def _why_not_moved(book: Book, lease: Lease) -> str:
-    """The owner's reason for the last failed move of `lease`, as the text `: reason`.
-
-    The text is empty if the book has no failed move of `lease`.
-    """
-    for event in reversed(book.events):
-        if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
-            return ": " + event.because.partition(": ")[2].rstrip(".")
-    return ""
 
 
 def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:

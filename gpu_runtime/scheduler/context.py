@@ -27,7 +27,7 @@ class Context(NamedTuple):
     leases: tuple[Lease, ...]
     room_now: Bytes
     room_later: Bytes  # once the elders are served and all leaving leases have left
-    leaving: Mapping[str, str]  # device -> name of a lease that is leaving it
+    leaving: Mapping[str, Lease]  # device -> a lease that is leaving it
     blind: Mapping[str, str]  # device -> why no grant can be made on it
     elders: tuple[Ticket, ...]  # requests ahead in the queue
     blocking_elders: tuple[Ticket, ...]  # the elders that this request must not pass
@@ -126,14 +126,14 @@ def _later(
     leases: Iterable[Lease],
     freed: Bytes,
     returning: str = "",
-) -> tuple[dict[str, int], dict[str, str]]:
-    """The room after all decided steps; and for each device the name of a lease that leaves it.
+) -> tuple[dict[str, int], dict[str, Lease]]:
+    """The room after all decided steps; and for each device a lease that leaves it.
 
     `returning` is the id of the requested lease if the lease is in parts. The bytes of this lease
     do not count as free.
     """
     room = dict(room_now)
-    leaving: dict[str, str] = {}
+    leaving: dict[str, Lease] = {}
     recalled: dict[str, int] = {}  # lease id -> bytes that should leave; 0: all
     for ticket in blocking:
         for id in ticket.recalls:
@@ -152,8 +152,7 @@ def _later(
             continue
         for share in freed_shares:
             room[share.device] = room.get(share.device, 0) + share.bytes
-            is_kernel = lease.kind == "kernel"
-            leaving[share.device] = "a notebook's memory" if is_kernel else lease.name
+            leaving[share.device] = lease
     return room, leaving
 
 

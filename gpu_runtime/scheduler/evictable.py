@@ -144,6 +144,22 @@ def needs_host_room(lease: Lease) -> str:
     return "exists nowhere else, and the host has no room for it"
 
 
+def why_not_moved(book: Book, lease: Lease) -> str:
+    """The owner's reason for the last failed move of `lease`, as the text `: reason`.
+
+    The text is empty if the book has no failed move of `lease`.
+    """
+    for event in reversed(book.events):
+        if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
+            return ": " + event.because.partition(": ")[2].rstrip(".")
+    return ""
+
+
+def leaves_in_words(lease: Lease) -> str:
+    """That this `lease` is leaving its card, as the rest of a sentence."""
+    return "is being moved to RAM" if lease.kind == "kernel" else "is being evicted"
+
+
 def mark_leaving(
     book: Book,
     step: Move | Drop,

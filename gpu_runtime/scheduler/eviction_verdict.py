@@ -29,7 +29,7 @@ from ..facts import (
 from ..units import show_bytes, show_seconds
 from . import shadows
 from .context import Context
-from .evictable import copied_bytes, eviction_step, mark_leaving, worth_less
+from .evictable import copied_bytes, eviction_step, leaves_in_words, mark_leaving, worth_less
 from .eviction import Way
 
 LOOK_AGAIN_SECONDS = 0.1  # until the next try, if a driver is about to free a dead process's memory
@@ -92,8 +92,9 @@ def _wait_for_what_left(
     bytes are free but not yet measured as free.
     """
     for card in cards:
-        if card in context.leaving:
-            return Wait(f"{head} {context.leaving[card]} is being evicted.")
+        if (lease := context.leaving.get(card)) is not None:
+            title = lease_title(lease, book.owner(lease.owner))
+            return Wait(f"{head} {title} {leaves_in_words(lease)}.")
     for ghost in book.ghosts:
         if ghost.device in cards:
             return Wait(
@@ -245,11 +246,13 @@ class _Eviction:
     def _recall(self, lease: Lease, described: str) -> None:
         self.recalled.append(lease.id)
         self.recalled_bytes.append(lease.leaving_bytes if lease.target else 0)
-        owner = self._owner(lease)
+        owner, evict = self._owner(lease), f"evict {described}"
+        if lease.kind == "kernel":  # its title is the name of its owner
+            evict = f"move its memory{described.removeprefix(self._title(lease))} to RAM"
         if lease.id in self.context.silent:
-            self.sentences.append(f"{owner} was asked to evict {described}, and does not answer.")
+            self.sentences.append(f"{owner} was asked to {evict}, and does not answer.")
         else:
-            self.sentences.append(f"{owner} is asked to evict {described}.")
+            self.sentences.append(f"{owner} is asked to {evict}.")
 
     def _leave(self, step: Move | Drop) -> None:
         self.book = mark_leaving(self.book, step, self.request.key)

@@ -23,7 +23,14 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .context import Context
-from .evictable import EXEMPT, MOVE_FAILED, needs_host_room, reason_to_stay
+from .evictable import (
+    EXEMPT,
+    MOVE_FAILED,
+    leaves_in_words,
+    needs_host_room,
+    reason_to_stay,
+    why_not_moved,
+)
 
 MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
@@ -43,9 +50,10 @@ def wait_for_obstacles(
     decision.
     """
     ahead = len(context.elders)
-    name = request.lease.name
     if context.twin:
-        because = f"another thread of this process is waiting for {name} already"
+        wanted = request.lease
+        words = "the notebook's memory" if wanted.kind == "kernel" else wanted.name
+        because = f"Another thread of this process is waiting for {words} already"
         return Wait(because, ahead=ahead)
     nearest = candidates[0].shares
     found = _leases_in_the_way(book, request, world, context, candidates)
@@ -226,13 +234,13 @@ def _in_words(
         left = lease.last_used + lease.keep_alive - world.now
         return f"is kept alive for {show_seconds(left)} more"
     if why == MOVE_FAILED:
-        return "could not be moved; its process tries again"
+        return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
     if why == "more important":
         return f"is more important (importance {lease.importance}, ours {wanted.importance})"
     if why == "kept":
         return "is kept"
     if why == Phase.LEAVING or lease.id in context.recalled:
-        return "is being evicted"
+        return leaves_in_words(lease)
     if lease.droppable:
         return "would not free enough"
     why = needs_host_room(lease)

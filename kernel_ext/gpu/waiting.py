@@ -21,6 +21,8 @@ from gpu_runtime.safe_text import lines
 from gpu_runtime.units import show_bytes, show_seconds
 
 QUIET_SECONDS = 1.0
+RESUMED_SECONDS = 0.5  # a wait for the same name that begins so soon is the same wait
+HOLDERS = "All holders, in a terminal:  gpu status"
 REDRAW_SECONDS = 0.2
 TOLD_AFTER_SECONDS = 5.0  # the holder of the memory does not hear of shorter waits
 
@@ -29,18 +31,16 @@ def sentence(name: str, wait: Wait, seconds: float) -> str:
     """Sentences about the `wait` of the model `name`, which has lasted `seconds`.
 
     For example `You have waited 7 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use
-    by train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. Why:  %gpu why qwen`.
+    by train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status`.
+    A notebook that waits runs no other cell, so the command is one for a terminal.
     """
     place = next((candidate.shares[0] for candidate in wait.considered), None)
     need = f" ({show_bytes(place.bytes)} on {place.device})" if place else ""
     wanted = "this notebook's own memory" if name == "kernel" else name.partition("#")[0]
     turn = f" You are {_ordinal(wait.ahead + 1)} in the queue." if wait.ahead else ""
-    why = "%gpu status" if "#" in name else f"%gpu why {name}"
     because = wait.because.rstrip(".")
-    text = (
-        f"You have waited {show_seconds(seconds)} for {wanted}{need}. {because}.{turn} Why:  {why}"
-    )
-    return lines(text).replace("\n", " ")
+    waited = f"You have waited {show_seconds(seconds)} for {wanted}{need}."
+    return lines(f"{waited} {because}.{turn} {HOLDERS}").replace("\n", " ")
 
 
 def _ordinal(number: int) -> str:
@@ -108,6 +108,7 @@ class WaitLine:
         self._notebook, self._clock = notebook, clock
         self._progress_seconds = progress_seconds
         self._began: float | None = None  # of the wait
+        self._last = ("", 0.0, 0.0)  # the name, the beginning and the end of the last wait
         self._waited = ("", 0.0)  # the name and the seconds of a visible wait that has just ended
         self._line = Line(notebook)
         self._redrawing: _Redrawing | None = None
@@ -118,12 +119,15 @@ class WaitLine:
             return
         now = self._clock()
         if wait is None:
-            if self._line.visible and self._began is not None:
-                self._waited = (name, now - self._began)
+            if self._began is not None:
+                self._last = (name, self._began, now)
+                if self._line.visible:
+                    self._waited = (name, now - self._began)
             self._began = None
             self._line.show("")
         elif self._began is None:
-            self._began = now
+            last, began, ended = self._last
+            self._began = began if last == name and now - ended < RESUMED_SECONDS else now
             self._waited = ("", 0.0)
             self._line = Line(self._notebook)
         elif now - self._began >= QUIET_SECONDS:
@@ -141,6 +145,7 @@ class WaitLine:
             return
         if self._redrawing is not None:
             self._redrawing.stop()
+        self._last = ("", 0.0, 0.0)
         self._redrawing, waited = None, self._waited[1]
         self._waited = ("", 0.0)
         if waited or self._line.visible or arrival.seconds >= self._progress_seconds:

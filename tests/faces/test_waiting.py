@@ -11,7 +11,7 @@ import pytest
 from gpu.waiting import Line, OthersWait, WaitLine, sentence
 
 import gpu_runtime
-from gpu_runtime import Busy, LoadFailed, Runtime
+from gpu_runtime import Busy, LoadFailed, Runtime, verbs
 from gpu_runtime.facts import Candidate, Share, Wait
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
 from gpu_runtime.rendering import progress
@@ -27,7 +27,7 @@ WAIT = Wait(
 def test_the_line_has_the_need_the_holder_the_place_in_the_queue_and_what_to_type():
     assert sentence("qwen", WAIT, 7.0) == (
         "You have waited 7.0 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use by "
-        "train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. Why:  %gpu why qwen"
+        "train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status"
     )
 
 
@@ -36,7 +36,14 @@ def test_the_line_of_a_notebook_and_of_a_block_name_neither_kernel_nor_number():
     assert sentence("kernel", wait, 90.0).startswith(
         "You have waited 90 s for this notebook's own memory. llama is in use. "
     )
-    assert sentence("cell#3", wait, 2.0).endswith("for cell. llama is in use. Why:  %gpu status")
+    assert " for cell. llama is in use. All" in sentence("cell#3", wait, 2.0)
+
+
+def test_the_command_in_the_line_is_one_that_the_terminal_takes():
+    """It is printed exactly as it is typed. The waiting notebook itself runs no other cell."""
+    *_, command = sentence("kernel", WAIT, 7.0).partition(":  ")
+    program, verb = command.split()
+    assert program == verbs.CLI and verb in {one.name for one in verbs.verbs(verbs.CLI)}
 
 
 class Shown(list):
@@ -114,6 +121,18 @@ def test_of_a_load_that_is_long_enough_one_line_stays(shown):
 def test_a_load_that_fails_says_when_it_stopped(line, now, shown):
     arrive(line, "qwen", 700.0, failed=True)
     assert shown == ["qwen: loading stopped after 12 min."]
+
+
+def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown):
+    """A cell first waits for the room that it took the last time, and then for its memory alone. The
+    line began again at 0 s.
+    """
+    wait(line, now, "kernel", 3.0)
+    now[0] += 0.1
+    line("kernel", WAIT)
+    now[0] += 1.0
+    line("kernel", WAIT)
+    assert shown[-1].startswith("You have waited 4.1 s for")
 
 
 def test_the_wait_of_another_model_is_not_added(line, now, shown):

@@ -92,7 +92,10 @@ def test_a_request_waits_for_a_move_that_fails_at_first(runtime, quick):
     rt.tell_waits(mend)
     with rt.use("wanted", timeout=20):
         assert where(rt) == {"only": "host", "wanted": "sim:0"}
-    assert set(told) == {"only (20.0 GiB on sim:0) could not be moved; its process tries again"}
+    assert set(told) == {
+        "only (20.0 GiB on sim:0) could not be moved: RuntimeError: the host has no pinned memory left; "
+        "its process tries again"
+    }
     assert rt._session.residents["only"].failed_moves == 0
 
 
@@ -258,7 +261,7 @@ def test_another_process_waits_for_a_move_that_fails_at_first(two, quick, caplog
     with caplog.at_level(logging.WARNING, "gpu_runtime"), b.use("wanted", timeout=20):
         assert where(b) == {"only": "host", "wanted": "sim:0"}
     assert len(caplog.records) == len(failures(a, "only")) == 1
-    assert "could not be moved; its process tries again" in "".join(filter(None, told))
+    assert "could not be moved: RuntimeError: the host has no" in "".join(filter(None, told))
 
 
 def test_a_person_elsewhere_is_refused_with_the_reason_and_not_kept_waiting(two):

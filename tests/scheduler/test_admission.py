@@ -10,6 +10,7 @@ from gpu_runtime.facts import (
     MOST_ENTRIES,
     Candidate,
     Drop,
+    Event,
     Footprint,
     Grant,
     Load,
@@ -138,7 +139,7 @@ def test_two_threads_that_request_one_model_make_room_for_it_once():
     both, verdict = decide(first, request("qwen", 14, key="second"), world(sim0=20, sim1=20))
     assert heard.asked == (at(3, "old"),)
     assert verdict.asked == verdict.steps == ()
-    assert verdict.because == "another thread of this process is waiting for qwen already"
+    assert verdict.because == "Another thread of this process is waiting for qwen already"
     assert both.ticket("second").need == ()
 
 
@@ -459,6 +460,13 @@ def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
     )
     _, verdict = decide(after, request("qwen", 14), world(sim0=20, now=NOW + 8))
     assert [step.lease for step in verdict.steps] == [failed.id]
+    because = "failed stays where it is: a thread of its own runs (loader)."
+    event = Event(1, WALL, "failed", "failed", "move", because, owner=failed.owner)
+    _, verdict = decide(replace(book(failed), events=(event,)), request("qwen", 14), world(sim0=20))
+    assert verdict.because == (
+        "failed (14.0 GiB on sim:0) could not be moved: a thread of its own runs (loader); "
+        "its process tries again"
+    )
     page = book(failed, lease("next", sim0=14, last_used=2))
     _, verdict = decide(page, request("qwen", 14), world(sim0=34))
     assert [step.lease for step in verdict.steps] == [lease("next").id]
@@ -561,6 +569,19 @@ def test_the_warm_pool_makes_room_for_precious_weights(warm_owner):
     assert isinstance(heard[-1], Grant)
     assert page.find(at(1, "adopted")).on_host and page.find(at(warm_owner, "warm")) is None
     assert [event.action for event in page.events if event.model == "warm"] == ["unloaded"]
+
+
+def test_the_sentences_about_a_notebooks_own_memory_name_the_notebook():
+    """They read "a notebook's memory is being evicted", and "pid 2 is asked to evict pid 2"."""
+    memory = lease("kernel", by=2, sim0=12, kind="kernel", droppable=False)
+    page, verdict = decide(book(memory), request("qwen", 12), world(sim0=20))
+    assert verdict.because == (
+        "qwen needs 12.0 GiB; sim:0 has 8.0 GiB free. "
+        "pid 2 is asked to move its memory (12.0 GiB, idle 17 min) to RAM."
+    )
+    leaving = replace(memory, phase=Phase.LEAVING, key="x", target=whole(HOST, 12))
+    _, verdict = decide(book(leaving), request("qwen", 12), world(sim0=20))
+    assert verdict.because.endswith(" free. pid 2 is being moved to RAM.")
 
 
 def test_leases_recalled_by_an_elder_are_not_recalled_twice():
