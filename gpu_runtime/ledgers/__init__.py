@@ -29,7 +29,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
     `notebook` is the path that others see for this owner. `user` replaces the name of the process's
     user.
 
-    Raises BadSetting for any other URL, and LedgerUnavailable if the book cannot be kept there.
+    Raises BadSetting for any other URL, and LedgerUnavailable if no book can be kept at `url`.
     """
     scheme, colon, rest = url.partition(":")
     if scheme == "memory":

@@ -1,4 +1,4 @@
-"""The access rights of the files in a ledger's directory: for its user alone, or for a group.
+"""The access rights of the files in a ledger's directory: for one user alone, or for a group.
 
                           private    shared (by group G, whatever the umask)
     LEDGER, owners,       0700       3770  sticky: nobody removes or replaces another user's file
@@ -10,12 +10,12 @@
     owners/ID.bell        0600       0660  members ring
     all other files       0600       0660  SQLite gives its journal the mode of its database
 
-The owners' directory is BOOT/owners if the ledger is private, and BOOT.owners beside BOOT if it is
-shared. In BOOT, the members of the group replace each other's files. So they could also rename a
-directory in BOOT, and then no death could be proved.
+The owners' directory is BOOT/owners if the ledger is private, and BOOT.owners beside BOOT if the
+ledger is shared. In BOOT, the members of the group replace each other's files. So a member could
+also rename a directory in BOOT, and the death of the owners in it could not be proved any more.
 
-A directory is shared if it, or the ledger above it, holds the file `.shared`, made by the owner of
-the directory (`gpu ledger init`). The group of that file is the group that shares the ledger.
+A directory is shared if it, or the ledger above it, holds the file `.shared`. The owner of the
+directory makes this file (`gpu ledger init`). The file's group is the group that shares the ledger.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Access(NamedTuple):
     def _open(self, path: Path, mode: int) -> None:
         if self.group is None:
             return
-        # The mode is changed through a descriptor, and only if the file belongs to this user. A
-        # member who may write here could replace the file at this moment by a link to another file
-        # of this user.
+        # The mode is changed through a descriptor, and only if the file belongs to this user.
+        # Otherwise a member who may write to the directory could just now replace the file by a
+        # link to another file of this user.
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
@@ -160,7 +160,8 @@ def state_in(ledger: Path) -> Path:
     """The directory for files that outlive a boot and that all members write.
 
     `ledger` is the ledger's directory. A shared ledger has a separate directory for these files.
-    Any member must be able to replace them, and to remove the files that SQLite puts beside them.
+    Any member must be able to replace such a file, and to remove the files that SQLite puts beside
+    it.
     """
     return ledger if access_to(ledger).group is None else ledger / "journal"
 
@@ -192,8 +193,8 @@ def journals_in(ledger: Path) -> JournalPlace:
 def make_own_journal(place: JournalPlace) -> None:
     """Makes this user's journal in a shared ledger, if it does not exist.
 
-    Raises OSError, also if another user could replace the journal, or has put something else in its
-    place.
+    Raises OSError. OSError is also raised if another user could replace the journal, or has put
+    something else in the journal's place.
     """
     assert place.users is not None
     access, directory = access_to(place.users.parent), place.own.parent
@@ -218,10 +219,10 @@ def make_own_journal(place: JournalPlace) -> None:
 def require_no_link(db: sqlite3.Connection, path: Path) -> None:
     """Raises OSError if a link led `db`, just opened as `path` in a shared ledger, to another file.
 
-    A check of `path` before the opening proves nothing. A member could replace the file by a link
-    in between, and this user would write into another of the user's own databases. SQLite keeps the
-    path that it has resolved, and opens that path without following a link. `db` must not have been
-    read or written yet.
+    A check of `path` before the opening proves nothing. Between the check and the opening, a member
+    could replace the file by a link. This user would then write into another of the user's own
+    databases. SQLite keeps the path that it has resolved, and opens the resolved path without
+    following a link. `db` must not have been read or written yet.
     """
     if access_to(path.parent).group is None:
         return
@@ -234,7 +235,7 @@ def require_no_link(db: sqlite3.Connection, path: Path) -> None:
 
 
 def outsider(directory: Path) -> LedgerUnavailable | None:
-    """The error if a group that this process is not in shares `directory`; otherwise None."""
+    """The error for a `directory` that is shared by a group without this process; else None."""
     for place in (directory, *directory.parents):
         try:
             found = place.stat()

@@ -1,8 +1,8 @@
 """The files with allocator maps: one file for each owner, `owners/ID.map`, replaced as a whole.
 
 An allocator map lists the blocks of a process's memory allocator. Maps are not in the book, because
-no decision uses them. If they were, every kernel would read and decode them after every allocation.
-A map counts only if the owner's user wrote it, and only while that owner lives.
+no decision uses them. If maps were in the book, every kernel would read and decode them after every
+allocation. A map counts only if the owner's user wrote the map, and only while the owner lives.
 """
 
 from __future__ import annotations

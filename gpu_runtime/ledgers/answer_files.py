@@ -1,9 +1,9 @@
 """The files with an owner's answers to `who` (which variables hold memory).
 
 `owners/ID.who` can be read by all members of a shared ledger, and `owners/ID.told` only by the
-owner's own user. An answer is not in the book, because everybody reads the book's page, and
-variable names are only for the process that asked. Each file has the last answer to each of a few
-processes that asked.
+owner's own user. An answer is not in the book, because everybody reads the book, and variable names
+are only for the process that asked. Each file has answers for a few processes that asked, and only
+the last answer for each process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _decode = msgspec.json.Decoder(Answers).decode
 
 
 class AnswerFiles:
-    """One owner's answers, and its view of the answers of others. Thread-safe."""
+    """Stores the answers of one owner, and reads the answers of other owners. Thread-safe."""
 
     def __init__(self, owners: Path, group: int | None) -> None:
         """`owners` is the directory `LEDGER/BOOT-ID/owners`.
@@ -50,7 +50,7 @@ class AnswerFiles:
             os.close(files.replace(id, _encode(given)))
 
     def read(self, id: str, asker: str) -> Holdings | None:
-        """The last answer of the owner `id` for `asker`; None if this user can read none."""
+        """The last answer of the owner `id` for `asker`; None if this user can read no answer."""
         for files in (self._private, self._public):
             answers = files.read(id, MOST_BYTES, lambda fd, _: _read(fd))
             if answers is not None and asker in answers:

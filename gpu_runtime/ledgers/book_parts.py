@@ -1,7 +1,7 @@
-"""An owner's part of the book, and books made from such parts.
+"""Takes one owner's part from a book, and makes a book from the parts of several owners.
 
-Pure. Each owner keeps such a part in its roster, a copy in the owner's own file. A damaged book is
-rebuilt from these parts.
+Pure. Each owner keeps a copy of its part in its roster, which is the owner's own file. A damaged
+book is rebuilt from the rosters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..facts import Book, Device, Drain, Quarantined, Section, Ticket
 
 
 def part_of(book: Book, owner_id: str) -> Book:
-    """The part of `book` that belongs to the owner `owner_id`, and the facts that all share."""
+    """The part of `book` that belongs to the owner `owner_id`, with the facts of all owners."""
     section, unread = book.sections.get(owner_id), book.quarantined.get(owner_id)
     sections = {owner_id: section} if section else {}
     tickets = [ticket for ticket in book.tickets if ticket.owner == owner_id]
@@ -27,7 +27,7 @@ def part_of(book: Book, owner_id: str) -> Book:
 
 
 def union(parts: list[Book]) -> Book:
-    """One book made from its owners' `parts`, of which the newest is last.
+    """One book made from the `parts` of its owners. The newest part is last.
 
     The newest part that has a section decides which cards are drained.
     """

@@ -2,8 +2,8 @@
 
 The SQLite file and the Redis page extend `BookStore`. Both write in the same order: first the
 roster (the owner's copy of its part of the book), then the page. A write counts only if the book is
-still in force after it. So a rebuilt book finds each grant in the rosters, or the grant is void.
-Nothing here decides.
+still in force after the write. So a process that rebuilds the book finds each grant in the rosters,
+or the grant is void. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .revision_hint import RevisionHint
 from .sqlite import files
 
 CLOSED_LOOK_SECONDS = 0.1  # between two checks whether grants are possible again
-# Twice the interval of the monitors. Within one interval, each owner that lost its files, or that
-# this process cannot see, puts itself back into a book that was made again.
+# Twice the interval of the monitors. Each owner that is missing in a book that was made again puts
+# itself back into the book within one interval.
 REGISTER_SECONDS = 2.0
 TICKS_A_SECOND = 12  # monitor rounds of all idle owners together; with more owners, each has fewer
 
 
 class LostRace(Exception):
-    """Another process has written, is writing, or has made a new book: read the book again."""
+    """Another process has written, is writing, or has made a new book. Read the book again."""
 
 
 class GrantsClosed(Exception):
@@ -81,9 +81,8 @@ class BookStore:
     """One owner's connection to the book, and its own file beside the book.
 
     There is one connection with one lock. The lock is held for single statements and never during a
-    decision. A thread also holds it while it writes its roster, commits, and checks CURRENT (the
-    link to the book in force). So the roster of one thread never overwrites the grant of another
-    thread.
+    decision. A thread also holds the lock while it writes the roster, commits, and checks CURRENT
+    (the link to the book in force). So no thread's roster overwrites the grant of another thread.
     """
 
     def __init__(
@@ -120,14 +119,14 @@ class BookStore:
         raise NotImplementedError
 
     def written(self) -> tuple[str, int, int] | None:
-        """A value that changes with each write to the book; None if no value is reliable now."""
+        """A value that changes with each write to the book; None while no value is reliable."""
         return None
 
     def glance(self) -> Page | None:
-        """The page in memory if no process is known to have written after it; otherwise None.
+        """The page in memory, or None if a process is known to have written a newer page.
 
-        This saves a third of the cost of a write. If there is a newer page after all, the write
-        fails. A caller that writes nothing must also call `look`.
+        Using the page in memory saves a third of the cost of a write. If there is a newer page
+        after all, the write fails. A caller that writes nothing must also call `look`.
         """
         with self._lock:
             page = self._page
@@ -158,7 +157,7 @@ class BookStore:
                 self._repair_roster(page)
             if self._unfinished is not None:
                 # A book that another process makes after this point has the roster that was just
-                # written. A book that was made earlier may not have it.
+                # written. A book that was made earlier may lack the roster.
                 finished = not self._roster_doubtful and self._in_force(page)
                 self._unfinished = None if finished else page
             return page
@@ -182,7 +181,8 @@ class BookStore:
     def _wait_for_others(self, closed: GrantsClosed) -> NoReturn:
         """Waits a moment, then raises LostRace.
 
-        The lock is not held during the wait: other threads of this process have to register.
+        The lock is not held during the wait, because other threads of this process have to
+        register.
         """
         sleep(min(closed.seconds, CLOSED_LOOK_SECONDS))
         raise LostRace from None
@@ -251,9 +251,9 @@ class BookStore:
         return bool(_promises(after) - (_promises(before) if before else set()))
 
     def _draft(self, page: Page, new: Book) -> Draft:
-        """The book `new` as it would be written over `page`.
+        """The draft for writing the book `new` over `page`.
 
-        Raises LedgerRefused, which names the field, if other processes could not read the result.
+        Raises LedgerRefused, which names the field, if other processes could not read the draft.
         """
         rev = page.rev + 1
         try:
@@ -274,7 +274,7 @@ class BookStore:
         return page._replace(rev=rev, book=book, packed=packed)
 
     def _part_in_roster(self, id: str, entry: bytes) -> pages.Part | None:
-        """The part of the owner `id` with this `entry`, from the owner's own file; else None."""
+        """The part of the owner `id` that fits `entry`, from the owner's own file; or None."""
         for roster in rosters(owners_in(self.directory) / id):
             try:
                 _, packed = pages.unpack(roster.payload, roster.rev)
@@ -286,7 +286,7 @@ class BookStore:
         return None
 
     def _rev_seen_by_others(self, page: Page) -> int:
-        """The newest revision of this book that others are known to have seen; 0 if none is."""
+        """The newest revision of this book that other processes have seen; 0 if not known."""
         return self._hint.of(page.name)
 
     def _disconnect(self) -> None:
@@ -311,9 +311,9 @@ class BookStore:
     def _take_back(self, page: Page, before: Page) -> Page:
         """The `page` with this owner's part as it was in `before`, the owner's last certain page.
 
-        The book was rebuilt while a write of this owner had not succeeded. That write was in this
-        owner's roster, so the rebuilt book has it as a grant. Another owner may have a grant for
-        the same bytes. So this owner's grant is removed before any thread decides on the new book.
+        The book was rebuilt while a write of this owner had not succeeded. The roster had the write
+        already, so the rebuilt book has a grant from it. Another owner may have a grant for the
+        same bytes. So this owner's grant is removed before any thread decides on the new book.
         After LostRace, this method must be called again.
         """
         me = self.owner_file.owner.id
@@ -394,7 +394,7 @@ class BookStore:
             self._write_roster(draft.book, draft.packed, page.rev)
 
     def _restore_own_files(self) -> None:
-        """Makes this owner's deleted lock file and socket again. The lock proves its life."""
+        """Makes this owner's deleted lock file and socket again. The lock proves that it lives."""
         if self.owner_file.in_place():
             return  # another thread of this process has made them
         old = self.owner_file

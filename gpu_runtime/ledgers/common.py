@@ -1,8 +1,8 @@
 """The code that the SQLite ledger and the Redis ledger share.
 
-It consists of the loop that reads, decides and writes, and of the handling of an owner's files. The
-`BookStore` (book_store.py) knows where the page (the stored book) is kept. The owner's lock file,
-doorbell (the socket that wakes it) and allocator maps are local files in both ledgers.
+The shared code is the loop that reads, decides and writes, and the handling of an owner's files.
+The `BookStore` (book_store.py) knows where the page (the stored book) is kept. The owner's lock
+file, doorbell (the socket that wakes the owner) and allocator maps are local files in both ledgers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .sqlite.writer_queue import WriterQueue, writer_queue_in
 
 T = TypeVar("T")
 
-# A process with the turn (the right to write first) may lose this many races in a row. After more,
-# it waits as the other processes do.
+# A process with the turn (the right to write first) may lose this many races in a row. After more
+# losses, the process waits as the other processes do.
 MOST_LOST_INSIDE = 3
 
 
@@ -131,7 +131,7 @@ class SharedLedger:
         decide: Callable[[Book], tuple[Book, T]],
         paced: bool = False,
     ) -> T:
-        """The second value that `decide` returns, once its book is written.
+        """Repeats `decide` until the book that it returns is written. Returns its second value.
 
         `paced` is True for a transaction, which may have to queue.
         """
@@ -142,9 +142,9 @@ class SharedLedger:
         try:
             while True:
                 self._require_open()
-                # The first attempt does not queue. It reads and decides beside the process with the
-                # turn, on another processor. A process that has the turn keeps it until the book is
-                # written.
+                # The first attempt does not queue: this process reads and decides beside the
+                # process with the turn, on another processor. A process that has the turn keeps the
+                # turn until its book is written.
                 if paced and turn is None and (races_lost or self._pace.should_queue):
                     turn = self._wait_for_turn()
                 began = time.monotonic()
@@ -152,8 +152,8 @@ class SharedLedger:
                     known = self._store.glance() if may_glance else None
                     may_glance = False
                     page = known or self._store.look()
-                    # If many processes write, the book changes while a process reads it for the
-                    # first time in a while. The second look reads only the parts that changed.
+                    # If many processes write, the book changes while a process reads all of it.
+                    # The second look reads only the parts that changed since the first look.
                     if turn is None and not known and self._store.is_behind(page):
                         page = self._store.look()
                     new, answer = decide(page.book)
@@ -198,7 +198,7 @@ class SharedLedger:
             raise self._timed_out()
         if turn:
             turn.require_queue()
-        # If a process loses although it has the turn, something else prevents its write, such as a
+        # If a process with the turn loses a race, something else prevents its write, such as a
         # stopped writer.
         free_losses = MOST_LOST_INSIDE if turn else 1
         if races_lost > free_losses:
@@ -208,8 +208,8 @@ class SharedLedger:
     def _require_lawful(self, page: Page, new: Book) -> None:
         """Raises LedgerRefused if `new` breaks a law, LostRace if `page` is no longer current.
 
-        Another process may have removed the same dead owner meanwhile. A third process that opened
-        the ledger may then have removed the file that proved the death.
+        Why `page` is checked: since `page` was read, another process may have removed the same dead
+        owner, and a third process may have removed the file that proved the owner's death.
         """
         try:
             refuse_unlawful(page.book, new, self.owner.id, self.dead, self.url)
@@ -233,15 +233,16 @@ class SharedLedger:
     def _life(self, book: Book, id: str) -> Life:
         path = self._lock_file(id)
         owner = book.owner(id)
-        # The book does not describe an owner that only has a ticket. Then the name of the owner's
-        # file must be enough; such a name is never used again.
+        # The book does not describe an owner that only has a ticket. For such an owner, the name of
+        # its file must be enough; the name of a file is never used again.
         found = life_of(owner, path) if owner else life(path)
         return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """Whether each process in `book` now runs, is stopped or has ended, by owner id.
+        """The present state of each process in `book`, by owner id: runs, is stopped, or has ended.
 
-        The result has the owners in `owners`; with None, it has all owners with a section.
+        The result has the owners in `owners`. If `owners` is None, the result has all owners with a
+        section.
         """
         wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
         found = {}
@@ -271,7 +272,7 @@ class SharedLedger:
 
         In a shared ledger, any member may write anything into the page, even in another user's
         name. But only an owner's user can write and lock the owner's file. So a request counts only
-        if that file contains it.
+        if the owner's file contains the request.
         """
         owner = book.owner(owner_id)
         if not self._is_group_shared:
@@ -316,12 +317,12 @@ class SharedLedger:
         return self._maps.read()
 
     def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
-        """Adds one model to those that this owner can load. Raises OSError."""
+        """Adds one model to the list of models that this owner can load. Raises OSError."""
         self._require_open()
         self._names.add(self.owner.id, name, declared)
 
     def publish_names(self, names: Mapping[str, Declared]) -> None:
-        """Makes `names` the models that this owner can load. Raises OSError."""
+        """Makes `names` the list of models that this owner can load. Raises OSError."""
         self._require_open()
         self._names.publish(self.owner.id, names)
 
@@ -336,7 +337,7 @@ class SharedLedger:
         self._answers.publish(self.owner.id, asker, answer, private=private)
 
     def answer(self, owner_id: str) -> Holdings | None:
-        """The last answer of the owner `owner_id` to this owner, if it can be read from here."""
+        """The last answer of the owner `owner_id` to this owner; None if not readable."""
         self._require_open()
         return self._answers.read(owner_id, self.owner.id)
 
@@ -368,7 +369,10 @@ class SharedLedger:
         require_usable(self.url, self.owner, not self._closed)
 
     def _leave_to_parent(self) -> None:
-        """Closes the files in a forked child. The lock stays; the connection is not used again."""
+        """Closes the files in a forked child. The parent keeps its lock.
+
+        The connection is never used again.
+        """
         self._bell.close_here()
         if self._queue:
             self._queue.close_here()

@@ -1,6 +1,6 @@
-"""Decodes the book in a page or a roster, also one that an older version wrote in this boot.
+"""Decodes the book in a page (a stored book) or in a roster (an owner's copy of its part).
 
-A roster is an owner's copy of its part of the book.
+An older version of gpu-console may have written the page or the roster in this boot.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def groups_of(user: str) -> tuple[str, ...]:
 
 
 def read(file: str = CONFIG_FILE) -> Machine:
-    """The configuration in `file`; an empty one if the file does not exist.
+    """The configuration in `file`; an empty configuration if the file does not exist.
 
     Raises BadSetting, which names the file and the key.
     """
@@ -108,7 +108,7 @@ def read(file: str = CONFIG_FILE) -> Machine:
 
 
 def parse(text: str, file: str = CONFIG_FILE) -> Machine:
-    """The configuration in `text`; `file` is its name in errors.
+    """The configuration in `text`. Error messages name `file` as its source.
 
     >>> parse('[users.ann]\\nkeep = false').cap("ann").named("keep")
     'cap [users.ann] keep in /etc/gpu-console/config.toml'

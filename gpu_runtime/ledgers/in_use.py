@@ -1,6 +1,6 @@
-"""Which ledgers processes have open, by the files that they hold open under /proc.
+"""Finds the ledgers that processes have open, from the open files that /proc lists.
 
-This needs no register that could be out of date: the operating system lists the open files of a
+No register is needed, which could be out of date: the operating system lists the open files of a
 living process. Only processes of this user are seen. A ledger in memory has no files and is not
 found. Nothing here opens a ledger.
 """
@@ -100,9 +100,9 @@ def _open_files(pid: int, proc: Path) -> Iterator[str]:
 def _ledger(pid: int, directory: Path, proc: Path) -> OpenLedger | None:
     """The ledger whose files of this boot are in `directory`.
 
-    The files of a ledger in Redis do not contain its URL, since the URL may have a password. So the
-    URL is read from the environment of the process `pid`. If that URL does not lead to `directory`,
-    the result is None.
+    The files of a ledger in Redis do not contain the ledger's URL, since the URL may have a
+    password. So the URL is read from the environment of the process `pid`. If the URL in the
+    environment does not lead to `directory`, the result is None.
     """
     if (directory / "CURRENT").exists():
         return OpenLedger(f"sqlite://{directory.parent}", directory)

@@ -17,7 +17,7 @@ from ..units import show_bytes
 
 
 class Write(NamedTuple):
-    """A write that is to be checked: the book before and after it, and the id of its writer."""
+    """A write to check: the book before and after the write, and the id of the writer."""
 
     old: Book
     new: Book
@@ -84,7 +84,7 @@ def _only_own_section(write: Write) -> str:
 
 
 def _own_leases_in_own_section(write: Write) -> str:
-    """A section holds only leases of its owner, and no two with the same name."""
+    """A section holds only leases of its owner, and no two leases with the same name."""
     for _, section in write.changed:
         for lease in section.leases:
             if lease.owner != write.writer:
@@ -147,7 +147,7 @@ def _not_proven_dead(write: Write, owners: Set[str]) -> Set[str]:
 def _only_own_tickets(write: Write) -> str:
     """An owner writes only its own tickets.
 
-    The tickets of a dead owner are removed together with its section.
+    The tickets of a dead owner are removed together with the owner's section.
     """
     if _same_tickets(write):
         return ""
@@ -165,7 +165,7 @@ def _only_own_tickets(write: Write) -> str:
 
 
 def _tickets_go_with_proof(write: Write) -> str:
-    """Another owner's tickets are removed only with its section and with proof of its death."""
+    """Another owner's tickets are removed only with its section and with proof of death."""
     if _same_tickets(write):
         return ""
     old, new = write.old, write.new
@@ -238,7 +238,7 @@ def _limits_stay(write: Write) -> str:
 
 
 def _samples_get_newer(write: Write) -> str:
-    """A sample of a device is only replaced by a newer one."""
+    """A sample (one measurement) of a device is only replaced by a newer sample."""
     if write.new.samples is write.old.samples:
         return ""
     for device, sample in write.old.samples.items():

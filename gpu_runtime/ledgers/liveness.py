@@ -2,8 +2,8 @@
 
 An owner holds a lock on a separate file while it lives. The operating system releases the lock when
 the owner dies, and at no other time. A stopped process still holds its lock. A new process with the
-same pid does not hold it. The same file has the owner's roster: its part of the book, from which a
-damaged book is rebuilt.
+same pid does not hold the lock. The locked file also has the owner's roster: the owner's part of
+the book, from which a damaged book is rebuilt.
 
 Nothing here reads or writes the book.
 """
@@ -91,8 +91,8 @@ def end_of(owner: Owner) -> io.FileIO | None:
     """A descriptor that polls as readable once the process of `owner` has ended.
 
     The result is None if the process cannot be seen: it has ended, or it is in another container,
-    which numbers its processes differently. The descriptor wakes a waiting thread but proves
-    nothing; the proof is `life`.
+    which numbers processes differently. The descriptor wakes a waiting thread but proves nothing;
+    only `life` proves the end.
     """
     try:
         end = io.FileIO(os.pidfd_open(owner.pid))
@@ -112,8 +112,8 @@ def life(path: Path | str, inode: int = 0) -> Life:
     """Whether the owner of the lock file `path` is alive.
 
     The lock is tested without being taken, so two processes that test at the same time get the same
-    result. An owner is dead only if its file exists, has that `inode` (0: any), and no process
-    holds its lock. A missing or different file proves nothing.
+    result. An owner is dead only if its file exists, has the given `inode` (0 allows any inode),
+    and no process holds the file's lock. A missing or different file proves nothing.
     """
     try:
         fd = _no_links(path, os.O_RDONLY)
@@ -130,10 +130,10 @@ def life(path: Path | str, inode: int = 0) -> Life:
 
 
 def life_of(owner: Owner, path: Path | str) -> Life:
-    """Whether `owner` is alive, by its lock file `path`; by its process if that file is missing.
+    """Whether `owner` is alive. Tests its lock file `path`, or its process if the file is missing.
 
-    Without the second test, the death of an owner whose file was deleted could never be proved. The
-    second test is possible only if this process is in the owner's namespaces.
+    Without the test of the process, the death of an owner whose file was deleted could never be
+    proved. The process can be tested only if this process is in the owner's namespaces.
     """
     found = life(path, owner.inode)
     if found is not Life.UNKNOWN or os.path.lexists(path):
@@ -145,14 +145,14 @@ def life_of(owner: Owner, path: Path | str) -> Life:
 
 
 # This is struct flock. The lock is an OFD lock, which belongs to the open file and not to the
-# process. So closing another descriptor of the same file does not release it, as it would release a
-# POSIX lock.
+# process. So closing another descriptor of the same file does not release the lock. (A POSIX lock
+# would be released.)
 _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _held_elsewhere(fd: int) -> bool:
-    # Test for a read lock. A process that may only read the file could take a read lock on it. A
-    # test for a write lock would then report the dead owner as alive.
+    # Test for a read lock. Any process that may only read the file could take a read lock. With
+    # such a read lock, a test for a write lock would report a dead owner as alive.
     asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
     lock_type = _FLOCK.unpack(answer)[0]
@@ -176,8 +176,8 @@ class OwnerFile:
     def __init__(self, directory: Path, owner: Owner, group: int | None = None) -> None:
         """Makes and locks the file of `owner` in `directory`.
 
-        In a shared ledger, the members of `group` can read the file, and only its user can write
-        it. Raises LedgerUnavailable, OSError.
+        In a shared ledger, the members of `group` can read the file, and only the owner's user can
+        write the file. Raises LedgerUnavailable, OSError.
         """
         with (
             _making
@@ -206,7 +206,7 @@ class OwnerFile:
         self._turn = turn
 
     def in_place(self) -> bool:
-        """Whether other processes still find this owner's file under its name."""
+        """Whether the file is still at its path, where other processes look for it."""
         try:
             return os.stat(self.path).st_ino == self.owner.inode
         except OSError:  # the file was deleted
@@ -215,7 +215,7 @@ class OwnerFile:
     def release(self, *, remove: bool) -> None:
         """Releases the lock. Never fails.
 
-        With `remove`, the file is also removed. A file that remains proves this owner's death.
+        If `remove` is true, the file is also removed. An unlocked file proves this owner's death.
         """
         if remove and self.in_place():
             with suppress(OSError):  # the directory was closed to this user
@@ -230,10 +230,10 @@ class OwnerFile:
 
 
 def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int, Owner, Path]:
-    """A locked file with a name that was never used before: its descriptor, its owner, its path.
+    """Makes a locked file with a name that was never used before.
 
-    The file is locked before it gets its name. So no process sees the file unlocked while its owner
-    lives.
+    Returns the file's descriptor, its owner and its path. The file is locked before it gets its
+    name. So no process sees the file unlocked while its owner lives.
     """
     draft = directory / f".{os.getpid()}-{secrets.token_hex(4)}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -269,9 +269,9 @@ _MOST_REV = 1 << 62  # below the largest SQLite integer, so that the revision ca
 
 
 class Roster(NamedTuple):
-    """The part of the book that an owner last wrote into its file, and its revision.
+    """The part of the book that an owner last wrote into its file, and the book's revision.
 
-    The `turn` counts the owner's writes.
+    `turn` counts the owner's writes.
     """
 
     turn: int
@@ -281,12 +281,12 @@ class Roster(NamedTuple):
 
 
 def read_roster(path: Path) -> Roster | None:
-    """The last complete roster in the owner's file `path`; None if there is none."""
+    """The last complete roster in the owner's file `path`; None without a complete roster."""
     return max(rosters(path), default=None)
 
 
 def rosters(path: Path) -> list[Roster]:
-    """The complete rosters in the owner's file `path`: the last, and perhaps the previous one."""
+    """The complete rosters in the owner's file `path`: the last and the previous, if complete."""
     try:
         with open(path, "rb", opener=_no_links) as file:
             return _rosters(file)
@@ -295,17 +295,17 @@ def rosters(path: Path) -> list[Roster]:
 
 
 class Testimony(NamedTuple):
-    """The roster of a living owner, and the owner's user. Only this user can have written it."""
+    """The roster of a living owner, and the user who must have written the roster."""
 
     user: str
     roster: Roster | None  # None: the owner has not written a roster yet
 
 
 def testimony(path: Path, inode: int = 0) -> Testimony | None:
-    """The roster in the owner's file `path`, and its user; None if nothing is proven.
+    """The roster in the owner's file `path`, and the file's user; None if nothing is proven.
 
-    Nothing is proven if no living process holds the file's lock, or if the file has another `inode`
-    than the given one (0: any).
+    Nothing is proven if no living process holds the file's lock, or if the file does not have the
+    given `inode` (0 allows any inode).
 
     The user is the owner of the file, as the operating system reports it. No user can claim to be
     another user: files are never given to another user, and only a file's owner can write or lock
@@ -326,8 +326,8 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
 def _no_links(path: Path | str, flags: int) -> int:
     """A descriptor of the owner's file `path`. Raises OSError if the file is a link.
 
-    The file is opened without waiting: if a pipe were in its place, the opening could wait for
-    ever.
+    The file is opened without waiting: if a pipe were in the file's place, the opening could wait
+    for ever.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 

@@ -24,8 +24,8 @@ FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive 
 def sqlite_directory(url: str, rest: str) -> Path:
     """The directory that `url` names. `rest` is the part of `url` after `sqlite:`.
 
-    Four slashes, as other tools write them, mean the same as three. Raises BadSetting for a
-    relative path.
+    Four slashes in a URL, as other tools write them, mean the same as three slashes. Raises
+    BadSetting for a relative path.
     """
     directory = Path("/" + rest.lstrip("/"))
     if directory.suffix == ".db":
@@ -48,7 +48,7 @@ def sqlite_directory(url: str, rest: str) -> Path:
 
 
 def split_redis_url(url: str) -> tuple[str, Path]:
-    """The server's URL, and the local directory for the owners' files.
+    """Splits `url` into the server's URL and the local directory for the owners' files.
 
     The option `owners=` in `url` names the directory. Without this option, the directory is under
     the user's state directory.
@@ -69,8 +69,8 @@ def split_redis_url(url: str) -> tuple[str, Path]:
 def default_url(devices_slug: str = "") -> str:
     """The URL of this user's private ledger, which is used if no setting names a ledger.
 
-    The ledger is under the state directory. Home directories are often on a network file system,
-    where locks do not hold; then the ledger is in /var/tmp. `devices_slug` separates the books of
+    The ledger is under the state directory. If the state directory is on a network file system,
+    where locks do not hold, the ledger is in /var/tmp. `devices_slug` separates the books of
     different sets of devices, such as simulated and real cards.
     """
     return f"sqlite://{local_state() / 'ledger' / devices_slug}"
@@ -80,8 +80,8 @@ def local_state() -> Path:
     """The directory on a local disk for this user's files with locks. It may not exist yet.
 
     The result is the state directory, or a directory in /var/tmp if the state directory is on a
-    network file system. Another user could make the directory in /var/tmp first, so
-    `private_paths.weak_step` must check the result before it is used.
+    network file system. Another user could make the directory in /var/tmp first. So
+    `private_paths.weak_step` must check the directory before its first use.
     """
     directory = state_home()
     if files.is_network(files.file_system_of(directory)):
@@ -90,14 +90,14 @@ def local_state() -> Path:
 
 
 def shared_url(ledger: str, slug: str) -> str:
-    """The URL of the machine's shared `ledger`; `slug` selects its part for simulated devices."""
+    """The URL of the machine's shared `ledger`, or of its part `slug` for simulated devices."""
     return f"{ledger}/{slug}" if slug and ledger.startswith("sqlite:") else ledger
 
 
 def slug_of(simulated: Iterable[Device]) -> str:
-    """A name for these `simulated` devices by their sizes; empty if there are none.
+    """A name made from the sizes of these `simulated` devices; empty without devices.
 
-    Each combination of sizes thereby gets a separate book.
+    The name selects the book. So each combination of sizes has a separate book.
     """
     devices = list(simulated)
     cards = [_compact(device.total_bytes) for device in devices if not device.is_host]
@@ -116,9 +116,9 @@ def require_private(directory: Path) -> None:
     """Raises LedgerUnavailable if another user could put files into the private ledger `directory`.
 
     The default directory is made here with mode 0700, and nobody else may change anything on the
-    path to it. For a directory that a setting names, the directories on the path may be writable,
-    as in many containers, but none may belong to another user. Root may open any user's ledger. A
-    shared ledger has rules of its own.
+    path to the directory. For a directory that a setting names, the directories on the path may be
+    writable, as in many containers, but no directory may belong to another user. Root may open any
+    user's ledger. A shared ledger has rules of its own.
     """
     base = local_state()
     is_default = directory.is_relative_to(base)

@@ -1,7 +1,7 @@
 """A book in this process's memory: for a single notebook, and for tests.
 
-`memory:` is a new book each time. `memory:NAME` is one book for all callers that open that name,
-and exists as long as one of them has it open. The same laws hold as on disk.
+`memory:` is a new book each time. `memory:NAME` is one book for all callers that open this name.
+The book exists as long as one caller has it open. The same laws hold as on disk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class MemoryLedger:
     """
 
     def __init__(self, name: str = "", *, notebook: str = "", user: str = "") -> None:
-        """Opens the book `name` (a new book if empty). `notebook` and `user` describe the owner."""
+        """Opens the book `name`, or a new book if `name` is empty.
+
+        `notebook` and `user` describe the owner.
+        """
         self.url = f"memory:{name}"
         self.owner: Owner = describe_self(notebook=notebook, user=user)
         with _naming:
@@ -109,7 +112,7 @@ class MemoryLedger:
         return frozenset()
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """ALIVE or DEAD for each owner of `book`; only for those in `owners` if given."""
+        """ALIVE or DEAD for each owner of `book`, or for each owner in `owners` if given."""
         dead = self.dead(book)
         wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
         return {id: Sight.DEAD if id in dead else Sight.ALIVE for id in wanted}
@@ -149,11 +152,11 @@ class MemoryLedger:
         return dict(self._open_book().maps)
 
     def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
-        """Adds one model to those that this owner can load."""
+        """Adds one model to the list of models that this owner can load."""
         self._open_book().names.setdefault(self.owner.id, {})[name] = declared
 
     def publish_names(self, names: Mapping[str, Declared]) -> None:
-        """Makes `names` the models that this owner can load."""
+        """Makes `names` the list of models that this owner can load."""
         self._open_book().names[self.owner.id] = dict(names)
 
     def names(self) -> dict[str, dict[str, Declared]]:
@@ -170,7 +173,7 @@ class MemoryLedger:
         return self._open_book().answers.get((owner_id, self.owner.id))
 
     def close(self) -> None:
-        """Removes this owner's bell, maps, names and answers. Then the owner counts as dead."""
+        """Removes this owner's bell, maps, names and answers, so that the owner counts as dead."""
         memory, self._book = self._book, None
         if memory:
             memory.maps.pop(self.owner.id, None)

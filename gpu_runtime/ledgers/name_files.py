@@ -1,9 +1,9 @@
 """The files with the names of the models that each owner can load: `owners/ID.names`.
 
 The names are not in the book. Only a request from another process needs them, and in the book all
-processes would read and write up to 20,000 names. The file is a list of changes, one on each line:
-`+"qwen"`, `-"qwen"`, or `+["qwen", 8589934592, 5]` with the model's size in bytes and its
-importance. So a new name costs one short write, however many names there are.
+processes would read and write up to 20,000 names. Each line of the file is one change: `+"qwen"`,
+`-"qwen"`, or `+["qwen", 8589934592, 5]` with the model's size in bytes and its importance. So a new
+name costs one short write, however many names there are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Seen(NamedTuple):
 
 
 class NameFiles:
-    """One owner's names, and its view of the names of all owners. Thread-safe."""
+    """Publishes the names of one owner, and reads the names of all owners. Thread-safe."""
 
     def __init__(self, owners: Path, group: int | None) -> None:
         """`owners` is the directory `LEDGER/BOOT-ID/owners`.
@@ -115,7 +115,7 @@ class NameFiles:
     # The methods below are called with the lock held.
 
     def _in_place(self, id: str) -> bool:
-        """Whether other processes still find this owner's file under its name."""
+        """Whether this owner's file is still at its path, where other processes look for it."""
         if self._fd < 0:
             return False
         try:
@@ -149,7 +149,7 @@ def _line(name: str, declared: Declared) -> bytes:
 
 
 def _changed(names: Names, lines: Iterable[bytes]) -> Names:
-    """The `names` after the changes in `lines`. A line that cannot be read changes nothing."""
+    """The `names` after the changes in `lines`. An unreadable line changes nothing."""
     after = dict(names)
     for line in lines:
         try:
@@ -167,7 +167,10 @@ def _changed(names: Names, lines: Iterable[bytes]) -> Names:
 
 
 def _has_facts(value: Any) -> bool:
-    """Whether `value` is a name with a size and an importance. The file may be another user's."""
+    """Whether `value` is a name with a size and an importance.
+
+    The check is needed because another user may have written the file.
+    """
     if not isinstance(value, list) or [type(part) for part in value] != [str, int, int]:
         return False
     return value[1] >= 0

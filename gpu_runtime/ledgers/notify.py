@@ -29,8 +29,8 @@ class Bell:
     Each thread remembers the count at which it last woke, so no ring between two waits is lost.
 
     Every waiting thread waits on an eventfd of its own. There is no single listening thread: if a
-    KeyboardInterrupt ended it, the other threads would never wake. A Condition is not used either,
-    because its `wait` does not survive a KeyboardInterrupt.
+    KeyboardInterrupt ended such a thread, no other thread would ever wake. A Condition is not used
+    either, because its `wait` does not survive a KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Bell:
         self.closed = False
 
     def ring(self) -> None:
-        """Wakes every waiting thread. The next wait of any other thread ends at once."""
+        """Wakes every waiting thread. If a thread does not wait now, its next wait ends at once."""
         self._wake_all_but(None)
 
     def _wake_all_but(self, awake: _Waiter | None) -> None:
@@ -55,7 +55,7 @@ class Bell:
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
         """Waits for a ring since this thread's last wait, or for the end of an owner in `ends`.
 
-        Returns True then, and False after `timeout` seconds.
+        Returns True after a ring or an end, and False after `timeout` seconds.
         """
         waiter = self._waiter()
         deadline = time.monotonic() + timeout
@@ -69,7 +69,7 @@ class Bell:
         return True
 
     def close(self) -> None:
-        """Wakes every thread for the last time; `wait` then returns at once."""
+        """Wakes every thread for the last time. After `close`, `wait` returns at once."""
         self.closed = True
         self.ring()
 
@@ -91,20 +91,21 @@ class Bell:
 class _Waiter:
     """One waiting thread: the ring count it has seen, its eventfd, and the processes it watches.
 
-    A killed process does not ring. If its process were not watched, a waiting thread would notice
-    the death only when it reads the book again, a second later.
+    A killed process does not ring. If the waiting thread did not watch the process, the thread
+    would notice the death only when it reads the book again, a second later.
     """
 
     def __init__(self) -> None:
         self.seen_rings = 0
-        # Owner id -> descriptor. None means that the process has ended, or cannot be seen from
-        # here.
+        # Maps owner ids to descriptors. None means that the owner's process has ended, or that this
+        # process cannot see it.
         self._ends: dict[str, io.FileIO | None] = {}
         self._reported: set[str] = set()  # ended owners for which this thread has already woken
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # `__del__` is not used, because weak references still work while it closes the descriptor.
-        # A thread that rings at that moment could get this object from its weak reference. It could
-        # then write to a descriptor number that already belongs to another file.
+        # `__del__` is not used, because weak references to this object still work while `__del__`
+        # closes the descriptor. A thread that rings at that moment could get this object from its
+        # weak reference. The thread could write to a descriptor number that already belongs to
+        # another file.
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def wake(self) -> None:
@@ -127,7 +128,7 @@ class _Waiter:
                 end.close()
 
     def owner_ended(self) -> bool:
-        """Whether another watched process has ended. Each process wakes this thread only once."""
+        """Whether a watched process has ended since the last call. Each end counts only once."""
         ended = {id for id, end in self._ends.items() if end is None}
         new = ended - self._reported
         self._reported |= new
@@ -142,7 +143,7 @@ class _Waiter:
         return poll
 
     def reset(self, woken: Iterable[tuple[int, int]]) -> None:
-        """Clears the causes of this wake-up. Otherwise the next sleep would end at once.
+        """Clears the causes of this wake-up, so that the next sleep does not end at once.
 
         `woken` are the descriptors that poll returned, with their events.
         """
@@ -166,7 +167,7 @@ class Doorbell(Bell):
     def __init__(self, directory: Path, owner_id: str, group: int | None = None) -> None:
         """Binds the socket of the owner `owner_id` in `directory`. Raises OSError.
 
-        Members of `group` may ring the bell. With None, only the owner's user may.
+        Members of `group` may ring the bell. If `group` is None, only the owner's user may ring it.
         """
         super().__init__()
         self.owner_id = owner_id
@@ -174,7 +175,7 @@ class Doorbell(Bell):
         self.path, self._directory, self._socket = _bind(directory, owner_id, group)
 
     def move_to(self, directory: Path) -> None:
-        """Binds the socket again in a `directory` that was deleted and made again. Raises OSError.
+        """Binds the socket again in `directory`, which was deleted and made again. Raises OSError.
 
         The descriptors keep their numbers, so waiting threads are not affected.
         """
@@ -188,7 +189,7 @@ class Doorbell(Bell):
     def ring_others(self, owners: Iterable[str]) -> None:
         """Rings the doorbells of these `owners` (ids). Never fails.
 
-        If this owner is among them, its own threads are woken directly.
+        If this object's own owner is in `owners`, the threads of this process are woken directly.
         """
         for owner_id in owners:
             if owner_id == self.owner_id:
@@ -221,14 +222,14 @@ class Doorbell(Bell):
             return True  # another thread closed it just now
         woken = poll.poll(seconds * 1000)
         waiter.reset(woken)
-        # The first thread that wakes empties the socket. It then wakes the others, because their
-        # poll may have missed the datagram.
+        # The first thread that wakes empties the socket. This thread wakes all other threads,
+        # because their poll may have missed the datagram.
         if woken and self._read_all():
             self._wake_all_but(waiter)
         return bool(woken)
 
     def _read_all(self) -> bool:
-        """Whether the socket held a datagram. Afterwards the socket is empty."""
+        """Empties the socket. Returns whether the socket held a datagram."""
         found = False
         while True:
             try:
@@ -245,8 +246,8 @@ def _bind(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int,
     bell = socket.socket(
         socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
-    # A file with this name belongs to a killed process whose pid was used again in another
-    # container.
+    # If a file with this name exists, it belonged to a killed process. The pid of that process was
+    # used again in another container.
     path.unlink(missing_ok=True)
     bell.bind(_socket_path(fd, owner_id))
     if group is not None:
@@ -261,8 +262,8 @@ _BOUND = re.compile(r"/proc/self/fd/(\d+)/(\d+)(\.\d+\.\d+)\.bell")
 def owners_in(directory: Path) -> set[str]:
     """The ids of the owners whose doorbell was bound in `directory`, as far as this user can see.
 
-    Owners are found even if the directory has been deleted since, because the kernel keeps their
-    sockets.
+    Owners are found even if the directory was deleted after the binding, because the kernel keeps
+    their sockets.
     """
     wanted = os.path.realpath(directory)
     found: set[str] = set()

@@ -1,4 +1,4 @@
-"""Further files of an owner, in the directory of its lock file: `owners/ID.SUFFIX`.
+"""An owner's files beside its lock file: `owners/ID.SUFFIX`.
 
 Other processes read these files. A file counts only if the owner's user wrote it. Nothing here
 knows the content of the files.
@@ -28,7 +28,7 @@ class Beside:
         return self.owners / f"{id}.{self.suffix}"
 
     def ids(self) -> list[str]:
-        """The ids of the owners that have such a file; empty if the directory is gone."""
+        """The ids of the owners that have a file of this kind; empty without the directory."""
         try:
             names = os.listdir(self.owners)
         except OSError:  # the directory was deleted
@@ -37,9 +37,9 @@ class Beside:
         return [name.removesuffix(ending) for name in names if name.endswith(ending)]
 
     def replace(self, id: str, content: bytes) -> int:
-        """Replaces the file of the owner `id` as a whole. Raises OSError.
+        """Replaces the file of the owner `id` by a file with this `content`. Raises OSError.
 
-        Returns a descriptor of the new file, to which more can be appended.
+        Returns a descriptor with which the caller can append to the new file.
         """
         draft = self.owners / f".new-{secrets.token_hex(4)}"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -66,7 +66,7 @@ class Beside:
     def read(self, id: str, most_bytes: int, read: Callable[[int, os.stat_result], T]) -> T | None:
         """The result of `read(descriptor, stat)` for the file of the owner `id`.
 
-        The result is None if there is no such file, if another user wrote it, or if it is larger
+        The result is None if the file does not exist, if another user wrote it, or if it is larger
         than `most_bytes`.
         """
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW

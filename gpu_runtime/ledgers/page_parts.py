@@ -1,8 +1,8 @@
 """One owner's part of a page (a stored book) as JSON: the owner's section and tickets.
 
 Only leases that changed are encoded and decoded, because a section may have hundreds of leases and
-a write usually changes one. Encoded bytes are decoded once before they are used. So no process
-writes bytes that others could not read.
+a write usually changes one lease. Encoded bytes are decoded once before they are used. So no
+process writes bytes that other processes could not read.
 
 Pure.
 """
@@ -82,8 +82,8 @@ def encode_part(
 ) -> tuple[bytes, tuple[bytes, ...]]:
     """The part of an owner as bytes, and its leases as bytes.
 
-    `old` is the previous section, `old_leases` are its leases as bytes if they are known, and
-    `old_tickets` the previous tickets. Raises Unwritable.
+    `old` is the previous section. `old_leases` are the leases of `old` as bytes; empty if the bytes
+    are not known. `old_tickets` are the previous tickets. Raises Unwritable.
     """
     known: dict[int, bytes] = {}
     if old is not None and old_leases:
@@ -110,9 +110,9 @@ def decode_part(
     content: bytes,
     known: Mapping[bytes, Lease],
 ) -> tuple[Section | None, tuple[Ticket, ...], tuple[bytes, ...]]:
-    """The section, the tickets, and the leases as bytes. `known` has leases decoded earlier.
+    """Returns the section, the tickets, and the leases as bytes.
 
-    Raises one of UNREADABLE.
+    `known` has leases that were decoded earlier, by their bytes. Raises one of UNREADABLE.
     """
     mine = _decode_mine(content)
     if mine.section is None:
@@ -144,7 +144,7 @@ def readable(
     decode: Callable[[bytes], object],
     path: str = "",
 ) -> bytes:
-    """JSON of `value`, which `decode` can read. `path` is the place of the value in the page.
+    """Encodes `value` as JSON that `decode` can read. `path` is the place of `value` in the page.
 
     Raises Unwritable, which names the field.
     """
@@ -182,7 +182,7 @@ def _inside(value: object) -> Sequence[tuple[str, object]]:
 
 
 def _largest(section: Section | None) -> str:
-    """The largest lease of a section, as the end of a sentence about the part's size."""
+    """The largest lease of a section, as the end of a sentence on the size of an owner's part."""
     sizes = [(len(encode(lease)), lease.name[:80]) for lease in section.leases] if section else []
     if not sizes:
         return f"and {MOST_PART_BYTES} are the most"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class Life(enum.StrEnum):
-    """What is known of an owner. ALIVE and DEAD are proven; everything else is UNKNOWN."""
+    """Whether an owner lives. ALIVE and DEAD are proven; everything else is UNKNOWN."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -21,7 +21,7 @@ class Life(enum.StrEnum):
 
 
 class Sight(enum.StrEnum):
-    """What is seen of an owner's process now."""
+    """The present state of an owner's process, as far as it can be seen."""
 
     ALIVE = "alive"
     STOPPED = "stopped"
@@ -36,13 +36,13 @@ def start_ticks(stat: str) -> int:
     >>> start_ticks("7 (a) b) S 1 " + "0 " * 17 + "4321 99")
     4321
     """
-    # The name in field 2 may contain blanks and brackets. After its last bracket, no field contains
-    # any.
+    # The name in field 2 may contain blanks and brackets. No field after the last bracket contains
+    # blanks or brackets.
     return int(stat.rpartition(")")[2].split()[19])
 
 
 def namespaces() -> str:
-    """The namespaces in which this process has its pid and start time; empty if they are unknown.
+    """The namespaces that define the pid and start time of this process; empty if unknown.
 
     Two processes with the same result see each other under the same pid and start time.
     """
@@ -72,7 +72,7 @@ def life_of_process(pid: int, started: int) -> Life:
 def is_zombie(stat: str) -> bool:
     """Whether a process has ended, but its parent has not noticed; `stat` is /proc/PID/stat.
 
-    The first thread of a process can end before the other threads. Then the process still lives.
+    A process still lives if its first thread has ended and another thread runs.
 
     >>> is_zombie("7 (python) Z 1 " + "0 " * 15 + "1 0 4321"), is_zombie("7 (a) R 1 ")
     (True, False)

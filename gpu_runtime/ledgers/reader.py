@@ -1,7 +1,7 @@
 """Reads a book without being an owner: no lock file, no socket, no repair, no write.
 
-The reader is for programs that only watch. A book cannot be read while it is being written or
-rebuilt. Then the program reads it at the next attempt.
+The reader is for programs that only watch. While the book is being written or rebuilt, an attempt
+to read it fails, and the program has to try again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Peek(Protocol):
 def peek(url: str, directory: Path) -> Peek:
     """A reader of the ledger at `url`, whose files of this boot are in `directory`.
 
-    Raises GpuError if no ledger can be opened at the URL.
+    Raises GpuError if no ledger can be opened at `url`.
     """
     if url.startswith("sqlite:"):
         return FilePeek(directory)

@@ -1,13 +1,14 @@
 """The newest revision of the book that any process has written, in a file beside the book.
 
 An old copy that replaces the book is itself a valid book. Only a process that has seen a newer
-revision notices the replacement. With this file, all other processes notice it too; otherwise they
-would grant the same bytes again. The file is written after each write of the book, and read before
-each read and write (2 µs). If the file is missing or wrong, the book is accepted until a process
-remembers a newer revision.
+revision notices the replacement. With this file, all processes notice it. Without the file, a
+process that has not seen the newer revision would grant the same bytes again. The file is written
+after each write of the book, and read before each read and write (2 µs). If the file is missing or
+wrong, the book is accepted until a process remembers a newer revision.
 
-The file also saves work. A process whose own copy of the book has the newest revision decides on
-that copy, without a read. A process whose copy is older reads again before it tries to write.
+The file also saves work. If a process's own copy of the book has the newest revision, the process
+decides on its copy, without a read. If the copy is older, the process reads the book again before
+it tries to write.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Sets up a ledger that a group of users shares: `gpu ledger init --group G DIR`, run as root.
 
-It makes the directory and names it in the machine-wide configuration, which every user's runtime
-reads. A second run only repairs file modes. If it runs at every boot, it also makes root the owner
-of that boot's directory. Then no member can move another member's files away.
+The command makes the directory and names it in the machine-wide configuration, which every user's
+runtime reads. A second run of the command only repairs file modes. The command also makes root the
+owner of the directory of the present boot, so that no member can move another member's files away.
+So an operator should run it at every boot.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def _group_id(group: str) -> int:
 def _require_suitable(place: Path, gid: int, group: str) -> None:
     """Raises BadSetting if `place` is not suitable for a ledger of the `group`.
 
-    The members must be able to reach the place, and nobody else may replace it. It must be on a
-    local disk, and it must be empty or a ledger.
+    The members must be able to reach the place, and nobody else may replace it. The place must be
+    on a local disk, and must be empty or a ledger.
     """
     if not place.is_absolute() or ".." in place.parts or len(place.parts) < 3:
         raise _bad(place, "an absolute path, such as /var/lib/gpu-console/ledger")
@@ -177,13 +178,16 @@ def _group_name(gid: int) -> str:
 
 
 def _write_configuration(file: Path, url: str, known: host_config.Machine) -> None:
-    """Names the ledger `url` in the configuration `file`. Its other content (`known`) is kept."""
+    """Names the ledger `url` in the configuration `file`. The rest of the file stays as it is.
+
+    `known` is the present configuration.
+    """
     if known.ledger == url:
         return
     text = TEMPLATE.format(url=url)
     if file.exists():
-        # The line is written at the top, because below the header of a table it would belong to
-        # that table.
+        # The line is written at the top of the file, because a line below the header of a table
+        # would belong to the table.
         text = f'ledger = "{url}"\n\n{file.read_text()}'
         if host_config.parse(text, str(file)) != replace(known, ledger=url):
             raise GpuError(

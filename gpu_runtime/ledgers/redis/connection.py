@@ -1,4 +1,4 @@
-"""One connection to a Redis, whose failures become readable errors.
+"""One connection to a Redis. Failures of the connection become readable errors.
 
 Passwords are never shown. Nothing here knows what a book is.
 """
@@ -36,7 +36,7 @@ RETRIES = 3
 class RedisConnection:
     """A connection that is made again when it breaks.
 
-    Several threads must not use it at the same time, so the caller needs a lock.
+    Several threads must not use the connection at the same time, so the caller needs a lock.
     """
 
     def __init__(self, url: str) -> None:
@@ -72,7 +72,7 @@ class RedisConnection:
         self._in_step = True  # whether no command is waiting for its answer
 
     def converse(self, talk: Callable[[Ask], T]) -> T:
-        """Calls `talk`, and returns its result. `talk` gets a function that sends one command.
+        """Calls `talk` with a function that sends one command. Returns the result of `talk`.
 
         If the connection breaks, `talk` is called again from its start. So a command may be
         executed twice. Raises LedgerUnavailable, and anything that `talk` raises.
@@ -94,8 +94,8 @@ class RedisConnection:
 
     def _converse_once(self, talk: Callable[[Ask], T]) -> T:
         if not self._in_step:
-            # An interrupt arrived between a command and its answer. The next command would read
-            # that answer as its own.
+            # An interrupt arrived between a command and its answer. On this connection, the next
+            # command would read the old answer as its own.
             self._connection.disconnect()
         try:
             return talk(self._ask)
@@ -117,7 +117,7 @@ class RedisConnection:
         return answer
 
     def unavailable(self, what: str, hint: str) -> LedgerUnavailable:
-        """The error about this Redis: `what` is wrong, and on the next line a `hint` what to do."""
+        """The error that this Redis `what`, such as "has no password", with a `hint` what to do."""
         return LedgerUnavailable(f"the Redis {self.url} {what}.\n  {hint}", path=self.url)
 
     def close(self) -> None:
@@ -125,9 +125,9 @@ class RedisConnection:
         self._connection.disconnect()
 
     def require_safe(self, ask: Ask) -> None:
-        """Raises LedgerUnavailable, with the option to set, if this Redis may forget the book.
+        """Raises LedgerUnavailable if this Redis may forget the book.
 
-        `ask` sends the commands.
+        The message names the Redis option to set. `ask` sends one command.
         """
         info = _info(ask, "persistence") | _info(ask, "memory")
         if info.get("aof_enabled") != "1":

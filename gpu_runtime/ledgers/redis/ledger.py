@@ -1,17 +1,18 @@
 """The book in a Redis, for hosts and containers that share no file system: one page per host.
 
-A host is one running Linux kernel. Its page (its stored book) is named by the boot id, which all
-containers of the host share, as they share its cards. The proof that an owner lives is still the
-lock on the owner's file, in a directory of this host. So a host removes only its own dead owners.
+A host is one running Linux kernel. The host's page (its stored book) is named by the boot id. All
+containers of the host share the boot id and the cards. As with SQLite, the proof that an owner
+lives is the lock on the owner's file, in a directory of this host. So a host removes only its own
+dead owners.
 
-Containers of one host that share no directory share the page, but cannot prove each other's deaths.
-The bytes of a dead owner then stay claimed until an owner of the same container checks. Such
-containers should have one common directory: `?owners=/a/directory/mounted/in/all`. By default, the
-directory is in the user's state directory, under the server's name. So every process should use the
-same name for the server.
+Containers of one host that share no directory share the page, but their owners cannot prove each
+other's deaths. The bytes of a dead owner stay claimed until an owner of the same container checks.
+Such containers should have one common directory: `?owners=/a/directory/mounted/in/all`. By default,
+the directory is in the user's state directory, under the server's name. So every process should use
+the same name for the server.
 
-A client that may write to the database may write anything in it. The password of the database
-protects the book; the users of a host do not matter.
+A client that may write to the database may write anything in it. Only the password of the database
+protects the book: Redis does not know the users of a host.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ A Redis can lose data that it acknowledged. It can be flushed, restored from an 
 restarted with the last second missing. So every owner keeps its roster (a copy of its part of the
 book) in a local file, as beside SQLite. Two things protect the page:
 
-- The *generation* is a name that no page had before. A page that is made again has another
+- The *generation* is a name that no page had before. A page that is made again has a new
   generation, and grants in the old page are void.
 - The *script* must be loaded before any write, and a Redis forgets its scripts when it ends. An
-  owner on this host first compares the page with the rosters of the living owners, and only then
-  loads the script. Until then, nobody on this host can write.
+  owner on this host first compares the page with the rosters of the living owners, and only
+  afterwards loads the script. Until the script is loaded, nobody on this host can write.
 
 As in BookStore, the roster is written before the page, and there is one connection with one lock.
 """
@@ -83,9 +83,9 @@ class RedisBook(BookStore):
         super().__init__(directory, boot, owner_file, moved)
         self._server = server
         self._key = PAGE + boot
-        # The script's text differs for each owners' directory. An owner that shares this directory
-        # has compared the same rosters. Owners in another directory have rosters that this process
-        # cannot see.
+        # The script's text differs for each owners' directory. If an owner in the same directory
+        # has loaded the script, that owner has compared the same rosters. Owners in another
+        # directory have rosters that this process cannot see.
         self._script = f"-- {boot} {os.stat(directory).st_ino}\n{LOOK_OR_WRITE}"
         self._sha = hashlib.sha1(self._script.encode(), usedforsecurity=False).hexdigest()
         self._vetted = (
@@ -141,9 +141,9 @@ class RedisBook(BookStore):
         self._connection = self._server
 
     def _vet(self, ask: Ask) -> Seen:
-        """The page, if it holds everything that this owner and the living owners here have seen.
+        """The page, if it holds everything that this owner and other living owners have seen.
 
-        Raises DamagedBook otherwise.
+        Raises DamagedBook if the page lacks something.
         """
         self._server.require_safe(ask)
         seen = self._look_at(ask)
@@ -212,8 +212,8 @@ class RedisBook(BookStore):
         why = self._fault(seen, living)
         if not why:
             return
-        # The keys are counted before the marker is read. Otherwise an owner could make the first
-        # page and the marker in between, and its keys would look foreign.
+        # The keys are counted before the marker is read. In the reverse order, another owner could
+        # make the first page and the marker in between, and these keys would look foreign.
         keys, is_ours = ask("DBSIZE"), ask("EXISTS", MARKER)
         if seen is None and keys and not is_ours:
             raise self._foreign(f"it holds {keys} keys of something else, and no book")
@@ -295,7 +295,7 @@ class RedisBook(BookStore):
         return self._unpacked(page, body, rev, schema)
 
     def _require_new_enough(self, page: Page, rev: int) -> None:
-        """Raises DamagedBook if `rev`, found in the Redis, is older than a revision seen here."""
+        """Raises DamagedBook if `rev`, found in the Redis, is older than the known revision."""
         if rev < self._least_rev:
             why = f"it is at revision {rev}, and {self._least_rev} has been seen"
             raise DamagedBook(page.name, 0, why)
@@ -344,9 +344,9 @@ class RedisBook(BookStore):
             )
 
     def _run(self, *words: str | bytes | int) -> list[Any]:
-        """The script's answer.
+        """The script's answer to the arguments `words`.
 
-        Raises LostRace if the Redis does not know the script, because it has been restarted since.
+        Raises LostRace if the Redis was restarted and does not know the script any more.
         """
 
         def talk(ask: Ask) -> list[Any]:

@@ -18,8 +18,8 @@ from ..decoding import UNREADABLE, decode_page
 from .connection import Ask
 
 MOST_BYTES = 4 << 20  # a larger page was not written by gpu-console
-# A page expires if no owner has read it for this long. An owner that is left would make the page
-# again.
+# A page expires if no owner has read it for this long. If an owner is left, the owner makes the
+# page again.
 KEPT_SECONDS = 7 * 86400
 SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen
 
@@ -83,19 +83,19 @@ class Seen(NamedTuple):
 class HostPage(NamedTuple):
     """One host's page, for a reader of the pages of all hosts.
 
-    The times in the book are by that host's own clock.
+    The times in the book are by the own clock of the page's host.
     """
 
     host: str  # its boot id: containers on one kernel are one host
     name: str  # the name of the machine that made the page
-    # Seconds since an owner on that host last marked the page as seen. If they exceed two minutes,
-    # perhaps no owner is left there.
+    # Seconds since an owner on the page's host last marked the page as seen. After two minutes,
+    # perhaps no owner is left on this host.
     seen_seconds: float
     book: Book | None  # None: a newer version wrote it, or it cannot be read
 
 
 def look_at(ask: Ask, key: str) -> Seen | None:
-    """The page stored under `key`; None if there is none. `ask` sends the commands."""
+    """The page stored under `key`; None without a page. `ask` sends one command."""
     generation, rev, schema = ask("HMGET", key, "generation", "rev", "schema")
     size = ask("HSTRLEN", key, "body")
     if generation is None and rev is None and not size:
@@ -112,7 +112,7 @@ def look_at(ask: Ask, key: str) -> Seen | None:
 
 
 def all_pages(ask: Ask) -> tuple[HostPage, ...]:
-    """The pages of all hosts, by host. `ask` sends the commands."""
+    """The pages of all hosts, sorted by host. `ask` sends one command."""
     keys = _page_keys(ask)
     now = int(ask("TIME")[0])
     return tuple(_host_page(ask, key, now) for key in sorted(keys))

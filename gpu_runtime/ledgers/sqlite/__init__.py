@@ -1,4 +1,5 @@
-"""The ledger in an SQLite file. The module for a ledger's directory serves the Redis ledger too.
+"""The ledger in an SQLite file.
 
-The code that all ledgers share is one folder up. Nothing here decides.
+The module `files`, on a ledger's directory, serves the Redis ledger too. The code that all ledgers
+share is one folder up. Nothing here decides.
 """

@@ -1,10 +1,10 @@
 """Tests whether this process can use SQLite, if it was forked.
 
-A fork waits until no thread of gpu-console is inside SQLite (`forks.py`). But it does not wait for
-the threads of other libraries, such as the one that saves IPython's history. A lock that such a
-thread held stays locked in the child for ever, and the first call that needs this lock never
-returns. So the child makes its first call in a separate thread, and waits for it only a limited
-time.
+A fork waits until no thread of gpu-console is inside SQLite (`forks.py`). But a fork does not wait
+for the threads of other libraries, such as the thread that saves IPython's history. A lock that
+such a thread held stays locked in the child for ever, and the first call that needs this lock never
+returns. So the child makes its first call in a separate thread, and waits for the call only a
+limited time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _usable_in: dict[int, bool] = {}  # process id -> what was found; one entry at m
 
 
 def is_usable() -> bool:
-    """Whether SQLite can be used here. A forked child tests this once, which takes 0.2 ms."""
+    """Whether this process can use SQLite. A forked child tests this once, in 0.2 ms."""
     pid = os.getpid()
     if pid == _began_as:
         return True
@@ -33,7 +33,7 @@ def is_usable() -> bool:
 
 
 def require_usable(url: str) -> None:
-    """Raises LedgerUnavailable if SQLite cannot be used here. `url` is the ledger to be opened."""
+    """Raises LedgerUnavailable for the ledger `url` if this process cannot use SQLite."""
     if not is_usable():
         raise LedgerUnavailable(
             f"the ledger {url} cannot be opened in this forked process (pid {os.getpid()}): a thread "
@@ -44,7 +44,7 @@ def require_usable(url: str) -> None:
 
 
 def _use_once() -> None:
-    """Needs each of SQLite's global locks once: for memory, for its page cache, for open files."""
+    """Makes a call that takes each of SQLite's global locks: for memory, page cache and files."""
     try:
         db = sqlite3.connect("file:/proc/self/cmdline?mode=ro", uri=True)
         db.execute("PRAGMA schema_version").fetchall()

@@ -1,10 +1,10 @@
 """Computes how soon one ledger may write again to a book that other processes want to write too.
 
 A process that has just written is awake. Without a wait, it would write again before the next
-process has woken up. Up to eight transactions in a row are useful, because the first costs five
-times as much as the others: its memory is not yet in the processor's cache. (With 64 processes
-there are 800 transactions a second with two in a row, and 2,900 with eight.) After eight
-transactions, the process waits if other processes want to write.
+process has woken up. Up to eight transactions in a row are useful: the first transaction costs five
+times as much as a later one, because the process's memory is not yet in the processor's cache.
+(With 64 processes there are 800 transactions a second with two in a row, and 2,900 with eight.)
+After eight transactions, the process waits if other processes want to write.
 
 A process that lost a race waits a random time, which grows with each loss. All waits are multiples
 of the cost of one attempt, so they suit slow and fast machines alike.
@@ -57,16 +57,16 @@ class Pace:
 
     @property
     def should_queue(self) -> bool:
-        """Whether this thread writes without a pause while other processes write too.
+        """Whether this thread should queue before its first attempt to write.
 
-        Such a thread should queue at once, because a failed attempt would delay the processes in
-        the queue.
+        True if the thread writes without a pause while other processes write too. A failed attempt
+        of such a thread would delay the processes in the queue.
         """
         return self._here.should_queue
 
     @property
     def will_write_again(self) -> bool:
-        """Whether this thread will probably write again at once, because it has done so twice."""
+        """Whether this thread will probably write again at once, as it has written twice before."""
         return 2 < self._here.turns < FREE_TURNS
 
     def after_loss(self, times: int, now: float) -> float:
@@ -77,11 +77,12 @@ class Pace:
         return self.attempt_seconds * (1 + random.uniform(0, most))
 
     def note_end(self, attempt_seconds: float, now: float) -> None:
-        """Records the end of a transaction at `now`, whose last attempt took `attempt_seconds`."""
+        """Records that a transaction ended at `now`. Its last attempt took `attempt_seconds`."""
         self._here.ended_at = now
         # The estimate stays close to the minimum. The mean would be dominated by a few attempts
         # that met a cold cache or a garbage collection, or that waited for a processor. (A thread's
-        # processor time does not include that wait. But reading it took 4 ms on a busy machine,
-        # because the kernel then often gives the processor to another process.)
+        # processor time does not include the wait for a processor. But reading the processor time
+        # took 4 ms on a busy machine, because the kernel often gives the processor to another
+        # process during this system call.)
         most = min(self.attempt_seconds * 1.02, LONGEST_ATTEMPT_SECONDS)
         self.attempt_seconds = min(attempt_seconds, most)

@@ -15,8 +15,8 @@
         ballast               disk space that is freed when the disk is full
 
 `access.py` has the access rights of each file, and the place of the owners' files in a shared
-ledger. Nothing here opens a database: if a database's file is opened and closed outside SQLite,
-SQLite's locks are dropped.
+ledger. Nothing here opens a database, because SQLite's locks are dropped if a process opens and
+closes the database's file without SQLite.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def prepare(directory: Path) -> None:
 
 def _make_private(directory: Path) -> None:
     (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
-    # `parents` are made with the umask. Only the directories that belong to this user alone are
-    # closed.
+    # `parents` makes directories with the umask. Only the directories that belong to this user
+    # alone are closed.
     for made in (directory, directory / "owners"):
         if made.stat().st_uid == os.geteuid():
             made.chmod(0o700)
@@ -191,7 +191,7 @@ def next_book(directory: Path, last_known: str = "") -> str:
 
 
 def other_books(directory: Path, name: str) -> list[str]:
-    """The names of all books in `directory` except the book `name`."""
+    """The file names of all books in `directory`, except the book `name`."""
     books = [other for other in os.listdir(directory) if _BOOK.match(other)]
     return [other for other in books if other.endswith(".db") and other != name]
 
@@ -221,8 +221,8 @@ def set_aside(directory: Path, name: str) -> Path | None:
 def rebuild_lock(directory: Path) -> io.FileIO:
     """The file in `directory` whose lock is the right to make a new book; opened, but not locked.
 
-    Use it as `with rebuild_lock(directory) as file: take(file, …)`. Then closing the file releases
-    the lock, and no KeyboardInterrupt can come between the two.
+    Use it as `with rebuild_lock(directory) as file: take(file, …)`. The end of the `with` block
+    closes the file and so releases the lock, even after a KeyboardInterrupt.
     """
     return _Lock(_private(f"{directory}/rebuild.lock", os.O_RDWR | os.O_CREAT), "a")
 
@@ -230,8 +230,8 @@ def rebuild_lock(directory: Path) -> io.FileIO:
 class _Lock(io.FileIO):
     """A file whose lock ends when the file is closed.
 
-    A lock belongs to the open file. A child that was forked meanwhile shares the open file, and
-    would keep the lock. So the lock is released explicitly.
+    A lock belongs to the open file. A child that is forked while the lock is held shares the open
+    file, and would keep the lock. So the lock is released explicitly.
     """
 
     def close(self) -> None:
@@ -324,8 +324,8 @@ def owner_files(directory: Path) -> Iterator[Path]:
 def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
     """Removes the files of dead owners in `directory` that the book does not need as proof.
 
-    `in_book` returns the ids of all owners in the book. It is called after the deaths are known. So
-    the result includes an owner that wrote to the book just before it died.
+    `in_book` returns the ids of all owners in the book. The function is called after the deaths are
+    known. So its result includes an owner that wrote to the book just before it died.
     """
     dead = [path for path in owner_files(directory) if life(path) is Life.DEAD]
     needed = in_book() if dead else set()
@@ -365,7 +365,7 @@ def sweep_drafts(directory: Path) -> None:
 def sweep_boots(directory: Path) -> None:
     """Removes the books of other boots beside `directory`.
 
-    A book is removed if it has been unchanged for a day and no owner of it lives.
+    A book is removed if it has been unchanged for a day and none of its owners lives.
     """
     try:
         others = [other for other in directory.parent.iterdir() if _is_other_boot(other, directory)]

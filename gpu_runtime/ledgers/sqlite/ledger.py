@@ -2,7 +2,8 @@
 
 A write has three steps: read, decide, and one autocommit `UPDATE … WHERE host=? AND rev=?`
 (page.py). A process that loses the race decides again. A book that is damaged, deleted or replaced
-is set aside, and rebuilt from the rosters of its living owners (recovery.py).
+is set aside, and rebuilt from the rosters (each owner's copy of its part) of the living owners
+(recovery.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The SQLite file of the book: one row, read and written by single statements.
 
-The roster (an owner's copy of its part of the book) is written before the commit, and CURRENT is
-read after it. So a process that rebuilds the book finds each grant in the rosters, or the grant is
-void. Nothing here decides.
+The roster (an owner's copy of its part of the book) is written before the commit, and CURRENT (the
+link to the book in force) is read after the commit. So a process that rebuilds the book finds each
+grant in the rosters, or the grant is void. Nothing here decides.
 
-All SQLite versions use one journal mode, PERSIST with synchronous=OFF. It survived 9,068 kills, WAL
-has a known bug in most versions in use, and nothing here outlives the boot.
+All SQLite versions use one journal mode, PERSIST with synchronous=OFF. This mode survived 9,068
+kills, the mode WAL has a known bug in most versions in use, and the book does not outlive the boot.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .recovery import Before, newest_roster_rev, rebuild
 # A SELECT returns its row while it still holds its read lock. Python needs the GIL to fetch further
 # and to release the lock. If another thread keeps the GIL for a second, no process can write for a
 # second. So one statement that runs to its end within SQLite copies the row to a private temporary
-# table, unless this process already has that revision. The row is fetched from there. (When a
-# thread kept the GIL for 200 ms at a time, other writers waited 200 to 400 ms; now they wait 2 ms.
-# An INSERT OR REPLACE would allocate all pages of the temporary table anew: 286 µs for 400 KB, where
-# the UPDATE takes 139 µs.)
+# table, unless this process already has the row's revision. The row is fetched from this table.
+# (When a thread kept the GIL for 200 ms at a time, other writers waited 200 to 400 ms; now they
+# wait 2 ms. An INSERT OR REPLACE would allocate all pages of the temporary table anew: 286 µs for
+# 400 KB, where the UPDATE takes 139 µs.)
 COPY = """UPDATE temp.seen SET (rev, schema, body) =
     (SELECT rev, schema, body FROM main.book WHERE host=?1)
     WHERE (SELECT rev, schema FROM main.book WHERE host=?1) IS NOT (?2, ?3)"""
@@ -69,7 +69,7 @@ _PRAGMAS = (
 
 
 class SqliteBook(BookStore):
-    """One owner's connection to the book in an SQLite file, and its own file beside it."""
+    """One owner's connection to the book in an SQLite file, and the owner's own file beside it."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class SqliteBook(BookStore):
     def written(self) -> tuple[str, int, int] | None:
         """The book in force, its inode and the time of its last write.
 
-        The result is None if there is no book, or if the time is too recent to be reliable. File
-        systems measure time in steps of up to 10 ms. If a file was written a moment ago, it may be
-        written again within the same step.
+        The result is None if there is no book, or if the time of the write is too recent to be
+        reliable. File systems measure time in steps of up to 10 ms. If a file was written a moment
+        ago, it may be written again within the same step.
         """
         name = files.current(self.directory)
         try:
@@ -145,8 +145,8 @@ class SqliteBook(BookStore):
         return any(not os.path.lexists(owners / id) for id in owners_in(owners))
 
     def _in_force(self, page: Page) -> bool:
-        # CURRENT leads to the file of `page`. This connection keeps that file open, so no other
-        # file gets the same inode.
+        # Whether CURRENT leads to the file of `page`. This connection keeps the file of `page`
+        # open, so no other file gets the same inode.
         try:
             return os.stat(f"{self.directory}/CURRENT").st_ino == page.inode
         except OSError:  # the file is gone, so no page is in force
@@ -197,8 +197,8 @@ class SqliteBook(BookStore):
             self._unfinished = page
             self._write_roster(draft.book, draft.packed, page.rev + 1)
         if self._rev_seen_by_others(page) > page.rev:
-            # The race may also be lost to an old copy that just replaced the book. The revision of
-            # such a copy may be the same as the one that this process knows.
+            # The race may also be lost to an old copy that just replaced the book. The old copy may
+            # have the same revision that this process knows.
             raise LostRace
         self._require_plain_journal(page)
         try:
@@ -206,7 +206,7 @@ class SqliteBook(BookStore):
             written = self._connection.execute(UPDATE, values).rowcount
         except FAULTS as error:
             raise self._failure(page, error) from error
-        # If a new book was made from the rosters while this process wrote into the old one, the
+        # If a new book was made from the rosters while this process wrote into the old book, the
         # write has no effect.
         if not written or not self._in_force(page):
             raise LostRace
@@ -250,15 +250,15 @@ class SqliteBook(BookStore):
         self._require_plain_journal(page)
         url = f"file:{quote(str(self.directory / page.name))}?mode=rw"
         try:
-            # SQLite's own waiting is switched off (time-out 0), because it can starve a writer. The
-            # waits are in backoff.py instead.
+            # SQLite's own waiting is switched off (time-out 0), because it can starve a writer.
+            # backoff.py computes the waits instead.
             db = sqlite3.connect(
                 url, uri=True, timeout=0, isolation_level=None, check_same_thread=False
             )
         except FAULTS as error:
             raise self._failure(page, error) from error
-        # In a shared ledger, another member may have put anything into the file. No code of its
-        # schema runs here.
+        # In a shared ledger, another member may have put anything into the file. The limit and
+        # the pragmas prevent that code in the file's schema runs in this process.
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         for pragma in _PRAGMAS:
             self._rows(page, db, f"PRAGMA {pragma}")
@@ -268,9 +268,9 @@ class SqliteBook(BookStore):
 
     def _rows(self, page: Page, db: sqlite3.Connection, sql: str) -> list[tuple]:
         try:
-            # Both calls are in one expression. So a KeyboardInterrupt between them drops the cursor
-            # and ends its statement. If the cursor were in a variable, the traceback would keep it
-            # alive, together with a read lock that blocks every writer.
+            # Both calls are in one expression. So a KeyboardInterrupt between the calls drops the
+            # cursor and ends its statement. If the cursor were in a variable, the traceback would
+            # keep the cursor alive, together with a read lock that blocks every writer.
             return db.execute(sql).fetchall()
         except FAULTS as error:
             raise self._failure(page, error) from error

@@ -1,4 +1,4 @@
-"""Makes a new book. The first book is empty; a later one is made from the living owners' rosters.
+"""Makes a new book. The first book is empty; a later book is made from the living owners' rosters.
 
 A roster is an owner's copy of its part of the book. A damaged book is set aside under a name with
 `damaged`, and never emptied. The new book has a name that no book had before.
@@ -48,7 +48,7 @@ def newest_roster_rev(directory: Path) -> int:
 
 
 class Before(NamedTuple):
-    """The facts that the process that makes a new book knows of the old one."""
+    """What a process that makes a new book knows of the old book."""
 
     book: Book = Book()  # the old book, as this process last read it
     name: str = ""
@@ -69,12 +69,12 @@ def rebuild(
 ) -> None:
     """Replaces the damaged book (`damage`), unless another process has done so.
 
-    `directory` has the ledger's files of the boot with the id `boot`. Owners without a roster that
-    may be alive keep what they had in the book `before`. Nothing is then granted until they had
-    time to register. Waits at most `patience_seconds` for another process.
+    `directory` has the ledger's files of the boot with the id `boot`. An owner that has no roster
+    and may be alive keeps what it had in the book `before`. If there are such owners, nothing is
+    granted until they had time to register. Waits at most `patience_seconds` for another process.
 
-    Raises LedgerUnavailable, OSError or sqlite3.Error. CURRENT may then name a book that does not
-    exist, which also counts as damage.
+    Raises LedgerUnavailable, OSError or sqlite3.Error. After an error, CURRENT (the link to the
+    book in force) may name a book that does not exist, which also counts as damage.
     """
     with files.rebuild_lock(directory) as lock:
         files.take(lock, patience_seconds)
@@ -83,9 +83,9 @@ def rebuild(
         if files.inode_of(directory, damage.name) != damage.inode:
             return
         name = files.next_book(directory, damage.name or before.name)
-        # This order matters. A writer writes its roster, commits, and reads CURRENT. If it reads
-        # CURRENT before the next line, its roster is written, and this process reads the roster
-        # below. If it reads CURRENT later, it knows that its grant is void.
+        # This order matters. A writer writes its roster, commits, and reads CURRENT. If the writer
+        # reads CURRENT before the next line, its roster is written, and this process reads the
+        # roster below. If the writer reads CURRENT later, it knows that its grant is void.
         files.point_current_at(directory, name)
         book, rev = _from_rosters(directory, name, before)
         _make(directory, name, boot, book, rev)
@@ -108,8 +108,8 @@ def _from_rosters(directory: Path, name: str, before: Before) -> tuple[Book, int
     newest_schema = max((roster.schema for roster in rosters.values()), default=SCHEMA)
     if newest_schema > SCHEMA:
         raise LedgerNewer(str(directory / name), newest_schema, SCHEMA)
-    # Only the owner's part of each roster is used: in a shared ledger, no owner may write for
-    # another.
+    # Only the owner's own part of each roster is used: in a shared ledger, no owner may write the
+    # part of another owner.
     by_age = sorted(rosters.items(), key=lambda item: item[1].rev)
     parts = {id: _decoded(roster) for id, roster in by_age}
     found = {id: part_of(part, id) for id, part in parts.items() if part is not None}
@@ -124,7 +124,7 @@ def _from_rosters(directory: Path, name: str, before: Before) -> tuple[Book, int
 
 
 def _missing(directory: Path, before: Book, found: Mapping[str, Book]) -> dict[str, Book]:
-    """The last known parts of owners that have no readable roster and may be alive, by owner id."""
+    """The last known parts, by owner id, of owners without a readable roster that may be alive."""
     missing = {}
     for id in sorted(before.owner_ids() - found.keys()):
         owner, path = before.owner(id), directory / "owners" / id

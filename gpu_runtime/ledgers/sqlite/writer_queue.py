@@ -1,20 +1,21 @@
 """A queue for processes that write the book at the same time, so that fewer attempts fail.
 
-The queue is not a lock. The book is safe without it, because a write counts only if the revision is
-unchanged. *The turn* is the right to write first; one process at a time has it. No other process
-depends on that process. If it ends, the operating system releases its lock. If it is stopped, or
-another of its threads keeps the GIL, the other processes pass it after 5 ms. If it only waits for a
-processor, they pass it after 250 ms. (On a machine with 25 other programs, 64 processes that each
-passed it after 5 ms made 50 to 180 writes a second, and some gave up after 10 s. With this rule
-they made 700 to 1,400, and none gave up.)
+The queue is not a lock. The book is safe without a queue, because a write counts only if the
+revision is unchanged. *The turn* is the right to write first; one process at a time, the holder,
+has the turn. No other process depends on the holder. If the holder ends, the operating system
+releases its lock. If the holder is stopped, or another of its threads keeps the GIL, the other
+processes pass the holder after 5 ms. If the holder only waits for a processor, they pass it after
+250 ms. (On a machine with 25 other programs, 64 processes that always passed the holder after 5 ms
+made 50 to 180 writes a second, and some gave up after 10 s. With the present rule they made 700 to
+1,400 writes a second, and none gave up.)
 
 A process that has already decided may write without queueing, unless that would prevent the process
 with the turn from writing.
 
-The queue has two files. One is the lock, which also has a count of the turns that ended, a mark
-that says whether all must queue, and the thread that has the turn. The other is a pipe that wakes
-the process that has waited longest. In a shared ledger, a member may write to both files, and so
-make others wait those 250 ms.
+The queue has two files. The lock file also has a count of the turns that ended, a mark that says
+whether all must queue, and the thread that has the turn. The second file is a pipe that wakes the
+process that has waited longest. In a shared ledger, a member may write to both files, and so make
+other processes wait for 250 ms.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class WriterQueue:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._lock = os.open(directory / LOCK, flags)
         self._pipe = os.open(directory / PIPE, flags)
-        # There is no `close`. A thread may have the turn while another thread closes the ledger,
-        # and the descriptors' numbers may belong to other files by then.
+        # There is no `close`. A thread may have the turn while another thread closes the ledger.
+        # The numbers of closed descriptors could already belong to other files.
         self._closing = weakref.finalize(self, _close, self._lock, self._pipe)
         self._closing.atexit = False
         self._stalled = b"-"  # the count at which a process had the turn and did not end it
@@ -111,15 +112,16 @@ class WriterQueue:
         return False
 
     def pause(self, seconds: float) -> None:
-        """Sleeps for `seconds` with the turn. Other processes pass this one only after 250 ms."""
+        """Sleeps for `seconds` with the turn. Other processes pass this process after 250 ms."""
         os.pwrite(self._lock, _HOLDER.pack(_PAUSES), _COUNT_BYTES + 1)
         time.sleep(seconds)
         os.pwrite(self._lock, _HOLDER.pack(threading.get_native_id()), _COUNT_BYTES + 1)
 
     def require_queue(self) -> None:
-        """Marks that all processes must queue; called with the turn, after a lost race.
+        """Marks that all processes must queue.
 
-        That race was lost to a process that did not queue.
+        The process with the turn calls this method after it lost a race to a process that did not
+        queue.
         """
         os.pwrite(self._lock, MUST_QUEUE, _COUNT_BYTES)
 
@@ -127,15 +129,15 @@ class WriterQueue:
     def must_queue(self) -> bool:
         """Whether the process with the turn has called `require_queue`.
 
-        If that process is killed, the mark remains until the next turn ends.
+        If the process with the turn is killed, the mark remains until the next turn ends.
         """
         return os.pread(self._lock, 1, _COUNT_BYTES) == MUST_QUEUE
 
     def leave(self, wake: bool = True) -> None:
         """Ends the turn and wakes the next process.
 
-        Without `wake`, no process is woken, because this process will probably write again before
-        another process is awake.
+        If `wake` is false, no process is woken, because this process will probably write again
+        before another process is awake.
         """
         count = time.monotonic_ns().to_bytes(_COUNT_BYTES, "little")
         os.pwrite(self._lock, count + ALL_MAY, 0)
