@@ -30,7 +30,7 @@ _TIME_OUT = 504  # the engine has worked for a call with this status, so its tok
 def visitor_of(keys: Keys, offered: str, *, read_only: bool) -> Visitor | None:
     """The visitor with the `offered` key, or None if there is no such key in `keys`.
 
-    With `read_only` no visitor calls a model.
+    If `read_only` is true, the visitor may not call models.
     """
     name = name_of(keys, offered)
     if not name:
@@ -100,8 +100,8 @@ class Access:
                     grant.used = facts["prompt_tokens"] + facts["completion_tokens"]
 
     def allowed(self, choices: tuple[Choice, ...], call: Call, visitor: str) -> tuple[Choice, ...]:
-        """The `choices` that the key of `visitor` allows. If a task is allowed by name, all its candidates are
-        allowed.
+        """The `choices` whose models the key of `visitor` allows. A call of a task keeps all its choices, because the
+        key allows the task by its name.
 
         Raises Refused (403) if no choice is left.
         """

@@ -17,7 +17,7 @@ log = logging.getLogger("gpu_runtime")
 async def preload(gateway: Gateway) -> None:
     """Loads the models under `preload` through the queue of `gateway`, as calls do.
 
-    Each stays warm for the usual time. A model that cannot be loaded is logged, and the next one is loaded.
+    Each model stays warm for the usual time. A model that cannot be loaded is logged, and the next one is loaded.
     """
     for name in gateway.serving.preload:
         try:

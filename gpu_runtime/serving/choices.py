@@ -51,7 +51,7 @@ class Choices:
         self.calls_of: Callable[[str], int] = lambda model: 0
 
     def of(self, call: Call) -> tuple[tuple[Choice, ...], Call]:
-        """The models that may answer `call`, in order, and the call with its task's budget.
+        """The models that may answer `call`, in order, and the `call` with the budget of its task.
 
         Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models.
         """
@@ -83,7 +83,7 @@ class Choices:
         return task
 
     def models(self) -> list[dict[str, Any]]:
-        """The rows of `/v1/models`: models of this process, of the catalogue, tasks and aliases."""
+        """The rows of `/v1/models`: the models of this process and of the catalogue, and the tasks and aliases."""
         specs = {spec.name: spec for spec in self._rt.specs()}
         for name in self._rt.catalog_names():
             with contextlib.suppress(GpuError):  # a broken entry is not listed

@@ -24,7 +24,7 @@ SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "t
 
 
 class Field(Value):
-    """A field of the body: the kinds of calls that have it, and the backends that serve it."""
+    """A field of a request's body: the kinds of calls that have the field, and the backends that serve it."""
 
     kinds: tuple[str, ...] = _TEXT
     backends: tuple[str, ...] = _BOTH
@@ -138,7 +138,7 @@ def _refusal(spec: ModelSpec, kind: str, name: str, value: Any) -> Refused:
 
 
 def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `body` that decide how the next token is chosen, under the engine's names for them.
+    """The fields of `body` that decide how the next token is chosen, under the names that the engine has for them.
 
     `names` maps OpenAI's name of each field to the engine's name.
     """

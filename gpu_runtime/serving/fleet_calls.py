@@ -1,7 +1,7 @@
-"""The models of a fleet as the gateway sees them: each call runs on the `gpu serve` of some host.
+"""The models of a fleet as the gateway sees them: each call runs on the `gpu serve` of one of the hosts.
 
-A call uses its model on the best host, and holds it there until its answer ends. If the host dies
-before the first token of the answer, the call runs again on another host.
+A call uses its model on the best host, and keeps the model there until the answer ends. If the host dies before the
+first token of the answer, the call runs again on another host.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class FleetModels:
         start(self._watch)
 
     def close(self) -> None:
-        """Reads no more."""
+        """Stops the reading of the hosts and models."""
         self._closed.set()
 
     def look(self) -> None:
-        """Reads the hosts, the wishes, and which hosts have which models on a card."""
+        """Reads the hosts, the wishes, and for each model the hosts that have it on a card."""
         wishes = self.fleet._wishes()
         if wishes.revision != self._revision:
             self._specs = {spec.name: spec for spec in _specs_of(wishes)}
@@ -107,7 +107,7 @@ class FleetModels:
 
     @contextlib.contextmanager
     def use(self, name: str, *, importance: int | None = None) -> Iterator[FleetModel]:
-        """The model `name` for calls of this `importance`. Each call chooses its host itself."""
+        """A context manager with the model `name` for calls of this `importance`. Each call chooses its host itself."""
         yield FleetModel(self, name, importance)
 
     def evict(self, name: str, **_: Any) -> Outcome:
@@ -118,7 +118,7 @@ class FleetModels:
         """Does nothing, because a use in a fleet does not wait in this process."""
 
     def status(self) -> Any:
-        """The parts of a snapshot that the gateway reads: the owner, and the rules, which set no cap here."""
+        """The parts of a snapshot that the gateway reads: the owner, and the rules, which contain no cap in a fleet."""
         return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=SimpleNamespace(cap=None))
 
 
@@ -134,12 +134,12 @@ class FleetModel:
     """The object that `FleetModels.use` yields."""
 
     def __init__(self, models: FleetModels, name: str, importance: int | None) -> None:
-        """The model `name` for calls of this `importance`."""
+        """The model `name`, for a call of this `importance`."""
         self.models, self.name, self.importance = models, name, importance
 
 
 class _Place:
-    """The server of a host, as `HttpAdapter` reads it."""
+    """The server of a host, with the attributes that `HttpAdapter` reads."""
 
     chat_template = ""  # the host applies the template
 
@@ -176,7 +176,7 @@ class FleetAdapter:
     ) -> AsyncIterator[dict[str, Any]]:
         """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`.
 
-        Events before the first token are kept back, so that the call may still run elsewhere.
+        Events before the first token are held back. So the call can still run on another host if this host is lost.
         """
         for attempt in range(1, MOST_HOSTS + 1):
             early: list[dict[str, Any]] | None = []  # None after the first token
@@ -206,11 +206,11 @@ class FleetAdapter:
                     self._again(error, place, attempt)
 
     async def _on_a_host(self, stack: AsyncExitStack) -> tuple[_Place, HttpAdapter]:
-        """Uses the model on the best host until the end of `stack`. Raises as `fleet.use` does."""
+        """Uses the model on the best host until the end of `stack`. Raises the errors of `fleet.use`."""
         name, fleet = self._value.name, self._value.models.fleet
 
         def enter(cancelled: Cancellation) -> tuple[Any, HostServer]:
-            """Enters the use, and reads where the host's server is."""
+            """Enters the use of the model, and reads the address of the host's server."""
             use = fleet.use(name, importance=self._value.importance, retry=True)
             cancelled.then(use.withdraw)
             use.__enter__()
@@ -242,7 +242,7 @@ class FleetAdapter:
                 await asyncio.wait([task])
 
     def _again(self, error: Exception, place: _Place, attempt: int) -> None:
-        """Returns if the call may run again after this `error`. Otherwise raises the error."""
+        """Returns if the call may run again after this `error`, because a host was lost. Else raises an error."""
         lost = isinstance(error, NodeLost) or isinstance(error.__cause__, httpx.HTTPError)
         if not lost:
             raise error
@@ -259,7 +259,7 @@ def _with(body: dict[str, Any], think: bool | None) -> dict[str, Any]:
 
 
 def _has_token(event: dict[str, Any]) -> bool:
-    """Whether an event of a stream has a part of the answer, or ends it."""
+    """Whether `event` of a stream has a part of the answer or the end of the answer."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         parts = (choice.get("text"), choice.get("finish_reason"))
@@ -269,7 +269,7 @@ def _has_token(event: dict[str, Any]) -> bool:
 
 
 def fleet_adapter(value: FleetModel, spec: ModelSpec, http: httpx.AsyncClient) -> FleetAdapter:
-    """The adapter of `value`, as the gateway makes it."""
+    """The adapter of `value`, in the form in which the gateway calls it."""
     return FleetAdapter(value, spec, http)
 
 
@@ -290,7 +290,7 @@ class FleetGateway(Gateway):
         self._models = models
 
     def _concurrency(self, model: str) -> int:
-        """Calls that all copies of the model run at once."""
+        """The number of calls that all copies of the `model` run at once."""
         with contextlib.suppress(GpuError):  # the use of the model reports the error
             each = calls_at_once(self._models.spec(model))
             return each * max(1, self._models.copies.get(model, 0))

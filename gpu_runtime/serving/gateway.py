@@ -1,7 +1,7 @@
-"""The gateway: takes a request's body, returns an answer, and says which model gave it and why.
+"""The gateway: takes a request's body, and returns an answer with the name of the model and the reason for it.
 
-It connects all parts of serving, over one Runtime and in one event loop. Pure modules make the decisions. Work on the
-ledger or with an engine runs in threads.
+The gateway connects all parts of serving, over one Runtime and in one event loop. Pure modules make the decisions. Work
+on the ledger or with an engine runs in threads.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class GatewayState(Value):
 
 
 class Gateway:
-    """Answers calls with the models of a Runtime. Close it while its loop still runs."""
+    """Answers calls with the models of a Runtime. Close the gateway while its event loop still runs."""
 
     def __init__(
         self,
@@ -147,8 +147,9 @@ class Gateway:
     async def answer(self, kind: str, body: Any, client: str = "") -> Reply:
         """The answer to a call of this `kind` with this `body`, for the visitor `client`. Raises Refused.
 
-        If the task is cancelled, nothing of the call remains. A streamed reply begins with its first event. So an
-        error before that event becomes an HTTP status, or another model answers if `tasks.yaml` names one.
+        If the task is cancelled, nothing of the call remains. A streamed reply is returned after its first event
+        arrived. So an error before that event becomes an HTTP status, or another model answers if `tasks.yaml` names
+        one.
         """
         record = CallRecord(self._clock, kind, client)
         with record.until_answered(), count_refusals(self._counts), self._until_closed():
@@ -208,7 +209,7 @@ class Gateway:
         return bool(self._calls) or any(not stream.over for stream in self._streams)
 
     async def close(self) -> None:
-        """Ends running calls with an error for their callers. From then on, no call is accepted and no load begins."""
+        """Ends running calls with an error for their callers. Afterwards, no call is accepted and no load begins."""
         self._closed = self.queue.closed = True
         calls = set(self._calls)
         for call in calls:
@@ -227,7 +228,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """Refuses the call (503) if the gateway is closed while the call waits or runs."""
+        """A context manager that refuses its call (503) if the gateway is closed while the call waits or runs."""
         task = asyncio.current_task()
         assert task is not None
         self.require_open()
@@ -248,7 +249,7 @@ class Gateway:
     async def _first_answer(
         self, call: Call, choices: tuple[Choice, ...], outer: AsyncExitStack
     ) -> Reply:
-        """The answer of the first model that can give one. `outer` is released at the end of the answer."""
+        """The answer of the first of the `choices` that can give one. `outer` is released at the end of the answer."""
         failed: list[tuple[str, BaseException]] = []
         deadline = None if call.budget is None else asyncio.get_running_loop().time() + call.budget
         for choice in attempts(choices, failed):
@@ -273,7 +274,7 @@ class Gateway:
     def _signed(
         self, reply: Reply, choice: Choice, failed: list[tuple[str, BaseException]]
     ) -> Reply:
-        """The `reply` after the model and the reason for it were added to it. The call is counted as answered."""
+        """Adds to `reply` the model and the reason for this model, and counts the call as answered. Returns it."""
         if choice.model != reply.asked:
             reply.because = why_this_model(choice, failed)
             self._counts["stood_in"] += bool(failed)
@@ -284,7 +285,9 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice`. At its end, `outer` releases the call's turn, the pin and the engine's stream."""
+        """The answer of `choice` to `call`. When the answer ends, `outer` releases the call's turn, the pin and the
+        stream.
+        """
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)
@@ -345,7 +348,7 @@ class Gateway:
     async def _adapter(
         self, choice: Choice, call: Call, stack: AsyncExitStack
     ) -> tuple[EngineAdapter, bool | None]:
-        """The model's adapter, and whether thinking is on (None: the template decides).
+        """The adapter of the model of `choice`, and whether thinking is on (None: the template decides).
 
         This method returns once the call may run and the model is on its device.
         """
@@ -371,7 +374,7 @@ class Gateway:
         return adapter, wants_thinking(call, spec.options)
 
     def _client(self, *, proxies: bool) -> httpx.AsyncClient:
-        """The HTTP client, made at its first use."""
+        """The HTTP client, created at its first use. `proxies` is whether it uses the environment's proxies."""
         if proxies not in self._http_clients:
             self._http_clients[proxies] = openai_http.open_client(proxies=proxies)
         return self._http_clients[proxies]
@@ -426,7 +429,7 @@ class Gateway:
         )
 
     async def _evict(self, model: str) -> bool:
-        """Evicts a `model` whose keep-warm time is over, to host memory if there is room there.
+        """Evicts a `model` whose keep-warm time is over, to host memory if host memory has room.
 
         Returns False if the model is in use.
         """

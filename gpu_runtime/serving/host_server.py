@@ -1,4 +1,4 @@
-"""The `gpu serve` of one host of a fleet. It runs in the host's agent, over the agent's runtime.
+"""The `gpu serve` of one host of a fleet. It runs in the agent of the host, over the runtime of the agent.
 
 The agent passes its URL and its token to the fleet's own `gpu serve`, which sends the calls.
 """
@@ -32,7 +32,7 @@ class HostServer(NamedTuple):
 
 
 def serve(rt: Any, host: str) -> HostServer:
-    """Starts the server of the runtime `rt` on a free port of the address `host`, in a thread.
+    """Starts the server of the runtime `rt` on a free port of the address `host`, in a thread. Returns its address.
 
     The server runs until this process ends. Raises GpuError if it does not start.
     """

@@ -1,6 +1,6 @@
 """Prepares answers for the caller.
 
-An answer says which model gave it and why. A streamed answer releases everything that it holds at its end.
+Adds to an answer which model gave it and why. A streamed answer releases everything that it holds at its end.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Streamed:
     ) -> None:
         """An answer whose `first` event was read already; `events` are the following events.
 
-        `held` holds the turn of the call, the pin and the engine's stream. All of them are released at the end of the
-        answer and by `aclose`. The sender must call `aclose` even if it sent nothing. `deadline` is a time of the
-        event loop. `ended(error)` is called once at the end; an error of None means success.
+        `held` holds the turn of the call, the pin and the engine's stream. They are released at the end of the answer
+        and by `aclose`. The sender must call `aclose` even if it sent nothing. `deadline` is a time of the event loop.
+        `ended(error)` is called once at the end; an error of None means success.
         """
         self._first: dict[str, Any] | None = first
         self._events = events
@@ -46,7 +46,7 @@ class Streamed:
         self._aborted_because: Refused | None = None
 
     def abort(self, reason: Refused) -> None:
-        """Ends the stream with `reason` as its last event, even while a task waits for the next one."""
+        """Ends the stream with `reason` as its last event, even while a task waits for the engine's next event."""
         self._aborted_because = reason
         if self._reader is not None:
             self._reader.cancel()
@@ -117,11 +117,11 @@ def server_ending() -> Refused:
 def attempts(
     choices: Sequence[Choice], failed: Sequence[tuple[str, BaseException]]
 ) -> Iterator[Choice]:
-    """Yields each of `choices`. If none answered, yields once more the first whose engine died.
+    """Yields each of `choices`. If none of them answered, yields once more the first choice whose engine died.
 
-    The caller adds the model and the error of each attempt to `failed` before it reads the next choice.
-    An engine may have died before the call reached it, so one repetition gives the caller an answer. A second death
-    ends the call: the call itself may be the cause.
+    The caller adds the model and the error of each attempt to `failed` before it reads the next choice. An engine may
+    have died before the call reached it, so a repetition can give the caller an answer. A second death ends the call,
+    because the call itself may be the cause.
     """
     yield from choices
     died = {model for model, error in failed if isinstance(error, EngineDied)}
@@ -131,8 +131,8 @@ def attempts(
 def final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> Refused | None:
     """The refusal that ends the call after this `error` of `choice`, or None if the next model is tried.
 
-    If the requested model refuses the call for a mistake in it, no other model is tried. If a stand-in refuses the
-    call, for example because the prompt is too long, the next stand-in is tried.
+    If the requested model refuses the call because of a mistake in the call, no other model is tried. If a stand-in
+    refuses the call, for example because the prompt is too long, the next stand-in is tried.
     """
     cause, refused = blame(error, choice.model)
     if refused is None:
@@ -143,14 +143,14 @@ def final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...])
 
 
 def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:
-    """A sentence on why the model of `choice` answers: the errors of the models that `failed` before it."""
+    """A sentence on why the model of `choice` answers. It has the errors of the models that `failed` before."""
     if not failed:
         return choice.because
     return "; ".join(f"{model} could not answer: {first_line(error)}" for model, error in failed)
 
 
 def add_origin(reply: Reply) -> None:
-    """Writes into the body and the headers of `reply` which model gave it and why."""
+    """Writes into the body and the headers of `reply` which model gave the answer and why."""
     origin = {"asked": reply.asked, "model": reply.model}
     if reply.because:
         origin["because"] = reply.because
@@ -161,7 +161,7 @@ def add_origin(reply: Reply) -> None:
 
 @contextlib.contextmanager
 def count_refusals(counts: Any) -> Any:
-    """A context manager that adds to `counts` the refusals inside it, by status, and callers that disconnected."""
+    """A context manager that counts the refusals raised inside it, by status, and the callers that disconnected."""
     try:
         yield
     except Refused as refused:
@@ -181,6 +181,6 @@ def _error_event(error: BaseException) -> dict[str, Any]:
 
 
 def _header_text(text: str) -> str:
-    """The text in the form that a header may contain, which is printable ASCII on one line."""
+    """The `text` in the form that a header may contain: printable ASCII on one line."""
     plain = text.encode("ascii", "replace").decode()
     return "".join(letter if letter.isprintable() else " " for letter in plain)[:MAX_HEADER_LENGTH]

@@ -1,4 +1,4 @@
-"""The request log: one line of JSON for each call, with the durations of its parts and how it ended.
+"""The request log: one line of JSON for each call, with the durations of the call's parts and its outcome.
 
 The lines go to the logger `gpu_runtime.requests`. `open_log` writes them to a file. The lines contain no text of a
 prompt or of an answer.
@@ -30,7 +30,7 @@ class CallRecord:
     """The facts of one call, which are written once, when the call has ended."""
 
     def __init__(self, clock: Callable[[], float], kind: str, client: str) -> None:
-        """A call of this `kind` by the visitor `client` begins now, by the `clock`."""
+        """The record of a call of this `kind` by the visitor `client`. The call begins now, by the `clock`."""
         self._clock = clock
         self._began = clock()
         self._written = False
@@ -44,12 +44,12 @@ class CallRecord:
         }
 
     def note(self, **facts: Any) -> None:
-        """Adds `facts`. Seconds are rounded to milliseconds."""
+        """Adds `facts` to the line of this call. Seconds are rounded to milliseconds."""
         for name, value in facts.items():
             self.facts[name] = round(value, 3) if isinstance(value, float) else value
 
     def write(self) -> None:
-        """Writes the line, once."""
+        """Writes the line of this call. A second call of this method does nothing."""
         if self._written or not log.isEnabledFor(logging.INFO):
             return
         self._written = True
@@ -58,7 +58,7 @@ class CallRecord:
 
     @contextlib.contextmanager
     def until_answered(self) -> Iterator[None]:
-        """A context manager around the making of the answer. The line is written at its end, or at a stream's end."""
+        """A context manager in which the answer is made. It writes the line at its end, or at the end of a stream."""
         token = _current.set(self)
         try:
             yield
@@ -89,7 +89,7 @@ def current() -> CallRecord:
 
 
 def open_log(target: str | None) -> None:
-    """Writes the lines to the file `target`; to standard error if `target` is "-"; nowhere if it is None.
+    """Writes the log's lines to the file `target`; to standard error if `target` is "-"; nowhere if it is None.
 
     Raises OSError.
     """

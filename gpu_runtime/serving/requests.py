@@ -1,7 +1,7 @@
 """Reads a request's body into a `Call`: the fields for the engine, and our own `x_*` fields.
 
 This module is pure. Every `x_*` field at the top level of the body is removed before an engine sees the body, even an
-unknown or invalid field. Headers are not read, because a proxy may add headers. Only the body is the caller's own.
+unknown or invalid field. Headers are not read, because a proxy between the caller and this server may add headers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _EXAMPLE_MESSAGE = '{"role": "user", "content": "hi"}'
 class Refused(Exception):
     """Raised when a call gets no answer.
 
-    `status` is the HTTP status, `code` a word for programs. `retry_after` is the number of seconds after which a
-    retry may succeed; None means that it would be refused again. `facts` holds the figures of the message.
+    `status` is the HTTP status, `code` a word for programs. `retry_after` is the number of seconds after which a retry
+    may succeed; None means that a retry would be refused as well. `facts` holds the figures of the message.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Events(Protocol):
 
 @dataclass
 class Reply:
-    """An answer: `json`, or `events` for a stream. The sender must close the reply, even if it cannot be sent."""
+    """An answer: `json`, or `events` for a stream. The sender must close the answer, even if it cannot be sent."""
 
     model: str  # the model that answered
     asked: str  # the model that was requested
@@ -103,7 +103,7 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
 
     async def aclose(self) -> None:
-        """Frees what a stream holds."""
+        """Frees everything that a streamed answer holds. Does nothing for an answer that is not streamed."""
         if self.events is not None:
             await self.events.aclose()
 
@@ -347,9 +347,9 @@ _PLAIN_TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
 
 
 def check_numbers(body: Mapping[str, Any]) -> None:
-    """Checks the values of the fields in `body` that engines read.
+    """Checks the values of the fields in `body` that engines read. Raises Refused (400) for an invalid value.
 
-    Raises Refused (400), so that no engine fails on them.
+    So no engine fails on an invalid value.
     """
     for name, (least, most) in _WHOLE_NUMBERS.items():
         value = body.get(name)

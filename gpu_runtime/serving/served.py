@@ -44,7 +44,7 @@ class Served(Value):
 def served(gateway: Gateway, jobs: Any, now: float) -> Served:
     """The figures of the `gateway` and its `jobs` at the time `now` of the gateway's clock.
 
-    Call it in the gateway's event loop.
+    Call this function in the gateway's event loop.
     """
     found = [
         JobFigures(job.endpoint, job.client, job.status, job.created, job.ended)

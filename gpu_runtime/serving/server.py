@@ -52,7 +52,7 @@ class HeadlessServer(WebServer):
     """A Tornado server with the routes of a service and no console."""
 
     def __init__(self, service: Service, rules: AccessRules, address: Address) -> None:
-        """Binds the `address` and installs the gate under these `rules`. Raises OSError if it cannot bind."""
+        """Binds the `address` and installs the gate with these `rules`. Raises OSError if binding fails."""
         app = Application(list(service.routes))
         installed = gate.install(app, rules)
         installed.home = HOME
@@ -70,7 +70,7 @@ class HeadlessServer(WebServer):
 
 
 class LazyGateway:
-    """Makes the gateway at the first call, in the event loop that it belongs to."""
+    """Creates the gateway when this object is called for the first time, in the gateway's event loop."""
 
     def __init__(self, make: Callable[[], Gateway]) -> None:
         """`make` makes the gateway."""
@@ -88,7 +88,7 @@ class LazyGateway:
         await self().drain(seconds)
 
     def reload_tasks(self) -> None:
-        """See `Gateway.reload_tasks`. If the gateway is not made yet, it will read the file when it is made."""
+        """See `Gateway.reload_tasks`. A gateway that does not exist yet reads the file when it is created."""
         if self._gateway is not None:
             self._gateway.reload_tasks()
 
@@ -136,13 +136,13 @@ def run(
 ) -> None:
     """Serves until the process is interrupted, and prints the URL to open.
 
-    Raises GpuError if it cannot listen, and BadDocument or BadSetting for a mistake in `tasks.yaml`,
-    in the file of keys or in a setting.
+    Raises GpuError if the server cannot listen, and BadDocument or BadSetting for a mistake in `tasks.yaml`, in the
+    file of keys or in a setting.
 
-    If a model in the catalogue is called, the runtime `rt` of this process loads it. `console` makes a server
-    that also has a console's page. Without `console` there is no such page. The server listens on
-    `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
-    Messages of `log_level` or graver go to standard error.
+    The runtime `rt` of this process loads the models that are called. `console` makes a server that also has a
+    console's page. Without `console` there is no such page. The server listens on `socket_path`, else on `port` of
+    `host`. With `read_only` no visitor may act and no model is called. Messages of `log_level` or graver go to standard
+    error.
     """
     run_app(
         lambda gateway, store: application(rt, gateway, VERSION, store),
@@ -169,9 +169,9 @@ def run_app(
 ) -> None:
     """Serves an application until the process is interrupted.
 
-    `make_app(gateway, store)` makes the application, and `make_gateway(keys, store)` its gateway, at the first call.
-    `where` has the arguments host, port and socket_path of `run`. The other arguments and the errors are those of
-    `run`.
+    `make_app(gateway, store)` makes the application. `make_gateway(keys, store)` makes its gateway, at the first call
+    that needs the gateway. `where` has the arguments host, port and socket_path of `run`. The other arguments and the
+    errors are those of `run`.
     """
     read_serving_config(settings.gpu_tasks or default_file())  # so that a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)
@@ -183,7 +183,7 @@ def run_app(
     app = make_app(gateway, store)
 
     async def close() -> None:
-        """Ends jobs and calls, and waits a moment for their answers."""
+        """Ends jobs and calls, and waits a moment until the answers to these calls are sent."""
         await app.state.jobs.close()
         await gateway.close()
         answering = asyncio.all_tasks() - {asyncio.current_task()}

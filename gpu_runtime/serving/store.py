@@ -45,7 +45,7 @@ class Store:
     """One file with usage and jobs. Its methods may be called from any thread."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file `path`, which only this user may read. If it cannot be used, the content is in memory."""
+        """Opens the file `path`, which only this user may read. If the file cannot be used, the data is in memory."""
         self._lock = threading.Lock()
         self._claim: int | None = None
         try:
@@ -60,7 +60,9 @@ class Store:
 
     @property
     def keeps_jobs(self) -> bool:
-        """Whether this server keeps its jobs in the file. It does not if another server of this user does."""
+        """Whether this server keeps its jobs in the file. The answer is no if another server of this user keeps jobs
+        there.
+        """
         return self._claim is not None
 
     def add_usage(self, rows: Iterable[UsageRow]) -> None:
@@ -83,7 +85,7 @@ class Store:
         self._write("DELETE FROM jobs WHERE id = ?", [(id,)])
 
     def jobs(self) -> list[dict[str, Any]]:
-        """The jobs of the earlier server."""
+        """The jobs that an earlier server wrote to the file; none if this server does not keep its jobs in the file."""
         if not self.keeps_jobs:
             return []
         with self._lock, closing(self._db.cursor()) as cursor:

@@ -21,14 +21,14 @@ class Usage:
     """Counts the calls of one gateway, in its event loop."""
 
     def __init__(self, store: Store | None = None, wall: Callable[[], float] = time.time) -> None:
-        """The counts go to `store`; without one they stay in memory. `wall` returns epoch seconds."""
+        """The counts go to `store`; without a store they stay in memory. `wall` returns epoch seconds."""
         self._store = store
         self._wall = wall
         self._new: Counter[tuple[_Place, str]] = Counter()
         self._writing: asyncio.Task[None] | None = None
 
     def add(self, client: str, facts: dict[str, Any]) -> None:
-        """Counts one call of the visitor `client`. `facts` are those of the request log."""
+        """Counts one call of the visitor `client`. `facts` are the facts of the call in the request log."""
         place = (self._day(0), client, facts["model"])
         self._new[place, "calls"] += 1
         self._new[place, "prompt_tokens"] += facts["prompt_tokens"]

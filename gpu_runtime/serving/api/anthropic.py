@@ -46,7 +46,7 @@ _SCHEMA = {
 
 
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
-    """Adds the route to `routes`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
+    """Adds the route `/v1/messages`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
 
     @routes.post(
         "/messages",
@@ -71,7 +71,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
 
 
 def chat_of(body: Any) -> dict[str, Any]:
-    """The body of a chat for the `body` of a call of `/v1/messages`. Raises Refused (400)."""
+    """Translates the `body` of a call of `/v1/messages` into the body of a chat. Raises Refused (400)."""
     require_object(body)
     chat = {name: value for name, value in body.items() if name in _SAME or name[:2] == "x_"}
     for name in body:
@@ -99,7 +99,7 @@ def chat_of(body: Any) -> dict[str, Any]:
 
 
 def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a chat for one `message`. Results of tools become messages of their own."""
+    """Translates one `message` into messages of a chat. Each result of a tool becomes a separate message."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise bad(f"{place}.role", role, "user or assistant")
@@ -143,7 +143,7 @@ def _blocks(place: str, content: Any) -> list[Mapping[str, Any]]:
 
 
 def _text(place: str, content: Any) -> str:
-    """The text of a text or of a list of text blocks. Raises Refused (400) for other blocks."""
+    """The text of `content`, which is a string or a list of text blocks. Raises Refused (400) for other blocks."""
     if isinstance(content, str):
         return content
     texts = []
@@ -164,7 +164,7 @@ def _image(place: str, block: Mapping[str, Any]) -> str:
 
 
 def _tool(place: str, tool: Any) -> dict[str, Any]:
-    """The function for a `tool`. Raises Refused (400) for tools that Anthropic's servers run."""
+    """Translates a `tool` into a function of a chat. Raises Refused (400) for tools that Anthropic's servers run."""
     if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
         raise bad(place, tool, "an object with name and input_schema")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
@@ -193,7 +193,7 @@ def _tool_choice(choice: Any) -> dict[str, Any]:
 
 
 def message_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """The message for the `answer` to a chat."""
+    """Translates the `answer` to a chat into a message in Anthropic's format."""
     choice = answer["choices"][0]
     said = choice["message"]
     content: list[dict[str, Any]] = []

@@ -147,7 +147,10 @@ class _RequireVisitor:
 
 
 def _with_request_id(scope: Any, send: Send) -> Send:
-    """A `send` that adds the header `X-Request-Id`: the request's id if it is valid, else a new id."""
+    """A function like `send` that also adds the header `X-Request-Id` to the answer.
+
+    The id is the one that the client sent if that id is valid, else a new id.
+    """
     sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     id = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"
     request_id.set(id)
@@ -177,7 +180,7 @@ def _without_body(send: Send) -> Send:
 
 
 async def _actor(request: Request) -> str:
-    """The name of the visitor, checked at the moment of acting. Raises HTTPException (403) for a viewer.
+    """The name of the visitor who sent `request`. Raises HTTPException (403) if the visitor may not act.
 
     The function is async because FastAPI would otherwise call it in a thread. The thread would take a third of the
     time of a short call.
@@ -193,7 +196,7 @@ async def _actor(request: Request) -> str:
 
 
 async def _caller(request: Request) -> str:
-    """The name of a visitor who may call models. Raises HTTPException (403) for a viewer."""
+    """The name of the visitor who sent `request`. Raises HTTPException (403) if the visitor may not call models."""
     visitor = request.scope["state"]["visitor"]
     return visitor.name if visitor.may_call else await _actor(request)
 
@@ -211,7 +214,7 @@ async def _failed(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    """The response for an `error` of a route or a role, in the same format as all other errors."""
+    """The response for an HTTP `error`, in the same format as all other errors of this server."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     body = {**_error(str(error.detail), kind), "detail": error.detail}
     return JSONResponse(body, error.status_code, headers=error.headers)

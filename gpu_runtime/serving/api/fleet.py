@@ -1,4 +1,4 @@
-"""The routes of `gpu serve --fleet` that one host does not have: its hosts' health, and slots."""
+"""The routes that `gpu serve --fleet` has in place of those of one host: the health of all hosts, and slots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def router(models: Any, acts: Any) -> APIRouter:
 
     @routes.get("/api/v1/slots", tags=["fleet"])
     def get_slots() -> dict[str, Any]:
-        """The models on cards: bytes on each card, calls that use them now, and whether they are wished."""
+        """The models on cards: the bytes on each card, the calls that use the model now, and whether the slot is
+        wished.
+        """
         return {"slots": slots(models.fleet)}
 
     @routes.post("/api/v1/slots", tags=["fleet"], status_code=201)
@@ -44,7 +46,7 @@ def router(models: Any, acts: Any) -> APIRouter:
 
     @routes.delete("/api/v1/slots/{slot}", tags=["fleet"])
     def delete_slot(slot: str, actor: str = acts) -> dict[str, Any]:
-        """Removes the wish for a slot, and evicts the slot's model there unless the model is in use."""
+        """Removes the wish for a slot, and evicts the slot's model from the host unless the model is in use."""
         outcome = _acting(lambda: models.fleet.delete_slot(slot))
         return {"id": slot, "deleted": outcome.done}
 

@@ -40,7 +40,7 @@ class Job:
 
     @staticmethod
     def of(row: dict[str, Any]) -> Job:
-        """The job that an earlier server wrote as `row`. It has failed if it had not ended when the server ended."""
+        """The job that an earlier server stored as `row`. A job that was running when that server ended has failed."""
         job = Job(row["endpoint"], row["created"], row["client"])
         for name in _STORED:
             setattr(job, name, row[name])
@@ -127,7 +127,7 @@ class Jobs:
         return job
 
     async def close(self) -> None:
-        """Ends the jobs that run. A later server knows them as failed."""
+        """Cancels the jobs that run. After a restart, the server lists the cancelled jobs as failed."""
         tasks = [job.task for job in self._jobs.values() if job.task and not job.task.done()]
         for task in tasks:
             task.cancel()

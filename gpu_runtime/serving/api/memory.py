@@ -179,7 +179,7 @@ def fragmentation(maps: Iterable[AllocatorMap], cuda: bool) -> dict[str, Any]:
 def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[dict[str, Any]]:
     """The answer to `GET /memory/offloaded`: the models in `snapshot` that are in host memory.
 
-    `frame` has the eviction events, for the device that each model left.
+    `frame` has the eviction events, which name the device that each model left.
     """
     devices = {}
     for event in frame.itertuples():
@@ -308,7 +308,10 @@ def preload(rt: Any, wanted: Preload) -> dict[str, Any]:
 
 
 def _difference(wanted: Wanted, spec: ModelSpec) -> str:
-    """How the registered model of `spec` differs from the `wanted` one, as a sentence; empty if it does not."""
+    """The difference between the registered model of `spec` and the `wanted` model, as a sentence.
+
+    The sentence is empty if there is no difference.
+    """
     if wanted.model_type not in ("other", spec.model_type):
         return f"{spec.name} is of type {spec.model_type}, not {wanted.model_type}"
     if wanted.quantization and wanted.quantization.lower() != spec.quantization.lower():
@@ -388,7 +391,7 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
         },
     )
     async def post_evict(model_type: str, drop: bool = False, actor: str = acts) -> JSONResponse:
-        """Evicts the idle models of a type from their cards, one model by its name, or all idle ones."""
+        """Evicts from their cards the idle models of a type, one model given by its name, or all idle models."""
         status, answer = await act_as(actor, lambda: evict(rt, model_type, drop))
         return JSONResponse(answer, status)
 

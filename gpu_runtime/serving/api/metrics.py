@@ -1,7 +1,7 @@
 """The route `/metrics`: the figures for alerts, in Prometheus' format.
 
-Gauges are read from one Snapshot at each scrape. Counters from the host's book may restart from 0 when the host
-boots; Prometheus expects that of counters. Counters by reason, and durations, count the events that the journal
+Gauges are read from one Snapshot at each scrape. Counters from the host's book may restart from 0 when the host boots;
+Prometheus expects that counters can restart. Counters by reason, and durations, count the events that the journal
 records after the start of this server.
 """
 
@@ -198,7 +198,7 @@ def devices(
 ) -> Iterator[GaugeMetricFamily]:
     """Yields the figures of each device of `snapshots`, which are pairs of label values and a snapshot.
 
-    The values belong to the `labels`, in the same order.
+    `labels` are the names of these label values, in the same order.
 
     A figure that the driver does not report has no sample, since a sample of 0 would be wrong.
     """

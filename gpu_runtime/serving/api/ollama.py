@@ -116,7 +116,7 @@ def _add_call(
 
 def _add_refusal(routes: APIRouter, name: str, acts: Any) -> None:
     async def refuse(actor: str = acts) -> JSONResponse:
-        """Refuses the call, because the operator adds models to the catalogue."""
+        """Refuses the call, because only the operator adds models to this server's catalogue."""
         text = f"{name} is not possible here: the operator adds models to the catalogue (gpu apply)"
         return JSONResponse({"error": text}, 400)
 
@@ -131,7 +131,10 @@ def _add_refusal(routes: APIRouter, name: str, acts: Any) -> None:
 
 
 def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
-    """The kind and the body of the call for the `body` of `/api/chat`. Raises Refused (400)."""
+    """Translates the `body` of a call of `/api/chat`. Raises Refused (400).
+
+    Returns the kind and the body of the same call in OpenAI's format.
+    """
     made = _common(body, ("messages", "tools"))
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
@@ -148,7 +151,9 @@ def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
 
 
 def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
-    """The kind and the body of the call for the `body` of `/api/generate`. Raises Refused (400).
+    """Translates the `body` of a call of `/api/generate`. Raises Refused (400).
+
+    Returns the kind and the body of the same call in OpenAI's format.
 
     With `raw` the model continues the prompt itself. Otherwise the prompt is the user's message of a chat.
     """
@@ -166,7 +171,10 @@ def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
 
 
 def embed_of(body: Any) -> tuple[str, dict[str, Any]]:
-    """The kind and the body of the call for the `body` of `/api/embed`. Raises Refused (400)."""
+    """Translates the `body` of a call of `/api/embed`. Raises Refused (400).
+
+    Returns the kind and the body of the same call in OpenAI's format.
+    """
     made = _common(body, ("input", "dimensions", "truncate"))
     made = {name: value for name, value in made.items() if not name.startswith("stream")}
     if body.get("truncate") is False:
@@ -178,7 +186,7 @@ def embed_of(body: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
-    """The fields that all calls have in common. `own` are the further fields of the route."""
+    """Translates the fields of `body` that all routes have. `own` are the names of this route's other fields."""
     require_object(body)
     known = ("model", "stream", "options", "format", "keep_alive", "think", *own)
     for name, value in body.items():
@@ -215,7 +223,7 @@ def _format(format: Any) -> dict[str, Any]:
 
 
 def _seconds(value: Any) -> float:
-    """The seconds of a `keep_alive` such as 300, "5m" or -1, which means as long as possible.
+    """The `value` of the field `keep_alive` in seconds, such as 300 or "5m". -1 means as long as possible.
 
     >>> _seconds("5m"), _seconds(0), _seconds(-1), _seconds("250ms")
     (300.0, 0.0, 86400.0, 0.25)

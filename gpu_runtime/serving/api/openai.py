@@ -140,7 +140,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def events(reply: Reply) -> AsyncIterator[bytes]:
-    """Yields the `reply` as server-sent events. As with OpenAI, an error in a started stream is its last event."""
+    """Yields the `reply` as server-sent events. An error in a started stream is the last event, as with OpenAI."""
     try:
         assert reply.events is not None
         async for chunk in reply.events:
@@ -163,8 +163,8 @@ class Sent(StreamingResponse):
     ) -> None:
         """The answer with the headers and the events of `reply`.
 
-        `written` are the same events in another format, whose type is `media_type`. Without `written`, the events are
-        sent in OpenAI's format.
+        `written` are the same events in another format, of the content type `media_type`. Without `written`, the events
+        are sent in OpenAI's format.
         """
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
         super().__init__(written or events(reply), media_type=media_type, headers=headers)
@@ -242,7 +242,7 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
         openapi_extra=request_body(_JOB_SCHEMA),
     )
     async def post_job(request: Request, actor: str = acts) -> JSONResponse:
-        """Starts a call that continues without a connection. `endpoint` and `body` are those of a direct call."""
+        """Starts a call that continues without a connection. `endpoint` and `body` are the same as in a direct call."""
         gateway().require_open()
         job = jobs.start(gateway(), await read_json(request), actor)
         return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})

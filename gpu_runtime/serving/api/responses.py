@@ -1,7 +1,6 @@
 """The route `/v1/responses`, in the format of OpenAI's newer clients: a translation of the chat route.
 
-The functions that translate are pure. Answers are not stored, so a field that needs a stored answer is refused with
-400. Source: OpenAI, Responses API.
+Checks `wanted`, the request for a job, and returns the body of the job's call. Raises Refused, 400.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _SCHEMA = {
 
 
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
-    """Adds the route to `routes`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
+    """Adds the route `/v1/responses`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
 
     @routes.post(
         "/responses",
@@ -75,7 +74,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
 
 
 def chat_of(body: Any) -> dict[str, Any]:
-    """The body of a chat for the `body` of a call of `/v1/responses`. Raises Refused (400)."""
+    """Translates the `body` of a call of `/v1/responses` into the body of a chat. Raises Refused (400)."""
     require_object(body)
     chat = {name: value for name, value in body.items() if name in _SAME or name[:2] == "x_"}
     for name, value in body.items():
@@ -100,7 +99,7 @@ def chat_of(body: Any) -> dict[str, Any]:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """The messages of a chat for the `input` of a call."""
+    """Translates `given`, the field `input` of a call, into the messages of a chat."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
@@ -131,7 +130,10 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """Adds the function call `item` to the last of `messages`. If that is not the assistant's, adds a new message."""
+    """Adds the function call `item` to the last of `messages`.
+
+    If the last message is not from the assistant, the function call is added as a new message.
+    """
     function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":
@@ -159,7 +161,9 @@ def _content(place: str, content: Any) -> Any:
 
 
 def _text_of(place: str, content: Any, *kinds: str) -> str:
-    """The text of a text, or of a list of parts of these `kinds`. Raises Refused (400) for other parts."""
+    """The text of `content`, which is a string or a list of parts of these `kinds`. Raises Refused (400) for other
+    parts.
+    """
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -171,7 +175,7 @@ def _text_of(place: str, content: Any, *kinds: str) -> str:
 
 
 def _tool(place: str, tool: Any) -> dict[str, Any]:
-    """The function for a `tool`. Raises Refused (400) for tools that OpenAI's servers run."""
+    """Translates a `tool` into a function of a chat. Raises Refused (400) for tools that OpenAI's servers run."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise bad(place, tool, 'an object of the type "function"')
     names = ("name", "description", "parameters", "strict")
@@ -188,7 +192,7 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _format(text: Any) -> dict[str, Any]:
-    """The `response_format` for the field `text`."""
+    """Translates the field `text` of a call into the field `response_format` of a chat."""
     format = text.get("format") if isinstance(text, Mapping) else None
     known = isinstance(text, Mapping) and text.get("verbosity") in (None, "medium")
     if not known or not isinstance(format, Mapping | None):
@@ -202,8 +206,9 @@ def _format(text: Any) -> dict[str, Any]:
 
 
 def _thinking(reasoning: Any) -> dict[str, Any]:
-    """The field `x_thinking` for the field `reasoning`. It is false for the effort `none`, and true for any other
-    effort.
+    """Translates the field `reasoning` of a call into the field `x_thinking` of a chat.
+
+    `x_thinking` is false for the effort `none`, and true for any other effort.
     """
     known = isinstance(reasoning, Mapping) and set(reasoning) <= {"effort", "summary"}
     if not known or reasoning.get("summary") not in (None, "auto"):
@@ -230,9 +235,9 @@ def response_of(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, An
 
 
 def events(reply: Reply, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    """Yields a streamed `reply` as events; `body` is that of the call.
+    """Yields a streamed `reply` as events; `body` is the body of the call.
 
-    An error in a started stream is its last event.
+    If an error occurs after the stream has started, the error is the last event.
     """
     return _Writer(body).events(reply)
 
@@ -360,7 +365,7 @@ def _response(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, A
 def _ended(
     response: dict[str, Any], output: list[dict[str, Any]], finish: str, usage: Any
 ) -> dict[str, Any]:
-    """The `response` with its `output`. An answer that reached its limit of tokens is incomplete."""
+    """The `response` with its `output`. An answer that reached its limit of tokens is marked as incomplete."""
     known = usage if isinstance(usage, dict) else {}
     read, written = known.get("prompt_tokens") or 0, known.get("completion_tokens") or 0
     cut = finish == "length"

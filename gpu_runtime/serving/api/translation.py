@@ -1,4 +1,4 @@
-"""What the routes in other formats than OpenAI's have in common.
+"""The common part of the routes whose format is not OpenAI's.
 
 Such a route reads a chat from its format, and writes the answer in the same format.
 """
@@ -20,7 +20,10 @@ def require_object(body: Any) -> None:
 def functions(
     tools: Any, function: Callable[[str, Any], dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The field `tools` of a chat: what `function(place, tool)` returns for each of `tools`; empty without tools."""
+    """The field `tools` of a chat, with the result of `function(place, tool)` for each of `tools`.
+
+    The result is an empty dict if there are no tools.
+    """
     if not isinstance(tools or [], list):
         raise bad("tools", tools, "a list of tools")
     return (
@@ -43,7 +46,7 @@ class Writer:
         return ()
 
     def pieces(self, thought: str, text: str) -> Iterable[bytes]:
-        """The events for a piece of thoughts and a piece of text. One of them may be empty."""
+        """The events for a piece of thoughts and a piece of text. Either piece may be empty."""
         raise NotImplementedError
 
     def end(self, calls: list[dict[str, Any]]) -> Iterable[bytes]:
@@ -55,7 +58,9 @@ class Writer:
         raise NotImplementedError
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Yields a streamed `reply` as events. An error in a started stream is the last event."""
+        """Yields a streamed `reply` as events. If an error occurs after the stream has started, the error is the last
+        event.
+        """
         assert reply.events is not None
         try:
             async for chunk in reply.events:

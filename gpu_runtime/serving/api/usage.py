@@ -1,4 +1,4 @@
-"""The route `/usage`: the calls and tokens of each visitor, by model. A key sees its own."""
+"""The route `/usage`: the calls and tokens of each visitor, by model. The visitor of a key sees only its own row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..usage import MOST_DAYS
 
 
 def add_route(app: FastAPI, gateway: Any) -> None:
-    """Adds the route to `app`. `gateway()` returns the Gateway."""
+    """Adds the route `/usage` to `app`. `gateway()` returns the Gateway."""
 
     @app.get("/usage", tags=["server"])
     def get_usage(request: Request, days: int = Query(30, ge=1, le=MOST_DAYS)) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def require(kind: str, spec: ModelSpec) -> None:
 
 
 def no_embeddings(spec: ModelSpec) -> Refused:
-    """The refusal of a call for embeddings by a model, described by `spec`, of another type."""
+    """The refusal of a call for embeddings, because the model of `spec` is not of the type embedding."""
     why = f"it is of type {spec.model_type}; embeddings want type embedding"
     return cannot(spec.name, why, "model")
 
@@ -130,7 +130,9 @@ class TextAdapter:
         raise cannot(self.spec.name, f"{self.kind} writes no text")
 
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        """The engine's input. For a chat, it is the conversation in `body` after its chat template; else the text.
+        """The engine's input. For a chat, the input is what the chat template makes of the conversation in `body`.
+
+        For a call of the kind `completions`, the input is the prompt in `body`.
 
         `think` turns thinking on or off in a conversation. Raises Refused if the template rejects it.
         """
@@ -210,7 +212,7 @@ class TextAdapter:
     def _choices(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> list[Callable[[], Pieces]]:
-        """For each choice of the answer, a function that returns its pieces. Raises Refused."""
+        """For each choice of the answer, a function that returns the pieces of the choice. Raises Refused."""
         if kind == "images":
             why = "it makes no images; those are for type diffusion"
             raise cannot(self.spec.name, why, "model")
@@ -219,7 +221,10 @@ class TextAdapter:
             raise cannot(self.spec.name, "it cannot be forced to call a tool", "tool_choice")
 
         def choice(number: int) -> Callable[[], Pieces]:
-            """The choice with this number. With a seed, each choice has a seed of its own."""
+            """The function that returns the pieces of the choice with this `number`.
+
+            If the call has a seed, each choice uses a seed of its own.
+            """
             given = body
             if number and body.get("seed") is not None:
                 given = {**body, "seed": body["seed"] + number}
@@ -238,7 +243,7 @@ class TextAdapter:
     async def _with_thoughts(self, pieces: Pieces, is_json: bool) -> Pieces:
         """Yields the `pieces` with the thoughts moved from the text to the field `thought`.
 
-        If the answer `is_json`, a grammar forces it, so it has no thoughts.
+        If `is_json` is true, a grammar forces the answer to be JSON. Such an answer has no thoughts.
         """
         reader, begun = None, False
         async with aclosing(pieces) as source:

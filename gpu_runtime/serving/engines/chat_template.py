@@ -99,7 +99,7 @@ def _with_plain_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """The tool `call` with its arguments as an object. OpenAI's format has them as text."""
+    """The tool `call` with its arguments as an object. In OpenAI's format, the arguments are a text."""
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):

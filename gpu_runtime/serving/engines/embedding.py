@@ -119,7 +119,7 @@ def padded(texts: list[list[int]]) -> tuple[Any, Any]:
 
 
 def _pooled(states: Any, mask: Any, pooling: str) -> Any:
-    """One vector for each text, from the `states` of its tokens."""
+    """One vector for each text, from the `states` of the text's tokens."""
     if pooling == FIRST:
         return states[:, 0]
     if pooling == LAST:

@@ -1,8 +1,8 @@
 """Checks that an answer is complete, and was not cut off by its engine.
 
-OpenAI's format gives each choice a `finish_reason` when its text is complete. An answer without it was cut off by the
-engine, even if the stream ended with `[DONE]`. llama-cpp-python's server cut off a stream in this way when it
-received another call.
+OpenAI's format gives each choice a `finish_reason` when its text is complete. An answer without a `finish_reason` was
+cut off by the engine, even if the stream ended with `[DONE]`. llama-cpp-python's server cut off a stream in this way
+when it received another call.
 """
 
 from __future__ import annotations

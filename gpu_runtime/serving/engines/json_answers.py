@@ -25,9 +25,9 @@ _reading = forks.freed(threading.Lock())
 
 
 def schema_of(body: dict[str, Any], tools: Tools) -> dict[str, Any] | None:
-    """The JSON schema that the answer to the chat in `body` must have, or None if it may be any text.
+    """The JSON schema that the answer to the chat in `body` must match, or None if the answer may be any text.
 
-    `tools` are those of the call. Raises Refused for an unknown `response_format`.
+    `tools` are the tools of the call. Raises Refused for an unknown `response_format`.
     """
     if tools.forced:
         return tools.schema()
@@ -44,7 +44,7 @@ def schema_of(body: dict[str, Any], tools: Tools) -> dict[str, Any] | None:
 
 
 def require_library(model: str) -> None:
-    """Checks that llguidance is installed here. Raises Refused (400), which names the transformers `model`."""
+    """Raises Refused (400) if llguidance is not installed here. The refusal names the transformers `model`."""
     try:
         import llguidance  # noqa: F401
     except ImportError:
@@ -56,10 +56,10 @@ def require_library(model: str) -> None:
 
 
 class ForcedTokens:
-    """The tokens that may follow in an answer that must have a JSON schema."""
+    """Computes which tokens may follow in an answer that must match a JSON schema."""
 
     def __init__(self, schema: dict[str, Any], tokenizer: Any, ends: list[int], model: str) -> None:
-        """An answer of `model` by the JSON `schema`.
+        """Computes the tokens of one answer of `model`, which must match the JSON `schema`.
 
         `ends` are the tokens that end an answer. Raises Refused if the schema or the `tokenizer` cannot be used.
         """
@@ -72,7 +72,7 @@ class ForcedTokens:
             raise cannot(model, f"its JSON schema cannot be enforced: {why}", "response_format")
 
     def ends_with(self, token: int) -> bool:
-        """Reads the next `token` of the answer. Returns whether the answer is complete with it."""
+        """Reads the next `token` of the answer. Returns whether this token completes the answer."""
         self._matcher.consume_token(token)
         return self._matcher.is_stopped()
 
@@ -82,7 +82,9 @@ class ForcedTokens:
 
 
 def _vocabulary(tokenizer: Any, ends: list[int], model: str) -> Any:
-    """The vocabulary of `tokenizer`, as llguidance reads it, in about a second. It is kept with the tokenizer."""
+    """The vocabulary of `tokenizer` in llguidance's form. Reading takes about a second, so the result is kept with the
+    tokenizer.
+    """
     from llguidance.hf import from_tokenizer
 
     with _reading:

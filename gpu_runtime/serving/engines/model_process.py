@@ -1,4 +1,4 @@
-"""The adapter of models in processes of their own. The adapter of the model itself runs there."""
+"""The adapter of models that run in processes of their own. Each call goes to an adapter in the model's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MakeAdapter = Callable[[Any, ModelSpec, Any], Any]
 
 
 class ProcessAdapter:
-    """Sends a body to the process of a model, and returns what the model's adapter answers there."""
+    """Sends each call to the process of a model, where the model's own adapter answers the call."""
 
     counts_tokens = True
 

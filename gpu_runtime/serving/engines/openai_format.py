@@ -70,7 +70,7 @@ class Header(Value):
     def whole(self, answers: Sequence[tuple[str, TextPiece]]) -> dict[str, Any]:
         """The whole answer, with one choice for each of the `answers`.
 
-        An answer is a pair: its text, and its last piece, which has all thoughts.
+        Each of the `answers` is a pair: the text of the choice, and its last piece, which has all thoughts.
         """
         choices = []
         for index, (text, last) in enumerate(answers):
@@ -187,7 +187,7 @@ def rerank_answer(
 ) -> dict[str, Any]:
     """The answer to a call for reranking, with the best document first, as Cohere's and Jina's clients read it.
 
-    `scores` are those of the documents in `body`, by `model`; `tokens` is the number of tokens that were read.
+    `scores` are the scores of the documents in `body`, by `model`; `tokens` is the number of tokens that were read.
     """
     best = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = []
@@ -250,7 +250,7 @@ class StopText:
 
 
 def held_back(text: str, words: Iterable[str]) -> int:
-    """The length of the longest end of `text` with which one of the `words` may begin.
+    """The length of the longest end of `text` that may be the beginning of one of the `words`.
 
     >>> held_back("one <thi", ["<think>"]), held_back("one", ["two"])
     (4, 0)

@@ -32,9 +32,9 @@ _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the r
 
 
 def open_client(*, proxies: bool) -> httpx.AsyncClient:
-    """An HTTP client. The client for engines has no proxies; the client for clouds uses those of the environment.
+    """An HTTP client. If `proxies` is true, it uses the proxies of the environment: for clouds, not for engines.
 
-    The client follows no redirect, so a key is sent to its own address only.
+    The client follows no redirect, so a key is sent only to the address for which it is set.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
     return httpx.AsyncClient(
@@ -43,9 +43,9 @@ def open_client(*, proxies: bool) -> httpx.AsyncClient:
 
 
 class HttpAdapter:
-    """Sends a body to an engine and returns the engine's answer.
+    """Sends each call's body to an engine with OpenAI's HTTP API, and returns the engine's answer.
 
-    The engine may have another name for the model. The adapter replaces the name in both directions.
+    The engine may have another name for the model. The adapter replaces the name in requests and in answers.
     """
 
     counts_tokens = False  # some engines do not know the field `stream_options`
@@ -55,7 +55,7 @@ class HttpAdapter:
     ) -> None:
         """An adapter for the model `name`. It sends requests through the client `http`. A cloud's model has no `spec`.
 
-        `handle` has `base_url`, `model` and `headers`. Two further attributes are optional: `starting` tells whether a
+        `handle` has `base_url`, `model` and `headers`. Two further attributes are optional: `starting` is whether a
         call must wait, and `chat_template` is the template of the engine.
         """
         self.name = name
@@ -105,7 +105,7 @@ class HttpAdapter:
         return request
 
     async def _check_listener(self, event: str, info: dict[str, Any]) -> None:
-        """Closes a new connection that does not reach the engine. The HTTP client calls this at each of its steps.
+        """Closes a new connection that does not reach the engine. The HTTP client calls this method with each `event`.
 
         A process of another user may listen on the port of an engine that ended. The connection is closed before
         anything is sent on it.
@@ -117,9 +117,9 @@ class HttpAdapter:
     def _prompt_fields(
         self, body: dict[str, Any], think: bool | None, spec: ModelSpec
     ) -> dict[str, Any]:
-        """The fields of the body that change the engine's prompt.
+        """The fields `messages` and `chat_template_kwargs` of the request, which the engine makes its prompt from.
 
-        They are the messages, and the variables of the engine's chat template if the engine accepts variables.
+        `chat_template_kwargs` is included only if `think` needs variables of the engine's chat template.
         """
         template = getattr(self._handle, "chat_template", None)
         if template is None:
@@ -192,7 +192,9 @@ class HttpAdapter:
 
 
 def _seconds(header: str | None) -> float:
-    """The seconds in the header `Retry-After`, at most an hour. The header may also be missing or a date."""
+    """The seconds in the header `Retry-After`, at most an hour. If the `header` is missing or a date, a default number
+    of seconds.
+    """
     if header and header.isascii() and header.isdigit():
         return min(3600.0, float(header))
     return BUSY_SECONDS

@@ -43,7 +43,9 @@ class EchoAdapter(TextAdapter):
         return [[float(len(text)), 1.0] for text in texts], words
 
     async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
-        """For each of the `documents` the part of the query's words that it has; and the number of words read."""
+        """For each of the `documents`, the part of the query's words that the document has; and the number of words
+        read.
+        """
         wanted = set(query.split())
         found = []
         count = len(query.split())

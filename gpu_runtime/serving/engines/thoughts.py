@@ -74,7 +74,9 @@ class Thoughts:
         return self._without_spaces(safe)
 
     def _without_spaces(self, text: str) -> str:
-        """The `text`, without spaces at its beginning if nothing was written before."""
+        """The `text`. Spaces at its beginning are left out if they would be the first text of the thoughts or of the
+        answer.
+        """
         if self._at_start:
             text = text.lstrip()
             self._at_start = not text

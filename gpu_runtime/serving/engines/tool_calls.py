@@ -58,7 +58,7 @@ class Tools(Value):
 
 
 def tools_of(body: dict[str, Any]) -> Tools:
-    """The tools of the chat in `body`. With `tool_choice: "none"` there are none. Raises Refused (400)."""
+    """The tools of the chat in `body`; none if `tool_choice` is "none". Raises Refused (400)."""
     tools = tuple(body.get("tools") or ())
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -91,7 +91,7 @@ class Format(Value):
 
 
 def _objects(text: str) -> Iterator[tuple[str, Any]]:
-    """The calls in JSON objects that follow each other. Llama 3 names the arguments `parameters`."""
+    """Yields the calls in `text`, which has one JSON object after another. Llama 3 names the arguments `parameters`."""
     at = _SPACE.match(text).end()  # type: ignore[union-attr]
     while at < len(text):
         found, at = _decoder.raw_decode(text, at)
@@ -132,7 +132,8 @@ FORCED = Format("", (), ("{",), _objects)
 def format_of(template: str) -> Format:
     """The format of the model with this chat `template`.
 
-    If the template shows no format, the result is Llama 3's if the template has `"parameters"`, else that of Hermes.
+    If the template shows no format, the result is Llama 3's format for a template with `"parameters"`, else the format
+    of Hermes.
     """
     for known in FORMATS.values():
         if known.in_template in template:
@@ -144,7 +145,7 @@ class Reader:
     """Separates the text of an answer from its tool calls. The text arrives in pieces."""
 
     def __init__(self, format: Format, tools: Tools) -> None:
-        """The calls are written in `format`, and call one of `tools`."""
+        """Reads an answer whose tool calls are written in `format` and call one of `tools`."""
         self._format = format
         self._tools = tools
         self._held = ""
@@ -180,7 +181,7 @@ class Reader:
         return ("" if calls else self._held), calls
 
     def _possible_beginning(self, start: int) -> int:
-        """The length of the end of the held text with which calls may begin."""
+        """The length of the end of the held text that may be the beginning of tool calls."""
         longest = held_back(self._held, self._format.begins)
         if self._at_start:
             rest = self._held[start:]

@@ -35,7 +35,7 @@ class TransformersAdapter(TextAdapter):
     can_force_calls = True
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
-        """The adapter of the module `value`, described by `spec`. Raises Refused if it has no tokenizer."""
+        """The adapter of the module `value`, described by `spec`. Raises Refused if the module has no tokenizer."""
         super().__init__(value, spec)
         self.tokenizer = getattr(value, "tokenizer", None)
         if self.tokenizer is None:
@@ -121,7 +121,7 @@ class TransformersAdapter(TextAdapter):
     ) -> None:
         """Emits the pieces of an answer of at most `limit` tokens. Runs in a thread.
 
-        If the answer is `forced`, only tokens that it allows are written.
+        If `forced` is given, only the tokens that `forced` allows are written.
         """
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -192,7 +192,7 @@ class TransformersAdapter(TextAdapter):
         return await in_thread_until(work)
 
     async def tokenize(self, text: str, special: bool) -> list[int]:
-        """The tokenizer's tokens of `text`. With `special`, the tokens around a sequence are added."""
+        """The tokenizer's tokens of `text`. With `special`, the tokens that begin and end a sequence are added."""
         return await in_thread_until(
             lambda cancelled: list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         )
@@ -205,7 +205,7 @@ class TransformersAdapter(TextAdapter):
         return await in_thread_until(lambda cancelled: self.tokenizer.decode(tokens))
 
     def _tokens_of(self, text: str | list[int]) -> list[int]:
-        """The tokens of a `text`, cut off at the end of the context. Raises Refused."""
+        """The tokens of a `text`. A string is cut off at the end of the context. Raises Refused."""
         limit = getattr(self.value.config, "max_position_embeddings", None)
         if isinstance(text, str):
             # The end of a long text would be cut off later, so only the beginning is tokenised.
@@ -252,7 +252,7 @@ def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) ->
 def _stopping(stop: StopText, cancelled: threading.Event, forced: ForcedTokens | None) -> Any:
     """The criterion that ends `generate` at a stop string, at the end of a `forced` answer, or when `cancelled` is set.
 
-    Its attribute `complete` tells whether a forced answer is complete.
+    The criterion's attribute `complete` is whether a forced answer is complete.
     """
     import torch
     from transformers import StoppingCriteria
@@ -269,7 +269,7 @@ def _stopping(stop: StopText, cancelled: threading.Event, forced: ForcedTokens |
 
 
 def _forcing(forced: ForcedTokens) -> Any:
-    """The processor that leaves `generate` only the tokens that `forced` allows."""
+    """A processor for `generate`, which excludes all tokens but those that `forced` allows."""
     import torch
     from transformers import LogitsProcessor
 
@@ -289,7 +289,7 @@ def _forcing(forced: ForcedTokens) -> Any:
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `generate` that decide how the next token is chosen.
 
-    If `body` sets none of them, the result is empty, and the model's own values apply.
+    If `body` sets no such argument, the result is empty, and the model's own values apply.
     """
     fields = sampling(body, _SAMPLING_FIELDS)
     # The library accepts no whole number where it expects another, and no limit of tokens below 0.
@@ -310,11 +310,11 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Any:
-    """A context manager in which torch's random numbers start from `seed`; afterwards the earlier state is restored.
+    """A context manager in which torch's random numbers start from `seed`. Its end restores the earlier random state.
 
-    Without a `seed`, nothing changes.
+    If `seed` is None, the context manager changes nothing.
 
-    The random state is shared by all threads.
+    All threads share torch's random state.
     """
     import torch
 

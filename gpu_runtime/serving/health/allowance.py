@@ -21,14 +21,14 @@ class Grant:
     """The tokens of one running call. `used` is set when the call ends."""
 
     def __init__(self, prompt: int, answer: int | None) -> None:
-        """The call reads `prompt` tokens, and its answer may have at most `answer` tokens; None means no limit."""
+        """The tokens of a call that reads `prompt` tokens and writes at most `answer` tokens; None means no limit."""
         self.answer = answer
         self.reserved = prompt + (answer or 0)
         self.used: int | None = None
 
 
 class _Recent:
-    """The calls of one key that ended in the last minute, and those that run now."""
+    """The calls of one key that ended in the last minute, and the calls of the key that run now."""
 
     def __init__(self) -> None:
         self.begun: deque[float] = deque()
@@ -50,8 +50,9 @@ class Allowance:
     ) -> Iterator[Grant]:
         """A context manager in which a call of the `key` called `name` runs. Raises Refused (429).
 
-        The prompt has about `prompt` tokens, and the caller allows at most `asked` tokens in the answer. If `asked`
-        is None, the answer may use all tokens that are left, if these are at least `least` tokens.
+        The prompt has about `prompt` tokens, and the caller allows at most `asked` tokens in the answer. If `asked` is
+        None, the answer may use all tokens that the key has left. The call is refused if fewer than `least` tokens are
+        left.
         """
         recent = self._recent.setdefault(name, _Recent())
         now = self._clock()

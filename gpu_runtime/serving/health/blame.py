@@ -48,7 +48,10 @@ class Blame(enum.Enum):
 
 
 def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
-    """The cause of an `error` of `model`, and the refusal to answer with if the error alone decides it."""
+    """The cause of an `error` of `model`, and the refusal with which the call is answered.
+
+    The refusal is None if `no_answer` makes it, from the errors of all models that were tried.
+    """
     if isinstance(error, Refused):
         return (Blame.CALLER if error.status < 500 else Blame.NOBODY), error
     if isinstance(error, errors.BadCall):
@@ -68,7 +71,7 @@ def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
 
 
 def is_decode_failure(error: BaseException) -> bool:
-    """Whether `error` is llama.cpp's failure to compute a batch. It may be temporary or permanent.
+    """Whether `error` is llama.cpp's failure to compute a batch. The failure may be temporary or permanent.
 
     >>> is_decode_failure(RuntimeError("llama_decode returned -3")), is_decode_failure(RuntimeError("no such file"))
     (True, False)

@@ -5,9 +5,9 @@ passes as a probe, and all others still fail at once. If the probe succeeds the 
 breaker stays open for another 30 s.
 
 The library pybreaker keeps the states and their changes (BSD-3, since 2010, typed, 1.4.1 of September 2025). pybreaker
-would hold its lock during a call. So this module does not let pybreaker make the calls, but reports their outcomes to
-it. This module decides, by the given clock, when a probe is due and which call is the probe. The other libraries,
-circuitbreaker and purgatory, let every call pass while half open.
+would hold its lock during a call. So this module makes the calls without pybreaker, and reports only their outcomes to
+pybreaker. This module decides, by the given clock, when a probe is due and which call is the probe. The other
+libraries, circuitbreaker and purgatory, let every call pass while half open.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class BreakerState(Value):
 
 
 class BreakerOpen(Exception):
-    """The model failed too often and gets no calls. After `retry_after` seconds one call may try it."""
+    """The model failed too often, and no call is made. After `retry_after` seconds, one call may try the model."""
 
     def __init__(self, model: str, state: BreakerState) -> None:
-        """The breaker of `model` is in this `state`."""
+        """`model` is the model that failed too often, and `state` the state of its breaker."""
         super().__init__(
             f"{model} has failed {state.failures} times in a row and is left alone for another "
             f"{state.retry_after:.0f} s; the last time: {state.last}"
@@ -72,7 +72,7 @@ class Permit:
         self._report(error, counts=True)
 
     def withdrawn(self) -> None:
-        """Reports that the outcome says nothing about the model: the caller left, or made a mistake.
+        """Reports that the outcome shows nothing about the model: the caller left, or made a mistake.
 
         If this call was the probe, the next call may be the probe.
         """
@@ -94,7 +94,7 @@ class Breakers:
         failures: int = FAILURES,
         open_seconds: float = OPEN_SECONDS,
     ) -> None:
-        """After so many `failures` in a row, a breaker opens for `open_seconds`, measured by this `clock`."""
+        """A breaker opens after so many `failures` in a row, for `open_seconds`. `clock` returns seconds."""
         self._clock = clock
         self._failures = failures
         self._open_seconds = open_seconds
@@ -119,9 +119,10 @@ class Breakers:
         return {model: breaker.state() for model, breaker in self._breakers.items()}
 
     def _make_room(self) -> None:
-        """If there are too many breakers, forgets the oldest closed breaker, or the oldest one if all are open.
+        """If there are too many breakers, forgets the oldest closed breaker. If all are open, forgets the oldest
+        breaker.
 
-        The number is limited because a caller can invent any number of names of cloud models.
+        The number of breakers is limited because a caller can invent any number of names of cloud models.
         """
         if len(self._breakers) < MAX_BREAKERS:
             return
@@ -161,7 +162,8 @@ class _Breaker:
         raise BreakerOpen(self._model, self.state())
 
     def ended(self, call: Permit, error: BaseException | None, counts: bool) -> None:
-        """Records that the call with the permit `call` ended. If `counts`, records its outcome too.
+        """Records that the call with the permit `call` ended. If `counts` is true, also records the outcome of the
+        call.
 
         The outcome is `error`, or None for a success. While the breaker is not closed, only the probe's outcome counts.
         """

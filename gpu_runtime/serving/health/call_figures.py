@@ -1,4 +1,4 @@
-"""Histograms of the calls of each model, for Prometheus: how long they waited, how fast they were, and their tokens."""
+"""Histograms for Prometheus of each model's calls: how long they waited, how fast they were, and their tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CallFigures:
         }
 
     def add(self, model: str, facts: Mapping[str, Any]) -> None:
-        """Adds an answered call of `model`. `facts` are those of the request log."""
+        """Adds an answered call of `model`. `facts` are the facts of the call in the request log."""
         self._models.add(model)
         if len(self._models) > MOST_MODELS:
             self._models.discard(model)

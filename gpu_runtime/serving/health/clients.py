@@ -32,7 +32,7 @@ class Pattern(Value):
 
 
 class Clients:
-    """The known clients; the client with the most recent call is last. All times are of the caller's clock."""
+    """The known clients; the client with the most recent call is last. All times are read from the caller's clock."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Pattern] = OrderedDict()
@@ -98,7 +98,10 @@ def _average_interval(known: Pattern, now: float) -> float | None:
 
 
 def _count_model(counts: dict[str, int], model: str) -> dict[str, int]:
-    """The `counts` with one more call of `model`. If there are too many models, the least called one is dropped."""
+    """Adds one call of `model` to `counts`, and returns the new counts.
+
+    If there are too many models, the model with the fewest calls is left out.
+    """
     counts = {**counts, model: counts.get(model, 0) + 1}
     if len(counts) > MAX_MODELS:
         others = [name for name in counts if name != model]

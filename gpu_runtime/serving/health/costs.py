@@ -1,8 +1,8 @@
 """Measured durations of loads and answers.
 
-With these durations, a call whose time budget is too short is refused at once, before it has spent the budget. The
-time of an answer is the time for its prompt plus the time for its text, since a long answer says little about a short
-one. Prompts are counted in characters, as nothing else is known of a prompt before its model runs.
+With these durations, a call whose time budget is too short is refused at once, before it has spent the budget. The time
+of an answer is the time for its prompt plus the time for its text, since the whole time of a long answer is no estimate
+for a short one. Prompts are counted in characters, as nothing else is known of a prompt before its model runs.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Costs:
         known.append(Answered(asked, _counted(kind, prompt), answer, seconds, first))
 
     def expect(self, model: str, call: Call) -> Cost:
-        """The expected seconds of a load of `model`, and of its answer to `call`.
+        """The expected seconds of a load of `model`, and of the model's answer to `call`.
 
-        The expected load is the slowest of the recent loads. A part of the result is None if it was never measured.
-        The expected number of tokens is the call's limit, but at most that of the longest recent answer.
+        The expected load is the slowest of the recent loads. A part of the result is None if it was never measured. The
+        expected number of tokens is the call's limit, but at most the number in the longest recent answer.
         """
         loads = self._loads.get(model)
         answers = self._answers.get((model, call.kind), ())
@@ -87,7 +87,7 @@ class Timing:
     """Measures one answer while it is made."""
 
     def __init__(self, costs: Costs, clock: Callable[[], float], model: str, call: Call) -> None:
-        """The answer of `model` to `call` begins now, by the `clock`. The figures are added to `costs`."""
+        """Starts the measurement of the answer of `model` to `call`, by the `clock`. The results are added to `costs`."""
         self._costs = costs
         self._clock = clock
         self._model = model
@@ -99,7 +99,7 @@ class Timing:
         self._prompt = prompt_tokens(call)
 
     def note(self, event: dict[str, Any]) -> None:
-        """Counts one `event` of a stream. An event with the usage has the exact counts."""
+        """Counts one `event` of a stream. If the event has the usage, its exact counts replace the counted ones."""
         if self._first is None:
             self._first = self._clock() - self._began
         self._pieces += bool(event.get("choices"))
@@ -107,7 +107,7 @@ class Timing:
             self._count(event)
 
     def facts(self) -> dict[str, Any]:
-        """The figures so far, for the request log: how many tokens, and seconds.
+        """The figures so far, for the request log: numbers of tokens, and durations in seconds.
 
         `first_seconds` is the time until the first piece, and `answer_seconds` the time until the end of the answer.
         """
@@ -144,7 +144,7 @@ def prompt_tokens(call: Call) -> int:
 
 
 def _counted(kind: str, prompt: int) -> int:
-    """The length of a `prompt` for the estimate of its time. The prompt of an image takes no time."""
+    """The length of a `prompt` in the estimate of its time. A prompt for an image has the length 0."""
     return 0 if kind == "images" else max(SHORTEST_PROMPT, prompt)
 
 
@@ -158,7 +158,7 @@ def _tokens_of(call: Call, answer: dict[str, Any]) -> int:
 
 
 def _answer_tokens(call: Call, answers: Iterable[Answered]) -> int:
-    """The tokens that the answer to `call` is expected to have, from recent `answers`."""
+    """The number of tokens that the answer to `call` probably has, from recent `answers`."""
     if call.kind == "images":
         return call.body.get("n") or 1
     same = [one.answer for one in answers if one.asked == call.model]
@@ -168,7 +168,7 @@ def _answer_tokens(call: Call, answers: Iterable[Answered]) -> int:
 
 
 def _rates(answers: Iterable[Answered]) -> tuple[float, float]:
-    """The seconds for a token of a prompt and for a token of an answer, from recent `answers`."""
+    """The seconds per token of a prompt, and the seconds per token of an answer, measured in recent `answers`."""
     streamed = [one.first / one.prompt for one in answers if one.first is not None]
     if streamed:
         prompt_rate = median(streamed)

@@ -39,7 +39,8 @@ class KeepWarm:
         self._closed = False
 
     def keep(self, model: str, seconds: float) -> None:
-        """Keeps `model` for so many `seconds` from now. Call this at the end of a call of the model.
+        """Keeps `model` for so many `seconds` from now. The caller calls this method at the end of each call of the
+        model.
 
         If an earlier call set a later time, the later time stays.
         """
@@ -49,7 +50,9 @@ class KeepWarm:
         self._schedule()
 
     def evict_soon(self, model: str) -> None:
-        """Evicts `model` as soon as no call holds it, even if its time is not over. The next call loads it again."""
+        """Evicts `model` as soon as no call holds it, even if its keep-warm time is not over. The next call loads it
+        again.
+        """
         self._evict_soon.add(model)
         self._until[model] = self._clock()
         self._schedule()
@@ -59,7 +62,7 @@ class KeepWarm:
         return self._until.get(model)
 
     def evict_due(self) -> None:
-        """Evicts the models whose time is over."""
+        """Evicts the models whose keep-warm time is over."""
         now = self._clock()
         for model in [name for name, until in self._until.items() if until <= now]:
             del self._until[model]
@@ -69,7 +72,7 @@ class KeepWarm:
         self._schedule()
 
     async def close(self) -> None:
-        """Forgets all times and waits for evictions that have begun."""
+        """Forgets the keep-warm times of all models, and waits for evictions that have begun."""
         self._closed = True
         self._until.clear()
         self._schedule()

@@ -26,7 +26,7 @@ class Hold:
     """One pin of a model, or the wait for that pin."""
 
     def __init__(self, model: str, importance: int, loop: asyncio.AbstractEventLoop) -> None:
-        """A hold of `model` for a call of this `importance`; its futures belong to `loop`."""
+        """A hold of `model` for a call of this `importance`; the futures of the hold belong to `loop`."""
         self.model = model
         self.importance = importance
         self.error_reported = False  # whether a call has already received the error of `ready`
@@ -62,10 +62,10 @@ class Hold:
     def settle(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None
     ) -> None:
-        """Gives `future` its `result` or `error`, from any thread."""
+        """Sets the `result` or the `error` of `future`, from any thread."""
 
         def settle() -> None:
-            """Gives the future its outcome, unless it has one."""
+            """Sets the result or the error of the future, unless the future is done."""
             if future.done():
                 return
             if error is None:
@@ -85,9 +85,9 @@ class Abandoned(Exception):
 
 
 class _Released(BaseException):
-    """Raised in a thread that waits in the ledger, after its hold was released.
+    """Raised in a thread that waits in the ledger, once the hold of that thread was released.
 
-    This class is no subclass of Exception, so that no `except Exception` on the way catches it.
+    This class is no subclass of Exception, so that no `except Exception` between the wait and `Holds` catches it.
     """
 
 
@@ -168,7 +168,7 @@ class Holds:
         return max(hold.importance, highest_allowed)
 
     def _on_wait(self, model: str, wait: Wait | None) -> None:
-        """Runs in the hold's thread each time the ledger decides that its request must wait."""
+        """Called in the thread of a hold each time the ledger decides that the hold's request must wait."""
         hold = self._by_thread.get(_thread.get_ident())
         if hold is None or wait is None:
             return

@@ -33,7 +33,7 @@ class Waiting(Value):
 
 
 class ModelState(enum.Enum):
-    """Whether a call of the model can start."""
+    """Where the model is: neither on its device nor being loaded, being loaded, or on its device."""
 
     COLD = "cold"
     LOADING = "loading"
@@ -41,7 +41,7 @@ class ModelState(enum.Enum):
 
 
 class Engine(Value):
-    """What one model is doing."""
+    """What one model is doing now."""
 
     state: ModelState = ModelState.COLD
     active: int = 0  # calls that it runs
@@ -69,7 +69,7 @@ def aged_class(importance: int, waited_seconds: float) -> int:
 
 
 def overtaken_for_seconds(importance: int, by: int) -> float:
-    """The seconds during which a new call of importance `by` can overtake a waiting call of this `importance`.
+    """The seconds during which a new call of the importance `by` can overtake a waiting call of this `importance`.
 
     The seconds are counted from the arrival of the waiting call.
 
@@ -88,11 +88,11 @@ def order(
 ) -> list[Waiting]:
     """The `waiting` calls in the order in which they are considered.
 
-    The calls are sorted by `aged_class` at the time `now`, then calls of warm models are first. Of calls that are
-    equal in both, the first call of each client is before the second call of any client, and so on. Then the client
-    with the smallest number in `turns` is first, and then the arrival decides. So a client with many calls delays
-    another client's call by only one call, and gets no more than the others. `engines` has the state of each model,
-    by name, and `turns` a number for each client, which is larger if its last call started later.
+    The calls are sorted by `aged_class` at the time `now`, then calls of warm models are first. Of calls that are equal
+    in both, the first call of each client is before the second call of any client, and so on. Then the client with the
+    smallest number in `turns` is first, and then the arrival decides. So a client with many calls delays another
+    client's call by only one call, and gets no more turns than the other clients. `engines` has the state of each
+    model, by name. `turns` has a number for each client, which is larger if the client's last call started later.
     """
     warm = {name for name, engine in engines.items() if engine.state is ModelState.WARM}
 
@@ -141,8 +141,9 @@ def next_steps(
     3. If the model is being loaded or is busy, the call waits. Later calls of other models may start.
     4. But if a load waits until another model is evicted, later calls of that other model do not start.
 
-    Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. Calls of the warm model
-    with the same class start first, until the cold model's call has waited 30 s longer. So models change seldom.
+    Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. With rule 4, calls of
+    the warm model in the same class start first, until the call of the cold model has waited 30 s longer. So models
+    change seldom.
 
     If rule 3 applies to every call, the calls are not sorted: under overload, most decisions are of this kind.
     """
@@ -168,7 +169,7 @@ def next_steps(
 
 
 def _must_wait(engine: Engine) -> bool:
-    """Whether every call of this model waits, because the model is being loaded or is busy."""
+    """Whether every call of the model in `engine` waits, because the model is being loaded or is busy."""
     if engine.state is ModelState.WARM:
         return engine.active >= engine.concurrency
     return engine.state is ModelState.LOADING
@@ -177,7 +178,7 @@ def _must_wait(engine: Engine) -> bool:
 def _blocked_by_started_calls(engines: Iterable[Engine]) -> set[str]:
     """The models on which no call may start now, because a load waits for their eviction.
 
-    Only those loads count whose own model still runs calls: these calls started before their model was evicted.
+    A load counts only while its own model still runs calls. These calls started before the model was evicted.
     """
     blocked: set[str] = set()
     for engine in engines:

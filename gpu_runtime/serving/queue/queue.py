@@ -27,7 +27,7 @@ class Turn:
     """The time during which one call may use its model. `value` is the object that `rt.use` yields."""
 
     def __init__(self, waiting: Waiting, started: asyncio.Future[Any]) -> None:
-        """The turn of the call `waiting`. The future `started` receives the hold when the call may start."""
+        """The turn of the call `waiting`. The future `started` receives the model's pin when the call may start."""
         self.waiting = waiting
         self.started = started
         self.value: Any = None
@@ -36,7 +36,7 @@ class Turn:
 
 
 class _Running:
-    """The state of one model: the hold that pins the model, and the number of calls that it runs."""
+    """The state of one model: the hold that pins the model, and the number of calls that run with the model."""
 
     def __init__(self) -> None:
         self.hold: Hold | None = None
@@ -49,13 +49,13 @@ class _Running:
 
 
 class LoadShared(Exception):
-    """A model could not be pinned, and another call has already received the `error`.
+    """A model could not be pinned. Another call has already received the same `error`.
 
-    The failure must be counted only once, although several calls waited for the model.
+    So the failure is counted only once, although several calls waited for the model.
     """
 
     def __init__(self, error: BaseException) -> None:
-        """`error` is the reason."""
+        """`error` is the reason why the model could not be pinned."""
         super().__init__(str(error))
         self.error = error
 
@@ -72,7 +72,8 @@ class Queue:
         clock: Callable[[], float],
         limit: int = 256,
     ) -> None:
-        """At most `limit` calls wait. If there are more, `call_to_refuse` chooses one. `clock` returns seconds.
+        """At most `limit` calls wait. If more calls arrive, `call_to_refuse` chooses the refused call. `clock` returns
+        seconds.
 
         `take(model, importance)` begins to pin a model, `here(model)` returns whether the model is on its device, and
         `concurrency(model)` the number of calls that the model can run at once.
@@ -94,7 +95,7 @@ class Queue:
     async def turn(
         self, model: str, importance: int = NORMAL, client: str = ""
     ) -> AsyncIterator[Turn]:
-        """The turn of a call of `model` with this `importance`, for this `client`.
+        """A context manager with the turn of a call of `model` with this `importance`, for this `client`.
 
         Raises Refused (503) if too many calls wait, an error of the load, or LoadShared.
         """
@@ -115,7 +116,7 @@ class Queue:
     def advance(self) -> None:
         """Starts every call and every load that can start now.
 
-        It is called whenever a call arrives or ends, and whenever a load ends or begins to wait.
+        The queue calls this method whenever a call arrives or ends, and whenever a load ends or begins to wait.
         """
         again = True
         while again:  # waiting calls may take a model that was just released
@@ -139,8 +140,8 @@ class Queue:
     def retry_after(self) -> float:
         """The seconds after which a refused caller should try again, from 1 to 60.
 
-        The estimate is the time in which as many calls ended lately as wait now. It is 1 if fewer than two calls have
-        ended.
+        The estimate is the time in which as many calls ended lately as wait now. The result is 1 if fewer than two
+        calls have ended.
         """
         if len(self._ends) < 2:
             return 1.0
@@ -236,7 +237,9 @@ class Queue:
             self._pin(model, self._most_important(model))
 
     def _start(self, turn: Turn, running: _Running, hold: Hold | None) -> None:
-        """Counts the call of `turn` as running until `_leave`, even if the call's task was cancelled at this moment."""
+        """Starts the call of `turn`, which counts as running until `_leave`, even if its task is cancelled at this
+        moment.
+        """
         del self._waiting[turn.waiting.key]
         self._note_turn(turn.waiting.client)
         running.active += 1
@@ -298,7 +301,7 @@ class Queue:
         return True
 
     def _raise_importance(self, model: str, running: _Running, hold: Hold) -> None:
-        """Requests the model again if its load waits in the ledger and a more important call now waits for it."""
+        """If the load of `model` waits in the ledger, and a more important call now waits for it, requests it again."""
         importance = self._most_important(model)
         if hold.waits and importance < hold.importance:
             hold.release()

@@ -17,8 +17,8 @@ async def stream_from_thread(
 ) -> AsyncGenerator[Any]:
     """Yields the values that `work(emit, cancelled)` emits, as they arrive. Raises the error that `work` raises.
 
-    `cancelled` is set when the reader of the stream has stopped. The work should then end soon. The stream waits for
-    the end of the work, because an engine that still computes cannot take the next call.
+    `cancelled` is set when the reader of the stream has stopped. `work` should then end soon. The stream waits until
+    `work` ends, because an engine that still computes cannot take the next call.
     """
     loop = asyncio.get_running_loop()
     results: deque[tuple[Any, BaseException | None, bool]] = deque()  # value, error, whether last
@@ -74,17 +74,17 @@ async def stream_from_thread(
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """The value that `work()` returns, run in a thread.
+    """Runs `work()` in a thread, and returns its value.
 
-    If the awaiting task is cancelled, it still waits until `work` has ended.
+    If the task that awaits the value is cancelled, the task still waits until `work` has ended.
     """
     return await in_thread_until(lambda cancelled: work())
 
 
 async def in_thread_until(work: Callable[[Cancellation], Any]) -> Any:
-    """The value that `work(cancelled)` returns, run in a thread.
+    """Runs `work(cancelled)` in a thread, and returns its value.
 
-    If the awaiting task is cancelled, the event `cancelled` is set, and `work` must then end soon.
+    If the task that awaits the value is cancelled, the event `cancelled` is set, and `work` must then end soon.
     """
     results: list[Any] = []
     async for value in stream_from_thread(lambda emit, cancelled: emit(work(cancelled))):

@@ -1,9 +1,9 @@
-"""Chooses the models that may answer in place of a model that cannot (its stand-ins), and guards the use of clouds.
+"""Chooses the stand-ins of a model, which answer calls that the model cannot answer, and guards the use of clouds.
 
 The order is: first the requested model, then the local stand-ins that `tasks.yaml` names for it, then the clouds that
-the file names. If none can answer, the call is refused with 503. Local stand-ins with smaller contexts are tried first,
-since they need less memory. Without a line for the model in that file, no other model answers. This module is pure,
-except that the cloud guard reads and writes a file.
+`tasks.yaml` names for it. If none can answer, the call is refused with 503. Local stand-ins with smaller contexts are
+tried first, since they need less memory. If `tasks.yaml` has no line for the model, no other model answers. This module
+is pure, except that the cloud guard reads and writes a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROVIDER = re.compile(r"([a-z][a-z0-9_-]{0,31}):(?=.)")
 
 
 class Choice(Value):
-    """A model that may answer. If it is not the requested model, `because` is the reason that the caller gets."""
+    """A model that may answer a call. If the model was not requested, `because` is the reason for the caller."""
 
     model: str
     cloud: bool = False
@@ -70,7 +70,7 @@ def address_variable(provider: str) -> str:
 
 
 def is_configured_cloud(name: str, environment: Mapping[str, str]) -> bool:
-    """Whether `name` is the model of a provider whose address is known, here or in the `environment`.
+    """Whether `name` is a model of a provider whose address is known, from KNOWN_CLOUDS or the `environment`.
 
     >>> is_configured_cloud("claude:sonnet", {}), is_configured_cloud("qwen3:8b", {})
     (True, False)
@@ -82,7 +82,7 @@ def is_configured_cloud(name: str, environment: Mapping[str, str]) -> bool:
 
 
 def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
-    """The cloud where `name` (in the form `provider:model`) is called, or a sentence about what is missing.
+    """The cloud of the model `name`, in the form `provider:model`, or a sentence about what is missing for a call.
 
     `environment` has `PROVIDER_API_KEY` and `PROVIDER_BASE_URL`.
     """
@@ -101,10 +101,10 @@ def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
 
 
 def guarded(choices: Iterable[Choice], allow_cloud: bool) -> tuple[Choice, ...]:
-    """The `choices`. Unless `allow_cloud`, every cloud after the first place is removed.
+    """The `choices`. If `allow_cloud` is false, all clouds except the first choice are removed.
 
-    The first choice is the requested model. A cloud in that place is deliberate and is never blocked, so the result is
-    never empty. Source: Model Boss, Cloud-fallback guard.
+    The first choice is the requested model. If the requested model is a cloud's, the caller wants that cloud, so the
+    first choice is never removed. Source: Model Boss, Cloud-fallback guard.
     """
     first, *others = choices
     return (first, *(choice for choice in others if allow_cloud or not choice.cloud))
@@ -119,8 +119,8 @@ def chain(
 ) -> tuple[Choice, ...]:
     """The models that may answer a call of `asked`, in the order in which they are tried.
 
-    `others` are the stand-ins of `tasks.yaml`, and `context(name)` is a model's context length in tokens. `known` is
-    whether a name is a local model. Without `allow_cloud` no cloud stands in.
+    `others` are the stand-ins of `tasks.yaml`. `context(name)` is a model's context length in tokens, and `known(name)`
+    is whether a name is a local model. Without `allow_cloud` no cloud stands in.
 
     >>> contexts = {"big": 32768, "small": 4096}
     >>> [c.model for c in chain("qwen", ["claude:haiku", "big", "small"], contexts.get, contexts.__contains__, True)]
@@ -143,7 +143,7 @@ def guard_file() -> Path:
 
 
 class CloudGuard:
-    """Whether a cloud may stand in for a local model. The value is in one file, which survives restarts."""
+    """The setting whether a cloud may stand in for a local model. It is stored in a file, which survives restarts."""
 
     def __init__(self, path: Path | None, seed: bool) -> None:
         """The guard whose value is in the file `path`. If `path` is None, the value is kept in memory only.

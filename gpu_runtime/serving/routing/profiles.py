@@ -45,7 +45,7 @@ def apply_profile(call: Call, profile: Profile | None) -> Call:
 
 
 def with_alias(call: Call, aliases: Mapping[str, str]) -> Call:
-    """The `call` with its model's real name, if the call names an alias. `aliases` are those of `tasks.yaml`."""
+    """The `call` after an alias was replaced by the model's real name. `aliases` are the aliases of `tasks.yaml`."""
     model = aliases.get(call.model)
     return call if model is None else replace(call, model=model, body={**call.body, "model": model})
 
@@ -70,7 +70,8 @@ def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any
 def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
     """Whether the model writes its thoughts before its answer.
 
-    The `call` decides, or else the model's `options`. The result None means that the model's template decides.
+    The `call` decides. If the call has no such value, the model's `options` decide. None means that the model's
+    template decides.
     """
     thinking = options.get("thinking") if call.thinking is None else call.thinking
     return thinking if isinstance(thinking, bool) else None

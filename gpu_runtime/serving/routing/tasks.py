@@ -96,7 +96,7 @@ def candidates(
        Without both, and among replicas with equally many calls, warm models come first, in the order of the file.
 
     `warm(model)`, `known(model)` and `cost(model)` describe a model, and `load(model)` is the number of its calls that
-    wait or run. `budget` (seconds) overrides the task's own.
+    wait or run. `budget` (seconds) overrides the task's own budget.
     """
     first = task.candidates[0]
     names = dict.fromkeys(task.candidates)
@@ -127,7 +127,7 @@ def candidates(
 
 
 def expected_seconds(is_warm: bool, cost: Cost) -> float | None:
-    """The expected seconds until a call of a model is answered. They include a load unless the model `is_warm`.
+    """The expected seconds until a call of a model is answered. If `is_warm` is false, they include the model's load.
 
     A part of `cost` that was never measured counts as nothing, so the call may take longer. The result is None if no
     part was measured.

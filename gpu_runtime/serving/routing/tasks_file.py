@@ -80,7 +80,7 @@ class TasksFile:
 
 
 def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, int, int] | None:
-    """A value that differs after each change of the file; None if there is no file."""
+    """A value that differs after each change of the file `path`; None if there is no file."""
     try:
         found = os.stat(path or "")
     except OSError:  # the file is missing; `read_serving_config` reports all other errors
@@ -195,7 +195,9 @@ class _Reader:
         return BadDocument(self._name, self._line(place), shown.lstrip("."), problem)
 
     def _line(self, place: tuple[Any, ...]) -> int:
-        """The line of `place`, or of the nearest place around it that is in the file."""
+        """The line of `place` in the file. If the file has no such place, the line of the nearest place that contains
+        it.
+        """
         node = self._lines
         line = node.start_mark.line if node else 0
         for step in place:
