@@ -285,9 +285,7 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice` to `call`. When the answer ends, `outer` releases the call's turn, the pin and the
-        stream.
-        """
+        """The answer of `choice` to `call`. At the answer's end, `outer` releases the turn, pin and stream."""
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)
