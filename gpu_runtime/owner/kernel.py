@@ -325,6 +325,8 @@ class Kernel:
             self._park_next = True
             because = f"{show_bytes(resident.lease.bytes)} leaves when this cell has ended"
             return Outcome(verb="park", name=NAME, done=False, because=because, bytes=0)
+        if self.away:
+            return kernel_names.in_ram_already(self._session, "park", "", [resident.lease])
         return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
 
     def exempt(self, never: bool) -> Outcome:
@@ -404,9 +406,10 @@ def park(session: Session, who: str = "") -> Outcome:
         return _own(session).exempt(who == NEVER)
     if not who:
         return _own(session).park()
-    return replace(
-        operations.evict(session, kernel_names.find(session, who), timeout=None), verb="park"
-    )
+    target = kernel_names.find(session, who)
+    if (parked := kernel_names.in_ram(session, target)) is not None:
+        return kernel_names.in_ram_already(session, "park", who, [parked])
+    return replace(operations.evict(session, target, timeout=None), verb="park")
 
 
 def unpark(session: Session, who: str = "") -> Outcome:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 from ..errors import GpuError
-from ..facts import Book, LeaseId
+from ..facts import Book, Lease, LeaseId, Outcome, Phase
+from ..units import show_bytes, show_seconds
 from .kernel_resident import NAME
 from .session import Session
 
@@ -27,6 +30,32 @@ def find(session: Session, who: str) -> LeaseId:
         those = f"It holds models: {', '.join(models)}. Evict them:  %gpu evict {who}"
         raise GpuError(f"{who} has no memory of its own to park. {those}", process=who)
     raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
+
+
+def in_ram_already(session: Session, verb: str, name: str, leases: list[Lease]) -> Outcome:
+    """The outcome of `verb` for the process `name`, all of whose `leases` are in host memory.
+
+    It says since when, and how they come back.
+    """
+    parts, back = [], ""
+    for lease in leases:
+        size, away = show_bytes(lease.bytes), show_seconds(session.clock() - lease.away_since)
+        if lease.name == NAME:
+            parts.append(f"its own memory ({size}) for {away}, until a cell needs it")
+            back = f". Bring it back now:  %gpu unpark {shlex.quote(name) if name else ''}".rstrip()
+        else:
+            parts.append(f"{lease.name} ({size}) for {away}, until its next use")
+    because = f"all of it is in RAM already: {'; '.join(parts)}{back}"
+    if not leases:
+        because = "it holds nothing on a card, and nothing in RAM"
+    return Outcome(verb=verb, name=name, done=True, because=because, bytes=0)
+
+
+def in_ram(session: Session, id: LeaseId) -> Lease | None:
+    """The lease `id` if all of its bytes are in host memory and are not being moved; else None."""
+    lease = session.ledger.read().lease(*id)
+    is_there = lease is not None and lease.on_host and lease.phase is Phase.SETTLED
+    return lease if is_there else None
 
 
 def _models_of(book: Book, who: str) -> list[str]:

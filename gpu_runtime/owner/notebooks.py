@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from ..errors import AmbiguousName, GpuError
-from ..facts import LeaseId, Outcome, Section
+from ..facts import Lease, LeaseId, Outcome, Section
 from ..safe_text import quoted
 from ..scheduler.asks import PERSON
 from ..scheduler.evictable import reason_to_stay
 from ..scheduler.explain import first_line
 from ..units import show_bytes
-from . import kernel_resident, operations, registry
+from . import kernel_names, kernel_resident, operations, registry
 from .session import Session
 
 ALL_IDLE = "*"  # in place of a name: every idle model
@@ -34,6 +34,8 @@ def evict(
         targets = held_by(session, str(name))
     else:
         return evict_one(name)
+    if not targets and name != ALL_IDLE:
+        return kernel_names.in_ram_already(session, "evict", str(name), _in_ram(session, str(name)))
     freed, left, stays = 0, [], []
     for id in targets:
         try:
@@ -69,6 +71,18 @@ def _idle(session: Session, drop: bool) -> list[LeaseId]:
     return found
 
 
+def _in_ram(session: Session, notebook: str) -> list[Lease]:
+    """The leases of the `notebook` in host memory."""
+    leases = [lease for section in _sections(session, notebook) for lease in section.leases]
+    return [lease for lease in leases if lease.kind in EVICTED and lease.on_host]
+
+
+def _sections(session: Session, notebook: str) -> list[Section]:
+    """The sections of the processes that have the file name or path `notebook`."""
+    sections = session.ledger.read().sections.values()
+    return [one for one in sections if notebook in (one.owner.notebook, one.owner.file)]
+
+
 def held_by(session: Session, notebook: str) -> list[LeaseId]:
     """The leases that the notebook with the file name or path `notebook` has on devices.
 
@@ -76,10 +90,7 @@ def held_by(session: Session, notebook: str) -> list[LeaseId]:
     AmbiguousName if several notebooks have the name.
     """
     sections = session.ledger.read().sections.values()
-    found: list[Section] = []
-    for section in sections:
-        if notebook in (section.owner.notebook, section.owner.file):
-            found.append(section)
+    found = _sections(session, notebook)
     if not found:
         names = sorted({section.owner.file for section in sections} - {""})
         those = f"Notebooks that hold memory: {', '.join(names) or 'none'}."

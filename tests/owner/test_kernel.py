@@ -528,6 +528,14 @@ def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_bo
     rt.tick()
     other = runtime(devices=devices, ledger=shared_book)
     assert other.park("train.ipynb").done and HOST in own(rt)
+    for again in (other.evict("train.ipynb"), other.park("train.ipynb")):
+        assert (again.name, again.done, again.bytes) == ("train.ipynb", True, 0)
+        assert re.fullmatch(
+            r"all of it is in RAM already: its own memory \(4.0 MiB\) for [\d.]+ m?s, until a cell "
+            r"needs it. Bring it back now:  %gpu unpark train.ipynb",
+            again.because,
+        )
+    assert rt.park().because.endswith("Bring it back now:  %gpu unpark")
     assert other.unpark("train.ipynb").done and HOST not in own(rt)
     with pytest.raises(GpuError, match=r"no kernel 'evel.ipynb'.*train.ipynb"):
         other.park("evel.ipynb")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -795,7 +796,16 @@ def test_a_notebooks_name_is_an_address(notebook, runtime, shared_book):
     assert done.because.startswith("qwen, phi left; 5.0 GiB came free. llama ")
     assert claims(asker)["sim:0"] == 4 * GIB
     assert asker.evict("llama@train.ipynb", timeout=20).done
-    assert asker.evict("/work/train.ipynb", timeout=20).bytes == 0
+    done = asker.evict("train.ipynb", timeout=20)
+    assert (done.done, done.bytes) == (True, 0)
+    assert re.fullmatch(
+        r"all of it is in RAM already: (\w+ \(\d.0 GiB\) for [\d.]+ m?s, until its next use(; )?){3}",
+        done.because,
+    )
+    for name in ("qwen", "phi", "llama"):
+        train.evict(name, drop=True)
+    done = asker.evict("/work/train.ipynb", timeout=20)
+    assert done.because == "it holds nothing on a card, and nothing in RAM"
     with pytest.raises(GpuError, match="memory: train.ipynb"):
         asker.evict("other.ipynb")
 
