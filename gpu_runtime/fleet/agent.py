@@ -47,15 +47,17 @@ VERBS = (  # methods of Runtime that others may call through the agent
 
 
 class HostAgent:
-    """Answers for one host. Ray creates it on that host and restarts it there."""
+    """The agent of one host, which clients and the controller call. Ray creates the agent on this host and restarts it
+    there.
+    """
 
     def __init__(
         self, host: str, devices: str, ledger: str | None, theirs: Mapping[str, str]
     ) -> None:
-        """The agent of `host`, for its `devices` and its `ledger`, as settings name them.
+        """The agent of `host`. `devices` and `ledger` are values of the settings GPU_DEVICES and GPU_LEDGER.
 
-        `theirs` are the versions of the process that makes the host join. If the constructor raised
-        an error, Ray would only report a dead actor. So `ready` raises the error of the start.
+        `theirs` are the versions of the process that makes the host join. An error of the start is raised by `ready`,
+        because Ray would report an error of the constructor only as a dead actor.
         """
         self.host = host
         self._revision = -1
@@ -93,7 +95,7 @@ class HostAgent:
         start(self._watch)
 
     def ready(self) -> dict[str, Any]:
-        """The process id and the versions of this agent. Raises the error of its start."""
+        """The process id and the versions of this agent. Raises the error of the agent's start, if the start failed."""
         if self._trouble is not None:
             raise self._trouble.with_traceback(None)
         return {"pid": os.getpid(), "versions": cluster.versions(), "host": self.host}
@@ -118,7 +120,7 @@ class HostAgent:
             return found
 
     def _drain_if_wished(self, wished: bool) -> None:
-        """Drains or opens this host's cards, if the wishes for that have changed."""
+        """Drains this host's cards if `wished` is true, else opens them again. Does nothing without a change."""
         if wished == self._drained:
             return
         for view in self.rt.status().devices:
@@ -127,7 +129,7 @@ class HostAgent:
         self._drained = wished
 
     def offer(self, name: str, revision: int) -> Offer:
-        """What this host offers for the model `name`: a plan, or why it cannot take the model.
+        """What this host offers for the model `name`: a plan, or the reason why the host cannot take the model.
 
         Never raises GpuError.
         """
@@ -143,8 +145,8 @@ class HostAgent:
             return Offer(self.host, name, PlanLevel.NEVER, str(error))
 
     def _require_wish(self, name: object) -> None:
-        """Raises UnknownModel if the wish for the model `name` was removed. The runtime still knows
-        such a model.
+        """Raises UnknownModel if the fleet's wish for the model `name` was removed. The runtime still knows such a
+        model.
         """
         if name in self._removed:
             raise UnknownModel(
@@ -155,7 +157,7 @@ class HostAgent:
             )
 
     def room(self, name: str, revision: int) -> HostRoom:
-        """The room of this host, and whether it has the model `name`."""
+        """The free room of this host, and whether this host has the model `name`."""
         self.learn(revision)
         book, world = self.rt._session.look()
         need, may_split = self._need(name)
@@ -170,9 +172,9 @@ class HostAgent:
         )
 
     def _need(self, name: str) -> tuple[int, bool]:
-        """The declared bytes of the model `name`, and whether it may use several cards.
+        """The declared bytes of the model `name`, and whether the model may use several cards.
 
-        The bytes are 0 if they are unknown here.
+        The bytes are 0 if this host does not know them.
         """
         try:
             spec = self.rt.spec(name)
@@ -187,7 +189,7 @@ class HostAgent:
         return {lease.name: lease for lease in section.leases} if section else {}
 
     def holdings(self) -> dict[str, tuple[str, int]]:
-        """The models that this agent has on a device or in host memory: device and bytes."""
+        """The models that this agent has on a device or in host memory, each with its device and bytes."""
         return {
             name: (lease.where, lease.bytes)
             for name, lease in self._leases().items()
@@ -210,8 +212,7 @@ class HostAgent:
         """Pins the model `name` on its device, under the id `hold`, for a client of the Ray job
         `job`.
 
-        With `only_here`, the result is False if the model is not on its device. Raises the errors
-        of `rt.use`.
+        If `only_here` is true and the model is not on its device, the result is False. Raises the errors of `rt.use`.
         """
         self.learn(revision)
         if only_here and not self.rt.here(name):
@@ -224,11 +225,11 @@ class HostAgent:
         return True
 
     def call(self, hold: str, path: tuple[str, ...], given: bytes) -> bytes:
-        """The pickled result of a call on the model of `hold`; see `Holds.call`."""
+        """The pickled result of a call on the model of the hold with the id `hold`; see `Holds.call`."""
         return self.holds.call(hold, path, given)
 
     def leave(self, hold: str) -> None:
-        """Ends the hold `hold`. Without such a hold, nothing happens."""
+        """Ends the hold with the id `hold`. If there is no such hold, nothing happens."""
         self.holds.release(hold)
 
     def load(self, name: str, revision: int, timeout: float) -> str:
@@ -241,10 +242,10 @@ class HostAgent:
         return lease.where if lease else ""
 
     def place(self, name: str, devices: tuple[str, ...], revision: int, timeout: float) -> str:
-        """Loads the model `name` on exactly these `devices`, and returns them.
+        """Loads the model `name` on exactly these `devices`, and returns their names.
 
-        If the model is on other cards, it is evicted from them first. Raises StillInUse,
-        DoesNotFit, Busy, UnknownDevice.
+        If the model is on other cards, the model is evicted from these cards first. Raises StillInUse, DoesNotFit,
+        Busy, UnknownDevice.
         """
         self.learn(revision)
         lease = self._leases().get(name)
@@ -256,8 +257,8 @@ class HostAgent:
         return self.load(name, revision, timeout)
 
     def slots(self) -> list[tuple[str, str, int, int]]:
-        """A row for each card of each model: the model, the card, its bytes there, and its number
-        of users.
+        """A row for each card of each model: the model, the card, the model's bytes on it, and the number of the
+        model's users.
         """
         return [
             (name, share.device, share.bytes, self.holds.users(name))
@@ -267,7 +268,7 @@ class HostAgent:
         ]
 
     def verb(self, name: str, args: Any, kwargs: Any, person: str = "") -> Any:
-        """The result of the runtime's method `name`, one of VERBS. The journal names the `person`."""
+        """The result of the runtime's method `name`, which must be in VERBS. The journal names the `person`."""
         if name not in VERBS:
             raise GpuError(f"{name} is no verb of a host; these are: {', '.join(VERBS)}.")
         if name == "plan" and args:
@@ -277,10 +278,10 @@ class HostAgent:
             return getattr(self.rt, name)(*args, **kwargs)
 
     def serve(self, begin: Callable[[Runtime, str], T]) -> T:
-        """Starts the HTTP server of this host by `begin(runtime, address)`, and returns its result.
+        """Starts the HTTP server of this host by `begin(runtime, address)`, and returns the result of `begin`.
 
-        `begin` is called only the first time; later calls return the first result. `address` is the
-        address under which other hosts reach this host.
+        `begin` is called only the first time; later calls of `serve` return the first result. `address` is the address
+        under which other hosts reach this host.
         """
         with self._serving:
             if self._served is None:
@@ -297,9 +298,7 @@ class HostAgent:
     # -- clients and nodes that ended --------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Ends the uses of clients that have ended. Ends this process if Ray has declared its node
-        dead.
-        """
+        """Repeatedly ends the uses of ended clients. Ends this process if Ray declared its node dead."""
         turn = 0
         while not self.rt._closed:
             time.sleep(WATCH_SECONDS)
@@ -320,10 +319,9 @@ class HostAgent:
             log.info("%s: ended %d uses of clients that have ended", self.host, count)
 
     def _end(self) -> None:
-        """Ends this process, because its node was declared dead while the process was frozen.
+        """Ends this process, because Ray declared its node dead while the process was frozen.
 
-        The clients use other hosts by now. The leases of this process end like those of any dead
-        process.
+        The clients already use other hosts. The leases of this process end like the leases of any dead process.
         """
         log.warning("%s was declared dead, and ends", self.host)
         os._exit(1)

@@ -42,9 +42,9 @@ SLICE_SECONDS = 5.0  # the longest wait for one host; then all hosts are asked a
 
 
 class Fleet:
-    """All hosts of a Ray cluster: where models run, and what they hold.
+    """All hosts of a Ray cluster: where models run, and which models the hosts have.
 
-    Open it with `gpu_runtime.fleet("auto")`, or with the address of the cluster's head.
+    Open a fleet with `gpu_runtime.fleet("auto")`, or with the address of the cluster's head in place of "auto".
     """
 
     def __init__(self, address: str = "auto") -> None:
@@ -66,15 +66,15 @@ class Fleet:
         importance: str | int | None = None,
         retry: bool = False,
     ) -> FleetUse:
-        """`with fleet.use("qwen") as model:` — the model, on the host that is best for it now.
+        """`with fleet.use("qwen") as model:` — uses the model on the host that is best for it now.
 
-        Calls of `model` and of its attributes run on that host, which is `model.host`. `timeout`
-        (seconds or "30s"; None waits without limit) limits the wait for room. `importance` is that
-        of `rt.use`. If the host dies, the call raises NodeLost. With `retry`, no error is raised.
-        Instead the model is used on another host, and the earlier calls of the `with` block run
-        again there in their order, because the model there has not seen them. Their results are
-        dropped. Then the lost call runs there and returns. Pass `retry` if these calls may run
-        twice.
+        Calls of `model` and of its attributes run on that host, which is `model.host`. `timeout` (seconds or "30s";
+        None waits without limit) limits the wait for room. `importance` is the same as in `rt.use`.
+
+        If the host dies, the call raises NodeLost. With `retry`, the model is used on another host instead. The earlier
+        calls of the `with` block run again on the new host in their order, because the model there has not seen them.
+        The results of these repeated calls are dropped. Then the lost call runs on the new host and returns. Pass
+        `retry` if the calls may run twice.
 
         Entering raises DoesNotFit and Busy, which name each host with its reason, and UnknownModel.
         """
@@ -84,7 +84,7 @@ class Fleet:
     def _obtain(
         self, hold: str, name: str, timeout: float | None, importance: Any
     ) -> tuple[str, Any]:
-        """The host on which the use `hold` has begun, and that host's agent. Raises the errors of
+        """The host on which the use with the id `hold` has begun, and the agent of this host. Raises the errors of
         `use`.
         """
         if found := self._where_it_was(hold, name, importance):
@@ -126,10 +126,9 @@ class Fleet:
                 time.sleep(ASK_AGAIN_SECONDS)  # an agent is restarted
 
     def _remember(self, name: str, host: str, offers: tuple[Offer, ...]) -> None:
-        """Remembers that the next use of the model tries `host` first, unless other hosts have
-        copies.
+        """Remembers `host`, so that the next use of the model `name` tries it first, unless other hosts have copies.
 
-        If there are copies, each use asks which copy has the fewest users.
+        If several hosts have copies, each use asks which copy has the fewest users.
         """
         copies = [offer for offer in offers if offer.level in _COPIES and offer.host != host]
         if copies:
@@ -138,7 +137,10 @@ class Fleet:
             self._last[name] = host, time.monotonic() + BELIEVED_SECONDS
 
     def _where_it_was(self, hold: str, name: str, importance: Any) -> tuple[str, Any] | None:
-        """Pins the model on the host of its last use, if the model is still on its device there."""
+        """Pins the model `name` on the host of its last use, if it is still on a device of that host.
+
+        Returns this host and its agent, or None.
+        """
         host, until = self._last.get(name, ("", 0.0))
         if time.monotonic() >= until:
             return None
@@ -162,7 +164,7 @@ class Fleet:
         return self._ask_controller("wishes")
 
     def _holdings(self) -> dict[str, dict[str, tuple[str, int]]]:
-        """The models that the agents hold, by host: device and bytes of each."""
+        """The models that the agents hold, by host. Each model has its device and its bytes."""
         return self._hosts.ask("holdings", group="offers")[0]
 
     def _require_known(self, name: str) -> None:
@@ -177,7 +179,7 @@ class Fleet:
             )
 
     def _ask_controller(self, method: str, *args: Any) -> Any:
-        """The controller's answer. Ray repeats the call while the controller restarts."""
+        """Calls the `method` of the controller, and returns its answer. Calls again while the controller restarts."""
         while True:
             try:
                 return cluster.answer(getattr(self._controller, method).remote(*args), None)
@@ -187,7 +189,7 @@ class Fleet:
                 self._controller = joining.controller()
 
     def _agent(self, host: str) -> Any:
-        """The agent of `host`. Raises Gone if that host is not in the fleet."""
+        """The agent of `host`. Raises Gone if this host is not in the fleet."""
         try:
             return self._hosts.agent(host)
         except cluster.Gone:
@@ -195,14 +197,14 @@ class Fleet:
             return self._hosts.agent(host)
 
     def _forget(self, host: str) -> None:
-        """Does not use the `host` again until the controller offers it again."""
+        """Leaves `host` out until the controller offers this host again."""
         self._hosts.forget(host)
         for name, (last, _) in list(self._last.items()):
             if last == host:
                 self._last.pop(name, None)
 
     def _withdraw(self, hold: str) -> None:
-        """Ends `hold` on every host, since the request for it was interrupted."""
+        """Ends the hold with the id `hold` on every host, since the request for the hold was interrupted."""
         for host in self._hosts.names():
             on(self._hosts.agent(host), "leave", "verbs", hold)
 
@@ -245,7 +247,7 @@ class Fleet:
     # -- acting ------------------------------------------------------------------------------------
 
     def evict(self, name: str, *, timeout: str | float | None = 30.0) -> Outcome:
-        """Evicts the model: `fleet.evict("qwen@box2")`, or `"qwen"` if one host has it.
+        """Evicts a model: `fleet.evict("qwen@box2")`, or `fleet.evict("qwen")` if only one host has the model.
 
         Raises AmbiguousName, UnknownModel, StillInUse, Busy.
         """
@@ -264,7 +266,7 @@ class Fleet:
         return holders[0]
 
     def drain(self, host: str, *, undo: bool = False) -> Outcome:
-        """Closes `host` to models, and loads its wished models on other hosts. `undo` opens it again.
+        """Closes `host` to models, and loads its wished models on other hosts. `undo` opens the host again.
 
         A model in use stays until the `with` blocks that use it end. Raises FleetUnavailable for an
         unknown host.
@@ -275,11 +277,10 @@ class Fleet:
         return Outcome("drain", host, True, f"{host} {words}")
 
     def create_slot(self, model: str, host: str, devices: str | Iterable[str]) -> Outcome:
-        """Loads `model` on exactly these `devices` of `host`, and keeps that wish.
+        """Loads `model` on exactly these `devices` of `host`, and keeps the wish for this slot.
 
-        `devices` are cards of that host: `"cuda:1"`, or `"cuda:0,1"` for both. The model is loaded
-        there again after a restart of the host's agent. A model that is loaded on other cards of
-        the host moves.
+        `devices` are cards of `host`: `"cuda:1"`, or `"cuda:0,1"` for two cards. After a restart of the host's agent,
+        the model is loaded on the same cards again. A model that is loaded on other cards of the host moves.
 
         Raises UnknownModel, UnknownDevice, DoesNotFit, StillInUse, Busy, FleetUnavailable.
         """
@@ -291,7 +292,7 @@ class Fleet:
         return Outcome("slot", slot.id, True, f"{model} is on {where} of {host}", where=where)
 
     def delete_slot(self, slot: str) -> Outcome:
-        """Removes the wish for `slot` (`"qwen@box2"`), and evicts the model there unless in use.
+        """Removes the wish for `slot` (`"qwen@box2"`), and evicts its model from its host unless the model is in use.
 
         Raises UnknownModel if there is no such slot.
         """
@@ -338,7 +339,7 @@ class Fleet:
     # -- reading -----------------------------------------------------------------------------------
 
     def plan(self, name: str) -> tuple[Offer, ...]:
-        """What each host offers for the model `name`, the best first. Nothing changes.
+        """What each host offers for the model `name`, the best offer first. Nothing changes.
 
         Raises UnknownModel.
         """
@@ -367,11 +368,11 @@ class Fleet:
         return frozenset(host.name for host in cluster.stored_hosts().values())
 
     def models(self) -> DataFrame:
-        """A table of the models of all hosts: `rt.models()` of each, with the column `host`."""
+        """A table of the models of all hosts: the rows of `rt.models()` of each host, with the column `host`."""
         return self._table("models")
 
     def leases(self) -> DataFrame:
-        """A table of the leases of all hosts: `rt.leases()` of each, with the column `host`."""
+        """A table of the leases of all hosts: the rows of `rt.leases()` of each host, with the column `host`."""
         return self._table("leases")
 
     def _table(self, verb: str) -> DataFrame:
@@ -390,7 +391,7 @@ class Fleet:
         return {host: events for host, events in sorted(found.items()) if events}
 
     def close(self) -> None:
-        """Disconnects this process from the cluster. Its uses of models end."""
+        """Disconnects this process from the cluster. The uses of models by this process end."""
         cluster.ray().shutdown()
 
     def __enter__(self) -> Fleet:
@@ -401,7 +402,7 @@ class Fleet:
 
 
 def _cards(devices: str | Iterable[str]) -> tuple[str, ...]:
-    """The ids of cards: `"cuda:0,1"` names two.
+    """The ids of the cards in `devices`: `"cuda:0,1"` names two cards.
 
     >>> _cards("cuda:0,1"), _cards(["sim:1"])
     (('cuda:0', 'cuda:1'), ('sim:1',))

@@ -29,11 +29,11 @@ FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import t
 
 
 class Gone(Exception):
-    """The process that should answer is dead, or its machine is."""
+    """The process that should answer is dead, or the machine of this process is dead."""
 
 
 class Unreachable(Exception):
-    """The process did not answer. It may live, and the call may have run."""
+    """The process that should answer did not. It may still live, and the call may have run."""
 
 
 def ray() -> Any:
@@ -50,7 +50,7 @@ def ray() -> Any:
 
 
 def require_token() -> None:
-    """Raises FleetUnavailable unless Ray asks every connection for its token.
+    """Raises FleetUnavailable unless Ray checks its token on every connection.
 
     A program that can connect to Ray can run code on every host, as the user of the agents.
     """
@@ -65,9 +65,9 @@ def require_token() -> None:
 
 
 def connect(address: str = "auto") -> None:
-    """Connects this process to the cluster at `address`, if it is not connected yet.
+    """Connects this process to the cluster at `address`, unless this process is connected already.
 
-    Raises FleetUnavailable if there is no cluster, or if its token or its versions differ.
+    Raises FleetUnavailable if there is no cluster, or if the cluster's token or versions differ.
     """
     if importlib.util.find_spec("ray") is not None:
         require_token()  # must precede the import of Ray, because Ray reads this setting only once
@@ -96,7 +96,9 @@ def versions() -> dict[str, str]:
 
 
 def require_equal_versions(theirs: Mapping[str, str], whose: str) -> None:
-    """Raises FleetUnavailable if a version differs from `theirs`. `whose` names the other side."""
+    """Raises FleetUnavailable if a version of this process differs from `theirs`. `whose` names the
+    other process.
+    """
     ours = versions()
     differing = [name for name in ours if theirs.get(name) != ours[name]]
     if differing:
@@ -132,7 +134,9 @@ def unstore(key: bytes) -> None:
 
 
 class Joined(NamedTuple):
-    """A host that has joined. Each join has a new serial number, so that the new agent is found."""
+    """A host that has joined. Each join has a new serial number, which distinguishes the new agent
+    from earlier agents.
+    """
 
     name: str
     serial: str
@@ -184,7 +188,7 @@ def my_job() -> str:
 
 
 def actor(name: str) -> Any:
-    """The handle of the named actor. Raises Gone if there is none."""
+    """The handle of the actor called `name`. Raises Gone if there is no such actor."""
     try:
         return ray().get_actor(name, namespace=NAMESPACE)
     except ValueError as error:
@@ -195,7 +199,8 @@ def actor(name: str) -> Any:
 
 
 def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
-    """The value of a call. `timeout` is in seconds; None waits without limit.
+    """Waits for the call `reference`, and returns its value. `timeout` is in seconds; None waits
+    without limit.
 
     Raises the error of the call itself, such as DoesNotFit, and Gone or Unreachable.
     """
@@ -218,15 +223,15 @@ def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
 
 
 def ended(references: Iterable[Any], seconds: float) -> list[Any]:
-    """The calls that have ended within `seconds`, with a result or with an error."""
+    """Those of the calls `references` that end within `seconds`, with a result or with an error."""
     pending = list(references)
     ready, _ = ray().wait(pending, num_returns=len(pending), timeout=seconds)
     return list(ready)
 
 
 def _cause(error: Any) -> BaseException:
-    """The error that the call raised. An error of another package has the remote traceback as a
-    note.
+    """The error that the remote call raised. An error of another package has the remote traceback
+    as a note.
     """
     from ..errors import GpuError
 
@@ -247,9 +252,9 @@ def answers(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of the calls that answered, and the reasons of the other calls, each by its key.
 
-    All calls together get `timeout` seconds. If `enough(values)` is false by then, the calls that
-    have not answered get up to `longest` seconds in total. A call that fails does not stop the
-    others.
+    All calls together get `timeout` seconds. If `enough(values)` is false after this time, the
+    calls that have not answered get up to `longest` seconds in total. A call that fails does not
+    stop the others.
     """
     keys = {reference: key for key, reference in references.items()}
     pending = list(keys)

@@ -1,8 +1,8 @@
 """The controller of the fleet: a named Ray actor that stores wishes and chooses hosts.
 
-A wish is a model that the fleet should hold. Only wishes are stored, at Ray's head. The agents know
-where the models are, so the death of the controller loses nothing. No model's data passes through
-the controller. Each method may run twice, because Ray repeats calls after a restart.
+A wish is a model that the fleet should hold. The controller stores only wishes, at Ray's head. The
+agents know where the models are, so no data is lost if the controller dies. No model's data passes
+through the controller. Each method may run twice, because Ray repeats calls after a restart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Controller:
     """Chooses hosts for models, and keeps the wished copies loaded."""
 
     def __init__(self) -> None:
-        """Reads the wishes that were stored, and begins to watch the nodes."""
+        """Reads the stored wishes, and begins to watch the nodes."""
         self._wishes = wishes.load(cluster.stored(cluster.WISHES))
         self._lock = threading.Lock()
         self._hosts = Hosts()
@@ -46,7 +46,9 @@ class Controller:
         start(self._watch)
 
     def ready(self, theirs: Mapping[str, str]) -> int:
-        """The process id. Raises FleetUnavailable if the caller's versions differ."""
+        """The process id of the controller. Raises FleetUnavailable if the caller's versions
+        `theirs` differ.
+        """
         cluster.require_equal_versions(theirs, THIS_PROCESS)
         return os.getpid()
 
@@ -78,8 +80,8 @@ class Controller:
         self._change(lambda old: wishes.without(old, name) if old.find(name) else old)
 
     def drain(self, host: str, undo: bool) -> None:
-        """Closes `host` to models, and loads its wished models on other hosts. `undo` opens it
-        again.
+        """Closes `host` to models, and loads its wished models on other hosts. `undo` opens the
+        host again.
         """
         self._hosts.refresh()
         self._change(lambda old: wishes.with_drain(old, host, undo=undo))
@@ -87,9 +89,10 @@ class Controller:
         self._fill_all_later()
 
     def create_slot(self, slot: wishes.Slot) -> str:
-        """Stores `slot`, and loads its model on its cards. Returns the cards.
+        """Stores `slot`, and loads its model on its cards. Returns the cards on which the model is.
 
-        If the model cannot be loaded there, the slot is not kept. Raises the error of the load.
+        If the model cannot be loaded on these cards, the slot is not kept. Raises the error of the
+        load.
         """
         before = self._wishes
         self._change(lambda old: wishes.with_slot(old, slot))
@@ -103,7 +106,7 @@ class Controller:
             raise
 
     def delete_slot(self, id: str) -> None:
-        """Removes the slot `id`, and evicts its model from its host."""
+        """Removes the slot `id`, and evicts the slot's model from the slot's host."""
         self._change(lambda old: wishes.without_slot(old, id))
         model, _, host = id.partition("@")
         self._hosts.ask("learn", self._wishes.revision, hosts=[host])
@@ -124,12 +127,12 @@ class Controller:
     # -- choosing ----------------------------------------------------------------------------------
 
     def hosts(self) -> dict[str, str]:
-        """The ids of the nodes by the name of their host."""
+        """The id of the node of each host, by the name of the host."""
         self._hosts.refresh()
         return self._hosts.nodes()
 
     def choose(self, name: str, without: Iterable[str] = ()) -> tuple[tuple[Offer, ...], int]:
-        """The offers for the model `name`, the best first, and the revision of the wishes.
+        """The offers for the model `name`, the best offer first, and the revision of the wishes.
 
         Drained hosts and the hosts in `without` make no offer. A host that did not answer lately is
         not asked, unless no host answered lately. A host without an answer is listed with `answered`
@@ -160,7 +163,9 @@ class Controller:
     def _ask(
         self, method: str, hosts: list[str], *args: Any
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Asks these `hosts`. A host that does not answer in time is left out for a while."""
+        """Calls `method` of the agents of `hosts`. A host that does not answer in time is left out
+        for a while.
+        """
         found, missing = self._hosts.ask(
             method,
             *args,
@@ -175,7 +180,7 @@ class Controller:
         return found, missing
 
     def _answering(self, hosts: list[str]) -> list[str]:
-        """The `hosts` that answered lately; all `hosts` if none did."""
+        """Those of `hosts` that answered lately; all `hosts` if none of them did."""
         now = time.monotonic()
         answering = [host for host in hosts if self._silent.get(host, 0.0) < now]
         return answering or hosts
@@ -183,12 +188,12 @@ class Controller:
     # -- copies ------------------------------------------------------------------------------------
 
     def _holdings(self) -> dict[str, dict[str, tuple[str, int]]]:
-        """The models of each host that answers: name -> device and bytes."""
+        """The models of each host that answers. Each model has its device and its bytes."""
         return self._hosts.ask("holdings", group="offers", timeout=cluster.OFFER_SECONDS)[0]
 
     def _fill(self, name: str) -> str:
-        """Loads the missing copies of a wished model. Returns its hosts, or why no host has the
-        model.
+        """Loads the missing copies of the wished model `name`. Returns its hosts, or the reason why
+        no host has it.
 
         Only one thread at a time loads copies of a model, since two threads would load too many.
         """
@@ -219,7 +224,7 @@ class Controller:
             allowed.sort(key=lambda offer: (offer.level.order, -offer.left_bytes))
 
         def load(offer: Offer) -> str:
-            """Loads the model on the host of this offer."""
+            """Loads the model on the host of this `offer`."""
             agent = self._hosts.agent(offer.host)
             call = on(agent, "load", "loads", name, revision, LOAD_SECONDS)
             return cluster.answer(call, None)
@@ -250,7 +255,9 @@ class Controller:
                         self._evict(name, host)
 
     def _evict(self, name: str, host: str) -> None:
-        """Evicts the model from `host`. If it is in use, it stays, and this is logged."""
+        """Evicts the model `name` from `host`. If the model is in use, it stays, and this is
+        logged.
+        """
         try:
             call = on(self._hosts.agent(host), "verb", "verbs", "evict", (name,), {})
             cluster.answer(call, LOAD_SECONDS)
@@ -277,7 +284,7 @@ class Controller:
             self._in_background(name, partial(self._fill, name))
 
     def _in_background(self, name: str, fill: Callable[[], str]) -> None:
-        """Calls `fill` in a separate task, unless such a task for `name` runs already."""
+        """Calls `fill` in a separate task, unless such a task for the model `name` already runs."""
         self._loading.add(name)
         start(partial(self._fill_in_background, name, fill))
 
@@ -292,7 +299,9 @@ class Controller:
     # -- watching ----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Reads the living nodes, and loads a wished model on another host once its host is gone."""
+        """Repeatedly reads the living nodes. Once a host is gone, loads its wished models on other
+        hosts.
+        """
         next_check = time.monotonic() + CHECK_SECONDS
         while True:
             time.sleep(WATCH_SECONDS)
@@ -308,5 +317,7 @@ class Controller:
 
 
 def _can_serve(found: Iterable[Any]) -> bool:
-    """Whether one of the answers is an offer to serve, so that slower hosts need not be awaited."""
+    """Whether one of the answers in `found` is an offer to serve. If so, slower hosts need not be
+    awaited.
+    """
     return any(getattr(one, "level", None) is not PlanLevel.NEVER for one in found)

@@ -1,7 +1,7 @@
 """Several hosts on one machine, for drills, runbooks and tests.
 
-Each host is a Ray node with simulated cards and a ledger of its own. Ray is told to notice a dead
-node after 1 s instead of 14.
+Each host is a Ray node with simulated cards and its own ledger. Ray is set to notice a dead node after 1 s instead of
+14.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MOST_STARTS = 3  # of a node: Ray gives its processes 15 s, which is short on a 
 
 
 class Drill:
-    """Hosts of one cluster on this machine, by name. End it with `close`."""
+    """Hosts of one cluster on this machine, by name. Call `close` at the end."""
 
     def __init__(self, directory: Path, ray_directory: str = "") -> None:
-        """Starts no host yet. The ledgers are in `directory`.
+        """Creates a drill without hosts. The ledgers of its hosts will be in `directory`.
 
-        Ray's own files are in `ray_directory`, or where Ray puts them.
+        Ray's own files are in `ray_directory`. If this is empty, Ray chooses the directory.
         """
         self.directory, self._ray_directory = directory, ray_directory
         self.nodes: dict[str, Any] = {}
@@ -51,9 +51,9 @@ class Drill:
         return str(self.cluster.address)
 
     def add(self, name: str, devices: str, cards: int | None = None) -> None:
-        """Starts the node of the host `name` with these simulated `devices`. The first is the head.
+        """Starts the node of the host `name` with these simulated `devices`. The first node is the head.
 
-        `cards` is their number for Ray; None means the number in `devices`.
+        `cards` is the number of cards for Ray; None means the number in `devices`.
         """
         from ray.cluster_utils import Cluster
 
@@ -93,7 +93,7 @@ class Drill:
         return int(cluster.answer(agent.ready.remote())["pid"])
 
     def kill(self, name: str) -> None:
-        """Kills the node and its agent at once, as a power cut would."""
+        """Kills the node of the host `name` and its agent at once, as a power cut would."""
         pid = self.agent_pid(name)
         self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
         os.kill(pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ class Drill:
 
 
 def start(hosts: Mapping[str, str]) -> Drill:
-    """Starts `hosts` on this machine, which join a new fleet. The values are their simulated cards.
+    """Starts a new fleet with these `hosts` on this machine. The values are the simulated cards of each host.
 
     The head is a node of its own, so every host may be killed. This process gets the settings of
     ENVIRONMENT and a new token. For example: `drill.start({"box1": "sim:2x80GiB", "box2": "sim:40GiB"})`.
@@ -133,7 +133,7 @@ def _start(drill: Drill, name: str, devices: str, cards: int | None = None) -> N
 
 
 def _cards(devices: str) -> int:
-    """The number of cards in a setting.
+    """The number of cards in `devices`, a value of the setting GPU_DEVICES.
 
     >>> _cards("sim:2x80GiB,host:1GiB"), _cards("sim:24GiB+12GiB"), _cards("sim:24GiB")
     (2, 2, 1)
@@ -146,7 +146,7 @@ def _cards(devices: str) -> int:
 def _ports() -> dict[str, int]:
     """Free ports for Ray's own agent processes on a node.
 
-    With given ports, these processes need not choose ports and write them to a file first.
+    If the ports are given, these processes need not choose ports and write them to a file first.
     """
     sockets = [socket.socket() for _ in range(4)]
     for one in sockets:

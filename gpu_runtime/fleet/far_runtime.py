@@ -21,8 +21,8 @@ class FarRuntime:
         self._fleet, self.host = fleet, host
 
     def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
-        """`with far.on_behalf_of("ann"):` — the host journals this thread's actions as done for
-        `name`.
+        """`with far.on_behalf_of("ann"):` — the host's journal names `name` for the actions of this
+        thread.
         """
         return attribution.on_behalf_of(name)
 
@@ -47,7 +47,7 @@ class FarRuntime:
             raise AttributeError(verb)
 
         def far(*args: Any, **kwargs: Any) -> Any:
-            """Calls the verb on the host, and returns its result."""
+            """Calls the verb on the host, and returns the verb's result."""
             try:
                 patience = self._patience(verb)
                 return cluster.answer(self._send(verb, args, kwargs), patience)

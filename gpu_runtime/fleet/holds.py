@@ -1,7 +1,7 @@
 """Models that clients of the fleet use on this host, with one thread for each use (a hold).
 
 A pin belongs to the thread that took it. So each hold has its own thread, which stays inside `with
-rt.use(model)` and runs the client's calls until the hold is released.
+rt.use(model)` until the hold is released. The same thread runs the client's calls.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ MOST_RELEASED = 1000  # releases that arrived before their hold, and are remembe
 
 
 class _Released(BaseException):
-    """Raised in a thread that waits for room, after its hold was released.
+    """Raised in a thread that waits for room, once the hold of that thread was released.
 
-    This class is no subclass of Exception, so that no `except Exception` on the way catches it.
+    This class is no subclass of Exception, so that no `except Exception` between the wait and
+    `Holds` catches it.
     """
 
 
@@ -36,7 +37,7 @@ class _Call(NamedTuple):
 
 
 class Hold:
-    """One use of a model by a client, or the wait for it."""
+    """One use of a model by a client, or the wait for the use."""
 
     def __init__(self, id: str, job: str, model: str) -> None:
         """The hold `id` of the Ray job `job` on `model`."""
@@ -46,7 +47,7 @@ class Hold:
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
 
     def release(self) -> None:
-        """Ends the use, or the wait for it. A call that runs is completed."""
+        """Ends the use of the model, or the wait for it. A call that runs is completed."""
         self.released.set()
         self.calls.put(None)
 
@@ -55,7 +56,7 @@ class Holds:
     """All holds of this host, by their ids."""
 
     def __init__(self, rt: Any, host: str) -> None:
-        """`rt` is the runtime of this host, and `host` its name."""
+        """`rt` is the runtime of this host, and `host` the name of this host."""
         self._rt, self._host = rt, host
         self._all: dict[str, Hold] = {}
         # Ids that were released before their hold began: the release may arrive first.
@@ -66,7 +67,8 @@ class Holds:
     def enter(self, hold: Hold, timeout: float | None, importance: Any) -> None:
         """Waits until the model of `hold` is on its device.
 
-        `timeout` and `importance` are those of `rt.use`, and so are the errors.
+        `timeout` and `importance` have the same meaning as in `rt.use`. Raises the errors of
+        `rt.use`.
         """
         self._all[hold.id] = hold
         if hold.id in self._released_early:
@@ -83,9 +85,9 @@ class Holds:
     def call(self, id: str, path: tuple[str, ...], given: bytes) -> bytes:
         """The pickled result of a call on the model of the hold `id`, run in the hold's thread.
 
-        `path` and `given` are those of `remote_calls.run`. Raises the errors of the call. Raises
-        NodeLost if there is no such hold, because the agent has been restarted, and if the model's
-        process is gone for good.
+        `path` and `given` have the same meaning as in `remote_calls.run`. Raises the errors of the
+        call. Raises NodeLost in two cases: there is no such hold, because the agent has been
+        restarted, or the model's process is gone for good.
         """
         hold = self._all.get(id)
         if hold is None or hold.released.is_set():
@@ -103,21 +105,21 @@ class Holds:
             del error
 
     def release(self, id: str) -> None:
-        """Ends the hold `id`. Without such a hold, nothing happens."""
+        """Ends the hold with this `id`. If there is no such hold, nothing happens."""
         if hold := self._all.pop(id, None):
             hold.release()
         else:
             self._released_early.append(id)
 
     def release_jobs(self, ended: set[str]) -> int:
-        """Ends all holds of the jobs that have `ended`. Returns their number."""
+        """Ends all holds of the jobs in `ended`. Returns the number of these holds."""
         dead = [hold.id for hold in list(self._all.values()) if hold.job in ended]
         for id in dead:
             self.release(id)
         return len(dead)
 
     def users(self, model: str) -> int:
-        """The number of holds on `model`, including those that still wait for room."""
+        """The number of holds on `model`, including the holds that still wait for room."""
         return sum(hold.model == model for hold in list(self._all.values()))
 
     def __len__(self) -> int:
@@ -142,7 +144,7 @@ class Holds:
             self._end(hold)
 
     def _end(self, hold: Hold) -> None:
-        """Answers the calls that arrived after the release with an error."""
+        """Answers the calls that arrived after the release of `hold` with an error."""
         hold.released.set()
         while not hold.calls.empty():
             late = hold.calls.get()
@@ -150,14 +152,16 @@ class Holds:
                 late.result.put((b"", NodeLost(hold.model, self._host, "the use has ended")))
 
     def _on_wait(self, model: str, wait: Any) -> None:
-        """Runs in the hold's thread each time the ledger decides that its request must wait."""
+        """Called in the thread of a hold each time the ledger decides that the hold's request must
+        wait.
+        """
         hold = self._by_thread.get(_thread.get_ident())
         if hold is not None and wait is not None and hold.released.is_set():
             raise _Released
 
 
 def _outcome(value: Any, call: _Call) -> tuple[bytes, BaseException | None]:
-    """The pickled result of `call` on the model `value`, or its error."""
+    """The pickled result of `call` on the model `value`, or the error of the call."""
     try:
         if isinstance(value, ProcessModel):
             return value.run_there(call.path, call.given), None

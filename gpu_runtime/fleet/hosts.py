@@ -18,7 +18,8 @@ class Hosts:
         self._lock = threading.Lock()
 
     def refresh(self) -> tuple[str, ...]:
-        """Reads the hosts from Ray. Returns the names of hosts that are gone since the last call.
+        """Reads the hosts from Ray. Returns the names of the hosts that are gone since the last
+        call of `refresh`.
 
         A host that has left, or whose node is dead, is gone.
         """
@@ -46,7 +47,7 @@ class Hosts:
         return tuple(sorted(self._handles))
 
     def nodes(self) -> dict[str, str]:
-        """The ids of the hosts' nodes, by host."""
+        """The id of the node of each host, by the name of the host."""
         return {host: node for host, ((node, _), _) in self._handles.items()}
 
     def agent(self, host: str) -> Any:
@@ -70,11 +71,10 @@ class Hosts:
         timeout: float = cluster.ANSWER_SECONDS,
         **patience: Any,
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The answers of the agents by host, and for each other host the reason why it gave no
-        answer.
+        """The answers of the agents by host; and for each host without an answer the reason.
 
-        `method` is called with `args` on all `hosts` at once; None means all. `timeout` and
-        `patience` (longest, enough) are those of `cluster.answers`.
+        `method` is called with `args` on all `hosts` at once; None means all hosts. `timeout` and
+        `patience` (longest, enough) are parameters of `cluster.answers`.
         """
         references = {}
         for host in self.names() if hosts is None else hosts:
@@ -85,5 +85,7 @@ class Hosts:
 
 
 def on(agent: Any, method: str, group: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls the `method` of an `agent` in one of its groups of threads. Returns the reference."""
+    """Calls the `method` of an `agent` in the `group` of its threads. Returns the reference of the
+    call.
+    """
     return getattr(agent, method).options(concurrency_group=group).remote(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""How a host joins the fleet and leaves it, and how the controller is found or started."""
+"""A host joins or leaves the fleet here, and the controller is found or started here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOIN_SECONDS = 120.0  # the agent's process starts, and its runtime opens
 
 
 def controller() -> Any:
-    """The handle of the controller, which is started if there is none."""
+    """The handle of the controller. If there is no controller, it is started."""
     module = cluster.ray()
     options = module.remote(Controller).options(
         name=cluster.CONTROLLER,
@@ -43,10 +43,11 @@ def join(
 ) -> Outcome:
     """Makes this machine a host of the fleet. Starts its agent, which owns the leases of the models.
 
-    `name` is the name of the host, by default the machine's. `devices` are the cards as in
+    `name` is the name of the host; the default is the machine's name. `devices` are the cards as in
     GPU_DEVICES; simulated cards must be named, as in `sim:2x24GiB`. `ledger` is the URL of the
-    host's ledger; by default the agent uses the ledger of the machine's configuration, as its
-    notebooks do. `address` is Ray's. `node` is the id of the Ray node, by default this machine's.
+    host's ledger. By default the agent uses the ledger of the machine's configuration, as the
+    notebooks of the machine do. `address` is the address of Ray's head. `node` is the id of the Ray
+    node; the default is the node of this machine.
 
     Raises FleetUnavailable.
     """
@@ -99,15 +100,19 @@ def _start_agent(host: str, node: str, cards: int, devices: str, ledger: str | N
 
 
 def _devices_here() -> str:
-    """The cards of this machine as a value of GPU_DEVICES. Ray hides cards from processes that did
-    not claim them. `auto` would then find no card, so the value names `cuda`.
+    """The cards of this machine as a value of GPU_DEVICES.
+
+    Ray hides cards from processes that did not claim them. In such a process `auto` would find no
+    card, so the value is `cuda` in place of `auto`.
     """
     given = os.environ.get("GPU_DEVICES", "")
     return given if given not in ("", "auto") else "cuda"
 
 
 def _free_name(wanted: str, node: str) -> str:
-    """`wanted`, or another name if a living host of another node has that name already."""
+    """The name `wanted`, or another name if a living host of another node is already called
+    `wanted`.
+    """
     alive = cluster.living_nodes()
     taken = {
         joined.name
@@ -118,9 +123,10 @@ def _free_name(wanted: str, node: str) -> str:
 
 
 def leave(*, node: str = "", address: str = "auto") -> Outcome:
-    """Takes this machine out of the fleet: its models are freed, and its agent ends.
+    """Takes this machine out of the fleet: frees the models of its agent, and ends the agent.
 
-    `node` is the id of the Ray node, by default this machine's. Raises FleetUnavailable.
+    `node` is the id of the Ray node; the default is the node of this machine. Raises
+    FleetUnavailable.
     """
     cluster.connect(address)
     module = cluster.ray()

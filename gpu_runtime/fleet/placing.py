@@ -1,4 +1,4 @@
-"""Tries the hosts in the order of their offers, until one serves the model.
+"""Tries the hosts in the order of their offers, until one of the hosts serves the model.
 
 This module does not know Ray. `attempt` is the call that a host answers or refuses.
 """
@@ -43,7 +43,7 @@ def attempts(
     offers: Iterable[Offer],
     attempt: Callable[[Offer], T],
 ) -> Served:
-    """Calls `attempt` with one offer after the other, until one of them succeeds.
+    """Calls `attempt` with one offer after the other, until one call of `attempt` succeeds.
 
     If a host has become busy since its offer, the next host is tried. Offers of the level `never`
     are not tried. Every attempt is logged.
@@ -67,10 +67,10 @@ def attempts(
 
 
 def refusal(name: str, offers: Iterable[Offer], served: Served, waited: float) -> Exception:
-    """The error for a model that no host served. It names every host with its reason.
+    """The error for a model that no host served. The error names every host with its reason.
 
-    The error is Busy if a later attempt may succeed, or if a host has not answered. Otherwise the
-    error is LoadFailed if a host had room and could not load the model, else DoesNotFit.
+    The error is Busy if a later attempt may succeed, or if a host has not answered. In all other cases the error is
+    LoadFailed if a host had room and could not load the model, else DoesNotFit.
     """
     listed, reasons = list(offers), served.reasons
     each = "\n".join(f"  {host}: {reason}" for host, reason in sorted(reasons.items()))

@@ -1,4 +1,4 @@
-"""A model on another host, as a client uses it. Calls are sent to the agent of that host."""
+"""A model on another host, as a client uses it. Calls of the model are sent to the agent of its host."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Placer(Protocol):
 class RemoteModel:
     """The model of a `with fleet.use(…)` block. Its attributes are those of the model on its host.
 
-    `model.generate(**words)` runs on that host. Tensors are sent to the model's device, and come
-    back in host memory. `host` is the name of the host.
+    `model.generate(**words)` runs on the model's host. Tensors are sent to the model's device, and results come back in
+    host memory. `host` is the name of the host.
     """
 
     def __init__(self, use: FleetUse) -> None:
@@ -68,7 +68,7 @@ class RemoteModel:
 
 
 class _Path:
-    """An attribute of a model on another host. A call of it runs there."""
+    """An attribute of a model on another host. If this object is called, the call runs on that host."""
 
     def __init__(self, use: FleetUse, path: tuple[str, ...]) -> None:
         self._use, self._path = use, path
@@ -86,12 +86,12 @@ class _Path:
 
 
 class FleetUse:
-    """`with fleet.use("qwen") as model:` — the model on some host, pinned while the block runs."""
+    """`with fleet.use("qwen") as model:` — the model on one of the hosts, pinned while the block runs."""
 
     def __init__(
         self, fleet: Placer, name: str, timeout: float | None, importance: Any, retry: bool
     ) -> None:
-        """The arguments are those of `Fleet.use`."""
+        """The arguments are the arguments of `Fleet.use`."""
         self._fleet, self.name, self._retry = fleet, name, retry
         self._timeout, self._importance = timeout, importance
         self.host = ""
@@ -126,19 +126,19 @@ class FleetUse:
             on(agent, "leave", "verbs", self._hold)
 
     def serve(self, begin: Callable[[Any, str], Any]) -> Any:
-        """What the host's agent returns for `begin`; see `HostAgent.serve`. Raises as `call` does."""
+        """The result of `begin` on the host of the model; see `HostAgent.serve`. Raises the same errors as `call`."""
         return self._on_a_living_host(lambda: on(self._agent, "serve", "verbs", begin))
 
     def withdraw(self) -> None:
-        """Ends the use, or the wait for a host. Another thread may call it."""
+        """Ends the use, or the wait for a host. Any thread may call this method."""
         self._fleet._withdraw(self._hold)
 
     def call(self, path: tuple[str, ...], args: Any, kwargs: Any) -> Any:
         """The result of a call on the model.
 
-        Raises the error of the call, EngineDied if the model's process died, and NodeLost if the
-        host died. With `retry`, the model is used again instead, on another host or in a new
-        process, and the calls of the `with` block run again there.
+        Raises the error of the call, EngineDied if the model's process died, and NodeLost if the host died. With
+        `retry`, EngineDied and NodeLost are not raised. Instead the model is used again on another host or in a new
+        process, and the calls of the `with` block run again on this new copy.
         """
         # The agent passes the bytes on. Only the model's process and this one read them.
         made = _Made(path, cluster.ray().cloudpickle.dumps((args, kwargs)))
@@ -173,11 +173,10 @@ class FleetUse:
         raise AssertionError  # the last attempt returns or raises
 
     def _run_again(self, lost: int, *, elsewhere: bool) -> None:
-        """Runs the calls of the block again, unless another thread has done that for the `lost` copy.
+        """Runs the calls of the `with` block again, unless another thread has already replaced the copy number `lost`.
 
-        With `elsewhere`, the model is first used on another host. Without `elsewhere`, the model's
-        process was started again on the same host, and the use continues there. Raises NodeLost if
-        the calls are too many.
+        With `elsewhere`, the model is first used on another host. Without `elsewhere`, the model's process was started
+        again on the same host, and the use continues in the new process. Raises NodeLost if the calls are too many.
         """
         with self._moving:
             if self._copy != lost:

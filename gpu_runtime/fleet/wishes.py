@@ -1,6 +1,6 @@
-"""The wishes of the fleet: which models, how many copies, and which hosts are drained.
+"""The wishes of the fleet: the models with the number of their copies, and the drained hosts.
 
-Pure. The controller stores only wishes. The agents know where the models are.
+This module is pure. The controller stores only wishes. The agents know where the models are.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Wishes(Value):
 
 
 def applied(wishes: Wishes, new: Iterable[Wish], *, dedicated: bool) -> Wishes:
-    """The wishes with `new` added or changed.
+    """The `wishes` after each wish in `new` was added, or has replaced the earlier wish for the
+    same model.
 
     With `dedicated`, the new wishes replace the dedicated set: dedicated models that are not among
     `new` are no longer wished. If nothing changes, the same wishes are returned.
@@ -80,7 +81,8 @@ def without(wishes: Wishes, name: str) -> Wishes:
 
 
 def with_slot(wishes: Wishes, slot: Slot) -> Wishes:
-    """The wishes with `slot` added, or changed if its model has a slot on its host already.
+    """The `wishes` with `slot` added. An earlier slot of the same model on the same host is
+    replaced.
 
     Raises UnknownModel if nobody wished the model.
     """
@@ -94,7 +96,7 @@ def with_slot(wishes: Wishes, slot: Slot) -> Wishes:
 
 
 def without_slot(wishes: Wishes, id: str) -> Wishes:
-    """The wishes without the slot `id`. Without such a slot they are returned unchanged."""
+    """The `wishes` without the slot `id`. If there is no such slot, the result is `wishes`."""
     slots = tuple(slot for slot in wishes.slots if slot.id != id)
     if slots == wishes.slots:
         return wishes
@@ -103,7 +105,7 @@ def without_slot(wishes: Wishes, id: str) -> Wishes:
 
 def bodies_on(wishes: Wishes, host: str) -> tuple[dict[str, Any], ...]:
     """The catalogue entries of the models for `host`. A slot on the host sets the cards of its
-    entry.
+    model's entry.
     """
     cards = {slot.model: slot.devices for slot in wishes.slots if slot.host == host}
     found = []
@@ -116,7 +118,7 @@ def bodies_on(wishes: Wishes, host: str) -> tuple[dict[str, Any], ...]:
 
 
 def with_drain(wishes: Wishes, host: str, *, undo: bool) -> Wishes:
-    """The wishes with `host` drained, or open again with `undo`."""
+    """The `wishes` with `host` drained. With `undo`, the host is open again."""
     hosts = {*wishes.drained} - {host} if undo else {*wishes.drained, host}
     drained = tuple(sorted(hosts))
     if drained == wishes.drained:
@@ -130,5 +132,5 @@ def dump(wishes: Wishes) -> bytes:
 
 
 def load(data: bytes | None) -> Wishes:
-    """The wishes in `data`, which `dump` wrote. Without data there are no wishes."""
+    """The wishes in `data`, which `dump` wrote. If `data` is None, there are no wishes."""
     return msgspec.json.decode(data, type=Wishes) if data else Wishes()

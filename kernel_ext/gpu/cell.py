@@ -1,6 +1,6 @@
 """Runs the cell of a `%%gpu` magic in the user's namespace, as IPython would run it.
 
-`shell.run_cell` is not used: it shows tracebacks itself, so they would be shown twice.
+`shell.run_cell` is not used: it shows tracebacks itself, so each traceback would be shown twice.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 class CellSyntaxError(GpuError):
     """Raised when the text of a cell is not valid Python.
 
-    The error has Python's own message. It is raised, not printed, so that nbval notices it.
+    The error has Python's own message. The error is raised, not printed, so that nbval notices it.
     """
 
 
 class Compiled:
-    """A cell that is ready to run: its statements, and the last expression, which is displayed."""
+    """A cell that is ready to run: the code of its statements, and of its last expression, which is displayed."""
 
     def __init__(self, shell: InteractiveShell, cell: str) -> None:
         """Compiles the `cell` for the `shell`.
 
-        Raises CellSyntaxError if the cell is not Python, and GpuError if it awaits at its top level.
+        Raises CellSyntaxError if the cell is not Python, and GpuError if the cell uses `await` at its top level.
         """
         self._shell = shell
         # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.
@@ -69,7 +69,7 @@ class Compiled:
         return code
 
     def run(self) -> None:
-        """Runs the cell. The traceback of an error shows only the user's own lines."""
+        """Runs the cell. If the cell raises an error, the traceback shows only the user's own lines."""
         try:
             for code in self._code:
                 exec(code, self._shell.user_ns)

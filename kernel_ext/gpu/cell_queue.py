@@ -1,14 +1,14 @@
-"""Lists the cells that wait in this kernel, and leaves all of them in the kernel's queue.
+"""Lists the cells that wait in this kernel, without taking them out of the kernel's queue.
 
 ipykernel 7 reads the shell socket in a separate thread and passes each message on at once to a
 function, the receiver of the stream. This module puts another function, the tap, in front of the
 receiver. The tap sees every request when the request arrives, also while a cell runs.
 
-ipykernel 6 reads the socket only between cells. With that version, `flush` is called at the start of
-a cell. This puts the arrived messages into `msg_queue`, as the stream itself would do a moment later.
+ipykernel 6 reads the socket only between cells. With that version, this module calls `flush` of the stream at the start
+of a cell. `flush` puts the arrived messages into `msg_queue`, as the stream itself would do a moment later.
 
-Messages are read with `session.unpack`. `session.deserialize` would record their signatures as used,
-and the kernel would then reject them.
+Messages are read with `session.unpack`. `session.deserialize` would record the signatures of the messages as used, and
+the kernel would then reject the messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECEIVER = "shell_channel_thread_main"  # the kernel's method that receives eve
 
 
 class WaitingCell(NamedTuple):
-    """A request to run a cell that has not begun."""
+    """A request to run a cell. The cell has not begun."""
 
     id: str  # the id of the message
     code: str
@@ -37,7 +37,7 @@ class CellQueue:
     """The requests that wait in one kernel, in the order in which they will run."""
 
     def __init__(self, kernel: Any, changed: Callable[[], None]) -> None:
-        """Watches `kernel`, and calls `changed` in any thread when a request has arrived."""
+        """Watches `kernel`. When a request has arrived, calls `changed`, in any thread."""
         self._kernel, self._changed = kernel, changed
         self._seen: dict[str, WaitingCell] = {}
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class CellQueue:
             self._begin()
 
     def waiting(self) -> list[WaitingCell]:
-        """The requests that wait now, the next one first."""
+        """The requests that wait now, in the order in which they will run."""
         with self._lock:
             return list(self._seen.values())
 
@@ -84,8 +84,8 @@ class CellQueue:
     def _begin(self) -> None:
         """Puts the tap in front of the receiver of the kernel's stream.
 
-        Before the kernel has started, the stream has no receiver, and messages read from it would be
-        lost. In that case the kernel itself installs the tap when it starts.
+        Before the kernel has started, the stream has no receiver, and messages read from it would be lost. If the
+        kernel has not started, the kernel itself installs the tap when it starts.
         """
         if self._stream.receiving():  # type: ignore[union-attr]
             self._receive_by(self._tap)
@@ -93,7 +93,7 @@ class CellQueue:
             vars(self._kernel)[_RECEIVER] = self._tap
 
     def _receive_by(self, receiver: Any) -> None:
-        """Makes `receiver` the receiver of all further messages. The thread of the stream does this."""
+        """Makes `receiver` the receiver of all further messages. The change is made in the thread of the stream."""
         stream = self._stream
         self._loop.add_callback(lambda: stream.on_recv(receiver, copy=False))  # type: ignore[union-attr]
 
@@ -128,7 +128,7 @@ class CellQueue:
                 self._note(entry[-1][0])
 
     def _read(self, message: Any) -> WaitingCell | None:
-        """The request in a message, or None if it is another kind of message, or unreadable."""
+        """The request in `message`. None if `message` is of another kind or cannot be read."""
         try:
             session = self._kernel.session
             _, frames = session.feed_identities(message, copy=False)

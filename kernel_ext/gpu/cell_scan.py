@@ -1,8 +1,7 @@
 """Finds the models that a cell uses, from the text of the cell.
 
-This module is pure: it runs no code of the cell. If the scan misses a model, the cell loads that model
-when it uses it, as it would without a scan. If the scan finds a model that the cell does not use, the
-cost is a load into free memory.
+This module is pure: it runs no code of the cell. If the scan misses a model, the cell loads the model at its first use,
+as without a scan. If the scan finds a model that the cell does not use, the cost is a load into free memory.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Reading(NamedTuple):
 class Scan:
     """Reads cells in the order in which they will run.
 
-    The assignments and definitions of a cell are known when later cells are read.
+    Assignments and definitions in one cell are known when later cells are read.
 
     >>> scan = Scan(known=["a", "b"], names={"B": "b"})
     >>> scan.read('with rt.use("a") as m: m(1)\\nwith rt.use(B): pass').uses
@@ -58,7 +57,7 @@ class Scan:
     ) -> None:
         """`known` are the names of models, `names` the variables of the notebook.
 
-        `governed` returns the name of the model that a value is, or "" if the value is no model.
+        `governed(value)` returns the name of the model that `value` is, or "" if `value` is no model.
         """
         self.known, self.names, self.governed = frozenset(known), names, governed
         self.bound: dict[str, tuple[Any, ...]] = {}  # variable -> the constants it may have
@@ -78,7 +77,7 @@ class Scan:
         return Reading(tuple(cell.uses), frozenset([*cell.mentions, *cell.uses]))
 
     def values(self, node: ast.AST | None) -> Iterator[Any]:
-        """The constants that the expression `node` may have, as far as its text shows them."""
+        """Yields the constants that may be the value of the expression `node`, as far as the text of the cell shows."""
         if isinstance(node, ast.Constant):
             yield node.value
         elif isinstance(node, ast.Name):
@@ -110,7 +109,7 @@ class Scan:
             yield value
 
     def _values_of_call(self, node: ast.Call) -> Iterator[Any]:
-        """Yields the constants of a call that passes them on.
+        """Yields the constants that a call passes on from its arguments or from its object.
 
         For example, `enumerate(names)` and `names.items()` both yield the constants of `names`.
         """
@@ -138,7 +137,7 @@ class _Cell(ast.NodeVisitor):
                 self.uses.append(name)
 
     def mention(self, names: Iterable[Any]) -> None:
-        """Adds each model among `names` to the mentions of the cell, not to its uses."""
+        """Adds each model among `names` to the models that the cell only mentions, not to the models that it uses."""
         self.mentions |= {name for name in names if type(name) is str and name in self.scan.known}
 
     # -- assignments
@@ -235,7 +234,7 @@ class _Cell(ast.NodeVisitor):
             self._follow(function.id, node)
 
     def _follow(self, name: str, call: ast.Call) -> None:
-        """Adds the models that the function `name` uses with the arguments of the `call`."""
+        """Adds the models that the function `name` uses if it is called as in `call`."""
         if body := self.scan.functions.get(name):
             self._follow_text(body, call)
         elif name not in self.scan.bound:
@@ -261,7 +260,7 @@ class _Cell(ast.NodeVisitor):
             self.scan.bound, self.depth = outside, self.depth - 1
 
     def _follow_code(self, function: types.FunctionType, given: list[Any], depth: int = 0) -> None:
-        """Adds the models that `function`, which exists already, uses when it is called.
+        """Adds the models that the existing `function` uses when it is called.
 
         These models are found among the constants of `function` and the arguments `given`. Nothing is
         added if the function calls no method that uses models.
@@ -323,7 +322,7 @@ class _Cell(ast.NodeVisitor):
 def _parsed(code: str) -> ast.AST | None:
     """The syntax tree of the cell, or None if the cell is not Python.
 
-    The results are cached, because a waiting cell is read many times. Plain Python is parsed without
+    The results are cached, because the text of a waiting cell is read many times. Plain Python is parsed without
     IPython's transformation, which takes ten times as long as the parsing.
     """
     try:

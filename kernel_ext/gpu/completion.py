@@ -75,8 +75,8 @@ def candidates(
 ) -> Iterable[str] | None:
     """The words that may replace the `fragment`, which follows the words `before`.
 
-    `cell` is True for `%%gpu`. `runtime()` returns the runtime with the models. The result is None if
-    another matcher should complete the word, as for a file.
+    `cell` is True for `%%gpu`. `runtime()` returns the runtime with the models. The result is None if another matcher
+    should complete the word, for example the path of a file.
     """
     if cell:
         arguments, typed = verbs.CELL, before
@@ -137,7 +137,7 @@ def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | No
 
 
 def model_names(rt: Any) -> list[str]:
-    """The models that `rt` knows by name, and those of other processes as `name@pid`."""
+    """The names of the models that `rt` knows, and of the models of other processes as `name@pid`."""
     snapshot = rt.status()
     mine = {*(spec.name for spec in snapshot.specs), *rt.catalog_names()}
     others = set()
@@ -153,6 +153,6 @@ def model_names(rt: Any) -> list[str]:
 
 
 def notebook_names(rt: Any) -> list[str]:
-    """The file names of the notebooks that hold memory."""
+    """The file names of the notebooks that hold memory on a device."""
     sections = rt.status().sections.values()
     return sorted({section.owner.file for section in sections} - {""})

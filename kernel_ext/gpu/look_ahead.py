@@ -1,4 +1,4 @@
-"""The running and waiting cells of this notebook. Look-ahead loads their models before they run.
+"""The running and waiting cells of this notebook. The runtime loads the models of these cells before they run.
 
 The waiting cells are read from the kernel's queue. If the queue is empty, the next cells are read from
 the notebook's file. The runtime calls this module in a thread of its own. This module loads no model.
@@ -21,7 +21,7 @@ MOST_READ = 50  # cells ahead
 
 
 class LookAhead:
-    """The cells of one shell. The shell reports when each cell begins and ends."""
+    """The running and waiting cells of one shell. The shell reports when each cell begins and ends."""
 
     def __init__(self, shell: Any, clock: Callable[[], float] = time.monotonic) -> None:
         """Watches the kernel of `shell`. A shell without a kernel has no cells that wait."""
@@ -47,7 +47,9 @@ class LookAhead:
         upcoming.changed()
 
     def after_cell(self, result: Any) -> None:
-        """Called when a cell ended with IPython's `result`. After an error or an interrupt, no cell is expected."""
+        """Called when a cell ended with IPython's `result`. After an error or an interrupt, no further cell is
+        expected.
+        """
         if self._queue is None:
             return
         self._running = [one for one in self._running if one[0] is not result.info]
@@ -77,8 +79,8 @@ class LookAhead:
     def read(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
         """The running cell and the waiting cells, each with its models.
 
-        `known` are the names of models. `governed` returns the name of the model that a value is. The
-        runtime calls this through its protocol `upcoming`.
+        `known` are the names of models. `governed(value)` returns the name of the model that `value` is. The runtime
+        calls this method through the protocol in `upcoming`.
         """
         assert self._queue is not None
         scan = Scan(known, self._shell.user_ns, governed)

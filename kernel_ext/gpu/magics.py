@@ -1,7 +1,7 @@
 """The magics `%gpu` and `%%gpu`, which read the typed line, call the runtime and return the result.
 
-The returned value shows itself. Only the code that IPython needs is here. The verbs, such as `plan`
-in `%gpu plan qwen`, are defined in `gpu_runtime/verbs.py`; a new verb is added there.
+The returned value has its own display method. Only the code that IPython needs is here. The verbs, such as `plan` in
+`%gpu plan qwen`, are defined in `gpu_runtime/verbs.py`; a new verb is added in that file.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ IN_NOTEBOOK: dict[str, Callable[[Any], Any]] = {"console": lambda rt: rt.console
 
 
 class Parser(MagicArgumentParser):
-    """Reads a verb's arguments. An error shows how the verb is typed."""
+    """Reads a verb's arguments. The message of an error shows how the verb is typed."""
 
     synopsis = ""
 
     def error(self, message: str) -> None:
-        """Raises UsageError with the `message` and the synopsis."""
+        """Raises UsageError with the `message` and the synopsis of the verb."""
         raise UsageError(f"{usage_error(message)}\n  Usage: {self.synopsis}")
 
 
@@ -103,7 +103,7 @@ class GpuMagics(Magics):
     # -- %gpu ------------------------------------------------------------------------------------
 
     def line(self, words: list[str]) -> Any:
-        """The result of the verb and arguments in `words`.
+        """Runs the verb with the arguments in `words`, and returns the result.
 
         Raises UnknownVerb, UsageError for bad syntax, and the errors of the runtime.
         """
@@ -131,7 +131,7 @@ class GpuMagics(Magics):
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
-        """The result of `verb` with `args`, in the form that is displayed.
+        """Runs `verb` with `args`, and returns the result in the form that is displayed.
 
         For the verb `console`, the result is the object that the runtime returns.
         """
@@ -152,7 +152,7 @@ class GpuMagics(Magics):
         return render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around)
 
     def _opened(self, verb: verbs.Verb) -> Any:
-        """The runtime. None if it cannot be opened and `verb` does not need a runtime."""
+        """The runtime. The result is None if the runtime cannot be opened and `verb` does not need a runtime."""
         try:
             return self._runtime()
         except GpuError:
@@ -165,8 +165,8 @@ class GpuMagics(Magics):
     def cell(self, words: list[str], body: str) -> None:
         """Runs the cell `body` with the lease and the model that `words` request.
 
-        At the end, shows the memory that the lease used. With `--retry` the cell runs once more after
-        an out-of-memory error, if room was made for it. Raises UsageError for bad syntax.
+        At the end, shows the memory that the lease used. With `--retry` the cell runs once more after an out-of-memory
+        error, if room was made for the cell. Raises UsageError for bad syntax.
         """
         from gpu_runtime.rendering import render
 
@@ -218,7 +218,7 @@ class GpuMagics(Magics):
 
     @contextlib.contextmanager
     def _named(self, name: str, value: Any) -> Iterator[None]:
-        """Assigns the user's `name`, and restores its old value at the end."""
+        """A context manager in which the user's variable `name` has this `value`. Its end restores the old value."""
         names = self.shell.user_ns
         missing = object()
         before = names.get(name, missing)
@@ -239,7 +239,7 @@ class GpuMagics(Magics):
 
 
 def _help(verb: str | None) -> str:
-    """The help on one verb or error, or on all verbs."""
+    """The help on the verb or error called `verb`, or on all verbs if `verb` is None."""
     if verb and (page := error_pages.page(verb, MAGIC)):
         return page
     if verb:
@@ -257,11 +257,11 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: holders, dry runs,
 
 
 class Unopened:
-    """A placeholder for the runtime in a notebook. It is replaced when the runtime is needed.
+    """A placeholder for the runtime in a notebook. The runtime replaces this object when the runtime is needed.
 
-    Opening the runtime takes a moment. After that, the devices and the ledger cannot be changed. So
-    the runtime is opened at the first use, and `%env GPU_DEVICES=…` still works after `%load_ext`.
-    Before the first cell that contains `rt` runs, the runtime replaces this object.
+    Opening the runtime takes a moment, and fixes the devices and the ledger. So the runtime is opened at its first use,
+    and `%env GPU_DEVICES=…` still works after `%load_ext`. Before the first cell that contains `rt` runs, the runtime
+    replaces this object.
     """
 
     def __init__(self, opens: Callable[[], Any]) -> None:
@@ -279,7 +279,7 @@ class Unopened:
 
 
 class _Loaded:
-    """The extension in one shell. It remembers everything that it added, to remove it later."""
+    """The extension in one shell. This object remembers everything that it added to the shell, to remove it later."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
@@ -333,7 +333,7 @@ class _Loaded:
         return rt
 
     def before_cell(self, info: Any) -> None:
-        """Records that a cell runs, from IPython's `info`. Opens the runtime if the cell uses it."""
+        """Records that a cell runs, from IPython's `info`. Opens the runtime if the cell's text contains `rt`."""
         activity.began(info)
         names_rt = re.search(r"\brt\b", info.raw_cell or "")
         if self.opened is None and self.rt is not None and names_rt:

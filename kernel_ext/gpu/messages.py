@@ -1,4 +1,4 @@
-"""Which messages to a kernel may read the memory of its tensors although no cell runs.
+"""Finds the messages to a kernel that may read the memory of its tensors although no cell runs.
 
 IPython calls `pre_execute` before a cell and before the callback of a comm's message. The messages that
 are found here run code of the user, such as a property or `__repr__`, without a call of `pre_execute`.
@@ -31,7 +31,10 @@ DEBUGGER_READS = frozenset(
 
 
 def current(kernel: Any) -> tuple[str, dict[str, Any]]:
-    """The type and the content of the message that `kernel` handles; empty if it cannot be read."""
+    """The type and the content of the message that `kernel` handles now.
+
+    Both are empty if the message cannot be read.
+    """
     try:
         message = kernel.get_parent("shell")
         return message["header"]["msg_type"], dict(message["content"])
@@ -40,7 +43,9 @@ def current(kernel: Any) -> tuple[str, dict[str, Any]]:
 
 
 def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether a message may read the memory of `kernel` without a call of `pre_execute`."""
+    """Whether a message of the type `kind` with this `content` may read the memory of `kernel` without a call of
+    `pre_execute`.
+    """
     if kind == "execute_request":  # IPython skips an empty cell, and not its expressions
         return bool(content.get("user_expressions")) and not content.get("code", "").strip()
     if kind in ("comm_open", "comm_close"):
@@ -50,14 +55,14 @@ def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
 
 
 def is_for_console(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether the message is for a console that this notebook shows. Such a message reads no tensor."""
+    """Whether a message is for a console that this notebook shows. Such a message reads no tensor."""
     return kind == "comm_msg" and _is_of_console(_comm_callback(kernel, kind, content))
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
     """Calls `work` in a thread of `gpu_runtime.threads` and returns its result; None if `work` raises.
 
-    Any other thread would prevent that the kernel's memory is moved (see `obstacles.py`).
+    The kernel's memory could not be moved while any other thread ran (see `obstacles.py`).
     """
     loop = asyncio.get_running_loop()
     result = loop.create_future()
@@ -76,7 +81,7 @@ async def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def _comm_callback(kernel: Any, kind: str, content: dict[str, Any]) -> Any:
-    """The function that handles a message of a comm; None if there is none."""
+    """The function of `kernel` that handles a message of a comm; None if there is no such function."""
     manager = getattr(kernel, "comm_manager", None)
     if kind == "comm_open":
         return getattr(manager, "targets", {}).get(content.get("target_name"))

@@ -1,8 +1,8 @@
 """The names that hold objects in a notebook: its variables, its outputs and the last error.
 
-This module also records which cell made each variable. IPython keeps an output in several places: in `Out`, as
-`_7`, in its list of hidden names, perhaps as `_`, and as the result of the last cell. These places
-count as one name here, and are released together.
+This module also records which cell made each variable. IPython keeps an output in several places: in `Out`, as `_7`, in
+its list of hidden names, perhaps as `_`, and as the result of the last cell. This module treats these places as one
+name, and releases them together.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NotebookNames(Namespace):
         return super().held(name)
 
     def shared(self) -> list[Any]:
-        """The shell and its namespaces."""
+        """The shell, its namespaces, and IPython's other objects that refer to all of them."""
         shell = self._shell
         found = [shell, shell.user_ns, shell.user_ns_hidden, shell.displayhook, self]
         return [
@@ -86,7 +86,7 @@ class NotebookNames(Namespace):
         ]
 
     def variables(self) -> list[str]:
-        """The user's variables, as `%who` lists them, and those that begin with one underscore."""
+        """The user's variables, as `%who` lists them, and the user's variables that begin with one underscore."""
         hidden, nothing = self._shell.user_ns_hidden, object()
         return [
             name
@@ -97,7 +97,7 @@ class NotebookNames(Namespace):
     # -- releasing objects
 
     def release(self, names_: Sequence[Name]) -> None:
-        """Removes the references of those names in `names_` that are outputs or the last error."""
+        """Removes the references of each name in `names_` that is an output or the last error."""
         wanted = set(names_)
         for name, places in self._outputs():
             if name in wanted:
@@ -114,7 +114,7 @@ class NotebookNames(Namespace):
     # -- outputs
 
     def _outputs(self) -> list[tuple[Name, list[_Reference]]]:
-        """Each output, with every place in which IPython keeps it."""
+        """Each output, with all places in which IPython keeps this output."""
         found: dict[int, list[_Reference]] = {}
         for reference in self._references():
             found.setdefault(id(_value(reference)), []).append(reference)

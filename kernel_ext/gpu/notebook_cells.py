@@ -1,8 +1,8 @@
 """Predicts the next cells of a notebook from the notebook's file.
 
-Some front ends send the next cell only when the last cell has ended: papermill, nbconvert, nbclient
-and VS Code. For them, the order of the cells is read from the notebook's file. For other front ends
-the file is used only while cells follow each other faster than a person could start them.
+Some front ends send the next cell only when the last cell has ended: papermill, nbconvert, nbclient and VS Code. For
+these front ends, the order of the cells is read from the notebook's file. For other front ends the file is used only
+while cells follow each other faster than a person could start them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class FileCell(NamedTuple):
 
 
 def notebook_file(names: dict[str, Any], parent: int | None = None) -> tuple[str, bool]:
-    """The path of the notebook of this kernel, and whether a program runs its cells one after another.
+    """The path of this kernel's notebook, and whether a program runs the notebook's cells one after another.
 
-    `names` are the notebook's variables, in which VS Code stores the path. `parent` is the process id
-    of this kernel's parent. The path is empty if it is unknown.
+    `names` are the notebook's variables, in which VS Code stores the path. `parent` is the process id of this kernel's
+    parent. If the path is unknown, the first result is empty.
     """
     arguments = _arguments(os.getppid() if parent is None else parent)
     words = {os.path.basename(word) for word in arguments[:3]}
@@ -40,7 +40,7 @@ def notebook_file(names: dict[str, Any], parent: int | None = None) -> tuple[str
 
 
 def _arguments(process: int) -> list[str]:
-    """The words of a process's command line, in which the path of each notebook is absolute.
+    """The words of a process's command line. The path of each notebook in these words is made absolute.
 
     The result is empty if the process has ended or belongs to another user.
     """
@@ -74,7 +74,7 @@ def code_cells(path: str) -> list[FileCell]:
 
 
 class Position:
-    """The place of the running cell in a notebook, and whether the next cells will follow it."""
+    """The place of the running cell in a notebook, and whether the notebook's next cells will follow this cell."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -85,9 +85,10 @@ class Position:
     ) -> list[FileCell]:
         """The cells that will run after the cell with this `code` and `cell_id`.
 
-        `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` the
-        result has all later cells. Without it, the result has them only if this cell follows the last
-        cell in the file, and began at once when the last cell had ended. Else it is empty.
+        `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` the result has all
+        later cells. Without `by_program`, the result has the later cells only in one case: the cell that ran before is
+        directly before this cell in the file, and this cell began at once after it. In all other cases the result is
+        empty.
         """
         here = self._find(cells, code, cell_id)
         if here is None:
@@ -107,7 +108,7 @@ class Position:
         self._ended_at = None
 
     def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:
-        """The index of the cell with `cell_id`, or else of the next cell with the text `code`."""
+        """The index of the cell with this `cell_id`. Without an id, the index of the next cell with the text `code`."""
         if cell_id:
             return next((i for i, cell in enumerate(cells) if cell.id == cell_id), None)
         same = [i for i, cell in enumerate(cells) if cell.code.strip() == code.strip()]

@@ -1,8 +1,8 @@
 """The reasons why the memory of a kernel must not be moved now: threads, tasks and callbacks of the
 user, and other libraries.
 
-Threads, tasks and callbacks could run code while the memory is not on the card. Libraries could have
-stored its addresses. Nothing here moves memory.
+Threads, tasks and callbacks could run code while the memory is not on the card. Libraries could have stored addresses
+of the memory. Nothing here moves memory.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _handlers(io_loop: Any, loop: Any) -> Iterator[tuple[Any, ...]]:
 def is_kernel_task(task: asyncio.Task[Any]) -> bool:
     """Whether the kernel itself made the `task`, and not a cell.
 
-    ipykernel 7 makes its tasks through a function in `ipykernel.utils`. The coroutine of that function
-    waits for a second task, which has a name of its own.
+    ipykernel 7 makes its tasks through the function `_async_in_context` in `ipykernel.utils`. Such a task runs a
+    coroutine that is defined inside this function.
     """
     coroutine = task.get_coro()
     if getattr(coroutine, "__qualname__", "") in KERNEL_TASKS:
@@ -123,7 +123,7 @@ def _is_kernels(*values: Any) -> bool:
 def _functions(value: Any) -> Iterator[Any]:
     """The functions that a callback or one of its arguments calls.
 
-    tornado and Panel wrap the user's function into a method of their own.
+    tornado and Panel wrap the user's function into one of their methods.
     """
     if isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
@@ -179,7 +179,9 @@ def _threads() -> dict[int, _Thread]:
 
 
 def _is_ours(frame: Any) -> bool:
-    """Whether gpu_runtime started the thread of `frame`: its outermost frame is in the module `threads`."""
+    """Whether gpu_runtime started the thread of `frame`. If so, the thread's outermost frame is in the module
+    `threads`.
+    """
     while frame.f_back is not None:
         frame = frame.f_back
     return frame.f_globals.get("__name__", "").startswith(OURS)
@@ -194,8 +196,8 @@ def _wakes(frame: Any) -> bool:
 def why_not_threads(main: int | None) -> str:
     """The reason if a thread prevents moving the kernel's memory, with the thread's name; else "".
 
-    Such a thread is not the kernel's, was not started by gpu_runtime, and runs or will run by itself,
-    as a `threading.Timer` does. `main` is the identifier of the main thread.
+    Such a thread does not belong to the kernel, was not started by gpu_runtime, and runs or will run by itself, as a
+    `threading.Timer` does. `main` is the identifier of the main thread.
     """
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, found in _threads().items():

@@ -1,8 +1,8 @@
 """Follows the cells of a kernel, so that the kernel can be parked between two cells.
 
-Parking moves the device memory of the notebook's own code to host memory. No line of a cell runs
-while the kernel is parked. If the memory cannot return, the cell must be refused. IPython runs a cell
-even if a hook failed, so a transformer of the cell's syntax tree refuses it.
+Parking moves the device memory of the notebook's own code to host memory. No line of a cell runs while the kernel is
+parked. If the memory cannot return, the cell must be refused. IPython runs a cell even if a hook failed, so a
+transformer of the cell's syntax tree refuses the cell.
 
 The memory of a kernel is moved on the kernel's own event loop, between two messages. At that moment,
 every other thread must be in a function that is known to wait.
@@ -109,7 +109,7 @@ class Parking:
             del held
 
     def _hold(self) -> Any:
-        """Brings parked memory back to the card, where it stays until the returned object is dropped.
+        """Brings parked memory back to the card. The memory stays on the card until the returned object is dropped.
 
         See `Reading.hold`.
         """
@@ -124,7 +124,7 @@ class Parking:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside the block this thread waits for the memory, and runs no code of the user."""
+        """A context manager in which this thread waits for parked memory, and runs no code of the user."""
         thread = threading.get_ident()
         try:
             self._in_hooks.add(thread)
@@ -184,7 +184,7 @@ class Parking:
                 self._lease.end(self._text)
 
     def _attach(self) -> bool:
-        """Opens the runtime, and registers this kernel with it. Returns whether that succeeded.
+        """Opens the runtime, and registers this kernel with the runtime. Returns whether both succeeded.
 
         If the ledger cannot be opened, the command `%gpu` reports the reason.
         """
@@ -204,7 +204,7 @@ class Parking:
         return self._lease.make_room_to_retry(error)
 
     def after_error(self, error: BaseException) -> None:
-        """Called after a cell that failed. If it ran out of memory, idle notebooks and models are evicted."""
+        """Called after a cell that failed. If the cell ran out of memory, idle notebooks and models are evicted."""
         # The notebook may have failed before it held any memory. So any error that mentions memory
         # opens the runtime. Its `make_room` then recognises out-of-memory errors exactly.
         about_memory = "memory" in f"{type(error).__name__} {error}".lower()
@@ -282,7 +282,7 @@ class Parking:
 
 
 class _Here(threading.local):
-    """What this thread handles now. Subshells handle messages beside the main thread."""
+    """The state of the message that this thread handles now. Subshells handle messages beside the main thread."""
 
     cells_before = 0  # the number of its cells that ran when its current message arrived
     touches_nothing = (

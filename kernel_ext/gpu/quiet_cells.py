@@ -1,7 +1,7 @@
-"""Which cells touch no object of the user's, so that they run at once while the notebook is parked.
+"""Finds cells that touch no object of the user's. Such cells run at once while the notebook is parked.
 
-There are two kinds: cells of `%gpu` lines that only read, and cells of constants and operators. For
-every other cell the memory returns first, because a name, a call or an import may run any code.
+There are two kinds: cells of `%gpu` lines that only read, and cells of constants and operators. Before every other cell
+the notebook's memory returns to the card, because a name, a call or an import may run any code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def touches_nothing(shell: Any, content: Mapping[str, Any]) -> bool:
 
 
 def _reads(shell: Any, line: str) -> bool:
-    """Whether the `line` is a `%gpu` line that only reads, and is ours in this `shell`."""
+    """Whether the `line` is a `%gpu` line that only reads, and `%gpu` is gpu-console's magic in this `shell`."""
     magic, _, rest = line.partition(" ")
     # IPython replaces `{x}` and `$x` by the user's values, and reads `x?` as a question about x. A
     # final backslash continues the line.

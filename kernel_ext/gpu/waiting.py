@@ -44,7 +44,7 @@ def sentence(name: str, wait: Wait, seconds: float) -> str:
 
 
 def _ordinal(number: int) -> str:
-    """2 as `2nd`."""
+    """The `number` as an ordinal, such as `2nd`."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if 10 < number % 100 < 14 else ending}"
 
@@ -55,7 +55,7 @@ class Line:
     count = 0  # lines made so far, for their ids, which are not saved in the notebook
 
     def __init__(self, notebook: bool) -> None:
-        """A line in a `notebook`, or else in a terminal."""
+        """A line in a notebook if `notebook` is true, else in a terminal."""
         self._notebook, self._handle = notebook, None
         self.visible = False
 
@@ -101,7 +101,7 @@ class WaitLine:
         progress_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Shows the lines in a `notebook`, or else in a terminal.
+        """Shows the lines in a notebook if `notebook` is true, else in a terminal.
 
         A load that takes longer than `progress_seconds` shows its progress. `clock` returns seconds.
         """
@@ -153,14 +153,17 @@ class WaitLine:
 
 
 def _summary(arrival: Any, waited: float) -> str:
-    """The line that stays; empty for a notebook's own memory, whose return has a line already."""
+    """The line that stays after the `arrival`, which had to wait for `waited` seconds.
+
+    The line is empty for a notebook's own memory, because its return already has another line.
+    """
     from gpu_runtime.rendering import progress
 
     return "" if arrival.name == progress.KERNEL else progress.summary(arrival, waited)
 
 
 class _Redrawing:
-    """Draws the progress of an arrival again and again, in a thread, until it has ended."""
+    """Draws the progress of an arrival again and again, in a thread, until the arrival has ended."""
 
     def __init__(
         self, arrival: Any, line: Line, notebook: bool, clock: Callable[[], float]
@@ -170,7 +173,7 @@ class _Redrawing:
         self._ended, self._drawing = threading.Event(), threading.Lock()
 
     def start(self, after_seconds: float) -> None:
-        """Draws for the first time `after_seconds`. Most loads have ended by then."""
+        """Starts the drawing. The first drawing is made after `after_seconds`; most loads have ended by this time."""
 
         def draw_again() -> None:
             """Draws until the arrival has ended."""
@@ -184,7 +187,7 @@ class _Redrawing:
         threads.start(draw_again)
 
     def stop(self) -> None:
-        """Draws no more. A drawing that has begun is completed first."""
+        """Ends the drawing. A drawing that has begun is completed first."""
         self._ended.set()
         with self._drawing:
             pass
@@ -200,7 +203,7 @@ class _Redrawing:
 
 
 class OthersWait:
-    """Makes the line for this notebook if another process waits for memory that it holds.
+    """Makes the line that this notebook shows if another process waits for memory of this notebook.
 
     Each waiting request is reported once.
     """
@@ -228,7 +231,10 @@ class OthersWait:
 
 
 def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int) -> str:
-    """A sentence: which process waits for the memory of the leases `held`, and the command that frees it."""
+    """A sentence on the request `ticket`, which waits for the memory of the leases `held`.
+
+    It names the process that waits, and the command that frees the memory. `more` is the number of further requests.
+    """
     section = snapshot.sections.get(ticket.owner)
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"
     waited = show_seconds(snapshot.now - ticket.arrived)
